@@ -1,0 +1,32 @@
+"""The command line: ``skipdecode VERB MODEL --option``. A verb's own file is imported with the first use of the verb."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from .cli_train import train
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def skipdecode() -> None:
+    """Faster generation with language models by running fewer layers."""
+
+
+app.command()(train)
+
+
+def main() -> None:
+    """Entry point: what the user can put right ends with one line and exit code 2."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        print(f"skipdecode: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

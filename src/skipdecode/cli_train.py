@@ -1,0 +1,114 @@
+"""``skipdecode train``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
+from .console import UsageError, budgets, say
+
+
+def train(
+    model: Annotated[str | None, Argument(help="Directory, hub name or 'demo'; leave out with --from-config.")] = None,
+    output: Annotated[Path, Option(help="Where the trained checkpoint goes.")] = Path("trained"),
+    data: Annotated[Path, Option(help="Folder with the task's files, or one JSONL/CSV with prompt and response.")] = Path("."),
+    task: Annotated[str, Option(help="e2e, or jsonl for any data.")] = "jsonl",
+    speedup: Annotated[float | None, Option(help="Train for this one target speed-up.")] = None,
+    speedups: Annotated[str | None, Option(help="Train one checkpoint for several, e.g. 1,2,3,4,5: one is drawn per step.")] = None,
+    schedule: Annotated[Path | None, Option(help="Train for the schedule in this JSON file.")] = None,
+    horizon: Annotated[int, Option(help="Generated tokens over which the depth falls.")] = 48,
+    order: Annotated[str, Option(help="Layer order: top, bottom or even.")] = "top",
+    decay: Annotated[str, Option(help="Shape of the fall: linear, cosine, exponential, power, step, constant.")] = "linear",
+    from_config: Annotated[Path | None, Option(help="Train from scratch: a transformers config.json.")] = None,
+    tokenizer: Annotated[str | None, Option(help="With --from-config: take this tokenizer; else BPE is trained on the data.")] = None,
+    epochs: Annotated[float, Option(help="Passes over the data.")] = 3.0,
+    max_steps: Annotated[int, Option(help="Stop after so many optimizer steps instead.")] = -1,
+    batch_size: Annotated[int, Option(help="Rows per process and step.")] = 32,
+    accumulation: Annotated[int, Option(help="Batches per optimizer step.")] = 1,
+    learning_rate: Annotated[float, Option(help="Peak learning rate of AdamW.")] = 5e-5,
+    scheduler: Annotated[str, Option(help="Learning-rate schedule, as transformers names it.")] = "cosine",
+    warmup_steps: Annotated[float, Option(help="Warm-up steps of the learning rate; below 1, a share of all steps.")] = 0.03,
+    weight_decay: Annotated[float, Option(help="AdamW's weight decay.")] = 0.01,
+    adam_beta2: Annotated[float, Option(help="AdamW's second beta.")] = 0.999,
+    lora: Annotated[int, Option(help="Rank of LoRA adapters, merged at the end; 0 trains all weights.")] = 0,
+    bf16: Annotated[bool, Option("--bf16", help="bfloat16 autocast.")] = False,
+    checkpointing: Annotated[bool, Option("--checkpointing", help="Gradient checkpointing: less memory, more time.")] = False,
+    attention: Annotated[str | None, Option(help="eager, sdpa, …; eager trains faster on CPUs at short lengths.")] = None,
+    rows: Annotated[int | None, Option(help="Use only the first so many training rows.")] = None,
+    eval_steps: Annotated[int, Option(help="Evaluate every so many steps; 0: never.")] = 500,
+    eval_rows: Annotated[int, Option(help="Validation inputs used for loss and score.")] = 100,
+    save_steps: Annotated[int, Option(help="Write a checkpoint to resume from every so many steps.")] = 500,
+    seed: Annotated[int, Option(help="Seed of weights, data order and budgets.")] = 0,
+    fresh: Annotated[bool, Option("--fresh", help="Start anew although OUTPUT holds a checkpoint to resume from.")] = False,
+) -> None:
+    """Train a model with the schedule on. Started again after a kill, it goes on where it was.
+
+    The result is a stock Hugging Face directory whose config carries the schedule.
+
+    skipdecode train facebook/opt-1.3b --task e2e --data e2e --speedup 5 --output opt-e2e-5x
+    """
+    from .schedule import Schedule
+    from .tasks import get_task
+
+    if (model is None) == (from_config is None):
+        raise UsageError("give either MODEL or --from-config")
+    if sum(option is not None for option in (speedup, speedups, schedule)) > 1:
+        raise UsageError("give one of --speedup, --speedups and --schedule")
+    wanted = budgets(speedups) if speedups else (speedup or 2.0,)
+    fixed = Schedule.load(schedule) if schedule else None
+    the_task = get_task(task)
+    training = the_task.read(data, "train")[:rows]
+    validation = the_task.read(data, "validation")[:eval_rows]
+    if not training:
+        raise UsageError(f"{data} holds no training rows")
+
+    from . import loading
+    from .training import arguments
+    from .training import train as run
+
+    if from_config is not None:
+        texts = [f"{example.prompt} {example.references[0]}" for example in training]
+        network, tokens = loading.from_config(from_config, texts, tokenizer, attention, seed)
+    else:
+        network, tokens = loading.load(str(model), attention=attention)
+    layers = network.config.get_text_config(decoder=True).num_hidden_layers
+    if fixed is not None:
+        schedules = {round(fixed.layer_ratio(fixed.horizon), 2): fixed}
+    else:
+        schedules = {k: Schedule.for_speedup(k, layers, horizon, order=order, decay=decay) for k in wanted}
+    every: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": eval_steps} if eval_steps and validation else {}
+    resume = not fresh and any(output.glob("checkpoint-*"))
+    if resume:
+        say(f"going on from the newest checkpoint in {output}")
+    run(
+        network.train(),
+        tokens,
+        schedules,
+        arguments(
+            output_dir=str(output),
+            num_train_epochs=epochs,
+            max_steps=max_steps,
+            per_device_train_batch_size=batch_size,
+            per_device_eval_batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            learning_rate=learning_rate,
+            lr_scheduler_type=scheduler,
+            warmup_steps=warmup_steps,
+            weight_decay=weight_decay,
+            adam_beta2=adam_beta2,
+            bf16=bf16,
+            gradient_checkpointing=checkpointing,
+            save_steps=save_steps,
+            logging_steps=20,
+            seed=seed,
+            **every,
+        ),
+        the_task,
+        training,
+        validation,
+        lora_rank=lora,
+        resume=resume,
+    )
+    say(f"saved to {output}")

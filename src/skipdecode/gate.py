@@ -1,0 +1,166 @@
+"""Each decoder layer's ``forward`` runs, runs on a prefix of the columns, or passes the hidden states on.
+
+The gate sits on the layer *instance*: no model subclass, no copied modelling code, state-dict keys stay as they are. It acts
+only when a forward pass carries a :class:`~skipdecode.cache.SkipCache` or runs inside :func:`teacher_forced`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .cache import SkipCache
+from .schedule import Schedule, ScheduleError
+
+
+class Gate:
+    """Stands in for one layer's ``forward``."""
+
+    def __init__(self, forward: Callable[..., Any], shadowed: Any, index: int, plan: Plan) -> None:
+        self.forward = forward
+        self.shadowed = shadowed  # an instance-level forward found there (accelerate's hooks), to be put back
+        self.index = index
+        self.plan = plan
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        width = hidden.shape[1]
+        cache = next((v for v in (*args, *kwargs.values()) if isinstance(v, SkipCache)), None)
+        if cache is not None:
+            columns = cache.begin_layer(self.index, width)
+        elif self.plan.columns is not None:
+            columns = self.plan.columns[self.index]
+        else:
+            return self.forward(*args, **kwargs)
+        if columns == 0:
+            return hidden
+        if width > 1:
+            _refuse_packed(hidden, kwargs)
+        if columns >= width:
+            return _one_tensor(self.forward(*args, **kwargs))
+        args, kwargs = _prefix(args, width, columns), _prefix(kwargs, width, columns)
+        return torch.cat([_one_tensor(self.forward(*args, **kwargs)), hidden[:, columns:]], dim=1)
+
+
+class Plan:
+    """What the gates of one model share: the columns each layer runs in a teacher-forced pass, or None."""
+
+    def __init__(self) -> None:
+        self.columns: list[int] | None = None
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The model's stack of decoder layers, whatever the family calls it.
+
+    Raises:
+        ValueError: encoder-decoder models, and models whose stack cannot be told.
+    """
+    config = getattr(model, "config", None)
+    if config is None:
+        raise ValueError(f"{type(model).__name__} has no config: SkipDecode works on transformers' causal LMs")
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs"
+        )
+    count = config.get_text_config(decoder=True).num_hidden_layers
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    stacks = [m for m in stacks if len({type(layer) for layer in m}) == 1 and hasattr(m[0], "forward")]
+    if len(stacks) != 1:
+        raise ValueError(
+            f"{type(model).__name__} should hold one stack of {count} like decoder layers; {len(stacks)} were found"
+        )
+    return stacks[0]
+
+
+def attach(model: nn.Module) -> nn.Module:
+    """Put a gate on every decoder layer. Inert until a :class:`SkipCache` comes through. Returns the model.
+
+    Example:
+        >>> attach(model)
+        >>> model.generate(**inputs, past_key_values=SkipCache(model, Schedule.for_speedup(3, 24, horizon=64)))
+    """
+    layers = decoder_layers(model)
+    if not is_attached(model):
+        plan = Plan()
+        for index, layer in enumerate(layers):
+            layer.forward = Gate(layer.forward, layer.__dict__.get("forward"), index, plan)
+    return model
+
+
+def detach(model: nn.Module) -> nn.Module:
+    """Take the gates off; the model is as it was found. Returns the model."""
+    for layer in decoder_layers(model):
+        gate = layer.__dict__.get("forward")
+        if isinstance(gate, Gate):
+            del layer.forward
+            if gate.shadowed is not None:
+                layer.forward = gate.shadowed
+    return model
+
+
+def is_attached(model: nn.Module) -> bool:
+    """Whether the model's layers carry gates."""
+    return isinstance(decoder_layers(model)[0].__dict__.get("forward"), Gate)
+
+
+@contextmanager
+def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int, length: int) -> Iterator[None]:
+    """Inside, an uncached pass over ``length`` columns runs each layer on just the columns that decoding would.
+
+    Args:
+        model: an attached model.
+        schedule: must have as many layers as the model.
+        prompt_length: width in columns of the left-padded prompt block.
+        length: columns in all.
+    """
+    layers = decoder_layers(model)
+    gate = layers[0].__dict__.get("forward")
+    if not isinstance(gate, Gate):
+        raise ValueError("the model has no gates: call skipdecode.attach(model) first")
+    if schedule.num_layers != len(layers):
+        raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {len(layers)}")
+    gate.plan.columns = schedule.columns(prompt_length, length)
+    try:
+        yield
+    finally:
+        gate.plan.columns = None
+
+
+def _prefix(value: Any, width: int, n: int) -> Any:
+    """Keep the first ``n`` of ``width`` columns in whatever a layer is given besides its cache.
+
+    Hidden states and position embeddings (batch, width, …), position ids (batch, width), masks (batch, heads, width, width).
+    """
+    if isinstance(value, Tensor):
+        if value.ndim == 4:
+            return value[..., :n, :n]
+        if value.ndim >= 2 and value.shape[1] == width:
+            return value[:, :n]
+        return value[:n] if value.ndim == 1 and value.shape[0] == width else value
+    if isinstance(value, dict):
+        return {key: _prefix(item, width, n) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_prefix(item, width, n) for item in value)
+    return value
+
+
+def _one_tensor(output: Any) -> Tensor:
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"a decoder layer returned {type(output).__name__}, not one tensor: this architecture needs transformers 5"
+        )
+    return output
+
+
+def _refuse_packed(hidden: Tensor, kwargs: dict[str, Any]) -> None:
+    """Several sequences in one row have no common prompt edge: no prefix of the columns belongs to a layer."""
+    positions = kwargs.get("position_ids")
+    packed = any(key.startswith("cu_seq_lens") and value is not None for key, value in kwargs.items())
+    if not packed and hidden.shape[0] == 1 and isinstance(positions, Tensor) and positions.ndim == 2:
+        packed = int(((positions[:, :-1] == 0) & (positions[:, 1:] == 1)).sum()) > 1
+    if packed:
+        raise ValueError("packed (padding-free) batches cannot skip layers: give one sequence per row, left-padded")

@@ -1,0 +1,100 @@
+"""Checkpoints in: a directory, a hub name, ``demo`` for the embedded one, or a config to start from scratch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .gate import attach, decoder_layers
+from .prompts import train_tokenizer
+
+DEMO = Path(__file__).parent / "checkpoint"
+
+
+class ModelError(ValueError):
+    """A model that is not there or cannot be used."""
+
+
+def resolve(name: str) -> str:
+    """Path or hub name of a model. Raises ModelError, before anything heavy is loaded, for a folder without a config."""
+    if name == "demo":
+        return str(DEMO)
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ModelError(f"{name} holds no config.json: is it a Hugging Face checkpoint?")
+    if not path.is_dir() and (path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ModelError(f"no model at {name}: give a directory, a hub name, or 'demo'")
+    return name
+
+
+def load(
+    name: str = "demo",
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | None = None,
+    attention: str | None = None,
+    revision: str | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal LM with gates attached, and its tokenizer.
+
+    Args:
+        name: directory, hub name, or ``demo``.
+        dtype: ``auto`` is the checkpoint's own, but float32 on CPUs that lack bfloat16 arithmetic (there it is 100 times slower).
+        device: ``cuda``, ``cpu``, …; a GPU if there is one.
+        attention: ``eager``, ``sdpa``, …; transformers' choice if None.
+        revision: of a hub model.
+
+    Raises:
+        ModelError: no such model, or no decoder-only causal LM.
+    """
+    where = resolve(name)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
+    try:
+        config = AutoConfig.from_pretrained(where, revision=revision)
+        if config.is_encoder_decoder:
+            raise ModelError(f"{name} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs")
+        if dtype == "auto" and device == "cpu" and not _fast_bfloat16():
+            dtype = torch.float32
+        model = AutoModelForCausalLM.from_pretrained(where, config=config, dtype=dtype, revision=revision, **options)
+        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, padding_side="left")
+    except (OSError, KeyError) as error:
+        raise ModelError(f"{name} cannot be loaded: {str(error).splitlines()[0]}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    decoder_layers(model)
+    return attach(model.to(device).eval()), tokenizer
+
+
+def from_config(
+    path: Path, texts: Sequence[str], tokenizer: str | None = None, attention: str | None = None, seed: int = 0
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model with random weights from a ``config.json``, and a tokenizer: a given one, or BPE trained on ``texts``.
+
+    The config's ``vocab_size`` is the size to train; token ids in it are set to the tokenizer's.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+    except (OSError, json.JSONDecodeError, KeyError, ValueError) as error:
+        raise ModelError(f"{path} is no model config: {error}") from error
+    if tokenizer:
+        tokens = AutoTokenizer.from_pretrained(tokenizer, padding_side="left")
+    else:
+        tokens = train_tokenizer(texts, config.vocab_size)
+    config.vocab_size = max(config.vocab_size, len(tokens))
+    config.pad_token_id, config.eos_token_id = tokens.pad_token_id, tokens.eos_token_id
+    config.bos_token_id = tokens.bos_token_id if tokens.bos_token_id is not None else tokens.eos_token_id
+    torch.manual_seed(seed)
+    options = {"attn_implementation": attention} if attention else {}
+    return AutoModelForCausalLM.from_config(config, **options), tokens
+
+
+def _fast_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware."""
+    return any(present is True and name.endswith("bf16") for name, present in torch.cpu.get_capabilities().items())

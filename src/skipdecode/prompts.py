@@ -1,0 +1,39 @@
+"""Text to token ids and left-padded batches: the one place that decides where a prompt ends and a response begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
+    """Token ids with the tokenizer's own special tokens, less an end-of-sequence it may put last."""
+    rows = tokenizer(list(prompts), padding=False, truncation=False)["input_ids"]
+    return [row[:-1] if len(row) > 1 and row[-1] == tokenizer.eos_token_id else row for row in rows]
+
+
+def encode_response(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+    """Ids of each (prompt, response)'s response, set off from its prompt by a space, closed by end-of-sequence."""
+    texts = [response if prompt[-1:].isspace() else f" {response}" for prompt, response in pairs]
+    return [
+        [*row, tokenizer.eos_token_id] for row in tokenizer(texts, add_special_tokens=False, padding=False)["input_ids"]
+    ]
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of at most ``vocab_size`` tokens, with ``<pad>`` and ``</s>``."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<pad>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<pad>", eos_token="</s>", padding_side="left", clean_up_tokenization_spaces=False
+    )

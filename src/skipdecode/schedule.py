@@ -1,0 +1,326 @@
+"""Which layers a position runs. Pure Python; see docs/method.md for the notation."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+DECAYS = ("linear", "power", "cosine", "exponential", "step", "constant", "list")
+ORDERS = ("top", "bottom", "even")
+
+# (layers, speed-up) -> (max_depth, min_depth): the budgets the paper used (section 6 of docs/method.md).
+PAPER_BUDGETS = {
+    (24, 2): (16, 8),
+    (24, 5): (6, 4),
+    (32, 2): (22, 11),
+    (32, 3): (14, 8),
+    (32, 4): (10, 6),
+    (32, 5): (8, 5),
+}
+
+
+class ScheduleError(ValueError):
+    """A schedule that contradicts itself or does not fit the model."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One depth per generated position, never increasing, and the layers each depth stands for.
+
+    Step ``g`` feeds back generated token ``g``; the prompt runs all layers unless ``prompt_decay`` says otherwise.
+
+    Args:
+        num_layers: decoder layers ``L`` of the model.
+        max_depth: layers run at step 0.
+        min_depth: layers run from step ``horizon - 1`` on.
+        horizon: steps the decay spans.
+        decay: shape of the fall; ``linear`` is the paper's.
+        order: ranking of the layers, the first ``depth`` of which run: ``top`` (the paper's: warm-up layers, then from
+            the top down), ``bottom``, ``even``, or a permutation of all layer indices.
+        warmup: bottom layers that ``top`` ranks first; they count inside the depth.
+        rate: steepness of the ``power`` and ``exponential`` decays.
+        stairs: number of levels of the ``step`` decay.
+        depths: the depths themselves, for ``decay="list"``; the last one holds from there on.
+        prompt_decay: the last so many prompt positions fall linearly from ``L`` to ``max_depth`` (0: none does).
+
+    Raises:
+        ScheduleError: for any value that contradicts another.
+
+    Example:
+        >>> schedule = Schedule.for_speedup(5, num_layers=24, horizon=32)
+        >>> schedule.depth(0), schedule.depth(31), schedule.layers(4)
+        (6, 4, (0, 21, 22, 23))
+    """
+
+    num_layers: int
+    max_depth: int
+    min_depth: int
+    horizon: int
+    decay: str = "linear"
+    order: str | tuple[int, ...] = "top"
+    warmup: int = 1
+    rate: float = 3.0
+    stairs: int = 4
+    depths: tuple[int, ...] | None = None
+    prompt_decay: int = 0
+
+    def __post_init__(self) -> None:
+        # JSON knows lists only; tuples keep the schedule hashable.
+        for name in ("order", "depths"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("num_layers", "max_depth", "min_depth", "horizon", "warmup", "stairs", "prompt_decay"):
+            _whole(name, getattr(self, name), least=0 if name in ("warmup", "prompt_decay") else 1)
+        _require(self.decay in DECAYS, f"decay must be one of {', '.join(DECAYS)}, not {self.decay!r}")
+        _require(
+            isinstance(self.rate, (int, float)) and not isinstance(self.rate, bool) and 0 < self.rate < math.inf,
+            f"rate must be a finite number above 0, not {self.rate!r}",
+        )
+        _require(self.stairs >= 2, f"stairs must be at least 2, not {self.stairs}")
+        self._check_depths()
+        self._check_order()
+
+    def _check_depths(self) -> None:
+        if self.decay == "list":
+            _require(bool(self.depths), "decay 'list' needs depths, one number of layers per step")
+            depths = self.depths or ()
+            for value in depths:
+                _whole("each of depths", value)
+            _require(
+                all(a >= b for a, b in zip(depths, depths[1:], strict=False)),
+                f"depths must never increase (a layer once skipped has no keys and values to go back to): {depths}",
+            )
+            _require(
+                (self.max_depth, self.min_depth, self.horizon) == (depths[0], depths[-1], len(depths)),
+                "with decay 'list', max_depth, min_depth and horizon must be the list's first, last and length; "
+                "Schedule.from_depths sets them",
+            )
+        else:
+            _require(self.depths is None, f"depths go with decay 'list', not with {self.decay!r}")
+        _require(
+            self.min_depth <= self.max_depth, f"min_depth {self.min_depth} is greater than max_depth {self.max_depth}"
+        )
+        _require(
+            self.max_depth <= self.num_layers, f"max_depth {self.max_depth} is greater than num_layers {self.num_layers}"
+        )
+        if self.decay == "constant":
+            _require(self.max_depth == self.min_depth, "decay 'constant' needs max_depth equal to min_depth")
+
+    def _check_order(self) -> None:
+        if isinstance(self.order, tuple):
+            # A tuple of anything but int would compare equal for 1.0 or True: the type is checked too.
+            _require(
+                all(type(i) is int for i in self.order) and sorted(self.order) == list(range(self.num_layers)),
+                f"order must hold each of the layers 0 to {self.num_layers - 1} exactly once, not {self.order}",
+            )
+        else:
+            _require(self.order in ORDERS, f"order must be {', '.join(ORDERS)} or a permutation, not {self.order!r}")
+        _require(
+            self.order != "top" or self.warmup <= self.min_depth,
+            f"warmup {self.warmup} is greater than min_depth {self.min_depth}",
+        )
+
+    # --- what a step runs
+
+    def depth(self, step: int) -> int:
+        """Layers that step ``step`` (counted from 0) runs."""
+        if step < 0:
+            raise ScheduleError(f"a step is 0 or more, not {step}")
+        return self._staircase[min(step, self.horizon - 1)]
+
+    def layers(self, depth: int) -> tuple[int, ...]:
+        """Indices of the layers that ``depth`` stands for, in network order."""
+        if not 1 <= depth <= self.num_layers:
+            raise ScheduleError(f"a depth is 1 to {self.num_layers}, not {depth}")
+        return tuple(sorted(self.ranking[:depth]))
+
+    def prompt_depth(self, distance: int) -> int:
+        """Layers run by the prompt position ``distance`` places before the prompt's end (1: its last).
+
+        Counted from the end, so that a row's depths do not depend on its padding.
+        """
+        if distance > self.prompt_decay:
+            return self.num_layers
+        t = 1.0 if self.prompt_decay == 1 else (self.prompt_decay - distance) / (self.prompt_decay - 1)
+        return _mix(1 - t, self.num_layers, self.max_depth)
+
+    def columns(self, prompt_length: int, length: int) -> list[int]:
+        """For each layer, how many of ``length`` columns it runs: always a prefix. The prompt is ``prompt_length`` wide.
+
+        Layer ``l`` runs column ``c`` if its rank is below the column's depth; depths never increase, so counting is enough.
+        """
+        counts = [0] * self.num_layers
+        inside = min(prompt_length, length)
+        depths = [self.prompt_depth(prompt_length - column) for column in range(inside)]
+        depths += [self.depth(step) for step in range(length - inside)]
+        for rank, layer in enumerate(self.ranking):
+            counts[layer] = sum(depth > rank for depth in depths)
+        return counts
+
+    # --- what it will cost
+
+    def average_depth(self, length: int) -> float:
+        """Mean layers per step over ``length`` steps."""
+        _whole("length", length)
+        inside = self._staircase[:length]
+        return (sum(inside) + (length - len(inside)) * self.min_depth) / length
+
+    def layer_ratio(self, length: int) -> float:
+        """Predicted ``L / average depth`` over ``length`` steps: how many times fewer layers run."""
+        return self.num_layers / self.average_depth(length)
+
+    @property
+    def distinct_depths(self) -> tuple[int, ...]:
+        """The depths that occur, deepest first."""
+        return tuple(sorted(set(self._staircase), reverse=True))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every position runs every layer."""
+        return self.min_depth == self.num_layers
+
+    @cached_property
+    def ranking(self) -> tuple[int, ...]:
+        """All layers, those that run longest first."""
+        last = self.num_layers - 1
+        if isinstance(self.order, tuple):
+            return self.order
+        if self.order == "bottom":
+            return tuple(range(self.num_layers))
+        if self.order == "top":
+            return (*range(self.warmup), *range(last, self.warmup - 1, -1))
+        return _even(self.num_layers)
+
+    @cached_property
+    def _staircase(self) -> tuple[int, ...]:
+        if self.depths is not None:
+            return self.depths
+        return tuple(_mix(self._weight(step), self.max_depth, self.min_depth) for step in range(self.horizon))
+
+    def _weight(self, step: int) -> float:
+        """How much of ``max_depth`` is left: 1 at step 0, 0 at ``horizon - 1``."""
+        if self.horizon == 1 or self.decay == "constant":
+            return 0.0
+        t = step / (self.horizon - 1)
+        if self.decay == "cosine":
+            return (1 + math.cos(math.pi * t)) / 2
+        if self.decay == "exponential":
+            return (math.exp(-self.rate * t) - math.exp(-self.rate)) / (1 - math.exp(-self.rate))
+        if self.decay == "power":
+            end = self.horizon**-self.rate
+            return ((step + 1) ** -self.rate - end) / (1 - end)
+        if self.decay == "step":
+            return 1 - min(math.floor(t * self.stairs), self.stairs - 1) / (self.stairs - 1)
+        return 1 - t
+
+    # --- ways to make one
+
+    @classmethod
+    def full(cls, num_layers: int) -> Schedule:
+        """Every position runs every layer: the stock model."""
+        return cls(num_layers, num_layers, num_layers, horizon=1, decay="constant", warmup=0)
+
+    @classmethod
+    def for_speedup(cls, speedup: float, num_layers: int, horizon: int, **options: Any) -> Schedule:
+        """The paper's budget for a target speed-up where it gives one (24 and 32 layers), its rule elsewhere.
+
+        The rule is ``speedup = L / ((max + min) / 2)``; the share of max falls from 2/3 at 2x to 0.6 at 5x, as in the paper's
+        budgets. ``options`` are further fields of the schedule.
+        """
+        _whole("num_layers", num_layers)
+        _require(
+            isinstance(speedup, (int, float)) and 1 <= speedup <= num_layers,
+            f"a speed-up is 1 to the number of layers ({num_layers}), not {speedup}",
+        )
+        if speedup == 1:
+            return cls.full(num_layers)
+        budget = PAPER_BUDGETS.get((num_layers, speedup)) if speedup == int(speedup) else None
+        if budget is None:
+            total = 2 * num_layers / speedup
+            share = min(max(2 / 3 - 0.02 * (speedup - 2), 0.6), 2 / 3)
+            most = min(max(_round(total * share), 1), num_layers)
+            budget = most, min(max(_round(total - most), 1), most)
+        most, least = budget
+        if options.get("decay") == "constant":
+            most = least = max(_round(num_layers / speedup), 1)
+        return cls(num_layers, most, least, horizon, **options)
+
+    def with_speedup(self, speedup: float) -> Schedule:
+        """The budget of another speed-up in this schedule's form: horizon, order, warm-up and decay."""
+        names = ("order", "warmup", "rate", "stairs", "prompt_decay")
+        decay = "linear" if self.decay == "list" else self.decay
+        options = {name: getattr(self, name) for name in names} | {"decay": decay}
+        return Schedule.for_speedup(speedup, self.num_layers, self.horizon, **options)
+
+    @classmethod
+    def from_depths(cls, num_layers: int, depths: list[int] | tuple[int, ...], **options: Any) -> Schedule:
+        """The explicit list: step ``g`` runs ``depths[g]`` layers, the last one holds from there on."""
+        _require(bool(depths), "depths must hold at least one number")
+        return cls(num_layers, depths[0], depths[-1], len(depths), decay="list", depths=tuple(depths), **options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON has them."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if v is not None}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Schedule:
+        """Inverse of :meth:`to_dict`. Raises ScheduleError on unknown or missing keys."""
+        _require(isinstance(values, dict), f"a schedule is a JSON object, not {type(values).__name__}")
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(values) - known)
+        _require(not unknown, f"unknown schedule keys: {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        missing = [key for key in ("num_layers", "max_depth", "min_depth", "horizon") if key not in values]
+        _require(not missing, f"a schedule needs {', '.join(missing)}")
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """One JSON object, indented."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """Inverse of :meth:`to_json`. Raises ScheduleError for text that is no JSON."""
+        try:
+            return cls.from_dict(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ScheduleError(f"a schedule file is JSON: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON to ``path``."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Schedule:
+        """Read a file that :meth:`save` wrote."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ScheduleError(message)
+
+
+def _whole(name: str, value: Any, least: int = 1) -> None:
+    _require(type(value) is int and value >= least, f"{name} must be a whole number of at least {least}, not {value!r}")
+
+
+def _round(x: float) -> int:
+    """Half rounds up, as the paper's floor(x + 1/2). The nudge absorbs the error of a sum that should be exact."""
+    return math.floor(x + 0.5 + 1e-9)
+
+
+def _mix(weight: float, most: int, least: int) -> int:
+    return min(max(_round(weight * most + (1 - weight) * least), least), most)
+
+
+def _even(num_layers: int) -> tuple[int, ...]:
+    """First, last, then always the layer farthest from all ranked ones (the lowest on ties): even spacing made nested."""
+    ranked = [0, num_layers - 1] if num_layers > 1 else [0]
+    while len(ranked) < num_layers:
+        rest = [i for i in range(num_layers) if i not in ranked]
+        ranked.append(max(rest, key=lambda i: (min(abs(i - j) for j in ranked), -i)))
+    return tuple(ranked)

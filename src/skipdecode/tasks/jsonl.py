@@ -1,0 +1,45 @@
+"""Any data with ``prompt`` and ``response``: a file, or a folder with train, validation and test files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from .base import Example, Task, TaskError, gather, read_rows
+
+NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
+
+
+class Jsonl(Task):
+    """Prompts as they stand."""
+
+    name = "jsonl"
+    columns = ("prompt",)
+    max_new_tokens = 128
+
+    def prompt(self, row: Mapping[str, str]) -> str:
+        """The prompt itself."""
+        return row["prompt"]
+
+    def read(self, folder: Path, split: str) -> list[Example]:
+        """``folder`` may also be the training file alone; a missing validation split is empty."""
+        path = self._file(folder, split)
+        if path is None:
+            if split == "train":
+                raise TaskError(f"{folder} holds no train.jsonl or train.csv")
+            return []
+        pairs = []
+        for number, row in enumerate(read_rows(path), 1):
+            if not isinstance(row, dict) or not all(isinstance(row.get(k), str) for k in ("prompt", "response")):
+                raise TaskError(f"{path}, row {number}: needs text under prompt and response")
+            pairs.append((row["prompt"], row["response"]))
+        if split == "train":
+            return [Example(prompt, (response,)) for prompt, response in pairs]
+        return gather(iter(pairs))
+
+    @staticmethod
+    def _file(folder: Path, split: str) -> Path | None:
+        if folder.is_file():
+            return folder if split == "train" else None
+        candidates = (folder / f"{name}{suffix}" for name in NAMES[split] for suffix in (".jsonl", ".csv"))
+        return next((path for path in candidates if path.exists()), None)

@@ -1,0 +1,240 @@
+"""Train with the schedule on: each layer computes only the columns that decoding would give it (docs/training.md)."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers.trainer_callback import ProgressCallback
+
+from .cache import CONFIG_KEY
+from .gate import attach, teacher_forced
+from .generation import generate
+from .prompts import encode_prompts, encode_response
+from .schedule import Schedule
+from .tasks import Example, Task
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Left-pads prompts and right-pads responses, so that the prompt edge is one column of the batch.
+
+    Returns ``input_ids``, ``attention_mask``, ``position_ids`` (batch, P + R - 1), ``labels`` (batch, R; -100 on padding)
+    and ``prompt_length`` P. The last response token is a label only. Widths are rounded up to ``multiple``: shapes that change
+    with every batch make the CPU allocator's memory grow.
+    """
+
+    pad_token_id: int
+    multiple: int = 8
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        prompt = _round_up(max(len(row["prompt_ids"]) for row in rows), self.multiple)
+        fed = _round_up(max(len(row["response_ids"]) for row in rows) - 1, self.multiple)
+        ids = torch.full((len(rows), prompt + fed), self.pad_token_id)
+        mask = torch.zeros_like(ids)
+        labels = torch.full((len(rows), fed + 1), -100)
+        for i, row in enumerate(rows):
+            text = torch.tensor([*row["prompt_ids"], *row["response_ids"][:-1]])
+            start = prompt - len(row["prompt_ids"])
+            ids[i, start : start + len(text)] = text
+            mask[i, start : start + len(text)] = 1
+            labels[i, : len(row["response_ids"])] = torch.tensor(row["response_ids"])
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+            "labels": labels,
+            "prompt_length": prompt,
+        }
+
+
+def response_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    """Cross-entropy on response tokens, the mean over the whole accumulated batch. ``labels``: (batch, R)."""
+    logits = outputs.logits[:, -labels.shape[1] :].float()
+    total = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return total / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+class SkipTrainer(Trainer):
+    """transformers' Trainer with a schedule drawn per step.
+
+    Args:
+        schedules: target speed-up -> schedule. One is drawn per optimizer step (the same on all processes); evaluation
+            reports the loss of each and the task's score of the last.
+        task, eval_examples: what the validation score is computed on, with ``model.generate``; None for no score.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        schedules: Mapping[float, Schedule],
+        task: Task | None = None,
+        eval_examples: Sequence[Example] = (),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, compute_loss_func=response_loss, **kwargs)
+        self.schedules = dict(schedules)
+        self.task = task
+        self.eval_examples = eval_examples
+        self._evaluated: Schedule | None = None
+        self._tokens = 0
+        self._clock = time.perf_counter()
+        attach(self.model)
+        self.remove_callback(ProgressCallback)
+        self.add_callback(TrainingBar())
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The stock loss, on the columns that each layer would run while decoding."""
+        inputs = dict(inputs)
+        prompt_length, length = int(inputs.pop("prompt_length")), inputs["input_ids"].shape[1]
+        schedule = self._evaluated or self._drawn()
+        if model.training:
+            self._tokens += int(inputs["attention_mask"].sum())
+        bare = self.accelerator.unwrap_model(model)
+        # The full schedule needs no gates: a plain pass, which also spares the padding of kernels' prefixes.
+        gates = nullcontext() if schedule.is_full else teacher_forced(bare, schedule, prompt_length, length)
+        with gates:
+            return super().compute_loss(model, inputs | {"logits_to_keep": length - prompt_length + 1}, *args, **kwargs)
+
+    def _drawn(self) -> Schedule:
+        """A function of the seed and the step alone, so that a resumed run draws what the killed one would have."""
+        return random.Random(f"{self.args.seed} {self.state.global_step}").choice(list(self.schedules.values()))
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds the tokens (prompt and response, no padding) per second since the last log."""
+        if "loss" in logs:
+            now = time.perf_counter()
+            logs["tokens_per_second"] = round(self._tokens / (now - self._clock), 1)
+            self._tokens, self._clock = 0, now
+        super().log(logs, *args, **kwargs)
+
+    def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
+        """Loss at every speed-up (``eval_loss`` at the last), and the task's score there."""
+        metrics: dict[str, float] = {}
+        for speedup, self._evaluated in self.schedules.items():
+            metrics |= super().evaluate(*args, metric_key_prefix=f"{metric_key_prefix}_{speedup:g}x", **kwargs)
+            metrics[f"{metric_key_prefix}_loss"] = metrics[f"{metric_key_prefix}_{speedup:g}x_loss"]
+        if self.task is not None and self.eval_examples:
+            texts = generate(
+                self.accelerator.unwrap_model(self.model),
+                self.processing_class,
+                [example.prompt for example in self.eval_examples],
+                schedule=self._evaluated,
+                batch_size=self.args.eval_batch_size,
+                max_new_tokens=self.task.max_new_tokens,
+                do_sample=False,
+            )
+            scores = self.task.score([row.text for row in texts.rows], self.eval_examples)
+            scores = {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
+            self.log(dict(scores))
+            metrics |= scores
+        self._evaluated = None
+        self._clock, self._tokens = time.perf_counter(), 0
+        return metrics
+
+
+class TrainingBar(ProgressCallback):
+    """One bar with the loss and the tokens per second."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Loss and rate go beside the bar, everything else (evaluation) on a line of its own."""
+        if self.training_bar is not None and logs and "loss" in logs:
+            self.training_bar.set_postfix_str(f"loss {logs['loss']:.4f}, {logs['tokens_per_second']:,.0f} tokens/s")
+        else:
+            super().on_log(args, state, control, logs=logs, **kwargs)
+
+
+def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
+    """Token ids of each example's prompt and (first) response. Examples longer than ``max_length`` tokens are left out."""
+    prompts = encode_prompts(tokenizer, [example.prompt for example in examples])
+    responses = encode_response(tokenizer, [(e.prompt, e.references[0]) for e in examples])
+    rows = [
+        # The sampler groups by "length": prompts of like width first, responses of like length among them.
+        {"prompt_ids": p, "response_ids": r, "length": _round_up(len(p), 8) * 10_000 + len(r)}
+        for p, r in zip(prompts, responses, strict=True)
+        if len(p) + len(r) <= max_length
+    ]
+    return Dataset.from_list(rows)
+
+
+def train(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    schedules: Mapping[float, Schedule],
+    arguments: TrainingArguments,
+    task: Task,
+    training: Sequence[Example],
+    validation: Sequence[Example] = (),
+    *,
+    score_rows: int = 100,
+    lora_rank: int = 0,
+    resume: bool = False,
+) -> PreTrainedModel:
+    """Fine-tune (or train from scratch) and save a stock Hugging Face directory to ``arguments.output_dir``.
+
+    Args:
+        model, tokenizer: any decoder-only causal LM of transformers.
+        schedules: target speed-up -> schedule; the last one becomes the checkpoint's default.
+        arguments: transformers' own; ``remove_unused_columns`` must be False (see :func:`skipdecode.arguments`).
+        task, training, validation: the data, and the score computed on ``score_rows`` of the validation inputs.
+        lora_rank: train low-rank adapters of this rank on all linear layers (peft) and merge them at the end; 0 trains all.
+        resume: go on from the newest checkpoint in ``arguments.output_dir``.
+
+    Returns:
+        The trained model, detached from nothing: gates stay on, its config carries the schedule.
+    """
+    limit = getattr(model.config, "max_position_embeddings", None) or 10**9
+    examples = [Example(e.prompt, (reference,)) for e in validation for reference in e.references[:1]]
+    default = list(schedules.values())[-1]
+    if not default.is_full:
+        entry = {"schedule": default.to_dict(), "speedups": [float(speedup) for speedup in schedules]}
+        setattr(model.config, CONFIG_KEY, entry)
+    trained: Any = model
+    if lora_rank:
+        from peft import LoraConfig, get_peft_model
+
+        trained = get_peft_model(model, LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear"))
+    trainer = SkipTrainer(
+        model=trained,
+        args=arguments,
+        schedules=schedules,
+        task=task,
+        eval_examples=validation[:score_rows],
+        data_collator=Collator(tokenizer.pad_token_id),
+        train_dataset=encode(training, tokenizer, limit),
+        eval_dataset=encode(examples, tokenizer, limit) if examples else None,
+        processing_class=tokenizer,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    if lora_rank:
+        model = trained.merge_and_unload()
+    if trainer.is_world_process_zero():
+        model.save_pretrained(arguments.output_dir)
+        tokenizer.save_pretrained(arguments.output_dir)
+    return model
+
+
+#: TrainingArguments with what SkipDecode's collator and sampler need.
+arguments = partial(
+    TrainingArguments,
+    remove_unused_columns=False,
+    prediction_loss_only=True,
+    train_sampling_strategy="group_by_length",
+    save_total_limit=1,
+    report_to="none",
+    label_names=["labels"],
+)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
