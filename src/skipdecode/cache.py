@@ -37,7 +37,9 @@ class SkipCache(DynamicCache):
             raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {len(self.layers)}")
         chunked = getattr(model.generation_config, "prefill_chunk_size", None)
         if chunked is not None and not schedule.is_full:
-            raise ValueError("chunked prefill hides where the prompt ends: set generation_config.prefill_chunk_size to None")
+            raise ValueError(
+                "chunked prefill hides where the prompt ends: set generation_config.prefill_chunk_size to None"
+            )
         self.schedule = schedule
         self.step_depths: list[int] = []
         self.peak_kv_bytes = 0
@@ -67,8 +69,9 @@ class SkipCache(DynamicCache):
             self._columns = [width] * len(self.layers)
         elif width > 1:
             raise RuntimeError(
-                f"{width} new positions came after the prompt, but layers of this cache are retired. A second turn, a reused "
-                "prefix, chunked prefill or speculative verification has to start with a new SkipCache and the whole text."
+                f"{width} new positions came after the prompt, but layers of this cache are retired. A second turn, "
+                "a reused prefix, chunked prefill or speculative verification has to start with a new SkipCache "
+                "and the whole text."
             )
         else:
             running = schedule.layers(schedule.depth(len(self.step_depths)))
@@ -118,7 +121,9 @@ class SkipCache(DynamicCache):
     def activate_past_recording(self) -> None:
         """Refused: assisted decoding rolls the cache back and goes deeper again."""
         if not self.schedule.is_full:
-            raise RuntimeError("assisted (speculative) decoding needs every layer's keys and values: leave SkipCache out")
+            raise RuntimeError(
+                "assisted (speculative) decoding needs every layer's keys and values: leave SkipCache out"
+            )
         super().activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``skipdecode VERB MODEL --option``. A verb's own file is imported with the first use of the verb."""
+"""The command line: ``skipdecode VERB MODEL --option``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 
 import typer
 
+from .cli_generate import generate
+from .cli_inspect import check, demo, schedule
 from .cli_train import train
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -16,7 +18,8 @@ def skipdecode() -> None:
     """Faster generation with language models by running fewer layers."""
 
 
-app.command()(train)
+for verb in (demo, generate, train, check, schedule):
+    app.command()(verb)
 
 
 def main() -> None:

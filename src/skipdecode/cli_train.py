@@ -13,35 +13,51 @@ from .console import UsageError, budgets, say
 def train(
     model: Annotated[str | None, Argument(help="Directory, hub name or 'demo'; leave out with --from-config.")] = None,
     output: Annotated[Path, Option(help="Where the trained checkpoint goes.")] = Path("trained"),
-    data: Annotated[Path, Option(help="Folder with the task's files, or one JSONL/CSV with prompt and response.")] = Path("."),
+    data: Annotated[
+        Path, Option(help="Folder with the task's files, or one JSONL/CSV with prompt and response.")
+    ] = Path("."),
     task: Annotated[str, Option(help="e2e, or jsonl for any data.")] = "jsonl",
     speedup: Annotated[float | None, Option(help="Train for this one target speed-up.")] = None,
-    speedups: Annotated[str | None, Option(help="Train one checkpoint for several, e.g. 1,2,3,4,5: one is drawn per step.")] = None,
+    speedups: Annotated[
+        str | None, Option(help="Train one checkpoint for several, e.g. 1,2,3,4,5: one is drawn per step.")
+    ] = None,
     schedule: Annotated[Path | None, Option(help="Train for the schedule in this JSON file.")] = None,
     horizon: Annotated[int, Option(help="Generated tokens over which the depth falls.")] = 48,
     order: Annotated[str, Option(help="Layer order: top, bottom or even.")] = "top",
-    decay: Annotated[str, Option(help="Shape of the fall: linear, cosine, exponential, power, step, constant.")] = "linear",
+    decay: Annotated[
+        str, Option(help="Shape of the fall: linear, cosine, exponential, power, step, constant.")
+    ] = "linear",
     from_config: Annotated[Path | None, Option(help="Train from scratch: a transformers config.json.")] = None,
-    tokenizer: Annotated[str | None, Option(help="With --from-config: take this tokenizer; else BPE is trained on the data.")] = None,
+    tokenizer: Annotated[
+        str | None, Option(help="With --from-config: take this tokenizer; else BPE is trained on the data.")
+    ] = None,
     epochs: Annotated[float, Option(help="Passes over the data.")] = 3.0,
     max_steps: Annotated[int, Option(help="Stop after so many optimizer steps instead.")] = -1,
     batch_size: Annotated[int, Option(help="Rows per process and step.")] = 32,
     accumulation: Annotated[int, Option(help="Batches per optimizer step.")] = 1,
     learning_rate: Annotated[float, Option(help="Peak learning rate of AdamW.")] = 5e-5,
     scheduler: Annotated[str, Option(help="Learning-rate schedule, as transformers names it.")] = "cosine",
-    warmup_steps: Annotated[float, Option(help="Warm-up steps of the learning rate; below 1, a share of all steps.")] = 0.03,
+    warmup_steps: Annotated[
+        float, Option(help="Warm-up steps of the learning rate; below 1, a share of all steps.")
+    ] = 0.03,
     weight_decay: Annotated[float, Option(help="AdamW's weight decay.")] = 0.01,
     adam_beta2: Annotated[float, Option(help="AdamW's second beta.")] = 0.999,
     lora: Annotated[int, Option(help="Rank of LoRA adapters, merged at the end; 0 trains all weights.")] = 0,
     bf16: Annotated[bool, Option("--bf16", help="bfloat16 autocast.")] = False,
-    checkpointing: Annotated[bool, Option("--checkpointing", help="Gradient checkpointing: less memory, more time.")] = False,
-    attention: Annotated[str | None, Option(help="eager, sdpa, …; eager trains faster on CPUs at short lengths.")] = None,
+    checkpointing: Annotated[
+        bool, Option("--checkpointing", help="Gradient checkpointing: less memory, more time.")
+    ] = False,
+    attention: Annotated[
+        str | None, Option(help="eager, sdpa, …; eager trains faster on CPUs at short lengths.")
+    ] = None,
     rows: Annotated[int | None, Option(help="Use only the first so many training rows.")] = None,
     eval_steps: Annotated[int, Option(help="Evaluate every so many steps; 0: never.")] = 500,
     eval_rows: Annotated[int, Option(help="Validation inputs used for loss and score.")] = 100,
     save_steps: Annotated[int, Option(help="Write a checkpoint to resume from every so many steps.")] = 500,
     seed: Annotated[int, Option(help="Seed of weights, data order and budgets.")] = 0,
-    fresh: Annotated[bool, Option("--fresh", help="Start anew although OUTPUT holds a checkpoint to resume from.")] = False,
+    fresh: Annotated[
+        bool, Option("--fresh", help="Start anew although OUTPUT holds a checkpoint to resume from.")
+    ] = False,
 ) -> None:
     """Train a model with the schedule on. Started again after a kill, it goes on where it was.
 

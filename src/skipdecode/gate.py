@@ -1,7 +1,7 @@
 """Each decoder layer's ``forward`` runs, runs on a prefix of the columns, or passes the hidden states on.
 
-The gate sits on the layer *instance*: no model subclass, no copied modelling code, state-dict keys stay as they are. It acts
-only when a forward pass carries a :class:`~skipdecode.cache.SkipCache` or runs inside :func:`teacher_forced`.
+The gate sits on the layer *instance*: no model subclass, no copied modelling code, state-dict keys stay as they are.
+It acts only when a forward pass carries a :class:`~skipdecode.cache.SkipCache` or runs inside :func:`teacher_forced`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Gate:
         self.plan = plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output on the columns it runs; the other columns' hidden states unchanged."""
         hidden = args[0] if args else kwargs["hidden_states"]
         width = hidden.shape[1]
         cache = next((v for v in (*args, *kwargs.values()) if isinstance(v, SkipCache)), None)
@@ -37,20 +38,31 @@ class Gate:
         else:
             return self.forward(*args, **kwargs)
         if columns == 0:
-            return hidden
+            return self.plan.like_output(hidden)
         if width > 1:
             _refuse_packed(hidden, kwargs)
-        if columns >= width:
-            return _one_tensor(self.forward(*args, **kwargs))
-        args, kwargs = _prefix(args, width, columns), _prefix(kwargs, width, columns)
-        return torch.cat([_one_tensor(self.forward(*args, **kwargs)), hidden[:, columns:]], dim=1)
+        if columns < width:
+            args, kwargs = _prefix(args, width, columns), _prefix(kwargs, width, columns)
+        output = self.forward(*args, **kwargs)
+        self.plan.extras = len(output) - 1 if isinstance(output, tuple) else None
+        if columns == width:
+            return output
+        ran = output[0] if isinstance(output, tuple) else output
+        return self.plan.like_output(torch.cat([ran, hidden[:, columns:]], dim=1))
 
 
 class Plan:
-    """What the gates of one model share: the columns each layer runs in a teacher-forced pass, or None."""
+    """What the gates of one model share."""
 
     def __init__(self) -> None:
+        #: Columns each layer runs in a teacher-forced pass; None outside one.
         self.columns: list[int] | None = None
+        #: What a layer returns beside its hidden states (older families return a tuple); None: nothing, a tensor.
+        self.extras: int | None = None
+
+    def like_output(self, hidden: Tensor) -> Any:
+        """``hidden`` in the form that the layers of this model return."""
+        return hidden if self.extras is None else (hidden, *[None] * self.extras)
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -133,7 +145,8 @@ def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int, len
 def _prefix(value: Any, width: int, n: int) -> Any:
     """Keep the first ``n`` of ``width`` columns in whatever a layer is given besides its cache.
 
-    Hidden states and position embeddings (batch, width, …), position ids (batch, width), masks (batch, heads, width, width).
+    Hidden states and position embeddings (batch, width, …), position ids (batch, width), masks (batch, heads, width,
+    width).
     """
     if isinstance(value, Tensor):
         if value.ndim == 4:
@@ -146,14 +159,6 @@ def _prefix(value: Any, width: int, n: int) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_prefix(item, width, n) for item in value)
     return value
-
-
-def _one_tensor(output: Any) -> Tensor:
-    if not isinstance(output, Tensor):
-        raise TypeError(
-            f"a decoder layer returned {type(output).__name__}, not one tensor: this architecture needs transformers 5"
-        )
-    return output
 
 
 def _refuse_packed(hidden: Tensor, kwargs: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from .schedule import Schedule
 
 @dataclass(frozen=True)
 class Row:
-    """One generated text. ``tokens`` counts new tokens, the end-of-sequence included; ``finish_reason`` is ``stop`` or ``length``."""
+    """One generated text: new ``tokens``, end-of-sequence included; ``finish_reason`` is ``stop`` or ``length``."""
 
     text: str
     tokens: int
@@ -109,7 +109,10 @@ def generate_batch(
     schedule: Schedule | None,
     **options: Any,
 ) -> tuple[list[Row], Cost]:
-    """One batch of token-id prompts. ``schedule`` None is the stock model with its ordinary cache; ``options`` go to ``generate``."""
+    """One batch of token-id prompts; ``schedule`` None is the stock model with its ordinary cache.
+
+    ``options`` go to ``model.generate``.
+    """
     width = max(map(len, prompts))
     pad = tokenizer.pad_token_id
     ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=model.device)
@@ -121,7 +124,12 @@ def generate_batch(
     options.setdefault("pad_token_id", pad)
     start = time.perf_counter()
     output = model.generate(
-        ids, attention_mask=mask, past_key_values=cache, logits_processor=processors, return_dict_in_generate=True, **options
+        ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        logits_processor=processors,
+        return_dict_in_generate=True,
+        **options,
     )
     if model.device.type == "cuda":
         torch.cuda.synchronize()
@@ -170,43 +178,36 @@ def generate(
         >>> result = skipdecode.generate(model, tokenizer, ["name Aromi, food English ->"], speedup=3)
         >>> result.rows[0].text, result.cost.layer_ratio
     """
-    chosen = None if full else choose_schedule(model, speedup, schedule)
-    result = Generated(Cost(model.config.get_text_config(decoder=True).num_hidden_layers))
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    chosen = None if full else Schedule.choose(layers, config_schedule(model.config), speedup, schedule)
+    result = Generated(Cost(layers))
+    ids = dict(enumerate(encode_prompts(tokenizer, prompts)))
     rows: dict[int, Row] = {}
-    for indices, batch, cost in batches(model, tokenizer, prompts, chosen, batch_size, **options):
+    for indices, batch, cost in batches(model, tokenizer, ids, chosen, batch_size, **options):
         rows.update(zip(indices, batch, strict=True))
         result.cost += cost
-    result.rows = [rows[i] for i in range(len(prompts))]
+    result.rows = [rows[i] for i in ids]
     return result
 
 
 def batches(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Mapping[int, list[int]],
     schedule: Schedule | None,
     batch_size: int,
-    on_batch: Callable[[Cost], None] | None = None,
+    seed: int | None = None,
     **options: Any,
 ) -> Iterator[tuple[list[int], list[Row], Cost]]:
-    """(indices, rows, cost) batch by batch, longest prompts first: what does not fit in memory shows at once."""
-    ids = encode_prompts(tokenizer, prompts)
-    order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
+    """(keys, rows, cost) of token-id ``prompts`` by batch; with a ``seed``, a batch samples the same when run again."""
+    # Similar lengths share a batch, the longest first: what does not fit in memory shows at once.
+    order = sorted(prompts, key=lambda i: (-len(prompts[i]), i))
     for start in range(0, len(order), batch_size):
-        indices = order[start : start + batch_size]
-        rows, cost = generate_batch(model, tokenizer, [ids[i] for i in indices], schedule, **options)
-        yield indices, rows, cost
-
-
-def choose_schedule(model: PreTrainedModel, speedup: float | None = None, schedule: Schedule | None = None) -> Schedule:
-    """The schedule itself, else the budget of ``speedup`` in the form the model was trained for, else the config's own."""
-    if schedule is not None:
-        return schedule
-    trained = config_schedule(model.config)
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if speedup is None:
-        return trained or Schedule.for_speedup(2, layers, horizon=64)
-    return Schedule.for_speedup(speedup, layers, horizon=64) if trained is None else trained.with_speedup(speedup)
+        keys = order[start : start + batch_size]
+        if seed is not None:
+            torch.manual_seed(seed + keys[0])
+        rows, cost = generate_batch(model, tokenizer, [prompts[i] for i in keys], schedule, **options)
+        yield keys, rows, cost
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> set[int]:

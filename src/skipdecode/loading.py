@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .gate import attach, decoder_layers
+from .cache import config_schedule
+from .gate import attach
 from .prompts import train_tokenizer
+from .schedule import Schedule
 
 DEMO = Path(__file__).parent / "checkpoint"
 
@@ -21,7 +23,7 @@ class ModelError(ValueError):
 
 
 def resolve(name: str) -> str:
-    """Path or hub name of a model. Raises ModelError, before anything heavy is loaded, for a folder without a config."""
+    """Path or hub name of a model. Raises ModelError for what can be neither."""
     if name == "demo":
         return str(DEMO)
     path = Path(name)
@@ -30,6 +32,12 @@ def resolve(name: str) -> str:
     if not path.is_dir() and (path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ModelError(f"no model at {name}: give a directory, a hub name, or 'demo'")
     return name
+
+
+def layer_count(name: str, revision: str | None = None) -> tuple[int, Schedule | None]:
+    """Layers of a model and the schedule its config carries, read without its weights. Raises ModelError."""
+    config = _config(name, revision)
+    return config.get_text_config(decoder=True).num_hidden_layers, config_schedule(config)
 
 
 def load(
@@ -44,7 +52,7 @@ def load(
 
     Args:
         name: directory, hub name, or ``demo``.
-        dtype: ``auto`` is the checkpoint's own, but float32 on CPUs that lack bfloat16 arithmetic (there it is 100 times slower).
+        dtype: ``auto`` is the checkpoint's own, but float32 on CPUs without bfloat16 arithmetic (emulated, it crawls).
         device: ``cuda``, ``cpu``, …; a GPU if there is one.
         attention: ``eager``, ``sdpa``, …; transformers' choice if None.
         revision: of a hub model.
@@ -52,23 +60,35 @@ def load(
     Raises:
         ModelError: no such model, or no decoder-only causal LM.
     """
-    where = resolve(name)
+    config = _config(name, revision)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if dtype == "auto" and device == "cpu" and not _fast_bfloat16():
+        dtype = torch.float32
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     try:
-        config = AutoConfig.from_pretrained(where, revision=revision)
-        if config.is_encoder_decoder:
-            raise ModelError(f"{name} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs")
-        if dtype == "auto" and device == "cpu" and not _fast_bfloat16():
-            dtype = torch.float32
-        model = AutoModelForCausalLM.from_pretrained(where, config=config, dtype=dtype, revision=revision, **options)
-        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, padding_side="left")
-    except (OSError, KeyError) as error:
-        raise ModelError(f"{name} cannot be loaded: {str(error).splitlines()[0]}") from error
+        model = AutoModelForCausalLM.from_pretrained(
+            resolve(name), config=config, dtype=dtype, revision=revision, **options
+        )
+        tokenizer = AutoTokenizer.from_pretrained(resolve(name), revision=revision, padding_side="left")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{name} cannot be loaded: {_first_line(error)}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    decoder_layers(model)
     return attach(model.to(device).eval()), tokenizer
+
+
+def _config(name: str, revision: str | None) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(resolve(name), revision=revision)
+    except (OSError, KeyError) as error:
+        raise ModelError(f"no model {name!r} could be found: {_first_line(error)}") from error
+    if config.is_encoder_decoder:
+        raise ModelError(f"{name} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs")
+    return config
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def from_config(

@@ -35,5 +35,9 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenize
     )
     bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, pad_token="<pad>", eos_token="</s>", padding_side="left", clean_up_tokenization_spaces=False
+        tokenizer_object=bpe,
+        pad_token="<pad>",
+        eos_token="</s>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
     )

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ class Schedule:
             for value in depths:
                 _whole("each of depths", value)
             _require(
-                all(a >= b for a, b in zip(depths, depths[1:], strict=False)),
+                all(a >= b for a, b in pairwise(depths)),
                 f"depths must never increase (a layer once skipped has no keys and values to go back to): {depths}",
             )
             _require(
@@ -105,7 +106,8 @@ class Schedule:
             self.min_depth <= self.max_depth, f"min_depth {self.min_depth} is greater than max_depth {self.max_depth}"
         )
         _require(
-            self.max_depth <= self.num_layers, f"max_depth {self.max_depth} is greater than num_layers {self.num_layers}"
+            self.max_depth <= self.num_layers,
+            f"max_depth {self.max_depth} is greater than num_layers {self.num_layers}",
         )
         if self.decay == "constant":
             _require(self.max_depth == self.min_depth, "decay 'constant' needs max_depth equal to min_depth")
@@ -149,9 +151,9 @@ class Schedule:
         return _mix(1 - t, self.num_layers, self.max_depth)
 
     def columns(self, prompt_length: int, length: int) -> list[int]:
-        """For each layer, how many of ``length`` columns it runs: always a prefix. The prompt is ``prompt_length`` wide.
+        """For each layer, how many of ``length`` columns it runs, the first ``prompt_length`` being prompt: a prefix.
 
-        Layer ``l`` runs column ``c`` if its rank is below the column's depth; depths never increase, so counting is enough.
+        A layer runs a column if its rank is below the column's depth; depths never increase, so counting is enough.
         """
         counts = [0] * self.num_layers
         inside = min(prompt_length, length)
@@ -228,8 +230,8 @@ class Schedule:
     def for_speedup(cls, speedup: float, num_layers: int, horizon: int, **options: Any) -> Schedule:
         """The paper's budget for a target speed-up where it gives one (24 and 32 layers), its rule elsewhere.
 
-        The rule is ``speedup = L / ((max + min) / 2)``; the share of max falls from 2/3 at 2x to 0.6 at 5x, as in the paper's
-        budgets. ``options`` are further fields of the schedule.
+        The rule is ``speedup = L / ((max + min) / 2)``; the share of max falls from 2/3 at 2x to 0.6 at 5x, as in the
+        paper's budgets. ``options`` are further fields of the schedule.
         """
         _whole("num_layers", num_layers)
         _require(
@@ -238,7 +240,7 @@ class Schedule:
         )
         if speedup == 1:
             return cls.full(num_layers)
-        budget = PAPER_BUDGETS.get((num_layers, speedup)) if speedup == int(speedup) else None
+        budget = PAPER_BUDGETS.get((num_layers, int(speedup))) if speedup == int(speedup) else None
         if budget is None:
             total = 2 * num_layers / speedup
             share = min(max(2 / 3 - 0.02 * (speedup - 2), 0.6), 2 / 3)
@@ -248,6 +250,32 @@ class Schedule:
         if options.get("decay") == "constant":
             most = least = max(_round(num_layers / speedup), 1)
         return cls(num_layers, most, least, horizon, **options)
+
+    @classmethod
+    def choose(
+        cls, num_layers: int, trained: Schedule | None, speedup: float | None = None, schedule: Schedule | None = None
+    ) -> Schedule:
+        """What a user means by these, for a model of ``num_layers`` whose checkpoint carries ``trained``.
+
+        The ``schedule`` itself, else the budget of ``speedup`` in the trained form, else the trained schedule, else 2x
+        over 64 tokens. Raises ScheduleError if it does not fit the model.
+        """
+        if schedule is None and trained is not None:
+            schedule = trained if speedup is None else trained.with_speedup(speedup)
+        if schedule is None:
+            schedule = cls.for_speedup(2 if speedup is None else speedup, num_layers, horizon=64)
+        _require(
+            schedule.num_layers == num_layers,
+            f"the schedule is for {schedule.num_layers} layers, the model has {num_layers}",
+        )
+        return schedule
+
+    @property
+    def target(self) -> float:
+        """Target speed-up in the paper's sense: ``L / ((max + min) / 2)``, or over its own length for a list."""
+        if self.depths is not None:
+            return round(self.layer_ratio(self.horizon), 2)
+        return round(2 * self.num_layers / (self.max_depth + self.min_depth), 2)
 
     def with_speedup(self, speedup: float) -> Schedule:
         """The budget of another speed-up in this schedule's form: horizon, order, warm-up and decay."""
@@ -318,7 +346,7 @@ def _mix(weight: float, most: int, least: int) -> int:
 
 
 def _even(num_layers: int) -> tuple[int, ...]:
-    """First, last, then always the layer farthest from all ranked ones (the lowest on ties): even spacing made nested."""
+    """First, last, then always the layer farthest from all ranked ones, the lowest on ties: even spacing, nested."""
     ranked = [0, num_layers - 1] if num_layers > 1 else [0]
     while len(ranked) < num_layers:
         rest = [i for i in range(num_layers) if i not in ranked]

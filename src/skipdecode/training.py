@@ -29,15 +29,18 @@ from .tasks import Example, Task
 class Collator:
     """Left-pads prompts and right-pads responses, so that the prompt edge is one column of the batch.
 
-    Returns ``input_ids``, ``attention_mask``, ``position_ids`` (batch, P + R - 1), ``labels`` (batch, R; -100 on padding)
-    and ``prompt_length`` P. The last response token is a label only. Widths are rounded up to ``multiple``: shapes that change
-    with every batch make the CPU allocator's memory grow.
+    Widths are rounded up to ``multiple``: shapes that change with every batch make the CPU allocator's memory grow.
     """
 
     pad_token_id: int
     multiple: int = 8
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Batch rows of ``prompt_ids`` and ``response_ids``.
+
+        Returns ``input_ids``, ``attention_mask``, ``position_ids`` (batch, P + R - 1), ``labels`` (batch, R; -100 on
+        padding) and ``prompt_length`` P. The last response token is a label only.
+        """
         prompt = _round_up(max(len(row["prompt_ids"]) for row in rows), self.multiple)
         fed = _round_up(max(len(row["response_ids"]) for row in rows) - 1, self.multiple)
         ids = torch.full((len(rows), prompt + fed), self.pad_token_id)
@@ -121,7 +124,8 @@ class SkipTrainer(Trainer):
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
         """Loss at every speed-up (``eval_loss`` at the last), and the task's score there."""
         metrics: dict[str, float] = {}
-        for speedup, self._evaluated in self.schedules.items():
+        for speedup, schedule in self.schedules.items():
+            self._evaluated = schedule
             metrics |= super().evaluate(*args, metric_key_prefix=f"{metric_key_prefix}_{speedup:g}x", **kwargs)
             metrics[f"{metric_key_prefix}_loss"] = metrics[f"{metric_key_prefix}_{speedup:g}x_loss"]
         if self.task is not None and self.eval_examples:
@@ -134,7 +138,7 @@ class SkipTrainer(Trainer):
                 max_new_tokens=self.task.max_new_tokens,
                 do_sample=False,
             )
-            scores = self.task.score([row.text for row in texts.rows], self.eval_examples)
+            scores = self.task.score([row.text for row in texts.rows], [e.references for e in self.eval_examples])
             scores = {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
             self.log(dict(scores))
             metrics |= scores
@@ -155,7 +159,7 @@ class TrainingBar(ProgressCallback):
 
 
 def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
-    """Token ids of each example's prompt and (first) response. Examples longer than ``max_length`` tokens are left out."""
+    """Token ids of each example's prompt and first response; examples over ``max_length`` tokens are left out."""
     prompts = encode_prompts(tokenizer, [example.prompt for example in examples])
     responses = encode_response(tokenizer, [(e.prompt, e.references[0]) for e in examples])
     rows = [
@@ -187,7 +191,7 @@ def train(
         schedules: target speed-up -> schedule; the last one becomes the checkpoint's default.
         arguments: transformers' own; ``remove_unused_columns`` must be False (see :func:`skipdecode.arguments`).
         task, training, validation: the data, and the score computed on ``score_rows`` of the validation inputs.
-        lora_rank: train low-rank adapters of this rank on all linear layers (peft) and merge them at the end; 0 trains all.
+        lora_rank: train adapters of this rank on all linear layers (peft), merged at the end; 0 trains all weights.
         resume: go on from the newest checkpoint in ``arguments.output_dir``.
 
     Returns:

@@ -30,6 +30,10 @@ class Task(ABC):
     name: str
     #: Columns of an input row that the prompt is made of.
     columns: tuple[str, ...]
+    #: Column that holds a reference text, where the data has one.
+    reference: str
+    #: Whether inputs repeat, one row per reference, and are meant to be generated once.
+    distinct: bool = False
     #: How many new tokens its texts need at most.
     max_new_tokens: int
 
@@ -44,13 +48,12 @@ class Task(ABC):
         ``train`` keeps one example per row; the others gather all references of an input. Raises TaskError.
         """
 
-    def score(self, texts: Sequence[str], examples: Sequence[Example]) -> dict[str, float]:
-        """Corpus BLEU (0 to 100): lower-cased sacrebleu against all references."""
+    def score(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+        """Corpus BLEU (0 to 100): lower-cased sacrebleu of each text against all its references."""
         from sacrebleu.metrics import BLEU
 
-        width = max(len(example.references) for example in examples)
         # sacrebleu takes one list per reference position; None marks a row that has fewer.
-        columns = [[e.references[i] if i < len(e.references) else None for e in examples] for i in range(width)]
+        columns = [[r[i] if i < len(r) else None for r in references] for i in range(max(map(len, references)))]
         return {"bleu": BLEU(lowercase=True).corpus_score(list(texts), columns).score}
 
 

@@ -1,4 +1,4 @@
-"""E2E NLG (Novikova et al., 2017): a restaurant's attributes in, a description out. Reads the release's own CSV files."""
+"""E2E NLG (Novikova et al., 2017): a restaurant's attributes in, a description out; the release's CSV files."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class E2E(Task):
 
     name = "e2e"
     columns = ("mr",)
+    reference = "ref"
+    distinct = True
     max_new_tokens = 80
 
     def prompt(self, row: Mapping[str, str]) -> str:

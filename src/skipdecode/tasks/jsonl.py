@@ -15,6 +15,7 @@ class Jsonl(Task):
 
     name = "jsonl"
     columns = ("prompt",)
+    reference = "response"
     max_new_tokens = 128
 
     def prompt(self, row: Mapping[str, str]) -> str:

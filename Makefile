@@ -1,0 +1,28 @@
+# Two commands: `make demo` and `make test`. Both create .venv on first use, with the versions that were tested.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint clean
+
+$(VENV)/installed: pyproject.toml requirements.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "SkipDecode needs Python 3.10 or newer"'
+	$(PYTHON) -m venv $(VENV)
+	# torch first and by itself: a later torch would be pulled in with gigabytes of CUDA packages.
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/installed
+	$(BIN)/skipdecode demo
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,60 @@
+"""What the clock says: runs timed alternately, so that whatever else the machine does hits all of them alike."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import transformers
+
+from .generation import Cost, Generated
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One run's texts and cost, and the medians over its repeats, in seconds."""
+
+    result: Generated
+    seconds: float
+    decode_seconds: float
+
+    @property
+    def cost(self) -> Cost:
+        """Layers, tokens and bytes: the same in every repeat."""
+        return self.result.cost
+
+
+def alternate(
+    runs: Mapping[float, Callable[[], Generated]], repeats: int, on_run: Callable[[], object] | None = None
+) -> dict[float, Timing]:
+    """Time every run once per round, ``repeats`` rounds after one unmeasured round to warm up."""
+    results: dict[float, list[Generated]] = {name: [] for name in runs}
+    for round_ in range(repeats + 1):
+        for name, run in runs.items():
+            result = run()
+            if round_ > 0:
+                results[name].append(result)
+            if on_run:
+                on_run()
+    return {
+        name: Timing(
+            many[-1],
+            statistics.median(r.cost.seconds for r in many),
+            statistics.median(r.cost.decode_seconds for r in many),
+        )
+        for name, many in results.items()
+    }
+
+
+def machine() -> str:
+    """The machine and versions, to stand beside every number."""
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    else:
+        capabilities = torch.cpu.get_capabilities()
+        device = f"{capabilities.get('cpu_name') or platform.machine()}, {torch.get_num_threads()} threads"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"{device}; {versions}, Python {platform.python_version()}"

@@ -1,0 +1,179 @@
+"""``skipdecode generate``: the main job."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
+from .console import UsageError, err, say
+
+
+def generate(
+    model: Annotated[str, Argument(help="Directory, hub name, or 'demo' for the embedded checkpoint.")],
+    input: Annotated[
+        str, Option(help="JSONL or CSV with a prompt column, lines of text, or - for standard input.")
+    ] = "-",
+    output: Annotated[str, Option(help="JSONL, in the input's order; - for standard output.")] = "-",
+    task: Annotated[
+        str, Option(help="e2e applies its prompt format to the mr column; jsonl takes prompts as they are.")
+    ] = "jsonl",
+    speedup: Annotated[
+        float | None, Option(help="How many times fewer layers to aim at (default: the checkpoint's schedule, else 2).")
+    ] = None,
+    schedule: Annotated[Path | None, Option(help="A schedule's JSON file instead.")] = None,
+    full: Annotated[bool, Option("--full", help="The unmodified model.")] = False,
+    format: Annotated[str | None, Option(help="jsonl, csv or text, if the input's name does not tell.")] = None,
+    batch_size: Annotated[int, Option(min=1, help="Rows decoded together.")] = 32,
+    max_new_tokens: Annotated[int | None, Option(min=1, help="Default: the task's (e2e 80, jsonl 128).")] = None,
+    min_new_tokens: Annotated[int | None, Option(min=0)] = None,
+    do_sample: Annotated[bool, Option("--do-sample", help="Sample instead of taking the likeliest token.")] = False,
+    temperature: Annotated[float | None, Option(min=0)] = None,
+    top_p: Annotated[float | None, Option(min=0, max=1)] = None,
+    top_k: Annotated[int | None, Option(min=0)] = None,
+    num_beams: Annotated[int | None, Option(min=1)] = None,
+    length_penalty: Annotated[float | None, Option()] = None,
+    repetition_penalty: Annotated[float | None, Option(min=0)] = None,
+    no_repeat_ngram_size: Annotated[int | None, Option(min=0)] = None,
+    seed: Annotated[int, Option(help="For sampling.")] = 0,
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, Option(help="cpu, cuda, …; a GPU if there is one.")] = None,
+    overwrite: Annotated[
+        bool, Option("--overwrite", help="Drop an output, finished or not, that is already there.")
+    ] = False,
+    as_json: Annotated[bool, Option("--json", help="The summary as JSON on the last line of standard output.")] = False,
+) -> None:
+    """Write a text for every row of the input. Started again after a kill, it does only the rest.
+
+    skipdecode generate demo --task e2e --input testset_w_refs.csv --output texts.jsonl --speedup 5
+    """
+    from .inputs import read_items
+    from .loading import layer_count
+    from .schedule import Schedule
+    from .tasks import get_task
+
+    if sum((speedup is not None, schedule is not None, full)) > 1:
+        raise UsageError("give one of --speedup, --schedule and --full")
+    the_task = get_task(task)
+    # All of this is checked before the weights are loaded.
+    layers, trained = layer_count(model)
+    plan = None if full else Schedule.choose(layers, trained, speedup, Schedule.load(schedule) if schedule else None)
+    items = read_items(input, the_task, format)
+    names = {
+        "max_new_tokens": max_new_tokens or the_task.max_new_tokens,
+        "min_new_tokens": min_new_tokens,
+        "do_sample": do_sample,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "num_beams": num_beams,
+        "length_penalty": length_penalty,
+        "repetition_penalty": repetition_penalty,
+        "no_repeat_ngram_size": no_repeat_ngram_size,
+    }
+    options: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
+    if not do_sample and {"temperature", "top_p", "top_k"} & set(options):
+        raise UsageError("--temperature, --top-p and --top-k go with --do-sample")
+
+    from . import jobs
+
+    journal = None
+    target = Path(output)
+    if output != "-":
+        if not target.parent.is_dir():
+            raise UsageError(f"--output {output}: there is no folder {target.parent}")
+        if target.exists() and not overwrite:
+            raise UsageError(f"{output} is already there: give --overwrite to replace it")
+        if overwrite:
+            target.with_name(target.name + ".partial").unlink(missing_ok=True)
+        prompts = [item.prompt for item in items]
+        job = jobs.fingerprint(model, prompts, plan.to_dict() if plan else None, options, seed, dtype, batch_size)
+        journal = jobs.Journal(target, job)
+        if journal.rows:
+            say(f"{len(journal.rows)} rows were done before")
+
+    from .loading import load
+
+    network, tokenizer = load(model, dtype=dtype, device=device)
+    ready = len(journal.rows) if journal else 0
+    with _bar(sum(item.error is None for item in items), ready) as progress:
+        rows, cost = jobs.run(
+            items,
+            network,
+            tokenizer,
+            plan,
+            batch_size=batch_size,
+            journal=journal,
+            on_batch=progress,
+            seed=seed,
+            **options,
+        )
+    text = jobs.lines(items, rows)
+    if journal:
+        jobs.write(target, text)
+        journal.finish()
+    else:
+        sys.stdout.write("".join(f"{line}\n" for line in text))
+    for item in items:
+        if item.error:
+            err.print(f"[yellow]line {item.line}: {item.error}[/]")
+    summary: dict[str, Any] = cost.summary() | {
+        "bad_rows": sum(item.error is not None for item in items),
+        "target_speedup": 1.0 if plan is None else plan.target,
+    }
+    scored = [i for i, item in enumerate(items) if item.references and item.error is None]
+    if scored:
+        summary |= _score(the_task, [rows[i].text for i in scored], [items[i].references for i in scored])
+    _show(summary, cost.num_layers)
+    if as_json:
+        print(json.dumps(summary))
+
+
+def _bar(total: int, done: int) -> Any:
+    """A progress bar in rows and tokens per second, as a context manager that yields what to call after each batch."""
+    from contextlib import contextmanager
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    @contextmanager
+    def bar() -> Any:
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+        with Progress(*columns, console=err) as progress:
+            row = progress.add_task("generate", total=total, completed=done, rate="")
+
+            def advance(cost: Any) -> None:
+                progress.update(row, advance=cost.rows, rate=f"{cost.tokens_per_second:,.0f} tokens/s")
+
+            yield advance
+
+    return bar()
+
+
+def _score(task: Any, texts: list[str], references: list[list[str]]) -> dict[str, float]:
+    """The task's score where the input carries references and its library is installed."""
+    try:
+        return {name: round(value, 2) for name, value in task.score(texts, references).items()}
+    except ImportError:
+        say("the input has references; install skipdecode[eval] to see the score")
+        return {}
+
+
+def _show(summary: dict[str, Any], layers: int) -> None:
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(justify="right", style="bold")
+    table.add_column()
+    table.add_row(f"{summary['rows']:,}", f"rows, and {summary['bad_rows']} bad ones")
+    table.add_row(f"{summary['tokens']:,}", "tokens")
+    table.add_row(f"{summary['tokens_per_second']:,.0f}", "tokens/s")
+    table.add_row(f"{summary['seconds']:.1f}", f"seconds, {summary['decode_seconds']:.1f} of them decoding")
+    table.add_row(f"{summary['average_depth']:.2f}", f"layers of {layers} per decode step")
+    table.add_row(f"{summary['layer_ratio']:.2f}x", f"fewer layers (target {summary['target_speedup']:g}x)")
+    table.add_row(f"{summary['peak_kv_bytes'] / 1e6:.1f}", "MB of keys and values at most")
+    if "bleu" in summary:
+        table.add_row(f"{summary['bleu']:.2f}", "BLEU")
+    err.print(table)

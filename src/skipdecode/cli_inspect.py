@@ -1,0 +1,201 @@
+"""``skipdecode schedule``, ``check`` and ``demo``: look before you run."""
+
+from __future__ import annotations
+
+import csv
+import json
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Exit, Option
+
+from .console import UsageError, budgets, err, out, say
+
+
+def schedule(
+    model: Annotated[str | None, Argument(help="Take the layers and the trained form from this model.")] = None,
+    speedup: Annotated[
+        float | None, Option(help="Target speed-up (default: the model's own schedule, else 2).")
+    ] = None,
+    layers: Annotated[int | None, Option(min=1, help="Decoder layers, instead of MODEL.")] = None,
+    horizon: Annotated[
+        int | None, Option(min=1, help="Generated tokens over which the depth falls (default 64).")
+    ] = None,
+    order: Annotated[str, Option(help="top, bottom or even.")] = "top",
+    decay: Annotated[str, Option(help="linear, cosine, exponential, power, step or constant.")] = "linear",
+    length: Annotated[int | None, Option(min=1, help="Steps to predict the cost for (default: the horizon).")] = None,
+    png: Annotated[Path | None, Option(help="Draw it to this file.")] = None,
+    save: Annotated[Path | None, Option(help="Write it as JSON, for --schedule.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print the schedule's JSON.")] = False,
+) -> None:
+    """Show a schedule as text and picture.
+
+    skipdecode schedule --speedup 3 --layers 24
+    """
+    from .schedule import Schedule
+
+    if (model is None) == (layers is None):
+        raise UsageError("give either MODEL or --layers")
+    if layers is not None:
+        plan = Schedule.for_speedup(speedup or 2, layers, horizon or 64, order=order, decay=decay)
+    else:
+        from .loading import layer_count
+
+        count, trained = layer_count(str(model))
+        plan = Schedule.choose(count, trained, speedup)
+        if horizon is not None:
+            plan = Schedule.from_dict(plan.to_dict() | {"horizon": horizon})
+    if save:
+        plan.save(save)
+        say(f"wrote {save}")
+    if png:
+        from .plots import draw_schedule
+
+        draw_schedule(plan, png, length)
+        say(f"wrote {png}")
+    if as_json:
+        print(plan.to_json())
+        return
+    _print_schedule(plan, length or plan.horizon)
+
+
+def _print_schedule(plan: Any, length: int) -> None:
+    out.print(
+        f"[bold]{plan.max_depth} to {plan.min_depth} of {plan.num_layers} layers[/] over {plan.horizon} tokens, "
+        f"{plan.decay} decay, order {plan.order}"
+    )
+    # One column of text per step, or per several where the line is too short for that.
+    stride = -(-length // 64)
+    steps = range(0, length, stride)
+    for layer in reversed(range(plan.num_layers)):
+        cells = "".join("█" if layer in plan.layers(plan.depth(g)) else "·" for g in steps)
+        out.print(f"layer {layer:3d} {cells}", highlight=False)
+    out.print(f"          {'each column is ' + str(stride) + ' tokens' if stride > 1 else 'one column per token'}")
+    out.print(
+        f"target {plan.target:g}x; over {length} tokens {plan.average_depth(length):.2f} layers on average, "
+        f"[bold]{plan.layer_ratio(length):.2f}x[/] fewer; distinct depths {', '.join(map(str, plan.distinct_depths))}"
+    )
+
+
+def check(
+    model: Annotated[str, Argument(help="Directory, hub name or 'demo'.")],
+    speedup: Annotated[
+        float | None, Option(help="Budget to check with (default: the model's schedule, else 2).")
+    ] = None,
+    dtype: Annotated[
+        str, Option(help="float32 proves equality to 1e-5; other types are coarser than that.")
+    ] = "float32",
+    device: Annotated[str | None, Option(help="cpu, cuda, …; a GPU if there is one.")] = None,
+    attention: Annotated[str | None, Option(help="eager, sdpa, …")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Prove on your own model: inert at full depth, cached = uncached, batch = alone, FLOPs fall.
+
+    Exit code 1 if one does not hold.
+
+    skipdecode check facebook/opt-1.3b
+    """
+    from .check import run_checks
+    from .loading import layer_count, load
+    from .schedule import Schedule
+
+    count, trained = layer_count(model)
+    plan = Schedule.choose(count, trained, speedup)
+    # A short horizon, so that the few tokens decoded here pass through every depth of the schedule.
+    if plan.decay != "list":
+        plan = Schedule.from_dict(plan.to_dict() | {"horizon": min(plan.horizon, 8)})
+    if plan.is_full:
+        raise UsageError("the schedule skips nothing, so there is nothing to check: give --speedup 2 or more")
+    network, _ = load(model, dtype=dtype, device=device, attention=attention)
+    findings = []
+    for finding in run_checks(network, plan):
+        findings.append(finding)
+        if not as_json:
+            mark = "[green]holds[/]" if finding.held else "[bold red]FAILS[/]"
+            out.print(f"{mark}  {finding.claim:40s} {finding.detail}", highlight=False)
+    if as_json:
+        print(json.dumps([vars(finding) for finding in findings]))
+    if not all(finding.held for finding in findings):
+        raise Exit(1)
+
+
+def demo(
+    model: Annotated[str, Argument(help="The embedded checkpoint, or one trained on E2E.")] = "demo",
+    speedups: Annotated[str, Option(help="Target speed-ups, 1 among them.")] = "1,2,3,4,5",
+    input: Annotated[Path | None, Option(help="CSV with an mr column (default: 32 inputs of our own).")] = None,
+    batch_size: Annotated[int, Option(min=1)] = 32,
+    repeats: Annotated[int, Option(min=1, help="Rounds timed alternately; medians are shown.")] = 5,
+    png: Annotated[Path, Option(help="The picture.")] = Path("skipdecode-demo.png"),
+    show: Annotated[int, Option(min=0, help="Inputs shown side by side.")] = 3,
+    as_json: Annotated[bool, Option("--json", help="The numbers as JSON on the last line.")] = False,
+) -> None:
+    """Write the same inputs at 1x to 5x, timed alternately; show texts, seconds, layers; draw it."""
+    from rich.progress import track
+    from rich.table import Table
+
+    from .benchmark import alternate, machine
+    from .cache import config_schedule
+    from .generation import generate
+    from .loading import DEMO, load
+    from .plots import draw_demo
+    from .schedule import Schedule
+    from .tasks import get_task
+
+    wanted = budgets(speedups)
+    if 1 not in wanted:
+        raise UsageError("--speedups needs 1 among them: it is what the others are compared with")
+    task = get_task("e2e")
+    source = input or DEMO / "inputs.csv"
+    with source.open(encoding="utf-8", newline="") as file:
+        rows = list(dict.fromkeys(row["mr"] for row in csv.DictReader(file)))
+    prompts = [task.prompt({"mr": row}) for row in rows]
+    network, tokenizer = load(model)
+    count, trained = network.config.num_hidden_layers, config_schedule(network.config)
+    plans = {k: Schedule.choose(count, trained, k) for k in wanted}
+    common: dict[str, Any] = {"batch_size": batch_size, "max_new_tokens": task.max_new_tokens, "do_sample": False}
+    runs = {k: partial(generate, network, tokenizer, prompts, schedule=plan, **common) for k, plan in plans.items()}
+    bar = track(range((repeats + 1) * len(runs)), "timing alternately", console=err)
+    ticks = partial(next, iter(bar), None)
+    timings = alternate(runs, repeats, on_run=ticks)
+    for i in range(min(show, len(rows))):
+        out.print(f"\n[bold]{rows[i]}[/]", highlight=False)
+        for speedup, timing in timings.items():
+            out.print(f"  [cyan]{speedup:g}x[/]  {timing.result.rows[i].text}", highlight=False)
+    base = timings[1]
+    table = Table(title=f"\n{len(rows)} inputs, batch {batch_size}, medians of {repeats} rounds timed alternately")
+    for name in ("target", "layers run", "fewer layers", "seconds", "decode s", "total", "decoding", "peak KV MB"):
+        table.add_column(name, justify="right")
+    numbers = []
+    for speedup, timing in timings.items():
+        cost = timing.cost
+        total, decoding = base.seconds / timing.seconds, base.decode_seconds / timing.decode_seconds
+        table.add_row(
+            f"{speedup:g}x",
+            f"{cost.average_depth:.2f}",
+            f"{cost.layer_ratio:.2f}x",
+            f"{timing.seconds:.3f}",
+            f"{timing.decode_seconds:.3f}",
+            f"{total:.2f}x",
+            f"[bold]{decoding:.2f}x[/]",
+            f"{cost.peak_kv_bytes / 1e6:.2f}",
+        )
+        numbers.append(
+            {
+                "target": speedup,
+                "average_depth": round(cost.average_depth, 3),
+                "layer_ratio": round(cost.layer_ratio, 3),
+                "seconds": round(timing.seconds, 4),
+                "decode_seconds": round(timing.decode_seconds, 4),
+                "total_ratio": round(total, 3),
+                "decode_ratio": round(decoding, 3),
+                "tokens": cost.tokens,
+                "peak_kv_bytes": cost.peak_kv_bytes,
+            }
+        )
+    out.print(table)
+    out.print(f"[dim]{machine()}[/]", highlight=False)
+    draw_demo(plans, timings, png, machine())
+    say(f"wrote {png}")
+    if as_json:
+        print(json.dumps({"machine": machine(), "batch_size": batch_size, "repeats": repeats, "rows": numbers}))
