@@ -1,10 +1,34 @@
 """Faster generation with language models by running fewer layers (SkipDecode, arXiv 2307.02628)."""
 
-from .cache import SkipCache
-from .gate import attach, detach, teacher_forced
-from .generation import generate
-from .loading import load
-from .schedule import Schedule, ScheduleError
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .cache import SkipCache
+    from .gate import attach, detach, teacher_forced
+    from .generation import generate
+    from .loading import load
+    from .schedule import Schedule, ScheduleError
 
 __version__ = "0.1.0"
 __all__ = ["Schedule", "ScheduleError", "SkipCache", "attach", "detach", "generate", "load", "teacher_forced"]
+
+_HOMES = {
+    "SkipCache": "cache",
+    "attach": "gate",
+    "detach": "gate",
+    "teacher_forced": "gate",
+    "generate": "generation",
+    "load": "loading",
+    "Schedule": "schedule",
+    "ScheduleError": "schedule",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: schedules and help texts need no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -49,6 +49,17 @@ class SkipCache(DynamicCache):
         self._alive = 0  # a layer that runs in every step: lengths are read there
         self._kv_bytes = 0
 
+    def begin_prompt(self) -> None:
+        """Refused on a cache that has seen its prompt: what follows is one column a pass, each a step."""
+        if self._prompt_length and not self.schedule.is_full:
+            self._refuse("a prompt, or a chunk of one,")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"{what} came after the prompt, but layers of this cache are retired. A second turn, a reused prefix, "
+            "chunked prefill or speculative verification has to start with a new SkipCache and the whole text."
+        )
+
     # --- the pass: the gates ask, in network order, what each layer has to do
 
     def begin_layer(self, index: int, width: int) -> int:
@@ -67,12 +78,8 @@ class SkipCache(DynamicCache):
             return
         if schedule.is_full:
             self._columns = [width] * len(self.layers)
-        elif width > 1:
-            raise RuntimeError(
-                f"{width} new positions came after the prompt, but layers of this cache are retired. A second turn, "
-                "a reused prefix, chunked prefill or speculative verification has to start with a new SkipCache "
-                "and the whole text."
-            )
+        elif width != 1:
+            self._refuse(f"{width} new positions")
         else:
             running = schedule.layers(schedule.depth(len(self.step_depths)))
             self._columns = [0] * len(self.layers)
@@ -125,6 +132,11 @@ class SkipCache(DynamicCache):
                 "assisted (speculative) decoding needs every layer's keys and values: leave SkipCache out"
             )
         super().activate_past_recording()
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether ``generate`` may plan to roll a step back."""
+        return self.schedule.is_full and super().is_croppable
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused once a schedule skips: a rolled-back position would run deeper than its cache."""

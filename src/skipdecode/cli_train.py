@@ -115,7 +115,7 @@ def train(
             weight_decay=weight_decay,
             adam_beta2=adam_beta2,
             bf16=bf16,
-            gradient_checkpointing=checkpointing,
+            activation_checkpointing=checkpointing,
             save_steps=save_steps,
             logging_steps=20,
             seed=seed,

@@ -6,6 +6,7 @@ It acts only when a forward pass carries a :class:`~skipdecode.cache.SkipCache` 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from .cache import SkipCache
 from .schedule import Schedule, ScheduleError
+
+PREPARE = "prepare_inputs_for_generation"
 
 
 class Gate:
@@ -37,10 +40,10 @@ class Gate:
             columns = self.plan.columns[self.index]
         else:
             return self.forward(*args, **kwargs)
+        if width > 1 and self.index == 0:  # once a pass: to look into position ids waits for the device
+            _refuse_packed(kwargs)
         if columns == 0:
             return self.plan.like_output(hidden)
-        if width > 1:
-            _refuse_packed(hidden, kwargs)
         if columns < width:
             args, kwargs = _prefix(args, width, columns), _prefix(kwargs, width, columns)
         output = self.forward(*args, **kwargs)
@@ -49,6 +52,22 @@ class Gate:
             return output
         ran = output[0] if isinstance(output, tuple) else output
         return self.plan.like_output(torch.cat([ran, hidden[:, columns:]], dim=1))
+
+
+class PromptGuard:
+    """Stands in for ``prepare_inputs_for_generation``, which alone is told that a pass belongs to a prompt."""
+
+    def __init__(self, prepare: Callable[..., Any], shadowed: Any) -> None:
+        functools.update_wrapper(self, prepare)  # ``generate`` reads the signature
+        self.prepare = prepare
+        self.shadowed = shadowed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model inputs, if the cache can take them."""
+        cache = kwargs.get("past_key_values")
+        if kwargs.get("is_first_iteration") and isinstance(cache, SkipCache):
+            cache.begin_prompt()
+        return self.prepare(*args, **kwargs)
 
 
 class Plan:
@@ -100,17 +119,19 @@ def attach(model: nn.Module) -> nn.Module:
         plan = Plan()
         for index, layer in enumerate(layers):
             layer.forward = Gate(layer.forward, layer.__dict__.get("forward"), index, plan)
+        if hasattr(model, PREPARE):
+            setattr(model, PREPARE, PromptGuard(getattr(model, PREPARE), model.__dict__.get(PREPARE)))
     return model
 
 
 def detach(model: nn.Module) -> nn.Module:
     """Take the gates off; the model is as it was found. Returns the model."""
-    for layer in decoder_layers(model):
-        gate = layer.__dict__.get("forward")
-        if isinstance(gate, Gate):
-            del layer.forward
-            if gate.shadowed is not None:
-                layer.forward = gate.shadowed
+    for module, name in [*((layer, "forward") for layer in decoder_layers(model)), (model, PREPARE)]:
+        ours = module.__dict__.get(name)
+        if isinstance(ours, (Gate, PromptGuard)):
+            delattr(module, name)
+            if ours.shadowed is not None:
+                setattr(module, name, ours.shadowed)
     return model
 
 
@@ -161,11 +182,11 @@ def _prefix(value: Any, width: int, n: int) -> Any:
     return value
 
 
-def _refuse_packed(hidden: Tensor, kwargs: dict[str, Any]) -> None:
+def _refuse_packed(kwargs: dict[str, Any]) -> None:
     """Several sequences in one row have no common prompt edge: no prefix of the columns belongs to a layer."""
     positions = kwargs.get("position_ids")
     packed = any(key.startswith("cu_seq_lens") and value is not None for key, value in kwargs.items())
-    if not packed and hidden.shape[0] == 1 and isinstance(positions, Tensor) and positions.ndim == 2:
-        packed = int(((positions[:, :-1] == 0) & (positions[:, 1:] == 1)).sum()) > 1
+    if not packed and isinstance(positions, Tensor) and positions.ndim == 2:
+        packed = bool((((positions[:, :-1] == 0) & (positions[:, 1:] == 1)).sum(1) > 1).any())
     if packed:
         raise ValueError("packed (padding-free) batches cannot skip layers: give one sequence per row, left-padded")

@@ -10,18 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-DECAYS = ("linear", "power", "cosine", "exponential", "step", "constant", "list")
-ORDERS = ("top", "bottom", "even")
-
-# (layers, speed-up) -> (max_depth, min_depth): the budgets the paper used (section 6 of docs/method.md).
-PAPER_BUDGETS = {
-    (24, 2): (16, 8),
-    (24, 5): (6, 4),
-    (32, 2): (22, 11),
-    (32, 3): (14, 8),
-    (32, 4): (10, 6),
-    (32, 5): (8, 5),
-}
+from .budget import budget
+from .decay import DECAYS, mix, remaining, round_half_up
+from .order import ORDERS, ranking
 
 
 class ScheduleError(ValueError):
@@ -87,8 +78,8 @@ class Schedule:
 
     def _check_depths(self) -> None:
         if self.decay == "list":
-            _require(bool(self.depths), "decay 'list' needs depths, one number of layers per step")
-            depths = self.depths or ()
+            depths = self.depths if isinstance(self.depths, tuple) else ()
+            _require(bool(depths), "decay 'list' needs depths, one number of layers per step")
             for value in depths:
                 _whole("each of depths", value)
             _require(
@@ -148,7 +139,7 @@ class Schedule:
         if distance > self.prompt_decay:
             return self.num_layers
         t = 1.0 if self.prompt_decay == 1 else (self.prompt_decay - distance) / (self.prompt_decay - 1)
-        return _mix(1 - t, self.num_layers, self.max_depth)
+        return mix(1 - t, self.num_layers, self.max_depth)
 
     def columns(self, prompt_length: int, length: int) -> list[int]:
         """For each layer, how many of ``length`` columns it runs, the first ``prompt_length`` being prompt: a prefix.
@@ -188,36 +179,14 @@ class Schedule:
     @cached_property
     def ranking(self) -> tuple[int, ...]:
         """All layers, those that run longest first."""
-        last = self.num_layers - 1
-        if isinstance(self.order, tuple):
-            return self.order
-        if self.order == "bottom":
-            return tuple(range(self.num_layers))
-        if self.order == "top":
-            return (*range(self.warmup), *range(last, self.warmup - 1, -1))
-        return _even(self.num_layers)
+        return ranking(self.order, self.num_layers, self.warmup)
 
     @cached_property
     def _staircase(self) -> tuple[int, ...]:
         if self.depths is not None:
             return self.depths
-        return tuple(_mix(self._weight(step), self.max_depth, self.min_depth) for step in range(self.horizon))
-
-    def _weight(self, step: int) -> float:
-        """How much of ``max_depth`` is left: 1 at step 0, 0 at ``horizon - 1``."""
-        if self.horizon == 1 or self.decay == "constant":
-            return 0.0
-        t = step / (self.horizon - 1)
-        if self.decay == "cosine":
-            return (1 + math.cos(math.pi * t)) / 2
-        if self.decay == "exponential":
-            return (math.exp(-self.rate * t) - math.exp(-self.rate)) / (1 - math.exp(-self.rate))
-        if self.decay == "power":
-            end = self.horizon**-self.rate
-            return ((step + 1) ** -self.rate - end) / (1 - end)
-        if self.decay == "step":
-            return 1 - min(math.floor(t * self.stairs), self.stairs - 1) / (self.stairs - 1)
-        return 1 - t
+        weights = (remaining(self.decay, g, self.horizon, self.rate, self.stairs) for g in range(self.horizon))
+        return tuple(mix(weight, self.max_depth, self.min_depth) for weight in weights)
 
     # --- ways to make one
 
@@ -230,8 +199,7 @@ class Schedule:
     def for_speedup(cls, speedup: float, num_layers: int, horizon: int, **options: Any) -> Schedule:
         """The paper's budget for a target speed-up where it gives one (24 and 32 layers), its rule elsewhere.
 
-        The rule is ``speedup = L / ((max + min) / 2)``; the share of max falls from 2/3 at 2x to 0.6 at 5x, as in the
-        paper's budgets. ``options`` are further fields of the schedule.
+        ``options`` are further fields of the schedule, ``order`` and ``decay`` among them.
         """
         _whole("num_layers", num_layers)
         _require(
@@ -240,15 +208,9 @@ class Schedule:
         )
         if speedup == 1:
             return cls.full(num_layers)
-        budget = PAPER_BUDGETS.get((num_layers, int(speedup))) if speedup == int(speedup) else None
-        if budget is None:
-            total = 2 * num_layers / speedup
-            share = min(max(2 / 3 - 0.02 * (speedup - 2), 0.6), 2 / 3)
-            most = min(max(_round(total * share), 1), num_layers)
-            budget = most, min(max(_round(total - most), 1), most)
-        most, least = budget
+        most, least = budget(speedup, num_layers)
         if options.get("decay") == "constant":
-            most = least = max(_round(num_layers / speedup), 1)
+            most = least = max(round_half_up(num_layers / speedup), 1)
         return cls(num_layers, most, least, horizon, **options)
 
     @classmethod
@@ -334,21 +296,3 @@ def _require(condition: bool, message: str) -> None:
 
 def _whole(name: str, value: Any, least: int = 1) -> None:
     _require(type(value) is int and value >= least, f"{name} must be a whole number of at least {least}, not {value!r}")
-
-
-def _round(x: float) -> int:
-    """Half rounds up, as the paper's floor(x + 1/2). The nudge absorbs the error of a sum that should be exact."""
-    return math.floor(x + 0.5 + 1e-9)
-
-
-def _mix(weight: float, most: int, least: int) -> int:
-    return min(max(_round(weight * most + (1 - weight) * least), least), most)
-
-
-def _even(num_layers: int) -> tuple[int, ...]:
-    """First, last, then always the layer farthest from all ranked ones, the lowest on ties: even spacing, nested."""
-    ranked = [0, num_layers - 1] if num_layers > 1 else [0]
-    while len(ranked) < num_layers:
-        rest = [i for i in range(num_layers) if i not in ranked]
-        ranked.append(max(rest, key=lambda i: (min(abs(i - j) for j in ranked), -i)))
-    return tuple(ranked)

@@ -1,0 +1,28 @@
+"""Greatest and least depth for a target speed-up: the paper's budgets where it gives one, its rule elsewhere."""
+
+from __future__ import annotations
+
+from .decay import round_half_up
+
+# (layers, speed-up) -> (max_depth, min_depth), section 6 of docs/method.md.
+PAPER_BUDGETS = {
+    (24, 2): (16, 8),
+    (24, 5): (6, 4),
+    (32, 2): (22, 11),
+    (32, 3): (14, 8),
+    (32, 4): (10, 6),
+    (32, 5): (8, 5),
+}
+
+
+def budget(speedup: float, num_layers: int) -> tuple[int, int]:
+    """(max_depth, min_depth) with ``speedup = L / ((max + min) / 2)``.
+
+    The share of max falls from 2/3 at 2x to 0.6 at 5x: the line through the paper's own budgets.
+    """
+    if speedup == int(speedup) and (num_layers, int(speedup)) in PAPER_BUDGETS:
+        return PAPER_BUDGETS[num_layers, int(speedup)]
+    total = 2 * num_layers / speedup
+    share = min(max(2 / 3 - 0.02 * (speedup - 2), 0.6), 2 / 3)
+    most = min(max(round_half_up(total * share), 1), num_layers)
+    return most, min(max(round_half_up(total - most), 1), most)

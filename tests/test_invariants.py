@@ -1,0 +1,407 @@
+"""Section 4 of the method, on tiny random models of every family, with unevenly left-padded batches."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, set_seed
+from transformers.generation import BaseStreamer
+
+from families import (
+    ATTENTIONS,
+    FAMILIES,
+    LAYERS,
+    LENGTHS,
+    NEW,
+    SCHEDULES,
+    STEPS,
+    TOP,
+    WIDTH,
+    Probe,
+    build,
+    decode,
+    distance,
+    heads,
+    new_token_logits,
+    prompts,
+    row,
+    run,
+    uncached,
+    window,
+)
+from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
+from skipdecode.gate import Gate, decoder_layers, is_attached
+
+FULL = Schedule.full(LAYERS)
+TOLERANCE = 1e-5  # fp32, relative to the logits' scale
+
+every_family = pytest.mark.parametrize("name", FAMILIES)
+every_attention = pytest.mark.parametrize(("name", "attention"), ATTENTIONS)
+every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+
+
+# --- 2: incremental = teacher-forced
+
+
+def check_teacher_forced(model: PreTrainedModel, schedule: Schedule, inputs: dict[str, Tensor]) -> None:
+    """Cached step-by-step logits equal those of one uncached pass; and differ from the full model's."""
+    output = run(model, inputs, schedule)
+    mask = inputs["attention_mask"]
+    steps = torch.stack(output.logits, dim=1)
+    assert steps.shape[1] == NEW
+    assert distance(steps, new_token_logits(model, schedule, output.sequences, mask)) < TOLERANCE
+    assert distance(steps, new_token_logits(model, FULL, output.sequences, mask)) > 0.01
+
+
+@every_attention
+def test_decoding_is_teacher_forcing(name: str, attention: str) -> None:
+    """Invariant 2 with the paper's schedule, in both attention implementations."""
+    check_teacher_forced(build(name, attention), TOP, prompts())
+
+
+@every_family
+@every_schedule
+def test_decoding_is_teacher_forcing_for_every_schedule(name: str, schedule: Schedule) -> None:
+    """Invariant 2 for all orders, decays and decay inside the prompt."""
+    check_teacher_forced(build(name), schedule, prompts())
+
+
+@every_family
+def test_decoding_is_teacher_forcing_without_padding(name: str) -> None:
+    """Invariant 2 for a batch of equal lengths, whose mask ``generate`` drops."""
+    check_teacher_forced(build(name), SCHEDULES["prompt"], prompts((7, 7)))
+
+
+# --- 3: inert
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bit-identical tokens and logits."""
+    return torch.equal(a.sequences, b.sequences) and all(map(torch.equal, a.logits, b.logits))
+
+
+@every_attention
+def test_full_or_nothing_is_bit_identical(name: str, attention: str) -> None:
+    """Gates without a cache, the full schedule, and a detached model all give the stock model's bits."""
+    inputs = prompts()
+    model = build(name, attention)
+    stock = run(model, inputs)
+    assert same(run(attach(model), inputs), stock)
+    assert same(run(model, inputs, FULL), stock)
+    run(model, inputs, TOP)
+    assert same(run(model, inputs), stock), "a schedule must leave nothing behind"
+    assert same(run(detach(model), inputs), stock)
+
+
+@every_family
+def test_attach_and_detach_leave_the_model_as_found(name: str) -> None:
+    """State-dict keys never change; after detach each module's attributes are the very objects they were."""
+    model = build(name)
+    keys = list(model.state_dict())
+    modules = {key: dict(module.__dict__) for key, module in model.named_modules()}
+    attach(model)
+    assert is_attached(model)
+    assert list(model.state_dict()) == keys
+    gates = [layer.forward for layer in decoder_layers(model)]
+    attach(model)
+    assert [layer.forward for layer in decoder_layers(model)] == gates, "attaching twice must not gate twice"
+    detach(detach(model))
+    assert not is_attached(model)
+    assert list(model.state_dict()) == keys
+    for key, module in model.named_modules():
+        assert module.__dict__.keys() == modules[key].keys()
+        assert all(module.__dict__[name] is value for name, value in modules[key].items())
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "gemma3"])
+def test_a_forward_found_on_a_layer_is_kept(name: str) -> None:
+    """An instance-level forward (as accelerate's hooks set) runs inside the gate, and is put back by detach."""
+    model, calls = build(name), [0] * LAYERS
+
+    def hook(index: int, forward: Any) -> Any:
+        @functools.wraps(forward)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls[index] += 1
+            return forward(*args, **kwargs)
+
+        return counted
+
+    for index, layer in enumerate(decoder_layers(model)):
+        layer.forward = hook(index, layer.forward)
+    found = [layer.__dict__["forward"] for layer in decoder_layers(model)]
+    run(model, prompts(), TOP)
+    steps = [TOP.layers(TOP.depth(g)) for g in range(STEPS)]
+    assert calls == [1 + sum(index in layers for layers in steps) for index in range(LAYERS)]
+    detach(model)
+    assert all(layer.__dict__["forward"] is f for layer, f in zip(decoder_layers(model), found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "gemma3"])
+def test_a_copy_is_independent(name: str) -> None:
+    """The gates of a deep copy belong to the copy's layers and plan; the original does not feel it."""
+    model, inputs = attach(build(name)), prompts()
+    before, twin = run(model, inputs, TOP), copy.deepcopy(model)
+    gates = [layer.forward for layer in decoder_layers(twin)]
+    assert all(
+        isinstance(g, Gate) and g.forward.__self__ is m for g, m in zip(gates, decoder_layers(twin), strict=True)
+    )
+    with teacher_forced(model, TOP, 1, 4):
+        assert gates[0].plan.columns is None
+    assert same(run(twin, inputs, TOP), before)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert same(run(model, inputs, TOP), before)
+    detach(twin)
+    assert is_attached(model)
+
+
+# --- 4: batch = alone
+
+
+@every_family
+@pytest.mark.parametrize("schedule", ["top", "prompt"])
+def test_a_row_does_not_depend_on_its_batch(name: str, schedule: str) -> None:
+    """Each row's greedy tokens are those of the row alone without padding; its logits too, in fp32."""
+    model, inputs = build(name), prompts()
+    together = run(model, inputs, SCHEDULES[schedule])
+    for index in range(len(LENGTHS)):
+        alone = run(model, row(inputs, index), SCHEDULES[schedule])
+        assert together.sequences[index, WIDTH:].tolist() == alone.sequences[0, LENGTHS[index] :].tolist()
+        assert distance(torch.stack(together.logits)[:, index], torch.stack(alone.logits)[:, 0]) < 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "gemma3"])
+def test_a_finished_row_does_not_disturb_the_others(name: str) -> None:
+    """Rows that end early are padded; the rest of the batch goes on as if nothing had happened."""
+    model, inputs = build(name), prompts()
+    free = run(model, inputs, TOP).sequences[:, WIDTH:].tolist()
+    end = free[1][4]
+    stopped = run(model, inputs, TOP, eos_token_id=end).sequences[:, WIDTH:].tolist()
+    assert end in stopped[1]
+    for tokens, expected in zip(stopped, free, strict=True):
+        length = expected.index(end) + 1 if end in expected else len(tokens)
+        assert tokens[:length] == expected[:length]
+        assert set(tokens[length:]) <= {0}
+
+
+# --- 1 and 5: what the cache holds
+
+
+@every_family
+@every_schedule
+def test_the_cache_holds_what_will_still_run_and_nothing_else(name: str, schedule: Schedule) -> None:
+    """After each pass: a layer of the next step holds all columns (or its window), every other layer no tensor."""
+    model, inputs = attach(build(name)), prompts()
+    cache = SkipCache(model, schedule)
+    probe = Probe(cache)
+    model.generate(
+        **inputs,
+        past_key_values=cache,
+        max_new_tokens=NEW,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([probe]),
+    )
+    _, kv_heads, size = heads(model)
+    column = 2 * 4 * len(LENGTHS) * kv_heads * size  # bytes: keys and values, fp32, a column of the batch
+
+    held, peak = [0] * LAYERS, 0
+    for number in range(NEW):
+        runs = range(LAYERS) if number == 0 else schedule.layers(schedule.depth(number - 1))
+        keeps = schedule.layers(schedule.depth(number))
+        length = WIDTH + number
+        for layer in runs:
+            limit = window(model, layer)
+            kept = length if limit is None else min(length, limit - 1)
+            held[layer] = kept * column if layer in keeps else 0
+            peak = max(peak, sum(held))
+        assert probe.layer_bytes[number] == held
+        assert probe.kv_bytes[number] == sum(held)
+        assert probe.tensors[number] == [layer in keeps for layer in range(LAYERS)]
+        assert [probe.lengths[number][layer] for layer in keeps] == [length] * len(keeps)
+        retired = number > 0 and schedule.depth(number) < schedule.depth(number - 1)
+        assert not retired or probe.kv_bytes[number] < probe.kv_bytes[number - 1], "KV falls when a layer retires"
+    assert cache.peak_kv_bytes == peak
+    assert cache.get_seq_length() == WIDTH + STEPS
+    assert cache.step_depths == [schedule.depth(g) for g in range(STEPS)]
+    assert cache.average_depth == schedule.average_depth(STEPS)
+
+
+# --- 6: going deeper again (more in test_refusals.py)
+
+
+@every_family
+def test_a_second_turn_on_the_same_cache_is_refused(name: str) -> None:
+    """New text after the answer would need the layers that were retired."""
+    model, inputs = build(name), prompts()
+    first = run(model, inputs, TOP)
+    turn = torch.cat([first.sequences, first.sequences[:, :3]], dim=1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(len(turn), NEW + 3, dtype=torch.long)], dim=1)
+    with pytest.raises(RuntimeError, match="new SkipCache"):
+        model.generate(turn, attention_mask=mask, past_key_values=first.past_key_values, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", ["opt", "gemma3"])
+def test_the_full_schedule_allows_a_second_turn(name: str) -> None:
+    """Nothing is retired, so the cache goes on like an ordinary one."""
+    model, inputs = attach(build(name)), prompts()
+    turns = []
+    for cache in (SkipCache(model, FULL), DynamicCache(config=model.config)):
+        first = run(model, inputs, past_key_values=cache)
+        turn = torch.cat([first.sequences, first.sequences[:, :3]], dim=1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(len(turn), NEW + 3, dtype=torch.long)], dim=1)
+        turns.append(run(model, {"input_ids": turn, "attention_mask": mask}, past_key_values=cache))
+    assert same(*turns)
+
+
+# --- 7: work falls
+
+
+def layer_flops(model: PreTrainedModel, layer: int, batch: int, queries: int, keys: int) -> int:
+    """Multiply-adds of one layer's matrix products, times two: projections and MLP, scores and weighted values."""
+    weights = [
+        m.weight for m in decoder_layers(model)[layer].modules() if isinstance(getattr(m, "weight", None), Tensor)
+    ]
+    count, _, size = heads(model)
+    return 2 * batch * queries * (sum(w.numel() for w in weights if w.ndim == 2) + 2 * count * size * keys)
+
+
+def decode_flops(model: PreTrainedModel, cache: Any) -> list[int]:
+    """Counted FLOPs of each pass."""
+    passes, flops = decode(model, prompts(), cache, STEPS), []
+    for _ in range(NEW):
+        with FlopCounterMode(display=False) as counter:
+            next(passes)
+        flops.append(counter.get_total_flops())
+    return flops
+
+
+@every_family
+def test_a_decode_step_saves_exactly_the_skipped_layers(name: str) -> None:
+    """FLOPs are affine in depth: a step costs the stock model's less its skipped layers; the prompt the same."""
+    model = attach(build(name, "eager"))
+    stock, skipping = decode_flops(model, DynamicCache(config=model.config)), decode_flops(model, SkipCache(model, TOP))
+    assert stock[0] == skipping[0]
+    for step in range(STEPS):
+        skipped = set(range(LAYERS)) - set(TOP.layers(TOP.depth(step)))
+        length = WIDTH + step + 1
+        saved = sum(layer_flops(model, i, len(LENGTHS), 1, min(length, window(model, i) or length)) for i in skipped)
+        assert stock[step + 1] - skipping[step + 1] == saved > 0
+
+
+@every_family
+@pytest.mark.parametrize("schedule", ["top", "prompt"])
+def test_a_training_step_costs_the_columns_it_runs(name: str, schedule: str) -> None:
+    """Forward plus backward: three times each layer's products over its own columns, and the rest of the model."""
+    model, length = attach(build(name, "eager")).train(), 24
+    mask = prompts()["attention_mask"]
+    sequences = torch.randint(2, 128, (len(mask), length))
+
+    def flops(plan: Schedule) -> int:
+        model.zero_grad()
+        with FlopCounterMode(display=False) as counter:
+            uncached(model, plan, sequences, mask).logits.square().mean().backward()
+        return counter.get_total_flops()
+
+    columns = SCHEDULES[schedule].columns(WIDTH, length)
+    assert columns == [max(columns[i], 0) for i in range(LAYERS)]
+    assert sum(columns) < LAYERS * length
+    per_layer = [
+        layer_flops(model, i, len(mask), length, length) - layer_flops(model, i, len(mask), n, n)
+        for i, n in enumerate(columns)
+    ]
+    assert flops(FULL) - flops(SCHEDULES[schedule]) == 3 * sum(per_layer)
+
+
+# --- the ways of generate
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "llama", "qwen2-mixed", "gemma3"])
+def test_beam_scores_are_teacher_forced_scores(name: str) -> None:
+    """Beams reorder the cache: each returned sequence's score is the sum of its teacher-forced log probabilities."""
+    model, inputs = build(name), prompts()
+    output = run(model, inputs, TOP, num_beams=3, num_return_sequences=3, length_penalty=0.0, output_scores=True)
+    mask = inputs["attention_mask"].repeat_interleave(3, dim=0)
+    logits = new_token_logits(model, TOP, output.sequences, mask).log_softmax(-1)
+    scores = logits.gather(-1, output.sequences[:, WIDTH:, None]).sum((1, 2))
+    torch.testing.assert_close(output.sequences_scores, scores, rtol=0, atol=1e-4)
+    assert output.past_key_values.step_depths == [TOP.depth(g) for g in range(STEPS)]
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "gemma3"])
+def test_sampling_repeats_and_is_teacher_forced(name: str) -> None:
+    """The same seed gives the same tokens; the logits they were drawn from are the teacher-forced ones."""
+    model, inputs, outputs = build(name), prompts(), []
+    for _ in range(2):
+        set_seed(7)
+        outputs.append(run(model, inputs, TOP, do_sample=True, temperature=1.5, top_p=0.9, num_return_sequences=2))
+    assert same(*outputs)
+    mask = inputs["attention_mask"].repeat_interleave(2, dim=0)
+    sequences = outputs[0].sequences
+    assert distance(torch.stack(outputs[0].logits, 1), new_token_logits(model, TOP, sequences, mask)) < TOLERANCE
+    assert not torch.equal(sequences, run(model, inputs, TOP, num_return_sequences=1).sequences.repeat_interleave(2, 0))
+
+
+class _Stream(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "gemma3"])
+def test_streaming_receives_the_tokens(name: str) -> None:
+    """A streamer is given the prompt and then what generate returns."""
+    model, stream = build(name), _Stream()
+    output = run(model, row(prompts(), 0), TOP, streamer=stream)
+    assert stream.tokens == output.sequences[0].tolist()
+    assert stream.ended
+
+
+@pytest.mark.parametrize("name", ["opt", "opt-post-norm", "gpt2", "gpt-neox", "llama", "gemma3", "phi"])
+@pytest.mark.parametrize("schedule", ["top", "bottom"])
+def test_hidden_states_pass_through_skipped_layers(name: str, schedule: str) -> None:
+    """L + 1 hidden states at each step; a skipped layer's is the one before it; the final norm always runs."""
+    model, plan = build(name), SCHEDULES[schedule]
+    output = run(model, prompts(), plan, output_hidden_states=True)
+    assert len(output.hidden_states) == NEW
+    for step, states in enumerate(output.hidden_states[1:]):
+        assert len(states) == LAYERS + 1
+        running = plan.layers(plan.depth(step))
+        for layer in range(LAYERS - 1):  # the last entry is taken after the final norm
+            assert torch.equal(states[layer + 1], states[layer]) == (layer not in running)
+        logits = model.get_output_embeddings()(states[-1])[:, -1]
+        assert distance(logits, output.logits[step + 1]) < TOLERANCE
+
+
+@every_family
+def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
+    """The backward pass recomputes each layer on the same columns, also after the context is left."""
+    model, inputs = attach(build(name)).train(), prompts()
+    sequences = torch.cat([inputs["input_ids"], torch.randint(2, 128, (len(LENGTHS), 12))], dim=1)
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        logits = uncached(model, TOP, sequences, inputs["attention_mask"]).logits[:, WIDTH - 1 : -1]
+        nn.functional.cross_entropy(logits.flatten(0, 1), sequences[:, WIDTH:].flatten()).backward()
+        return {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+
+    plain = gradients()
+    for reentrant in (False, True):
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        assert all(layer.gradient_checkpointing for layer in decoder_layers(model))
+        checkpointed = gradients()
+        assert checkpointed.keys() == plain.keys()
+        for key, gradient in plain.items():
+            torch.testing.assert_close(checkpointed[key], gradient, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,157 @@
+"""What cannot be right is an error that says what to do; never silently wrong text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
+
+from families import LAYERS, NEW, TOP, WIDTH, build, prompts, row, run, uncached
+from skipdecode import Schedule, ScheduleError, SkipCache, attach, teacher_forced
+
+FULL = Schedule.full(LAYERS)
+FAMILIES = pytest.mark.parametrize("name", ["opt", "gpt2", "llama", "gemma3"])
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    """Any attached model."""
+    return attach(build("llama"))
+
+
+# --- going deeper again
+
+
+@FAMILIES
+@pytest.mark.parametrize("new", [2, 4, WIDTH, NEW])
+def test_a_used_cache_is_refused(name: str, new: int) -> None:
+    """The same prompt again, whatever number of columns ``generate`` makes of it (with WIDTH new tokens just one)."""
+    model, inputs = attach(build(name)), prompts()
+    cache = SkipCache(model, TOP)
+    run(model, inputs, past_key_values=cache, max_new_tokens=new)
+    with pytest.raises(RuntimeError, match="new SkipCache"):
+        run(model, inputs, past_key_values=cache, max_new_tokens=new)
+
+
+@pytest.mark.parametrize("width", [0, 2, 5])
+def test_only_one_column_may_follow_the_prompt(model: PreTrainedModel, width: int) -> None:
+    """In loops written by hand too."""
+    cache, inputs = SkipCache(model, TOP), prompts((6, 6))
+    model(inputs["input_ids"], past_key_values=cache)
+    with pytest.raises(RuntimeError, match=f"{width} new positions.*retired.*new SkipCache"):
+        model(inputs["input_ids"][:, :width], past_key_values=cache)
+
+
+@FAMILIES
+@pytest.mark.parametrize("chunk", [1, 4, WIDTH - 1])
+def test_chunked_prefill_is_refused(name: str, chunk: int) -> None:
+    """Chunks hide where the prompt ends; a last chunk of one column would pass for a step."""
+    with pytest.raises(RuntimeError, match="chunked prefill"):
+        run(build(name), prompts(), TOP, prefill_chunk_size=chunk)
+
+
+def test_chunked_prefill_in_the_generation_config_is_refused(model: PreTrainedModel) -> None:
+    """Said before the prompt is run; the full schedule does not mind."""
+    model.generation_config.prefill_chunk_size = 4
+    with pytest.raises(ValueError, match="prefill_chunk_size to None"):
+        SkipCache(model, TOP)
+    SkipCache(model, FULL)
+
+
+@pytest.mark.parametrize("kind", ["assistant", "prompt-lookup"])
+def test_assisted_decoding_is_refused(model: PreTrainedModel, kind: str) -> None:
+    """Verification rolls the cache back; with the full schedule it may, and gives the greedy tokens."""
+    options = {"assistant_model": build("llama")} if kind == "assistant" else {"prompt_lookup_num_tokens": 3}
+    inputs: dict[str, Any] = row(prompts(), 0)
+    with pytest.raises(RuntimeError, match=r"assisted \(speculative\) decoding.*leave SkipCache out"):
+        run(model, inputs, TOP, **options)
+    assisted = run(model, inputs, FULL, **options)
+    assert torch.equal(assisted.sequences, run(model, inputs).sequences)
+
+
+def test_cropping_is_refused_and_not_advertised(model: PreTrainedModel) -> None:
+    """``generate`` asks is_croppable before it plans to roll a step back (as it does on Apple's GPUs)."""
+    cache = run(model, prompts(), TOP).past_key_values
+    assert not cache.is_croppable
+    assert SkipCache(model, FULL).is_croppable
+    with pytest.raises(RuntimeError, match="cannot be cropped"):
+        cache.crop(-1)
+
+
+# --- batches without a column prefix
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "gpt-neox", "llama", "gemma3", "phi"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_packed_positions_are_refused(name: str, rows: int) -> None:
+    """Position ids that restart within a row: several sequences in one."""
+    model, length = attach(build(name)), 10
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]] * rows)
+    ids = torch.randint(2, 128, (rows, length))
+    with teacher_forced(model, TOP, 4, length), pytest.raises(ValueError, match=r"packed.*one sequence per row"):
+        model(ids, position_ids=packed, use_cache=False)
+    with pytest.raises(ValueError, match=r"packed.*one sequence per row"):
+        model(ids, position_ids=packed, past_key_values=SkipCache(model, TOP))
+    model(ids, position_ids=packed, use_cache=False)  # the gates alone refuse nothing
+
+
+def test_packed_sequence_lengths_are_refused(model: PreTrainedModel) -> None:
+    """The lengths that flash attention takes say the same."""
+    lengths = torch.tensor([0, 4, 10], dtype=torch.int32)
+    with teacher_forced(model, TOP, 4, 10), pytest.raises(ValueError, match="packed"):
+        model(torch.randint(2, 128, (1, 10)), cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, use_cache=False)
+
+
+def test_padding_is_not_taken_for_packing(model: PreTrainedModel) -> None:
+    """Left-padded prompts and right-padded responses restart at 0 as well, but hold one sequence."""
+    for mask in (
+        [0, 0, 0, 1, 1, 1, 1, 1],
+        [1, 1, 1, 1, 1, 0, 0, 0],
+        [0, 0, 1, 1, 1, 1, 0, 0],
+        [0, 1, 1, 1, 1, 1, 1, 1],
+    ):
+        rows = torch.tensor([mask])
+        uncached(model, TOP, torch.randint(2, 128, (1, 8)), rows)
+
+
+# --- a model or schedule that does not fit
+
+
+def test_encoder_decoder_models_are_refused() -> None:
+    """Only decoder-only causal LMs have one stack to skip in."""
+    config = T5Config(vocab_size=128, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4)
+    with pytest.raises(ValueError, match=r"encoder-decoder.*decoder-only"):
+        attach(T5ForConditionalGeneration(config))
+
+
+def test_a_module_that_is_no_language_model_is_refused() -> None:
+    """Without a config there is nothing to go by."""
+    with pytest.raises(ValueError, match=r"no config.*causal LMs"):
+        attach(torch.nn.Linear(2, 2))
+
+
+def test_a_schedule_for_another_depth_is_refused(model: PreTrainedModel) -> None:
+    """By the cache and by teacher forcing, with both numbers."""
+    wrong = Schedule(LAYERS + 1, 4, 2, horizon=4)
+    with pytest.raises(ScheduleError, match="for 9 layers, the model has 8"):
+        SkipCache(model, wrong)
+    with pytest.raises(ScheduleError, match="for 9 layers, the model has 8"), teacher_forced(model, wrong, 2, 4):
+        pass
+
+
+def test_no_schedule_at_all_is_refused(model: PreTrainedModel) -> None:
+    """Neither given nor in the model's config."""
+    with pytest.raises(ScheduleError, match="no schedule"):
+        SkipCache(model)
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "gpt-neox", "llama", "gemma3"])
+def test_a_model_without_gates_is_refused(name: str) -> None:
+    """A SkipCache, or teacher forcing, on a model that was never attached."""
+    model = build(name)
+    with pytest.raises(RuntimeError, match=r"skipdecode\.attach\(model\)"):
+        model.generate(**prompts(), past_key_values=SkipCache(model, TOP), max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"skipdecode\.attach\(model\)"), teacher_forced(model, TOP, 2, 4):
+        pass

@@ -1,0 +1,214 @@
+"""Training sees what decoding will do, costs less, survives a kill, and leaves a stock directory."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+import skipdecode
+from skipdecode import Schedule, SkipCache
+from skipdecode.tasks import Example, get_task
+from skipdecode.training import Collator, SkipTrainer, arguments, encode, train
+from tiny import TEXTS, run, save_checkpoint
+
+EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS * 3]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def data(tmp_path):
+    rows = [{"prompt": e.prompt, "response": e.references[0]} for e in EXAMPLES]
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def trainer_of(model, tokenizer, folder, schedules, **options):
+    options = {"per_device_train_batch_size": 4, "use_cpu": True, "max_steps": 2} | options
+    return SkipTrainer(
+        model=model,
+        args=arguments(output_dir=str(folder), **options),
+        schedules=schedules,
+        data_collator=Collator(tokenizer.pad_token_id),
+        train_dataset=encode(EXAMPLES, tokenizer, 96),
+        processing_class=tokenizer,
+    )
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_collator_puts_the_prompt_edge_in_one_column():
+    rows = [{"prompt_ids": [5, 6, 7], "response_ids": [8, 9, 1]}, {"prompt_ids": [4], "response_ids": [3] * 9 + [1]}]
+    batch = Collator(0)(rows)
+    edge = batch["prompt_length"]
+    assert batch["input_ids"].shape == (2, 8 + 16)
+    assert batch["labels"].shape == (2, 17)
+    for i, row in enumerate(rows):
+        n, m = len(row["prompt_ids"]), len(row["response_ids"])
+        assert batch["input_ids"][i, edge - n : edge].tolist() == row["prompt_ids"]
+        assert batch["input_ids"][i, edge : edge + m - 1].tolist() == row["response_ids"][:-1]
+        assert batch["attention_mask"][i].sum() == n + m - 1
+        assert batch["labels"][i, :m].tolist() == row["response_ids"]
+        assert set(batch["labels"][i, m:].tolist()) <= {-100}
+        seen = batch["attention_mask"][i] == 1
+        assert batch["position_ids"][i, seen].tolist() == list(range(n + m - 1))
+
+
+def test_loss_is_that_of_the_tokens_decoding_would_score(checkpoint, tmp_path):
+    """The trainer's loss on a left-padded batch equals step-by-step decoding with a SkipCache, fed the reference."""
+    model, tokenizer = skipdecode.load(str(checkpoint))
+    schedule = Schedule.for_speedup(2, 8, horizon=6)
+    trainer = trainer_of(model, tokenizer, tmp_path, {2: schedule})
+    batch = trainer.data_collator(encode(EXAMPLES[:3], tokenizer, 96).to_list())
+    loss = trainer.compute_loss(model.eval(), batch)
+    edge, cache, logits = batch["prompt_length"], SkipCache(model, schedule), []
+    with torch.no_grad():
+        for start, end in [(0, edge), *((c, c + 1) for c in range(edge, batch["input_ids"].shape[1]))]:
+            out = model(
+                batch["input_ids"][:, start:end],
+                attention_mask=batch["attention_mask"][:, :end],
+                position_ids=batch["position_ids"][:, start:end],
+                past_key_values=cache,
+            )
+            logits.append(out.logits[:, -1])
+    expected = torch.nn.functional.cross_entropy(
+        torch.stack(logits, 1).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100
+    )
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_costs_less_than_a_full_one(checkpoint, tmp_path):
+    """Forward and backward FLOPs of the layers fall as the columns they run do."""
+    model, tokenizer = skipdecode.load(str(checkpoint))
+    flops = {}
+    for name, schedule in {"full": Schedule.full(8), "4x": Schedule.for_speedup(4, 8, horizon=6)}.items():
+        trainer = trainer_of(model.train(), tokenizer, tmp_path, {1: schedule})
+        batch = trainer.data_collator(encode(EXAMPLES[:4], tokenizer, 96).to_list())
+        with FlopCounterMode(display=False) as counter:
+            trainer.compute_loss(model, batch).backward()
+        flops[name] = counter.get_total_flops()
+        edge, width = batch["prompt_length"], batch["input_ids"].shape[1]
+    columns = sum(Schedule.for_speedup(4, 8, horizon=6).columns(edge, width))
+    # Products with the weights fall exactly so; attention falls faster, the head not at all.
+    assert flops["4x"] < flops["full"]
+    assert flops["4x"] / flops["full"] == pytest.approx(columns / (8 * width), rel=0.15)
+
+
+def test_the_result_is_a_stock_directory_that_carries_its_schedule(checkpoint, data, tmp_path):
+    target = tmp_path / "trained"
+    options = ("--max-steps", 3, "--eval-steps", 2, "--eval-rows", 3, "--horizon", 10, "--batch-size", 4)
+    done = run("train", checkpoint, "--data", data, "--output", target, "--speedups", "1,2,4", *options)
+    assert done.returncode == 0, done.stderr
+    stock = AutoModelForCausalLM.from_pretrained(target)
+    assert stock.config.skipdecode["speedups"] == [1, 2, 4]
+    model, tokenizer = skipdecode.load(str(target))
+    assert stock.state_dict().keys() == model.state_dict().keys()
+    result = skipdecode.generate(model, tokenizer, TEXTS[:3], max_new_tokens=12, eos_token_id=None)
+    schedule = Schedule.for_speedup(4, 8, horizon=10)
+    assert result.cost.average_depth == pytest.approx(schedule.average_depth(11))
+    other = skipdecode.generate(model, tokenizer, TEXTS[:3], speedup=2, max_new_tokens=12, eos_token_id=None)
+    assert other.cost.average_depth == pytest.approx(Schedule.for_speedup(2, 8, horizon=10).average_depth(11))
+
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            raise KeyboardInterrupt
+
+
+def test_a_killed_run_resumes_to_the_same_weights(checkpoint, tmp_path, monkeypatch):
+    """Killed after step 5, checkpointed at 4: data order, budgets and optimizer go on as if nothing had happened."""
+    schedules = {k: Schedule.for_speedup(k, 8, horizon=6) for k in (1, 2, 4)}
+
+    def go(name, resume=False):
+        settings = arguments(
+            output_dir=str(tmp_path / name),
+            learning_rate=1e-2,
+            max_steps=8,
+            save_steps=4,
+            per_device_train_batch_size=4,
+            use_cpu=True,
+        )
+        model, tokenizer = skipdecode.load(str(checkpoint))
+        return train(model, tokenizer, schedules, settings, get_task("jsonl"), EXAMPLES, resume=resume)
+
+    whole = go("whole")
+    init = SkipTrainer.__init__
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            SkipTrainer, "__init__", lambda self, *a, **k: (init(self, *a, **k), self.add_callback(Kill()))[0]
+        )
+        with pytest.raises(KeyboardInterrupt):
+            go("killed")
+    resumed = go("killed", resume=True)
+    torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=0)
+
+
+def test_budgets_are_drawn_by_seed_and_step_alone(checkpoint, tmp_path):
+    model, tokenizer = skipdecode.load(str(checkpoint))
+    schedules = {k: Schedule.for_speedup(k, 8, horizon=6) for k in (1, 2, 4)}
+    drawn = []
+    for _ in range(2):
+        trainer = trainer_of(model, tokenizer, tmp_path, schedules)
+        drawn.append([])
+        for trainer.state.global_step in range(60):
+            drawn[-1].append(trainer._drawn())
+    assert drawn[0] == drawn[1]
+    assert set(drawn[0]) == set(schedules.values())
+
+
+def test_accumulated_batches_train_like_one_large_batch(checkpoint, tmp_path):
+    """The loss is the mean over all response tokens of a step, however it is cut into batches."""
+    ends = []
+    for size, pieces in ((8, 1), (2, 4)):
+        model, tokenizer = skipdecode.load(str(checkpoint))
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": pieces, "max_steps": 1}
+        trainer = trainer_of(
+            model,
+            tokenizer,
+            tmp_path,
+            {2: Schedule.for_speedup(2, 8, horizon=6)},
+            train_sampling_strategy="sequential",
+            optim="sgd",
+            learning_rate=1.0,
+            **options,
+        )
+        trainer.train()
+        ends.append(weights(model))
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [["--bf16"], ["--checkpointing"], ["--lora", 4], ["--attention", "eager"]])
+def test_ways_to_train(checkpoint, data, tmp_path, options):
+    """Each changes the weights and leaves a stock checkpoint without adapters."""
+    target = tmp_path / "trained"
+    common = ("--max-steps", 2, "--batch-size", 2, "--accumulation", 2, "--eval-steps", 0, "--learning-rate", 1e-2)
+    done = run("train", checkpoint, "--data", data, "--output", target, "--speedup", 4, *common, *options)
+    assert done.returncode == 0, done.stderr
+    before, after = (AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for p in (checkpoint, target))
+    assert before.state_dict().keys() == after.state_dict().keys()
+    assert torch.isfinite(weights(after)).all()
+    assert not torch.equal(weights(before), weights(after))
+
+
+def test_from_scratch_trains_its_own_tokenizer(data, tmp_path):
+    config = {"model_type": "gpt2", "n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target = tmp_path / "trained"
+    common = ("--max-steps", 2, "--batch-size", 4, "--eval-steps", 0, "--speedup", 2)
+    done = run("train", "--from-config", tmp_path / "config.json", "--data", data, "--output", target, *common)
+    assert done.returncode == 0, done.stderr
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    assert 256 < len(tokenizer) <= 300
+    assert tokenizer.decode(tokenizer("the café on the log")["input_ids"]) == "the café on the log"
+    assert skipdecode.load(str(target))[0].config.n_layer == 4
