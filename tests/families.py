@@ -160,7 +160,7 @@ def decode(model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any, steps:
 
 def distance(a: Tensor, b: Tensor) -> float:
     """Largest difference relative to the logits' scale."""
-    return float((a - b).abs().max() / b.abs().max())
+    return float(((a - b).abs().max() / b.abs().max()).detach())
 
 
 def window(model: PreTrainedModel, layer: int) -> int | None:

@@ -94,7 +94,7 @@ def test_full_or_nothing_is_bit_identical(name: str, attention: str) -> None:
     stock = run(model, inputs)
     assert same(run(attach(model), inputs), stock)
     assert same(run(model, inputs, FULL), stock)
-    run(model, inputs, TOP)
+    new_token_logits(model, TOP, run(model, inputs, TOP).sequences, inputs["attention_mask"])
     assert same(run(model, inputs), stock), "a schedule must leave nothing behind"
     assert same(run(detach(model), inputs), stock)
 
@@ -310,7 +310,6 @@ def test_a_training_step_costs_the_columns_it_runs(name: str, schedule: str) -> 
         return counter.get_total_flops()
 
     columns = SCHEDULES[schedule].columns(WIDTH, length)
-    assert columns == [max(columns[i], 0) for i in range(LAYERS)]
     assert sum(columns) < LAYERS * length
     per_layer = [
         layer_flops(model, i, len(mask), length, length) - layer_flops(model, i, len(mask), n, n)

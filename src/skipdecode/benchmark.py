@@ -22,6 +22,11 @@ class Timing:
     decode_seconds: float
 
     @property
+    def step_ms(self) -> float:
+        """Milliseconds per decode step: comparable where budgets write texts of different length."""
+        return 1e3 * self.decode_seconds / max(self.cost.steps, 1)
+
+    @property
     def cost(self) -> Cost:
         """Layers, tokens and bytes: the same in every repeat."""
         return self.result.cost

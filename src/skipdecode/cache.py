@@ -112,10 +112,6 @@ class SkipCache(DynamicCache):
         """(KV length, offset) of the mask for the layer's kind, full or sliding."""
         return super().get_mask_sizes(query_length, self._running(layer_idx))
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Columns before the query; equal to the length."""
-        return super().get_query_offset(self._running(layer_idx))
-
     def _running(self, layer_idx: int) -> int:
         """``layer_idx`` if it still runs, else a running layer of its kind, else any running one."""
         if not self._prompt_length or layer_idx in self._keep:

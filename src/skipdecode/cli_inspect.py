@@ -131,7 +131,8 @@ def demo(
     as_json: Annotated[bool, Option("--json", help="The numbers as JSON on the last line.")] = False,
 ) -> None:
     """Write the same inputs at 1x to 5x, timed alternately; show texts, seconds, layers; draw it."""
-    from rich.progress import track
+    from rich.markup import escape
+    from rich.progress import Progress
     from rich.table import Table
 
     from .benchmark import alternate, machine
@@ -155,41 +156,41 @@ def demo(
     plans = {k: Schedule.choose(count, trained, k) for k in wanted}
     common: dict[str, Any] = {"batch_size": batch_size, "max_new_tokens": task.max_new_tokens, "do_sample": False}
     runs = {k: partial(generate, network, tokenizer, prompts, schedule=plan, **common) for k, plan in plans.items()}
-    bar = track(range((repeats + 1) * len(runs)), "timing alternately", console=err)
-    ticks = partial(next, iter(bar), None)
-    timings = alternate(runs, repeats, on_run=ticks)
+    with Progress(*Progress.get_default_columns(), console=err, transient=True) as progress:
+        bar = progress.add_task("timing alternately", total=(repeats + 1) * len(runs))
+        timings = alternate(runs, repeats, on_run=lambda: progress.advance(bar))
     for i in range(min(show, len(rows))):
-        out.print(f"\n[bold]{rows[i]}[/]", highlight=False)
+        out.print(f"\n[bold]{escape(rows[i])}[/]", highlight=False)
         for speedup, timing in timings.items():
-            out.print(f"  [cyan]{speedup:g}x[/]  {timing.result.rows[i].text}", highlight=False)
+            out.print(f"  [cyan]{speedup:g}x[/]  {escape(timing.result.rows[i].text)}", highlight=False)
     base = timings[1]
     table = Table(title=f"\n{len(rows)} inputs, batch {batch_size}, medians of {repeats} rounds timed alternately")
-    for name in ("target", "layers run", "fewer layers", "seconds", "decode s", "total", "decoding", "peak KV MB"):
+    for name in ("target", "layers", "fewer", "seconds", "wall clock", "ms/step", "decoding", "peak KV"):
         table.add_column(name, justify="right")
     numbers = []
     for speedup, timing in timings.items():
-        cost = timing.cost
-        total, decoding = base.seconds / timing.seconds, base.decode_seconds / timing.decode_seconds
+        cost, total, decoding = timing.cost, base.seconds / timing.seconds, base.step_ms / timing.step_ms
         table.add_row(
             f"{speedup:g}x",
             f"{cost.average_depth:.2f}",
             f"{cost.layer_ratio:.2f}x",
             f"{timing.seconds:.3f}",
-            f"{timing.decode_seconds:.3f}",
             f"{total:.2f}x",
+            f"{timing.step_ms:.2f}",
             f"[bold]{decoding:.2f}x[/]",
-            f"{cost.peak_kv_bytes / 1e6:.2f}",
+            f"{cost.peak_kv_bytes / 1e6:.1f} MB",
         )
         numbers.append(
             {
                 "target": speedup,
                 "average_depth": round(cost.average_depth, 3),
                 "layer_ratio": round(cost.layer_ratio, 3),
-                "seconds": round(timing.seconds, 4),
-                "decode_seconds": round(timing.decode_seconds, 4),
-                "total_ratio": round(total, 3),
-                "decode_ratio": round(decoding, 3),
                 "tokens": cost.tokens,
+                "steps": cost.steps,
+                "seconds": round(timing.seconds, 4),
+                "wall_clock_ratio": round(total, 3),
+                "step_ms": round(timing.step_ms, 3),
+                "decoding_ratio": round(decoding, 3),
                 "peak_kv_bytes": cost.peak_kv_bytes,
             }
         )

@@ -80,6 +80,8 @@ def train(
     if not training:
         raise UsageError(f"{data} holds no training rows")
 
+    import torch
+
     from . import loading
     from .training import arguments
     from .training import train as run
@@ -114,6 +116,7 @@ def train(
             warmup_steps=warmup_steps,
             weight_decay=weight_decay,
             adam_beta2=adam_beta2,
+            use_cpu=not torch.accelerator.is_available(),
             bf16=bf16,
             activation_checkpointing=checkpointing,
             save_steps=save_steps,

@@ -53,11 +53,6 @@ class Cost:
         """New tokens per second of wall clock, prompts included."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    @property
-    def step_ms(self) -> float:
-        """Milliseconds per decode step."""
-        return 1e3 * self.decode_seconds / self.steps if self.steps else 0.0
-
     def __iadd__(self, other: Cost) -> Cost:
         for name in ("rows", "tokens", "seconds", "decode_seconds", "steps", "layer_steps"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -171,7 +166,8 @@ def generate(
         options: as ``model.generate`` names them (``max_new_tokens``, ``do_sample``, ``num_beams``, …).
 
     Raises:
-        ScheduleError: no schedule given and none in the config, or one that does not fit.
+        ScheduleError: a schedule that does not fit the model.
+        ValueError: a prompt and ``max_new_tokens`` need more positions than the model has.
 
     Example:
         >>> model, tokenizer = skipdecode.load("demo")
@@ -182,6 +178,10 @@ def generate(
     chosen = None if full else Schedule.choose(layers, config_schedule(model.config), speedup, schedule)
     result = Generated(Cost(layers))
     ids = dict(enumerate(encode_prompts(tokenizer, prompts)))
+    room = positions(model)
+    longest = max(map(len, ids.values()), default=0) + options.get("max_new_tokens", 0)
+    if room is not None and longest > room:
+        raise ValueError(f"the longest prompt and max_new_tokens need {longest} positions, the model has {room}")
     rows: dict[int, Row] = {}
     for indices, batch, cost in batches(model, tokenizer, ids, chosen, batch_size, **options):
         rows.update(zip(indices, batch, strict=True))
@@ -208,6 +208,11 @@ def batches(
             torch.manual_seed(seed + keys[0])
         rows, cost = generate_batch(model, tokenizer, [prompts[i] for i in keys], schedule, **options)
         yield keys, rows, cost
+
+
+def positions(model: PreTrainedModel) -> int | None:
+    """How many tokens, prompt and new ones together, the model has positions for; None if it does not say."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> set[int]:

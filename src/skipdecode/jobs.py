@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .generation import Cost, Row, batches
+from .generation import Cost, Row, batches, positions
 from .inputs import Item
 from .prompts import encode_prompts
 from .schedule import Schedule
@@ -107,8 +107,7 @@ def run(
     Returns the rows by index of their item (bad items have none) and what they cost, earlier runs included.
     """
     ids = encode_prompts(tokenizer, [item.prompt for item in items]) if items else []
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    check_lengths(items, ids, limit, max_new_tokens)
+    check_lengths(items, ids, positions(model), max_new_tokens)
     total = Cost(model.config.get_text_config(decoder=True).num_hidden_layers)
     rows: dict[int, Row] = dict(journal.rows) if journal else {}
     for cost in journal.costs if journal else []:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ from transformers.trainer_callback import ProgressCallback
 
 from .cache import CONFIG_KEY
 from .gate import attach, teacher_forced
-from .generation import generate
+from .generation import generate, positions
 from .prompts import encode_prompts, encode_response
 from .schedule import Schedule
 from .tasks import Example, Task
@@ -129,13 +130,18 @@ class SkipTrainer(Trainer):
             metrics |= super().evaluate(*args, metric_key_prefix=f"{metric_key_prefix}_{speedup:g}x", **kwargs)
             metrics[f"{metric_key_prefix}_loss"] = metrics[f"{metric_key_prefix}_{speedup:g}x_loss"]
         if self.task is not None and self.eval_examples:
+            model = self.accelerator.unwrap_model(self.model)
+            prompts = [example.prompt for example in self.eval_examples]
+            room = self.task.max_new_tokens
+            if (limit := positions(model)) is not None:
+                room = min(room, limit - max(map(len, encode_prompts(self.processing_class, prompts))))
             texts = generate(
-                self.accelerator.unwrap_model(self.model),
+                model,
                 self.processing_class,
-                [example.prompt for example in self.eval_examples],
+                prompts,
                 schedule=self._evaluated,
                 batch_size=self.args.eval_batch_size,
-                max_new_tokens=self.task.max_new_tokens,
+                max_new_tokens=room,
                 do_sample=False,
             )
             scores = self.task.score([row.text for row in texts.rows], [e.references for e in self.eval_examples])
@@ -197,7 +203,7 @@ def train(
     Returns:
         The trained model, detached from nothing: gates stay on, its config carries the schedule.
     """
-    limit = getattr(model.config, "max_position_embeddings", None) or 10**9
+    limit = positions(model) or sys.maxsize
     examples = [Example(e.prompt, (reference,)) for e in validation for reference in e.references[:1]]
     default = list(schedules.values())[-1]
     if not default.is_full:
