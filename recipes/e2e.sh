@@ -14,8 +14,8 @@ common=(--task e2e --data "$data" --batch-size 32 --attention eager --adam-beta2
 
 # 2. With the schedule on: a budget of 1x to 5x drawn per step, so that one checkpoint serves them all.
 [ -f "$out/skip/model.safetensors" ] || "$skipdecode" train "$out/full" "${common[@]}" \
-    --output "$out/skip" --speedups 1,2,3,4,5 --horizon 32 --max-steps 4400 \
-    --learning-rate 1e-3 --warmup-steps 100 --eval-steps 1100
+    --output "$out/skip" --speedups 1,2,3,4,5 --horizon 32 --max-steps 6000 \
+    --learning-rate 1e-3 --warmup-steps 100 --eval-steps 1500
 
 # 3. What it gives on the 630 test inputs.
 for budget in --full "--speedup 2" "--speedup 3" "--speedup 4" "--speedup 5"; do

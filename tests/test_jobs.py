@@ -82,10 +82,15 @@ def test_a_killed_job_goes_on_where_it_was(checkpoint, tmp_path):
 
 def test_a_journal_of_another_job_is_refused(checkpoint, tmp_path):
     source, target = write_rows(tmp_path / "in.jsonl", TEXTS), tmp_path / "out.jsonl"
-    jobs.Journal(target, "another")
+    jobs.Journal(target, "another").add([0], [Row("x", 1, "stop")], Cost(8))
     done = run("generate", checkpoint, "--input", source, "--output", target)
     assert done.returncode == 2
     assert "another input, model or options" in done.stderr
+
+
+def test_a_journal_without_a_finished_batch_stops_nobody(tmp_path):
+    jobs.Journal(tmp_path / "out.jsonl", "one")
+    assert jobs.Journal(tmp_path / "out.jsonl", "other").rows == {}
 
 
 def test_journal_loses_only_the_torn_line(tmp_path):

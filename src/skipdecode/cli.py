@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -24,6 +25,8 @@ for verb in (demo, generate, train, check, schedule):
 
 def main() -> None:
     """Entry point: what the user can put right ends with one line and exit code 2."""
+    # The hub's retries are its own affair; ours is the one line that says the model is not there.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     try:
         app()
     except (ValueError, OSError) as error:

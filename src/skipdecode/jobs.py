@@ -38,24 +38,28 @@ class Journal:
             self._append({"job": job})
 
     def _read(self, job: str) -> int:
-        good = 0
+        """Take in the whole lines; returns how many bytes they are, 0 to start anew."""
+        good, entries = 0, []
         with self.path.open("rb") as file:
-            for number, line in enumerate(file):
+            for line in file:
                 try:
                     entry = json.loads(line) if line.endswith(b"\n") else None
                 except json.JSONDecodeError:
                     entry = None
                 if entry is None:
                     break
-                if number == 0 and entry.get("job") != job:
-                    raise JobError(
-                        f"{self.path} belongs to a job with another input, model or options; "
-                        "run that one to its end, or give --overwrite to drop it"
-                    )
-                if number:
-                    self.rows.update({int(i): Row(**row) for i, row in entry["rows"].items()})
-                    self.costs.append(Cost(**entry["cost"]))
+                entries.append(entry)
                 good += len(line)
+        if not entries or entries[0].get("job") != job:
+            if len(entries) > 1:
+                raise JobError(
+                    f"{self.path} belongs to a job with another input, model or options; "
+                    "run that one to its end, or give --overwrite to drop it"
+                )
+            return 0
+        for entry in entries[1:]:
+            self.rows.update({int(i): Row(**row) for i, row in entry["rows"].items()})
+            self.costs.append(Cost(**entry["cost"]))
         return good
 
     def add(self, indices: Sequence[int], rows: Sequence[Row], cost: Cost) -> None:

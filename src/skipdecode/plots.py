@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 
 from .benchmark import Timing
 from .schedule import Schedule
@@ -65,3 +66,5 @@ def _grid(axes: Axes, schedule: Schedule, length: int) -> None:
     colors: Any = matplotlib.colors.ListedColormap([SKIP, RUN])
     axes.imshow(image, origin="lower", aspect="auto", cmap=colors, vmin=0, vmax=1, interpolation="nearest")
     axes.set(xlabel="generated token fed back", ylabel="layer")
+    patches = [Patch(color=RUN, label="runs"), Patch(color=SKIP, label="passes the hidden states on")]
+    axes.legend(handles=patches, loc="center")
