@@ -13,6 +13,7 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
+    GPTNeoConfig,
     GPTNeoXConfig,
     LlamaConfig,
     LogitsProcessor,
@@ -43,12 +44,26 @@ _MODERN = {**_BASE, "intermediate_size": 48, "num_key_value_heads": 2}
 _GEMMA = {**_MODERN, "head_dim": 8}
 _MIXED = ["full_attention" if i % 3 == 1 else "sliding_attention" for i in range(LAYERS)]
 _GPT2 = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64, "n_inner": 48}
+_GPT_NEO = {
+    "hidden_size": 32,
+    "num_layers": LAYERS,
+    "num_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "attention_types": [[["global", "local"], LAYERS // 2]],
+    "window_size": WINDOW,
+    "embed_dropout": 0.0,
+    "resid_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "opt": (OPTConfig, _OPT),
     "opt-post-norm": (OPTConfig, {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 24}),
     "gpt2": (GPT2Config, {**_TOKENS, **_GPT2, **_NO_DROPOUT}),
+    # Its layers return a tuple, and half of them attend locally without a sliding cache.
+    "gpt-neo": (GPTNeoConfig, {**_TOKENS, **_GPT_NEO}),
     "gpt-neox": (GPTNeoXConfig, {**_BASE, "intermediate_size": 48}),
     "llama": (LlamaConfig, _MODERN),
     "mistral": (MistralConfig, {**_MODERN, "sliding_window": None}),
@@ -71,7 +86,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "phi3-sliding": (Phi3Config, {**_MODERN, "sliding_window": WINDOW}),
 }
 
-_EAGER_ONLY = {"gemma2"}  # transformers gives it no SDPA: the scores are soft-capped
+_EAGER_ONLY = {"gemma2", "gpt-neo"}  # transformers gives them no SDPA
 ATTENTIONS = [
     (name, kind) for name in FAMILIES for kind in ("eager", "sdpa") if kind == "eager" or name not in _EAGER_ONLY
 ]

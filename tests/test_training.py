@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import skipdecode
 from skipdecode import Schedule, SkipCache
-from skipdecode.tasks import Example, get_task
-from skipdecode.training import Collator, SkipTrainer, arguments, encode, train
+from skipdecode.tasks import Example, Jsonl, get_task
+from skipdecode.training import Collator, SkipTrainer, arguments, config_entry, encode, newest_checkpoint, train
 from tiny import TEXTS, run, save_checkpoint
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS * 3]
@@ -31,7 +31,11 @@ def data(tmp_path):
     return tmp_path
 
 
-def trainer_of(model, tokenizer, folder, schedules, **options):
+class ShortTask(Jsonl):
+    max_new_tokens = 12
+
+
+def trainer_of(model, tokenizer, folder, schedules, task=None, eval_examples=(), eval_dataset=None, **options):
     options = {"per_device_train_batch_size": 4, "use_cpu": True, "max_steps": 2} | options
     return SkipTrainer(
         model=model,
@@ -40,6 +44,9 @@ def trainer_of(model, tokenizer, folder, schedules, **options):
         data_collator=Collator(tokenizer.pad_token_id),
         train_dataset=encode(EXAMPLES, tokenizer, 96),
         processing_class=tokenizer,
+        task=task,
+        eval_examples=eval_examples,
+        eval_dataset=eval_dataset,
     )
 
 
@@ -52,14 +59,15 @@ def test_collator_puts_the_prompt_edge_in_one_column():
     batch = Collator(0)(rows)
     edge = batch["prompt_length"]
     assert batch["input_ids"].shape == (2, 8 + 16)
-    assert batch["labels"].shape == (2, 17)
+    assert batch["labels"].shape == (2, 18)
+    assert batch["labels"][:, 0].tolist() == [-100, -100]
     for i, row in enumerate(rows):
         n, m = len(row["prompt_ids"]), len(row["response_ids"])
         assert batch["input_ids"][i, edge - n : edge].tolist() == row["prompt_ids"]
         assert batch["input_ids"][i, edge : edge + m - 1].tolist() == row["response_ids"][:-1]
         assert batch["attention_mask"][i].sum() == n + m - 1
-        assert batch["labels"][i, :m].tolist() == row["response_ids"]
-        assert set(batch["labels"][i, m:].tolist()) <= {-100}
+        assert batch["labels"][i, 1 : m + 1].tolist() == row["response_ids"]
+        assert set(batch["labels"][i, m + 1 :].tolist()) <= {-100}
         seen = batch["attention_mask"][i] == 1
         assert batch["position_ids"][i, seen].tolist() == list(range(n + m - 1))
 
@@ -82,7 +90,7 @@ def test_loss_is_that_of_the_tokens_decoding_would_score(checkpoint, tmp_path):
             )
             logits.append(out.logits[:, -1])
     expected = torch.nn.functional.cross_entropy(
-        torch.stack(logits, 1).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100
+        torch.stack(logits, 1).flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100
     )
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
@@ -130,7 +138,7 @@ def test_a_killed_run_resumes_to_the_same_weights(checkpoint, tmp_path, monkeypa
     """Killed after step 5, checkpointed at 4: data order, budgets and optimizer go on as if nothing had happened."""
     schedules = {k: Schedule.for_speedup(k, 8, horizon=6) for k in (1, 2, 4)}
 
-    def go(name, resume=False):
+    def go(name, resume=None):
         settings = arguments(
             output_dir=str(tmp_path / name),
             learning_rate=1e-2,
@@ -150,8 +158,72 @@ def test_a_killed_run_resumes_to_the_same_weights(checkpoint, tmp_path, monkeypa
         )
         with pytest.raises(KeyboardInterrupt):
             go("killed")
-    resumed = go("killed", resume=True)
+    # A checkpoint that the kill cut short: the state comes last, so it is passed over.
+    (tmp_path / "killed" / "checkpoint-5").mkdir()
+    newest = newest_checkpoint(tmp_path / "killed", schedules)
+    assert newest.name == "checkpoint-4"
+    resumed = go("killed", resume=newest)
     torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=0)
+
+
+def test_a_step_descends_the_mean_over_its_response_tokens(checkpoint, tmp_path):
+    """One step of plain gradient descent, as the Trainer takes it, is the hand-made one: no token counted twice or missed."""
+    ends = []
+    for by_hand in (False, True):
+        model, tokenizer = skipdecode.load(str(checkpoint))
+        options = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+        options |= {"train_sampling_strategy": "sequential", "max_steps": 1}
+        trainer = trainer_of(model, tokenizer, tmp_path, {2: Schedule.for_speedup(2, 8, horizon=6)}, **options)
+        if by_hand:
+            batch = trainer.data_collator(encode(EXAMPLES[:4], tokenizer, 96).to_list())
+            trainer.compute_loss(model.train(), batch).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= parameter.grad
+        else:
+            trainer.train()
+        ends.append(weights(model))
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+
+def test_the_fastest_budget_is_the_checkpoints_default():
+    schedules = {k: Schedule.for_speedup(k, 8, horizon=6) for k in (4, 2, 1)}
+    assert config_entry(schedules) == {"schedule": schedules[4].to_dict(), "speedups": [4, 2, 1]}
+    assert config_entry({1: Schedule.full(8)}) is None
+
+
+def test_a_checkpoint_of_other_budgets_is_not_resumed(checkpoint, data, tmp_path):
+    target = tmp_path / "trained"
+    common = ("--data", data, "--output", target, "--max-steps", 2, "--save-steps", 1, "--eval-steps", 0)
+    assert run("train", checkpoint, *common, "--speedup", 2).returncode == 0
+    done = run("train", checkpoint, *common, "--speedup", 4)
+    assert done.returncode == 2
+    assert "other budgets" in done.stderr
+    assert run("train", checkpoint, *common, "--speedup", 4, "--fresh").returncode == 0
+    assert AutoModelForCausalLM.from_pretrained(target).config.skipdecode["speedups"] == [4]
+
+
+def test_training_at_full_depth_takes_an_old_schedule_out(checkpoint, data, tmp_path):
+    common = ("--data", data, "--max-steps", 1, "--eval-steps", 0)
+    assert run("train", checkpoint, *common, "--output", tmp_path / "a", "--speedup", 2).returncode == 0
+    assert run("train", tmp_path / "a", *common, "--output", tmp_path / "b", "--speedup", 1).returncode == 0
+    assert not hasattr(AutoModelForCausalLM.from_pretrained(tmp_path / "b").config, "skipdecode")
+
+
+def test_validation_reports_each_budget_and_the_score(checkpoint, tmp_path):
+    model, tokenizer = skipdecode.load(str(checkpoint))
+    trainer = trainer_of(
+        model,
+        tokenizer,
+        tmp_path,
+        {k: Schedule.for_speedup(k, 8, horizon=6) for k in (1, 2)},
+        task=ShortTask(),
+        eval_examples=EXAMPLES[:5],
+        eval_dataset=encode(EXAMPLES[:5], tokenizer, 96),
+    )
+    metrics = trainer.evaluate()
+    assert {"eval_1x_loss", "eval_2x_loss", "eval_loss", "eval_bleu"} <= set(metrics)
+    assert metrics["eval_1x_loss"] != metrics["eval_2x_loss"] == metrics["eval_loss"]
 
 
 def test_budgets_are_drawn_by_seed_and_step_alone(checkpoint, tmp_path):
@@ -201,6 +273,18 @@ def test_ways_to_train(checkpoint, data, tmp_path, options):
     assert before.state_dict().keys() == after.state_dict().keys()
     assert torch.isfinite(weights(after)).all()
     assert not torch.equal(weights(before), weights(after))
+
+
+def test_a_half_precision_checkpoint_trains_in_float32(checkpoint, data, tmp_path):
+    """fp16 weights with AdamW end as NaN."""
+    AutoModelForCausalLM.from_pretrained(checkpoint).half().save_pretrained(tmp_path / "half")
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "half")
+    common = ("--max-steps", 2, "--batch-size", 4, "--eval-steps", 0, "--speedup", 2, "--learning-rate", 1e-3)
+    done = run("train", tmp_path / "half", "--data", data, "--output", tmp_path / "trained", *common)
+    assert done.returncode == 0, done.stderr
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    assert model.dtype == torch.float32
+    assert torch.isfinite(weights(model)).all()
 
 
 def test_from_scratch_trains_its_own_tokenizer(data, tmp_path):

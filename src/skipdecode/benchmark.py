@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from .generation import Cost, Generated
+from .loading import cpu_capabilities
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def machine() -> str:
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
     else:
-        capabilities = torch.cpu.get_capabilities()
-        device = f"{capabilities.get('cpu_name') or platform.machine()}, {torch.get_num_threads()} threads"
+        name = cpu_capabilities().get("cpu_name") or platform.machine()
+        device = f"{name}, {torch.get_num_threads()} threads"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return f"{device}; {versions}, Python {platform.python_version()}"

@@ -160,4 +160,8 @@ class SkipCache(DynamicCache):
 def config_schedule(config: Any) -> Schedule | None:
     """The schedule a model's config carries, or None."""
     entry = getattr(config, CONFIG_KEY, None)
-    return Schedule.from_dict(entry["schedule"]) if entry else None
+    if not entry:
+        return None
+    if not isinstance(entry, dict) or "schedule" not in entry:
+        raise ScheduleError(f"the model config's {CONFIG_KEY!r} has no schedule: {entry}")
+    return Schedule.from_dict(entry["schedule"])

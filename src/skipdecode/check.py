@@ -52,6 +52,7 @@ class Batch:
             eos_token_id=None,
             pad_token_id=0,
             repetition_penalty=1.0,
+            use_cache=True,
             output_logits=True,
             return_dict_in_generate=True,
         )
@@ -120,9 +121,12 @@ def work_falls(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> Find
     layers = decoder_layers(model)
     names = {id(module): name for name, module in model.named_modules()}
     owner = type(model).__name__
-    running = set(schedule.layers(schedule.depth(0)))
+    running = set(schedule.layers(schedule.min_depth))
+    least = Schedule.from_dict(
+        schedule.to_dict() | {"max_depth": schedule.min_depth, "decay": "constant", "horizon": 1, "depths": None}
+    )
     counts = {}
-    for plan in (Schedule.full(schedule.num_layers), schedule):
+    for plan in (Schedule.full(schedule.num_layers), least):
         counts[plan] = _step_flops(lambda cache: _feed(model, batch, cache), SkipCache(model, plan))
     full, short = counts.values()
     skipped = sum(

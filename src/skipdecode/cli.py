@@ -29,7 +29,7 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     try:
         app()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"skipdecode: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,7 +53,7 @@ def generate(
     skipdecode generate demo --task e2e --input testset_w_refs.csv --output texts.jsonl --speedup 5
     """
     from .inputs import read_items
-    from .loading import layer_count
+    from .loading import layers_and_schedule, resolve
     from .schedule import Schedule
     from .tasks import get_task
 
@@ -59,7 +61,7 @@ def generate(
         raise UsageError("give one of --speedup, --schedule and --full")
     the_task = get_task(task)
     # All of this is checked before the weights are loaded.
-    layers, trained = layer_count(model)
+    layers, trained = layers_and_schedule(model)
     plan = None if full else Schedule.choose(layers, trained, speedup, Schedule.load(schedule) if schedule else None)
     items = read_items(input, the_task, format)
     names = {
@@ -85,12 +87,16 @@ def generate(
     if output != "-":
         if not target.parent.is_dir():
             raise UsageError(f"--output {output}: there is no folder {target.parent}")
+        if target.is_dir():
+            raise UsageError(f"--output {output} is a folder: give a file")
         if target.exists() and not overwrite:
             raise UsageError(f"{output} is already there: give --overwrite to replace it")
         if overwrite:
             target.with_name(target.name + ".partial").unlink(missing_ok=True)
         prompts = [item.prompt for item in items]
-        job = jobs.fingerprint(model, prompts, plan.to_dict() if plan else None, options, seed, dtype, batch_size)
+        job = jobs.fingerprint(
+            jobs.identity(resolve(model)), prompts, plan.to_dict() if plan else None, options, seed, dtype, batch_size
+        )
         journal = jobs.Journal(target, job)
         if journal.rows:
             say(f"{len(journal.rows)} rows were done before")
@@ -119,7 +125,7 @@ def generate(
         sys.stdout.write("".join(f"{line}\n" for line in text))
     for item in items:
         if item.error:
-            err.print(f"[yellow]line {item.line}: {item.error}[/]")
+            err.print(f"line {item.line}: {item.error}", style="yellow", markup=False)
     summary: dict[str, Any] = cost.summary() | {
         "bad_rows": sum(item.error is not None for item in items),
         "target_speedup": 1.0 if plan is None else plan.target,
@@ -132,24 +138,19 @@ def generate(
         print(json.dumps(summary))
 
 
-def _bar(total: int, done: int) -> Any:
-    """A progress bar in rows and tokens per second, as a context manager that yields what to call after each batch."""
-    from contextlib import contextmanager
-
+@contextmanager
+def _bar(total: int, done: int) -> Iterator[Any]:
+    """A progress bar in rows and tokens per second; yields what to call with each batch's cost."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    @contextmanager
-    def bar() -> Any:
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
-        with Progress(*columns, console=err) as progress:
-            row = progress.add_task("generate", total=total, completed=done, rate="")
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+    with Progress(*columns, console=err) as progress:
+        row = progress.add_task("generate", total=total, completed=done, rate="")
 
-            def advance(cost: Any) -> None:
-                progress.update(row, advance=cost.rows, rate=f"{cost.tokens_per_second:,.0f} tokens/s")
+        def advance(cost: Any) -> None:
+            progress.update(row, advance=cost.rows, rate=f"{cost.tokens_per_second:,.0f} tokens/s")
 
-            yield advance
-
-    return bar()
+        yield advance
 
 
 def _score(task: Any, texts: list[str], references: list[list[str]]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from functools import partial
 from pathlib import Path
@@ -22,8 +21,11 @@ def schedule(
     horizon: Annotated[
         int | None, Option(min=1, help="Generated tokens over which the depth falls (default 64).")
     ] = None,
-    order: Annotated[str, Option(help="top, bottom or even.")] = "top",
-    decay: Annotated[str, Option(help="linear, cosine, exponential, power, step or constant.")] = "linear",
+    order: Annotated[str | None, Option(help="top, bottom or even (default: top, or the model's).")] = None,
+    decay: Annotated[
+        str | None,
+        Option(help="linear, cosine, exponential, power, step or constant (default: linear, or the model's)."),
+    ] = None,
     length: Annotated[int | None, Option(min=1, help="Steps to predict the cost for (default: the horizon).")] = None,
     png: Annotated[Path | None, Option(help="Draw it to this file.")] = None,
     save: Annotated[Path | None, Option(help="Write it as JSON, for --schedule.")] = None,
@@ -38,14 +40,16 @@ def schedule(
     if (model is None) == (layers is None):
         raise UsageError("give either MODEL or --layers")
     if layers is not None:
-        plan = Schedule.for_speedup(speedup or 2, layers, horizon or 64, order=order, decay=decay)
+        plan = Schedule.for_speedup(
+            2 if speedup is None else speedup, layers, horizon or 64, order=order or "top", decay=decay or "linear"
+        )
     else:
-        from .loading import layer_count
+        from .loading import layers_and_schedule
 
-        count, trained = layer_count(str(model))
+        count, trained = layers_and_schedule(str(model))
         plan = Schedule.choose(count, trained, speedup)
-        if horizon is not None:
-            plan = Schedule.from_dict(plan.to_dict() | {"horizon": horizon})
+        given = {"horizon": horizon, "order": order, "decay": decay}
+        plan = Schedule.from_dict(plan.to_dict() | {name: value for name, value in given.items() if value is not None})
     if save:
         plan.save(save)
         say(f"wrote {save}")
@@ -97,10 +101,10 @@ def check(
     skipdecode check facebook/opt-1.3b
     """
     from .check import run_checks
-    from .loading import layer_count, load
+    from .loading import layers_and_schedule, load
     from .schedule import Schedule
 
-    count, trained = layer_count(model)
+    count, trained = layers_and_schedule(model)
     plan = Schedule.choose(count, trained, speedup)
     # A short horizon, so that the few tokens decoded here pass through every depth of the schedule.
     if plan.decay != "list":
@@ -138,6 +142,7 @@ def demo(
     from .benchmark import alternate, machine
     from .cache import config_schedule
     from .generation import generate
+    from .inputs import read_items
     from .loading import DEMO, load
     from .plots import draw_demo
     from .schedule import Schedule
@@ -147,10 +152,8 @@ def demo(
     if 1 not in wanted:
         raise UsageError("--speedups needs 1 among them: it is what the others are compared with")
     task = get_task("e2e")
-    source = input or DEMO / "inputs.csv"
-    with source.open(encoding="utf-8", newline="") as file:
-        rows = list(dict.fromkeys(row["mr"] for row in csv.DictReader(file)))
-    prompts = [task.prompt({"mr": row}) for row in rows]
+    items = [item for item in read_items(str(input or DEMO / "inputs.csv"), task) if item.error is None]
+    prompts = [item.prompt for item in items]
     network, tokenizer = load(model)
     count, trained = network.config.num_hidden_layers, config_schedule(network.config)
     plans = {k: Schedule.choose(count, trained, k) for k in wanted}
@@ -159,12 +162,12 @@ def demo(
     with Progress(*Progress.get_default_columns(), console=err, transient=True) as progress:
         bar = progress.add_task("timing alternately", total=(repeats + 1) * len(runs))
         timings = alternate(runs, repeats, on_run=lambda: progress.advance(bar))
-    for i in range(min(show, len(rows))):
-        out.print(f"\n[bold]{escape(rows[i])}[/]", highlight=False)
+    for i, item in enumerate(items[:show]):
+        out.print(f"\n[bold]{escape(item.columns['mr'])}[/]", highlight=False)
         for speedup, timing in timings.items():
             out.print(f"  [cyan]{speedup:g}x[/]  {escape(timing.result.rows[i].text)}", highlight=False)
     base = timings[1]
-    table = Table(title=f"\n{len(rows)} inputs, batch {batch_size}, medians of {repeats} rounds timed alternately")
+    table = Table(title=f"\n{len(items)} inputs, batch {batch_size}, medians of {repeats} rounds timed alternately")
     for name in ("target", "layers", "fewer", "seconds", "wall clock", "ms/step", "decoding", "peak KV"):
         table.add_column(name, justify="right")
     numbers = []

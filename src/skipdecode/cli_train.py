@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,7 +73,7 @@ def train(
         raise UsageError("give either MODEL or --from-config")
     if sum(option is not None for option in (speedup, speedups, schedule)) > 1:
         raise UsageError("give one of --speedup, --speedups and --schedule")
-    wanted = budgets(speedups) if speedups else (speedup or 2.0,)
+    wanted = budgets(speedups) if speedups else (2.0 if speedup is None else speedup,)
     fixed = Schedule.load(schedule) if schedule else None
     the_task = get_task(task)
     training = the_task.read(data, "train")[:rows]
@@ -83,23 +84,27 @@ def train(
     import torch
 
     from . import loading
-    from .training import arguments
+    from .training import arguments, checkpointing_option, newest_checkpoint
     from .training import train as run
 
     if from_config is not None:
         texts = [f"{example.prompt} {example.references[0]}" for example in training]
         network, tokens = loading.from_config(from_config, texts, tokenizer, attention, seed)
     else:
-        network, tokens = loading.load(str(model), attention=attention)
+        # In float32 whatever the checkpoint holds (--bf16 casts products, not weights); the Trainer moves it.
+        network, tokens = loading.load(str(model), dtype="float32", device="cpu", attention=attention)
     layers = network.config.get_text_config(decoder=True).num_hidden_layers
     if fixed is not None:
-        schedules = {round(fixed.layer_ratio(fixed.horizon), 2): fixed}
+        schedules = {fixed.target: fixed}
     else:
         schedules = {k: Schedule.for_speedup(k, layers, horizon, order=order, decay=decay) for k in wanted}
     every: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": eval_steps} if eval_steps and validation else {}
-    resume = not fresh and any(output.glob("checkpoint-*"))
+    if fresh:
+        for old in output.glob("checkpoint-*"):
+            shutil.rmtree(old)
+    resume = newest_checkpoint(output, schedules)
     if resume:
-        say(f"going on from the newest checkpoint in {output}")
+        say(f"going on from {resume}")
     run(
         network.train(),
         tokens,
@@ -118,7 +123,7 @@ def train(
             adam_beta2=adam_beta2,
             use_cpu=not torch.accelerator.is_available(),
             bf16=bf16,
-            activation_checkpointing=checkpointing,
+            **checkpointing_option(checkpointing),
             save_steps=save_steps,
             logging_steps=20,
             seed=seed,

@@ -51,7 +51,7 @@ class Gate:
         if columns == width:
             return output
         ran = output[0] if isinstance(output, tuple) else output
-        return self.plan.like_output(torch.cat([ran, hidden[:, columns:]], dim=1))
+        return self.plan.like_output(torch.cat([ran, hidden[:, columns:].to(ran.device)], dim=1))
 
 
 class PromptGuard:
@@ -167,11 +167,13 @@ def _prefix(value: Any, width: int, n: int) -> Any:
     """Keep the first ``n`` of ``width`` columns in whatever a layer is given besides its cache.
 
     Hidden states and position embeddings (batch, width, …), position ids (batch, width), masks (batch, heads, width,
-    width).
+    width), biases per key (batch and heads, 1, width).
     """
     if isinstance(value, Tensor):
         if value.ndim == 4:
             return value[..., :n, :n]
+        if value.ndim == 3 and value.shape[1] == 1 and value.shape[2] == width:
+            return value[..., :n]
         if value.ndim >= 2 and value.shape[1] == width:
             return value[:, :n]
         return value[:n] if value.ndim == 1 and value.shape[0] == width else value

@@ -116,7 +116,10 @@ def generate_batch(
     cache = DynamicCache(config=model.config) if schedule is None else SkipCache(attach(model), schedule)
     clock = _Clock()
     processors = LogitsProcessorList([*options.pop("logits_processor", []), clock])
+    if options.setdefault("num_return_sequences", 1) != 1:
+        raise ValueError("one text per prompt is generated: repeat the prompt instead of num_return_sequences")
     options.setdefault("pad_token_id", pad)
+    options.setdefault("use_cache", True)  # a checkpoint saved in training may say otherwise
     start = time.perf_counter()
     output = model.generate(
         ids,
@@ -129,7 +132,7 @@ def generate_batch(
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     end = time.perf_counter()
-    stops = _stop_ids(model, tokenizer, options)
+    stops = _stop_ids(model, options)
     rows = [_row(tokenizer, new.tolist(), stops) for new in output.sequences[:, width:]]
     steps = clock.calls - 1
     cost = Cost(
@@ -160,7 +163,7 @@ def generate(
 
     Args:
         prompts: texts; batches are made of similar lengths, rows come back in the order given.
-        speedup, schedule: the budget, or the schedule itself; by default the one in the model's config.
+        speedup, schedule: the budget, or (it goes first) the schedule; by default the one in the model's config.
         full: the unmodified model instead.
         batch_size: rows per ``model.generate`` call.
         options: as ``model.generate`` names them (``max_new_tokens``, ``do_sample``, ``num_beams``, …).
@@ -215,7 +218,7 @@ def positions(model: PreTrainedModel) -> int | None:
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
-def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> set[int]:
+def _stop_ids(model: PreTrainedModel, options: dict[str, Any]) -> set[int]:
     ends = options.get("eos_token_id", model.generation_config.eos_token_id)
     if ends is None:
         return set()

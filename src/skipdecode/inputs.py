@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -61,8 +62,11 @@ def read_items(source: str, task: Task, form: str | None = None) -> list[Item]:
 def _item(line: int, row: dict[str, Any], error: str | None, task: Task) -> Item:
     columns = {name: row.get(name) for name in task.columns}
     item = Item(line, columns, error=error)
+    for name, value in columns.items():
+        if isinstance(value, str) and not _is_text(value):
+            item.error, columns[name] = "not UTF-8", value.encode("utf-8", "replace").decode()
     missing = [name for name, value in columns.items() if not isinstance(value, str) or not value.strip()]
-    if error is None and missing:
+    if item.error is None and missing:
         item.error = f"no {' and no '.join(missing)}"
     if item.error is None:
         try:
@@ -85,7 +89,18 @@ def _bytes(source: str) -> bytes:
 
 def _guess(source: str, data: bytes) -> str:
     known = {".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".txt": "text"}
-    return known.get(Path(source).suffix.lower()) or ("jsonl" if data.lstrip()[:1] == b"{" else "text")
+    return known.get(Path(source).suffix.lower()) or (
+        "jsonl" if data.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{" else "text"
+    )
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be written as UTF-8: no lone surrogates, from a bad byte or from JSON's escapes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 Rows = Iterator[tuple[int, dict[str, Any], str | None]]
@@ -111,8 +126,8 @@ def _jsonl(data: bytes, task: Task) -> Rows:
         if error is None:
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as problem:
-                row, error = {}, f"not JSON: {problem.msg}"
+            except (ValueError, RecursionError) as problem:
+                row, error = {}, f"not JSON: {problem}"
             if not isinstance(row, dict):
                 row, error = {}, "not a JSON object"
         else:
@@ -122,14 +137,18 @@ def _jsonl(data: bytes, task: Task) -> Rows:
 
 def _csv(data: bytes, task: Task) -> Rows:
     # surrogateescape lets a bad byte through as a lone surrogate, so that only its own row is lost.
-    lines = data.decode("utf-8-sig", errors="surrogateescape").splitlines(keepends=True)
-    reader = csv.DictReader(lines)
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.DictReader(io.StringIO(data.decode("utf-8-sig", errors="surrogateescape"), newline=""))
     missing = [name for name in task.columns if name not in (reader.fieldnames or [])]
     if missing:
         raise InputError(f"the CSV has no column {' and no column '.join(missing)}; it has {reader.fieldnames}")
-    line = reader.line_num + 1
-    for row in reader:
-        bad = any(isinstance(v, str) and any("\udc80" <= c <= "\udcff" for c in v) for v in row.values())
-        clean = {k: v.encode("utf-8", "replace").decode() if isinstance(v, str) else v for k, v in row.items() if k}
-        yield line, clean, "not UTF-8" if bad else None
-        line = reader.line_num + 1
+    while True:
+        # A row's own line is the one its last line break ends; quoted breaks are counted back.
+        try:
+            row = next(reader, None)
+        except csv.Error as problem:
+            raise InputError(f"the CSV cannot be read at line {reader.line_num}: {problem}") from None
+        if row is None:
+            return
+        inside = sum(str(value).count("\n") for value in row.values())
+        yield reader.line_num - inside, {key: value for key, value in row.items() if key}, None

@@ -79,6 +79,12 @@ class Journal:
         self.path.unlink()
 
 
+def identity(model: str) -> list[Any]:
+    """A hub name; for a folder also the sizes and times of its files, so that a retrained model is another one."""
+    files = sorted(path for path in Path(model).glob("*") if path.is_file())
+    return [model, *((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)]
+
+
 def fingerprint(*parts: Any) -> str:
     """What makes two jobs the same: input rows, model, schedule and options."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from .cache import config_schedule
 from .gate import attach
-from .prompts import train_tokenizer
+from .prompts import for_decoding, train_tokenizer
 from .schedule import Schedule
 
 DEMO = Path(__file__).parent / "checkpoint"
@@ -34,7 +34,7 @@ def resolve(name: str) -> str:
     return name
 
 
-def layer_count(name: str, revision: str | None = None) -> tuple[int, Schedule | None]:
+def layers_and_schedule(name: str, revision: str | None = None) -> tuple[int, Schedule | None]:
     """Layers of a model and the schedule its config carries, read without its weights. Raises ModelError."""
     config = _config(name, revision)
     return config.get_text_config(decoder=True).num_hidden_layers, config_schedule(config)
@@ -52,7 +52,8 @@ def load(
 
     Args:
         name: directory, hub name, or ``demo``.
-        dtype: ``auto`` is the checkpoint's own, but float32 on CPUs without bfloat16 arithmetic (emulated, it crawls).
+        dtype: ``auto`` is the checkpoint's own on a GPU; on a CPU float32, or bfloat16 where both the checkpoint and
+            the CPU's arithmetic have it.
         device: ``cuda``, ``cpu``, …; a GPU if there is one.
         attention: ``eager``, ``sdpa``, …; transformers' choice if None.
         revision: of a hub model.
@@ -62,26 +63,24 @@ def load(
     """
     config = _config(name, revision)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if dtype == "auto" and device == "cpu" and not _fast_bfloat16():
+    if dtype == "auto" and device == "cpu" and (config.dtype != torch.bfloat16 or not _fast_bfloat16()):
         dtype = torch.float32
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     try:
         model = AutoModelForCausalLM.from_pretrained(
             resolve(name), config=config, dtype=dtype, revision=revision, **options
         )
-        tokenizer = AutoTokenizer.from_pretrained(resolve(name), revision=revision, padding_side="left")
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(resolve(name), revision=revision)
+        return attach(model.to(device).eval()), for_decoding(tokenizer)
+    except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{name} cannot be loaded: {_first_line(error)}") from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return attach(model.to(device).eval()), tokenizer
 
 
 def _config(name: str, revision: str | None) -> Any:
     try:
         config = AutoConfig.from_pretrained(resolve(name), revision=revision)
-    except (OSError, KeyError) as error:
-        raise ModelError(f"no model {name!r} could be found: {_first_line(error)}") from error
+    except (OSError, KeyError, ValueError) as error:
+        raise ModelError(f"no model could be read at {name}: {_first_line(error)}") from error
     if config.is_encoder_decoder:
         raise ModelError(f"{name} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs")
     return config
@@ -104,7 +103,7 @@ def from_config(
     except (OSError, json.JSONDecodeError, KeyError, ValueError) as error:
         raise ModelError(f"{path} is no model config: {error}") from error
     if tokenizer:
-        tokens = AutoTokenizer.from_pretrained(tokenizer, padding_side="left")
+        tokens = for_decoding(AutoTokenizer.from_pretrained(tokenizer))
     else:
         tokens = train_tokenizer(texts, config.vocab_size)
     config.vocab_size = max(config.vocab_size, len(tokens))
@@ -117,4 +116,9 @@ def from_config(
 
 def _fast_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 in hardware."""
-    return any(present is True and name.endswith("bf16") for name, present in torch.cpu.get_capabilities().items())
+    return any(present is True and name.endswith("bf16") for name, present in cpu_capabilities().items())
+
+
+def cpu_capabilities() -> Mapping[str, Any]:
+    """What torch knows about the CPU; nothing on torch versions that do not say."""
+    return getattr(torch.cpu, "get_capabilities", dict)()

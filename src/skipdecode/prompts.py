@@ -15,11 +15,24 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -
 
 
 def encode_response(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
-    """Ids of each (prompt, response)'s response, set off from its prompt by a space, closed by end-of-sequence."""
+    """Ids of each (prompt, response)'s response, set off from its prompt by a space, closed by end-of-sequence.
+
+    Raises ValueError for a tokenizer that has no end-of-sequence token: a model could not learn to stop.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no end-of-sequence token: set one before training")
     texts = [response if prompt[-1:].isspace() else f" {response}" for prompt, response in pairs]
     return [
         [*row, tokenizer.eos_token_id] for row in tokenizer(texts, add_special_tokens=False, padding=False)["input_ids"]
     ]
+
+
+def for_decoding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Left padding, with end-of-sequence as the padding token where there is none (padding is masked anyway)."""
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
+    return tokenizer
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ from .gate import attach, teacher_forced
 from .generation import generate, positions
 from .prompts import encode_prompts, encode_response
 from .schedule import Schedule
-from .tasks import Example, Task
+from .tasks import Example, Task, TaskError
 
 
 @dataclass(frozen=True)
@@ -39,20 +42,21 @@ class Collator:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Batch rows of ``prompt_ids`` and ``response_ids``.
 
-        Returns ``input_ids``, ``attention_mask``, ``position_ids`` (batch, P + R - 1), ``labels`` (batch, R; -100 on
-        padding) and ``prompt_length`` P. The last response token is a label only.
+        Returns ``input_ids``, ``attention_mask``, ``position_ids`` (batch, P + R - 1), ``labels`` (batch, 1 + R; -100
+        on padding) and ``prompt_length`` P. The last response token is a label only. The first column of labels stands
+        for the prompt: the Trainer counts a step's tokens from the second one on.
         """
         prompt = _round_up(max(len(row["prompt_ids"]) for row in rows), self.multiple)
         fed = _round_up(max(len(row["response_ids"]) for row in rows) - 1, self.multiple)
         ids = torch.full((len(rows), prompt + fed), self.pad_token_id)
         mask = torch.zeros_like(ids)
-        labels = torch.full((len(rows), fed + 1), -100)
+        labels = torch.full((len(rows), 1 + fed + 1), -100)
         for i, row in enumerate(rows):
             text = torch.tensor([*row["prompt_ids"], *row["response_ids"][:-1]])
             start = prompt - len(row["prompt_ids"])
             ids[i, start : start + len(text)] = text
             mask[i, start : start + len(text)] = 1
-            labels[i, : len(row["response_ids"])] = torch.tensor(row["response_ids"])
+            labels[i, 1 : 1 + len(row["response_ids"])] = torch.tensor(row["response_ids"])
         return {
             "input_ids": ids,
             "attention_mask": mask,
@@ -63,7 +67,8 @@ class Collator:
 
 
 def response_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """Cross-entropy on response tokens, the mean over the whole accumulated batch. ``labels``: (batch, R)."""
+    """Cross-entropy on response tokens, the mean over the whole accumulated batch. ``labels``: (batch, 1 + R)."""
+    labels = labels[:, 1:]
     logits = outputs.logits[:, -labels.shape[1] :].float()
     total = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
     return total / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
@@ -115,7 +120,7 @@ class SkipTrainer(Trainer):
         return random.Random(f"{self.args.seed} {self.state.global_step}").choice(list(self.schedules.values()))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds the tokens (prompt and response, no padding) per second since the last log."""
+        """Adds this process's tokens (prompt and response, no padding) per second since the last log."""
         if "loss" in logs:
             now = time.perf_counter()
             logs["tokens_per_second"] = round(self._tokens / (now - self._clock), 1)
@@ -130,18 +135,13 @@ class SkipTrainer(Trainer):
             metrics |= super().evaluate(*args, metric_key_prefix=f"{metric_key_prefix}_{speedup:g}x", **kwargs)
             metrics[f"{metric_key_prefix}_loss"] = metrics[f"{metric_key_prefix}_{speedup:g}x_loss"]
         if self.task is not None and self.eval_examples:
-            model = self.accelerator.unwrap_model(self.model)
-            prompts = [example.prompt for example in self.eval_examples]
-            room = self.task.max_new_tokens
-            if (limit := positions(model)) is not None:
-                room = min(room, limit - max(map(len, encode_prompts(self.processing_class, prompts))))
             texts = generate(
-                model,
+                self.accelerator.unwrap_model(self.model),
                 self.processing_class,
-                prompts,
+                [example.prompt for example in self.eval_examples],
                 schedule=self._evaluated,
                 batch_size=self.args.eval_batch_size,
-                max_new_tokens=room,
+                max_new_tokens=self.task.max_new_tokens,
                 do_sample=False,
             )
             scores = self.task.score([row.text for row in texts.rows], [e.references for e in self.eval_examples])
@@ -181,34 +181,44 @@ def train(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     schedules: Mapping[float, Schedule],
-    arguments: TrainingArguments,
+    settings: TrainingArguments,
     task: Task,
     training: Sequence[Example],
     validation: Sequence[Example] = (),
     *,
-    score_rows: int = 100,
     lora_rank: int = 0,
-    resume: bool = False,
+    resume: Path | None = None,
 ) -> PreTrainedModel:
-    """Fine-tune (or train from scratch) and save a stock Hugging Face directory to ``arguments.output_dir``.
+    """Fine-tune (or train from scratch) and save a stock Hugging Face directory to ``settings.output_dir``.
 
     Args:
         model, tokenizer: any decoder-only causal LM of transformers.
-        schedules: target speed-up -> schedule; the last one becomes the checkpoint's default.
-        arguments: transformers' own; ``remove_unused_columns`` must be False (see :func:`skipdecode.arguments`).
-        task, training, validation: the data, and the score computed on ``score_rows`` of the validation inputs.
+        schedules: target speed-up -> schedule; the fastest becomes the checkpoint's default.
+        settings: transformers' own, best made by :func:`arguments`.
+        task, training, validation: the data; loss and score are computed on all of ``validation``.
         lora_rank: train adapters of this rank on all linear layers (peft), merged at the end; 0 trains all weights.
-        resume: go on from the newest checkpoint in ``arguments.output_dir``.
+        resume: a checkpoint folder of this very run to go on from.
 
     Returns:
-        The trained model, detached from nothing: gates stay on, its config carries the schedule.
+        The trained model. Gates stay on; its config carries the schedule.
+
+    Raises:
+        TaskError: no training example fits the model's positions.
     """
     limit = positions(model) or sys.maxsize
-    examples = [Example(e.prompt, (reference,)) for e in validation for reference in e.references[:1]]
-    default = list(schedules.values())[-1]
-    if not default.is_full:
-        entry = {"schedule": default.to_dict(), "speedups": [float(speedup) for speedup in schedules]}
+    lengths = map(len, encode_prompts(tokenizer, [example.prompt for example in validation])) if validation else ()
+    validation = [e for e, n in zip(validation, lengths, strict=True) if n + task.max_new_tokens <= limit]
+    rows = encode(training, tokenizer, limit)
+    if not len(rows):
+        raise TaskError(f"no training example fits the model's {limit} positions")
+    if len(rows) < len(training):
+        warnings.warn(f"{len(training) - len(rows)} training examples over {limit} tokens are left out", stacklevel=2)
+    entry = config_entry(schedules)
+    if entry is not None:
         setattr(model.config, CONFIG_KEY, entry)
+    elif hasattr(model.config, CONFIG_KEY):
+        delattr(model.config, CONFIG_KEY)
+    settings._n_gpu = 1  # torch's DataParallel would copy gates that point to the first GPU: use accelerate launch
     trained: Any = model
     if lora_rank:
         from peft import LoraConfig, get_peft_model
@@ -216,22 +226,47 @@ def train(
         trained = get_peft_model(model, LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear"))
     trainer = SkipTrainer(
         model=trained,
-        args=arguments,
+        args=settings,
         schedules=schedules,
         task=task,
-        eval_examples=validation[:score_rows],
+        eval_examples=validation,
         data_collator=Collator(tokenizer.pad_token_id),
-        train_dataset=encode(training, tokenizer, limit),
-        eval_dataset=encode(examples, tokenizer, limit) if examples else None,
+        train_dataset=rows,
+        eval_dataset=encode(validation, tokenizer, limit) if validation else None,
         processing_class=tokenizer,
     )
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     if lora_rank:
         model = trained.merge_and_unload()
+    model.config.use_cache = True  # the Trainer turns it off
     if trainer.is_world_process_zero():
-        model.save_pretrained(arguments.output_dir)
-        tokenizer.save_pretrained(arguments.output_dir)
+        model.save_pretrained(settings.output_dir)
+        tokenizer.save_pretrained(settings.output_dir)
     return model
+
+
+def config_entry(schedules: Mapping[float, Schedule]) -> dict[str, Any] | None:
+    """What the checkpoint's config says under its one key: the fastest schedule, and all trained speed-ups."""
+    fastest = max(schedules.values(), key=lambda schedule: schedule.target)
+    if fastest.is_full:
+        return None
+    return {"schedule": fastest.to_dict(), "speedups": [float(speedup) for speedup in schedules]}
+
+
+def newest_checkpoint(folder: Path, schedules: Mapping[float, Schedule]) -> Path | None:
+    """The newest whole checkpoint in ``folder`` (a kill may have cut the very last one short), or None.
+
+    Raises:
+        ValueError: it was trained for other budgets.
+    """
+    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    if not whole:
+        return None
+    newest = max(whole, key=lambda path: int(path.name.split("-")[-1]))
+    found = json.loads((newest / "config.json").read_text(encoding="utf-8")).get(CONFIG_KEY)
+    if found != config_entry(schedules):
+        raise ValueError(f"{newest} was trained for other budgets: give another --output, or --fresh to drop it")
+    return newest
 
 
 #: TrainingArguments with what SkipDecode's collator and sampler need.
@@ -244,6 +279,12 @@ arguments = partial(
     report_to="none",
     label_names=["labels"],
 )
+
+
+def checkpointing_option(wanted: bool) -> dict[str, bool]:
+    """TrainingArguments' name for gradient checkpointing, which transformers 5.23 changed."""
+    new = "activation_checkpointing"
+    return {new if new in TrainingArguments.__dataclass_fields__ else "gradient_checkpointing": True} if wanted else {}
 
 
 def _round_up(value: int, multiple: int) -> int:

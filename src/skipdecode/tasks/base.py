@@ -60,7 +60,7 @@ class Task(ABC):
 def read_rows(path: Path) -> Iterator[dict[str, str]]:
     """Rows of a CSV or JSONL file that has to be whole: training and test data. Raises TaskError."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             if path.suffix == ".csv":
                 yield from csv.DictReader(file)
             else:
@@ -70,7 +70,7 @@ def read_rows(path: Path) -> Iterator[dict[str, str]]:
                             yield json.loads(line)
                         except json.JSONDecodeError as error:
                             raise TaskError(f"{path}, line {number}: not JSON: {error}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TaskError(f"{path} cannot be read: {error}") from None
 
 
