@@ -58,6 +58,22 @@ def test_check_fails_where_skipping_is_broken(checkpoint, monkeypatch):
     assert not held["cached decoding = teacher-forced pass"]
 
 
+def test_check_takes_schedules_that_begin_at_full_depth(checkpoint):
+    done = run("check", checkpoint, "--speedup", 1.2, "--json")
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_checkpoint_saved_without_a_cache_still_decodes_with_one(checkpoint, tmp_path):
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((checkpoint / name).read_text()) | {"use_cache": False}
+        (tmp_path / name).write_text(json.dumps(values))
+    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    done = run("generate", tmp_path, "--max-new-tokens", 5, "--speedup", 2, stdin=b"the cat\n")
+    assert done.returncode == 0, done.stderr
+    assert run("check", tmp_path).returncode == 0
+
+
 def test_demo_times_every_speed_and_draws(checkpoint, tmp_path):
     picture = tmp_path / "demo.png"
     done = run("demo", checkpoint, "--repeats", 1, "--speedups", "1,2,4", "--png", picture, "--json")

@@ -122,12 +122,15 @@ def test_bad_rows_become_errors_with_their_line_number(checkpoint, tmp_path):
         b"{broken",
         json.dumps({"prompt": long}).encode(),
         b"7",
+        b'{"prompt": "  "}',
+        rb'{"prompt": "\ud800"}',
+        b'{"prompt": "the dog"}',
     ]
-    source.write_bytes(b"\n".join([*lines, b'{"prompt": "  "}', b'{"prompt": "the dog"}', b""]))
+    source.write_bytes(b"\n".join([*lines, b""]))
     done = run("generate", checkpoint, "--input", source, "--output", target, "--max-new-tokens", 5, "--json")
     assert done.returncode == 0, done.stderr
     rows = read_rows(target)
-    assert [("error" in row) for row in rows] == [False, True, True, True, True, True, True, False]
+    assert [("error" in row) for row in rows] == [False, *[True] * 7, False]
     for number, word in (
         (2, "no prompt"),
         (3, "not UTF-8"),
@@ -135,11 +138,12 @@ def test_bad_rows_become_errors_with_their_line_number(checkpoint, tmp_path):
         (5, "too long"),
         (6, "object"),
         (7, "no"),
+        (8, "not UTF-8"),
     ):
         assert f"line {number}: " in rows[number - 1]["error"]
         assert word in rows[number - 1]["error"]
         assert f"line {number}: " in done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["bad_rows"] == 6
+    assert json.loads(done.stdout.splitlines()[-1])["bad_rows"] == 7
 
 
 def test_csv_rows_keep_their_line_numbers_across_quoted_newlines(tmp_path):
@@ -150,6 +154,52 @@ def test_csv_rows_keep_their_line_numbers_across_quoted_newlines(tmp_path):
     assert [item.prompt for item in items] == ["two\nlines", "", "plain", ""]
     assert items[1].error == "not UTF-8"
     assert items[3].error == "no prompt"
+
+
+def test_csv_rows_end_at_line_breaks_only(tmp_path):
+    """Not at the other characters that Python's splitlines takes for one; blank lines count but are no rows."""
+    source = tmp_path / "in.csv"
+    source.write_text("prompt\none\u2028two\x0bthree\n\nfour\n", encoding="utf-8")
+    items = read_items(str(source), get_task("jsonl"))
+    assert [(item.line, item.prompt) for item in items] == [(2, "one\u2028two\x0bthree"), (4, "four")]
+
+
+def test_brackets_in_a_bad_row_are_no_markup(checkpoint, tmp_path):
+    (tmp_path / "in.csv").write_text('mr\n"bad [/x]"\n', encoding="utf-8")
+    done = run("generate", checkpoint, "--task", "e2e", "--input", tmp_path / "in.csv")
+    assert done.returncode == 0, done.stderr
+    assert "[/x]" in done.stderr
+
+
+@pytest.mark.parametrize("options", [["--do-sample", "--top-p", 0.9, "--seed", 3], ["--num-beams", 2], ["--full"]])
+def test_a_resumed_job_writes_what_an_unbroken_one_does(checkpoint, tmp_path, options):
+    """Also when it samples: each batch has a seed of its own."""
+    source, whole, cut = write_rows(tmp_path / "in.jsonl", TEXTS), tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    common = ["generate", checkpoint, "--input", source, "--max-new-tokens", 8, "--batch-size", 4, *options]
+    add, kept = jobs.Journal.add, []
+
+    def add_twice(self, *batch):
+        if len(kept) == 2:
+            raise KeyboardInterrupt
+        kept.append(batch)
+        add(self, *batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs.Journal, "add", add_twice)
+        assert run(*common, "--output", cut).returncode != 0
+    assert run(*common, "--output", cut).returncode == 0
+    assert run(*common, "--output", whole).returncode == 0
+    assert cut.read_bytes() == whole.read_bytes()
+
+
+def test_a_schedule_file_is_followed(checkpoint, tmp_path):
+    from skipdecode import Schedule
+
+    Schedule.from_depths(8, [5, 3, 2]).save(tmp_path / "plan.json")
+    source = write_rows(tmp_path / "in.jsonl", TEXTS[:2])
+    options = ("--schedule", tmp_path / "plan.json", "--max-new-tokens", 5, "--min-new-tokens", 5, "--json")
+    done = run("generate", checkpoint, "--input", source, *options)
+    assert json.loads(done.stdout.splitlines()[-1])["average_depth"] == 3
 
 
 def test_e2e_inputs_repeat_but_are_generated_once(tmp_path):
