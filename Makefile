@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 $(VENV)/installed: pyproject.toml requirements.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "SkipDecode needs Python 3.10 or newer"'
 	$(PYTHON) -m venv $(VENV)
-	# torch first and by itself: a later torch would be pulled in with gigabytes of CUDA packages.
+	# torch first and pinned, so that nothing after it pulls in another. For a CPU build where the default one has CUDA:
+	# make demo PIP_EXTRA_INDEX_URL=…, as torch's installation page gives it.
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -e '.[dev]'
 	touch $@

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Trains the embedded checkpoint: recipes/e2e.sh DATA_DIR OUTPUT_DIR
 # DATA_DIR holds the E2E release (trainset.csv, devset.csv, testset_w_refs.csv). A killed run, started again, goes on.
+# What ends up in OUTPUT_DIR/skip (less its checkpoints) is what lies in src/skipdecode/checkpoint.
 set -euo pipefail
-data=$1 out=$2
+data=$(realpath "$1") out=$(realpath -m "$2")
 cd "$(dirname "$0")/.."
 skipdecode=${SKIPDECODE:-.venv/bin/skipdecode}
 common=(--task e2e --data "$data" --batch-size 32 --attention eager --adam-beta2 0.98 --save-steps 250)
@@ -18,8 +19,7 @@ common=(--task e2e --data "$data" --batch-size 32 --attention eager --adam-beta2
     --learning-rate 1e-3 --warmup-steps 100 --eval-steps 1500
 
 # 3. What it gives on the 630 test inputs.
-for budget in --full "--speedup 2" "--speedup 3" "--speedup 4" "--speedup 5"; do
-    # shellcheck disable=SC2086
+for budget in --full --speedup=2 --speedup=3 --speedup=4 --speedup=5; do
     "$skipdecode" generate "$out/skip" --task e2e --input "$data/testset_w_refs.csv" \
-        --output "$out/test${budget// /}.jsonl" --overwrite $budget
+        --output "$out/test$budget.jsonl" --overwrite "$budget" --json
 done

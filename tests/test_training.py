@@ -167,7 +167,7 @@ def test_a_killed_run_resumes_to_the_same_weights(checkpoint, tmp_path, monkeypa
 
 
 def test_a_step_descends_the_mean_over_its_response_tokens(checkpoint, tmp_path):
-    """One step of plain gradient descent, as the Trainer takes it, is the hand-made one: no token counted twice or missed."""
+    """One step of plain gradient descent by the Trainer is the hand-made one: no token missed or counted twice."""
     ends = []
     for by_hand in (False, True):
         model, tokenizer = skipdecode.load(str(checkpoint))

@@ -23,7 +23,7 @@ def train(
         str | None, Option(help="Train one checkpoint for several, e.g. 1,2,3,4,5: one is drawn per step.")
     ] = None,
     schedule: Annotated[Path | None, Option(help="Train for the schedule in this JSON file.")] = None,
-    horizon: Annotated[int, Option(help="Generated tokens over which the depth falls.")] = 48,
+    horizon: Annotated[int, Option(help="Generated tokens over which the depth falls.")] = 64,
     order: Annotated[str, Option(help="Layer order: top, bottom or even.")] = "top",
     decay: Annotated[
         str, Option(help="Shape of the fall: linear, cosine, exponential, power, step, constant.")
