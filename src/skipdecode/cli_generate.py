@@ -128,7 +128,7 @@ def generate(
             err.print(f"line {item.line}: {item.error}", style="yellow", markup=False)
     summary: dict[str, Any] = cost.summary() | {
         "bad_rows": sum(item.error is not None for item in items),
-        "target_speedup": 1.0 if plan is None else plan.target,
+        "target_speedup": 1.0 if plan is None else (speedup or plan.target),
     }
     scored = [i for i, item in enumerate(items) if item.references and item.error is None]
     if scored:
