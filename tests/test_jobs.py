@@ -165,7 +165,7 @@ def test_csv_rows_end_at_line_breaks_only(tmp_path):
 
 
 def test_brackets_in_a_bad_row_are_no_markup(checkpoint, tmp_path):
-    (tmp_path / "in.csv").write_text('mr\n"bad [/x]"\n', encoding="utf-8")
+    (tmp_path / "in.csv").write_text('mr\n"bad [/x] worse"\n', encoding="utf-8")
     done = run("generate", checkpoint, "--task", "e2e", "--input", tmp_path / "in.csv")
     assert done.returncode == 0, done.stderr
     assert "[/x]" in done.stderr

@@ -166,6 +166,8 @@ class TrainingBar(ProgressCallback):
 
 def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
     """Token ids of each example's prompt and first response; examples over ``max_length`` tokens are left out."""
+    if not examples:
+        return Dataset.from_list([])
     prompts = encode_prompts(tokenizer, [example.prompt for example in examples])
     responses = encode_response(tokenizer, [(e.prompt, e.references[0]) for e in examples])
     rows = [
@@ -195,7 +197,8 @@ def train(
         model, tokenizer: any decoder-only causal LM of transformers.
         schedules: target speed-up -> schedule; the fastest becomes the checkpoint's default.
         settings: transformers' own, best made by :func:`arguments`.
-        task, training, validation: the data; loss and score are computed on all of ``validation``.
+        task, training, validation: the data. The loss is computed on the validation examples that fit the model's
+            positions, the score on those that leave room for a text.
         lora_rank: train adapters of this rank on all linear layers (peft), merged at the end; 0 trains all weights.
         resume: a checkpoint folder of this very run to go on from.
 
@@ -207,7 +210,10 @@ def train(
     """
     limit = positions(model) or sys.maxsize
     lengths = map(len, encode_prompts(tokenizer, [example.prompt for example in validation])) if validation else ()
-    validation = [e for e, n in zip(validation, lengths, strict=True) if n + task.max_new_tokens <= limit]
+    scored = [e for e, n in zip(validation, lengths, strict=True) if n + task.max_new_tokens <= limit]
+    held_out = encode(validation, tokenizer, limit)
+    if not len(held_out):
+        settings.eval_strategy = "no"
     rows = encode(training, tokenizer, limit)
     if not len(rows):
         raise TaskError(f"no training example fits the model's {limit} positions")
@@ -229,10 +235,10 @@ def train(
         args=settings,
         schedules=schedules,
         task=task,
-        eval_examples=validation,
+        eval_examples=scored,
         data_collator=Collator(tokenizer.pad_token_id),
         train_dataset=rows,
-        eval_dataset=encode(validation, tokenizer, limit) if validation else None,
+        eval_dataset=held_out if len(held_out) else None,
         processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
