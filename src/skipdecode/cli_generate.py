@@ -63,6 +63,8 @@ def generate(
     # All of this is checked before the weights are loaded.
     layers, trained = layers_and_schedule(model)
     plan = None if full else Schedule.choose(layers, trained, speedup, Schedule.load(schedule) if schedule else None)
+    if plan is not None and trained is None:
+        say(f"{model} was not trained for skipping: its texts will be poor (skipdecode train; or --full)")
     items = read_items(input, the_task, format)
     names = {
         "max_new_tokens": max_new_tokens or the_task.max_new_tokens,
