@@ -386,14 +386,15 @@ def test_hidden_states_pass_through_skipped_layers(name: str, schedule: str) -> 
 
 @every_family
 def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
-    """The backward pass recomputes each layer on the same columns, also after the context is left."""
+    """The backward pass recomputes each layer on the same columns."""
     model, inputs = attach(build(name)).train(), prompts()
     sequences = torch.cat([inputs["input_ids"], torch.randint(2, 128, (len(LENGTHS), 12))], dim=1)
 
     def gradients() -> dict[str, Tensor]:
         model.zero_grad()
-        logits = uncached(model, TOP, sequences, inputs["attention_mask"]).logits[:, WIDTH - 1 : -1]
-        nn.functional.cross_entropy(logits.flatten(0, 1), sequences[:, WIDTH:].flatten()).backward()
+        with teacher_forced(model, TOP, WIDTH, sequences.shape[1]):
+            logits = uncached(model, TOP, sequences, inputs["attention_mask"]).logits[:, WIDTH - 1 : -1]
+            nn.functional.cross_entropy(logits.flatten(0, 1), sequences[:, WIDTH:].flatten()).backward()
         return {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
 
     plain = gradients()

@@ -144,6 +144,9 @@ def is_attached(model: nn.Module) -> bool:
 def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int, length: int) -> Iterator[None]:
     """Inside, an uncached pass over ``length`` columns runs each layer on just the columns that decoding would.
 
+    With gradient checkpointing keep the backward pass inside as well: before 5.23, transformers' recomputation comes
+    through the gates.
+
     Args:
         model: an attached model.
         schedule: must have as many layers as the model.
@@ -156,11 +159,11 @@ def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int, len
         raise ValueError("the model has no gates: call skipdecode.attach(model) first")
     if schedule.num_layers != len(layers):
         raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {len(layers)}")
-    gate.plan.columns = schedule.columns(prompt_length, length)
+    before, gate.plan.columns = gate.plan.columns, schedule.columns(prompt_length, length)
     try:
         yield
     finally:
-        gate.plan.columns = None
+        gate.plan.columns = before
 
 
 def _prefix(value: Any, width: int, n: int) -> Any:

@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -104,16 +104,22 @@ class SkipTrainer(Trainer):
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The stock loss, on the columns that each layer would run while decoding."""
-        inputs = dict(inputs)
-        prompt_length, length = int(inputs.pop("prompt_length")), inputs["input_ids"].shape[1]
-        schedule = self._evaluated or self._drawn()
         if model.training:
             self._tokens += int(inputs["attention_mask"].sum())
+        with self._gates(model, inputs):
+            inputs = dict(inputs)
+            keep = inputs["input_ids"].shape[1] - inputs.pop("prompt_length") + 1
+            return super().compute_loss(model, inputs | {"logits_to_keep": keep}, *args, **kwargs)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        """The stock step; the backward pass may recompute layers, so it too runs with the gates set."""
+        with self._gates(model, inputs):
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    def _gates(self, model: nn.Module, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
+        schedule = self._evaluated or self._drawn()
         bare = self.accelerator.unwrap_model(model)
-        # The full schedule needs no gates: a plain pass, which also spares the padding of kernels' prefixes.
-        gates = nullcontext() if schedule.is_full else teacher_forced(bare, schedule, prompt_length, length)
-        with gates:
-            return super().compute_loss(model, inputs | {"logits_to_keep": length - prompt_length + 1}, *args, **kwargs)
+        return teacher_forced(bare, schedule, inputs["prompt_length"], inputs["input_ids"].shape[1])
 
     def _drawn(self) -> Schedule:
         """A function of the seed and the step alone, so that a resumed run draws what the killed one would have."""
