@@ -65,7 +65,9 @@ class PromptGuard:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model inputs, if the cache can take them."""
         cache = kwargs.get("past_key_values")
-        if kwargs.get("is_first_iteration") and isinstance(cache, SkipCache):
+        # A decode step is told its length, 1. (Before 5.23, a chunk of a prompt is told nothing at all.)
+        prompt = kwargs.get("is_first_iteration") or kwargs.get("next_sequence_length") is None
+        if prompt and isinstance(cache, SkipCache):
             cache.begin_prompt()
         return self.prepare(*args, **kwargs)
 
