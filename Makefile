@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 
 $(VENV)/installed: pyproject.toml requirements.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "SkipDecode needs Python 3.10 or newer"'
+	@echo "Creating $(VENV) with the tested versions: a few minutes, once"
 	$(PYTHON) -m venv $(VENV)
 	# torch first and pinned, so that nothing after it pulls in another. For a CPU build where the default one has CUDA:
 	# make demo PIP_EXTRA_INDEX_URL=…, as torch's installation page gives it.

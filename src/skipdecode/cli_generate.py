@@ -130,7 +130,7 @@ def generate(
             err.print(f"line {item.line}: {item.error}", style="yellow", markup=False)
     summary: dict[str, Any] = cost.summary() | {
         "bad_rows": sum(item.error is not None for item in items),
-        "target_speedup": 1.0 if plan is None else (speedup or plan.target),
+        "target_speedup": 1.0 if plan is None else speedup or plan.target,
     }
     scored = [i for i, item in enumerate(items) if item.references and item.error is None]
     if scored:
@@ -148,11 +148,17 @@ def _bar(total: int, done: int) -> Iterator[Any]:
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
     with Progress(*columns, console=err) as progress:
         row = progress.add_task("generate", total=total, completed=done, rate="")
+        so_far = {"tokens": 0, "seconds": 0.0}
 
         def advance(cost: Any) -> None:
-            progress.update(row, advance=cost.rows, rate=f"{cost.tokens_per_second:,.0f} tokens/s")
+            so_far["tokens"] += cost.tokens
+            so_far["seconds"] += cost.seconds
+            rate = so_far["tokens"] / so_far["seconds"]
+            progress.update(row, advance=cost.rows, rate=f"{rate:,.0f} tokens/s")
 
         yield advance
+        # Rows found too long on the way were counted in.
+        progress.update(row, total=progress.tasks[0].completed)
 
 
 def _score(task: Any, texts: list[str], references: list[list[str]]) -> dict[str, float]:

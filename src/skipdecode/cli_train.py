@@ -23,7 +23,9 @@ def train(
         str | None, Option(help="Train one checkpoint for several, e.g. 1,2,3,4,5: one is drawn per step.")
     ] = None,
     schedule: Annotated[Path | None, Option(help="Train for the schedule in this JSON file.")] = None,
-    horizon: Annotated[int, Option(help="Generated tokens over which the depth falls.")] = 64,
+    horizon: Annotated[
+        int | None, Option(help="Generated tokens over which the depth falls (default: MODEL's own, else 64).")
+    ] = None,
     order: Annotated[str, Option(help="Layer order: top, bottom or even.")] = "top",
     decay: Annotated[
         str, Option(help="Shape of the fall: linear, cosine, exponential, power, step, constant.")
@@ -84,6 +86,7 @@ def train(
     import torch
 
     from . import loading
+    from .cache import config_schedule
     from .training import arguments, checkpointing_option, newest_checkpoint
     from .training import train as run
 
@@ -97,8 +100,13 @@ def train(
     if fixed is not None:
         schedules = {fixed.target: fixed}
     else:
+        if horizon is None:
+            trained = config_schedule(network.config)
+            horizon = trained.horizon if trained else 64
         schedules = {k: Schedule.for_speedup(k, layers, horizon, order=order, decay=decay) for k in wanted}
     every: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": eval_steps} if eval_steps and validation else {}
+    if not every:
+        say("no validation data, or --eval-steps 0: nothing will be evaluated")
     if fresh:
         for old in output.glob("checkpoint-*"):
             shutil.rmtree(old)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .budget import budget
+from .budget import budget, target
 from .decay import DECAYS, mix, remaining, round_half_up
 from .order import ORDERS, ranking
 
@@ -234,10 +234,10 @@ class Schedule:
 
     @property
     def target(self) -> float:
-        """Target speed-up in the paper's sense: ``L / ((max + min) / 2)``, or over its own length for a list."""
+        """Target speed-up in the paper's sense; for a list, the ratio over its own length."""
         if self.depths is not None:
             return round(self.layer_ratio(self.horizon), 2)
-        return round(2 * self.num_layers / (self.max_depth + self.min_depth), 2)
+        return target(self.max_depth, self.min_depth, self.num_layers)
 
     def with_speedup(self, speedup: float) -> Schedule:
         """The budget of another speed-up in this schedule's form: horizon, order, warm-up and decay."""
