@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import skipdecode
 from skipdecode import Schedule, SkipCache
+from skipdecode.collation import Collator, encode
 from skipdecode.tasks import Example, Jsonl, get_task
-from skipdecode.training import Collator, SkipTrainer, arguments, config_entry, encode, newest_checkpoint, train
+from skipdecode.training import SkipTrainer, arguments, config_entry, newest_checkpoint, train
 from tiny import TEXTS, run, save_checkpoint
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS * 3]

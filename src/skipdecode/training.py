@@ -9,61 +9,22 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
 from .cache import CONFIG_KEY
+from .collation import Collator, encode
 from .gate import attach, teacher_forced
 from .generation import generate, positions
-from .prompts import encode_prompts, encode_response
+from .prompts import encode_prompts
 from .schedule import Schedule
 from .tasks import Example, Task, TaskError
-
-
-@dataclass(frozen=True)
-class Collator:
-    """Left-pads prompts and right-pads responses, so that the prompt edge is one column of the batch.
-
-    Widths are rounded up to ``multiple``: shapes that change with every batch make the CPU allocator's memory grow.
-    """
-
-    pad_token_id: int
-    multiple: int = 8
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Batch rows of ``prompt_ids`` and ``response_ids``.
-
-        Returns ``input_ids``, ``attention_mask``, ``position_ids`` (batch, P + R - 1), ``labels`` (batch, 1 + R; -100
-        on padding) and ``prompt_length`` P. The last response token is a label only. The first column of labels stands
-        for the prompt: the Trainer counts a step's tokens from the second one on.
-        """
-        prompt = _round_up(max(len(row["prompt_ids"]) for row in rows), self.multiple)
-        fed = _round_up(max(len(row["response_ids"]) for row in rows) - 1, self.multiple)
-        ids = torch.full((len(rows), prompt + fed), self.pad_token_id)
-        mask = torch.zeros_like(ids)
-        labels = torch.full((len(rows), 1 + fed + 1), -100)
-        for i, row in enumerate(rows):
-            text = torch.tensor([*row["prompt_ids"], *row["response_ids"][:-1]])
-            start = prompt - len(row["prompt_ids"])
-            ids[i, start : start + len(text)] = text
-            mask[i, start : start + len(text)] = 1
-            labels[i, 1 : 1 + len(row["response_ids"])] = torch.tensor(row["response_ids"])
-        return {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-            "labels": labels,
-            "prompt_length": prompt,
-        }
 
 
 def response_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
@@ -168,21 +129,6 @@ class TrainingBar(ProgressCallback):
             self.training_bar.set_postfix_str(f"loss {logs['loss']:.4f}, {logs['tokens_per_second']:,.0f} tokens/s")
         else:
             super().on_log(args, state, control, logs=logs, **kwargs)
-
-
-def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
-    """Token ids of each example's prompt and first response; examples over ``max_length`` tokens are left out."""
-    if not examples:
-        return Dataset.from_list([])
-    prompts = encode_prompts(tokenizer, [example.prompt for example in examples])
-    responses = encode_response(tokenizer, [(e.prompt, e.references[0]) for e in examples])
-    rows = [
-        # The sampler groups by "length": prompts of like width first, responses of like length among them.
-        {"prompt_ids": p, "response_ids": r, "length": _round_up(len(p), 8) * 10_000 + len(r)}
-        for p, r in zip(prompts, responses, strict=True)
-        if len(p) + len(r) <= max_length
-    ]
-    return Dataset.from_list(rows)
 
 
 def train(
@@ -297,7 +243,3 @@ def checkpointing_option(wanted: bool) -> dict[str, bool]:
     """TrainingArguments' name for gradient checkpointing, which transformers 5.23 changed."""
     new = "activation_checkpointing"
     return {new if new in TrainingArguments.__dataclass_fields__ else "gradient_checkpointing": True} if wanted else {}
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
