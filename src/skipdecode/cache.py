@@ -147,11 +147,6 @@ class SkipCache(DynamicCache):
         """Bytes of keys and values held now."""
         return sum(self._layer_bytes(i) for i in range(len(self.layers)))
 
-    @property
-    def average_depth(self) -> float:
-        """Mean layers of the decode steps run so far; the number of layers before the first."""
-        return sum(self.step_depths) / len(self.step_depths) if self.step_depths else float(len(self.layers))
-
     def _layer_bytes(self, index: int) -> int:
         keys, values = self.layers[index].keys, self.layers[index].values
         return 0 if keys is None or values is None else keys.nbytes + values.nbytes

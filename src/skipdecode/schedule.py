@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import pairwise
@@ -146,13 +147,12 @@ class Schedule:
 
         A layer runs a column if its rank is below the column's depth; depths never increase, so counting is enough.
         """
-        counts = [0] * self.num_layers
         inside = min(prompt_length, length)
         depths = [self.prompt_depth(prompt_length - column) for column in range(inside)]
         depths += [self.depth(step) for step in range(length - inside)]
-        for rank, layer in enumerate(self.ranking):
-            counts[layer] = sum(depth > rank for depth in depths)
-        return counts
+        falling = [-depth for depth in depths]
+        counts = {layer: bisect_left(falling, -rank) for rank, layer in enumerate(self.ranking)}
+        return [counts[layer] for layer in range(self.num_layers)]
 
     # --- what it will cost
 

@@ -221,8 +221,8 @@ def newest_checkpoint(folder: Path, schedules: Mapping[float, Schedule]) -> Path
     if not whole:
         return None
     newest = max(whole, key=lambda path: int(path.name.split("-")[-1]))
-    found = json.loads((newest / "config.json").read_text(encoding="utf-8")).get(CONFIG_KEY)
-    if found != config_entry(schedules):
+    config = newest / "config.json"  # adapters alone (LoRA) come without one
+    if config.exists() and json.loads(config.read_text(encoding="utf-8")).get(CONFIG_KEY) != config_entry(schedules):
         raise ValueError(f"{newest} was trained for other budgets: give another --output, or --fresh to drop it")
     return newest
 
