@@ -230,7 +230,6 @@ def test_the_cache_holds_what_will_still_run_and_nothing_else(name: str, schedul
     assert cache.peak_kv_bytes == peak
     assert cache.get_seq_length() == WIDTH + STEPS
     assert cache.step_depths == [schedule.depth(g) for g in range(STEPS)]
-    assert cache.average_depth == schedule.average_depth(STEPS)
 
 
 # --- 6: going deeper again (more in test_refusals.py)
