@@ -6,12 +6,15 @@ import platform
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import transformers
 
 from .generation import Cost, Generated
 from .loading import cpu_capabilities
+
+Name = TypeVar("Name", str, float)
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,10 @@ class Timing:
 
 
 def alternate(
-    runs: Mapping[float, Callable[[], Generated]], repeats: int, on_run: Callable[[], object] | None = None
-) -> dict[float, Timing]:
+    runs: Mapping[Name, Callable[[], Generated]], repeats: int, on_run: Callable[[], object] | None = None
+) -> dict[Name, Timing]:
     """Time every run once per round, ``repeats`` rounds after one unmeasured round to warm up."""
-    results: dict[float, list[Generated]] = {name: [] for name in runs}
+    results: dict[Name, list[Generated]] = {name: [] for name in runs}
     for round_ in range(repeats + 1):
         for name, run in runs.items():
             result = run()

@@ -24,13 +24,14 @@ def target(max_depth: int, min_depth: int, num_layers: int) -> float:
 
 
 def budget(speedup: float, num_layers: int) -> tuple[int, int]:
-    """(max_depth, min_depth) with ``speedup = L / ((max + min) / 2)``.
-
-    The share of max falls from 2/3 at 2x to 0.6 at 5x: the line through the paper's own budgets.
-    """
+    """(max_depth, min_depth) with ``speedup = L / ((max + min) / 2)``."""
     if speedup == int(speedup) and (num_layers, int(speedup)) in PAPER_BUDGETS:
         return PAPER_BUDGETS[num_layers, int(speedup)]
     total = 2 * num_layers / speedup
-    share = min(max(2 / 3 - 0.02 * (speedup - 2), 0.6), 2 / 3)
-    most = min(max(round_half_up(total * share), 1), num_layers)
+    most = min(max(round_half_up(total * share_of_max(speedup)), 1), num_layers)
     return most, min(max(round_half_up(total - most), 1), most)
+
+
+def share_of_max(speedup: float) -> float:
+    """``max / (max + min)``: it falls from 2/3 at 2x to 0.6 at 5x, the line through the paper's own budgets."""
+    return min(max(2 / 3 - 0.02 * (speedup - 2), 0.6), 2 / 3)

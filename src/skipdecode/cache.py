@@ -8,8 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from .schedule import Schedule, ScheduleError
-
-CONFIG_KEY = "skipdecode"
+from .trained import default
 
 
 class SkipCache(DynamicCache):
@@ -30,7 +29,7 @@ class SkipCache(DynamicCache):
 
     def __init__(self, model: PreTrainedModel, schedule: Schedule | None = None) -> None:
         super().__init__(config=model.config)
-        schedule = schedule or config_schedule(model.config)
+        schedule = schedule or default(model.config)
         if schedule is None:
             raise ScheduleError("no schedule was given and the model's config carries none")
         if schedule.num_layers != len(self.layers):
@@ -150,13 +149,3 @@ class SkipCache(DynamicCache):
     def _layer_bytes(self, index: int) -> int:
         keys, values = self.layers[index].keys, self.layers[index].values
         return 0 if keys is None or values is None else keys.nbytes + values.nbytes
-
-
-def config_schedule(config: Any) -> Schedule | None:
-    """The schedule a model's config carries, or None."""
-    entry = getattr(config, CONFIG_KEY, None)
-    if not entry:
-        return None
-    if not isinstance(entry, dict) or "schedule" not in entry:
-        raise ScheduleError(f"the model config's {CONFIG_KEY!r} has no schedule: {entry}")
-    return Schedule.from_dict(entry["schedule"])

@@ -53,17 +53,18 @@ def generate(
     skipdecode generate demo --task e2e --input testset_w_refs.csv --output texts.jsonl --speedup 5
     """
     from .inputs import read_items
-    from .loading import layers_and_schedule, resolve
+    from .loading import read_config, resolve
     from .schedule import Schedule
     from .tasks import get_task
+    from .trained import choose, schedules
 
     if sum((speedup is not None, schedule is not None, full)) > 1:
         raise UsageError("give one of --speedup, --schedule and --full")
     the_task = get_task(task)
     # All of this is checked before the weights are loaded.
-    layers, trained = layers_and_schedule(model)
-    plan = None if full else Schedule.choose(layers, trained, speedup, Schedule.load(schedule) if schedule else None)
-    if plan is not None and trained is None:
+    config = read_config(model)
+    plan = None if full else choose(config, speedup, Schedule.load(schedule) if schedule else None)
+    if plan is not None and not schedules(config):
         say(f"{model} was not trained for skipping: its texts will be poor (skipdecode train; or --full)")
     items = read_items(input, the_task, format)
     names = {

@@ -44,10 +44,10 @@ def schedule(
             2 if speedup is None else speedup, layers, horizon or 64, order=order or "top", decay=decay or "linear"
         )
     else:
-        from .loading import layers_and_schedule
+        from .loading import read_config
+        from .trained import choose
 
-        count, trained = layers_and_schedule(str(model))
-        plan = Schedule.choose(count, trained, speedup)
+        plan = choose(read_config(str(model)), speedup)
         given = {"horizon": horizon, "order": order, "decay": decay}
         plan = Schedule.from_dict(plan.to_dict() | {name: value for name, value in given.items() if value is not None})
     if save:
@@ -101,11 +101,11 @@ def check(
     skipdecode check facebook/opt-1.3b
     """
     from .check import run_checks
-    from .loading import layers_and_schedule, load
+    from .loading import load, read_config
     from .schedule import Schedule
+    from .trained import choose
 
-    count, trained = layers_and_schedule(model)
-    plan = Schedule.choose(count, trained, speedup)
+    plan = choose(read_config(model), speedup)
     # A short horizon, so that the few tokens decoded here pass through every depth of the schedule.
     if plan.decay != "list":
         plan = Schedule.from_dict(plan.to_dict() | {"horizon": min(plan.horizon, 8)})
@@ -140,13 +140,12 @@ def demo(
     from rich.table import Table
 
     from .benchmark import alternate, machine
-    from .cache import config_schedule
     from .generation import generate
     from .inputs import read_items
     from .loading import DEMO, load
     from .plots import draw_demo
-    from .schedule import Schedule
     from .tasks import get_task
+    from .trained import choose
 
     wanted = budgets(speedups)
     if 1 not in wanted:
@@ -155,8 +154,7 @@ def demo(
     items = [item for item in read_items(str(input or DEMO / "inputs.csv"), task) if item.error is None]
     prompts = [item.prompt for item in items]
     network, tokenizer = load(model)
-    count, trained = network.config.num_hidden_layers, config_schedule(network.config)
-    plans = {k: Schedule.choose(count, trained, k) for k in wanted}
+    plans = {k: choose(network.config, k) for k in wanted}
     common: dict[str, Any] = {"batch_size": batch_size, "max_new_tokens": task.max_new_tokens, "do_sample": False}
     runs = {k: partial(generate, network, tokenizer, prompts, schedule=plan, **common) for k, plan in plans.items()}
     with Progress(*Progress.get_default_columns(), console=err, transient=True) as progress:

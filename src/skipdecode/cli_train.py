@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from .console import UsageError, budgets, say
+from .console import UsageError, budgets, numbers, say
 
 
 def train(
@@ -18,17 +18,34 @@ def train(
         Path, Option(help="Folder with the task's files, or one JSONL/CSV with prompt and response.")
     ] = Path("."),
     task: Annotated[str, Option(help="e2e, or jsonl for any data.")] = "jsonl",
+    method: Annotated[
+        str, Option(help="skipdecode, or a baseline: full, multi_exit, calm, unified, d3, hsd, static, scratch.")
+    ] = "skipdecode",
     speedup: Annotated[float | None, Option(help="Train for this one target speed-up.")] = None,
     speedups: Annotated[
         str | None, Option(help="Train one checkpoint for several, e.g. 1,2,3,4,5: one is drawn per step.")
     ] = None,
+    weights: Annotated[
+        str | None, Option(help="With --speedups: how often each is drawn, e.g. 2,1,1,1,3 (default: equally).")
+    ] = None,
+    distill: Annotated[
+        float, Option(min=0, max=1, help="Weight of distillation from full depth in the loss; 0: none.")
+    ] = 0.0,
+    distill_on: Annotated[str, Option(help="What is distilled: logits or hidden (the last hidden states).")] = "logits",
+    teacher: Annotated[
+        str | None, Option(help="Distil from this model (default: from the trained one itself at full depth).")
+    ] = None,
     schedule: Annotated[Path | None, Option(help="Train for the schedule in this JSON file.")] = None,
     horizon: Annotated[
-        int | None, Option(help="Generated tokens over which the depth falls (default: MODEL's own, else 64).")
+        int | None,
+        Option(help="Generated tokens over which the depth falls by the paper's budgets (default: fit to the data)."),
     ] = None,
-    order: Annotated[str, Option(help="Layer order: top, bottom or even.")] = "top",
+    lengths: Annotated[
+        str | None, Option(help="Fit to batches of so many decode steps, as calibrate prints them, e.g. 39,36,32.")
+    ] = None,
+    order: Annotated[str, Option(help="With --horizon, the layer order: top, bottom or even.")] = "top",
     decay: Annotated[
-        str, Option(help="Shape of the fall: linear, cosine, exponential, power, step, constant.")
+        str, Option(help="With --horizon, the fall: linear, cosine, exponential, power, step, constant.")
     ] = "linear",
     from_config: Annotated[Path | None, Option(help="Train from scratch: a transformers config.json.")] = None,
     tokenizer: Annotated[
@@ -68,6 +85,7 @@ def train(
 
     skipdecode train facebook/opt-1.3b --task e2e --data e2e --speedup 5 --output opt-e2e-5x
     """
+    from .methods import get_method
     from .schedule import Schedule
     from .tasks import get_task
 
@@ -75,7 +93,15 @@ def train(
         raise UsageError("give either MODEL or --from-config")
     if sum(option is not None for option in (speedup, speedups, schedule)) > 1:
         raise UsageError("give one of --speedup, --speedups and --schedule")
+    if (schedule or horizon) and method != "skipdecode":
+        raise UsageError("--schedule and --horizon are SkipDecode's: the other methods have rules of their own")
+    the_method = get_method(method)
     wanted = budgets(speedups) if speedups else (2.0 if speedup is None else speedup,)
+    shares = numbers(weights) if weights else None
+    if shares and len(shares) != len(wanted):
+        raise UsageError(f"--weights needs a number for each of {len(wanted)} speed-ups")
+    if not the_method.shared and len(wanted) > 1:
+        raise UsageError(f"{method} makes a model per budget: give --speedup")
     fixed = Schedule.load(schedule) if schedule else None
     the_task = get_task(task)
     training = the_task.read(data, "train")[:rows]
@@ -85,8 +111,10 @@ def train(
 
     import torch
 
-    from . import loading
-    from .cache import config_schedule
+    from . import loading, trained
+    from .fitting import batch_lengths
+    from .objectives import Distillation
+    from .prompts import encode_response
     from .training import arguments, checkpointing_option, newest_checkpoint
     from .training import train as run
 
@@ -97,20 +125,34 @@ def train(
         # In float32 whatever the checkpoint holds (--bf16 casts products, not weights); the Trainer moves it.
         network, tokens = loading.load(str(model), dtype="float32", device="cpu", attention=attention)
     layers = network.config.get_text_config(decoder=True).num_hidden_layers
+    known = trained.schedules(network.config) if trained.method(network.config) == method else {}
     if fixed is not None:
         schedules = {fixed.target: fixed}
-    else:
-        if horizon is None:
-            trained = config_schedule(network.config)
-            horizon = trained.horizon if trained else 64
+    elif horizon is not None:
         schedules = {k: Schedule.for_speedup(k, layers, horizon, order=order, decay=decay) for k in wanted}
+    elif not lengths and all(k in known for k in wanted):
+        schedules = {k: known[k] for k in wanted}
+    else:
+        if lengths:
+            steps = [int(length) for length in numbers(lengths)]
+        else:
+            responses = encode_response(tokens, [(e.prompt, e.references[0]) for e in training[:5000]])
+            steps = batch_lengths([len(ids) for ids in responses], batch_size)
+        schedules = {k: the_method.schedule(layers, k, steps) for k in wanted}
+    network = the_method.prepare(network, wanted[0])
+    objective = the_method.objective(network, schedules)
+    if distill:
+        if objective is not None:
+            raise UsageError(f"{method} has a loss of its own: --distill does not go with it")
+        taught = loading.load(teacher, dtype="float32")[0] if teacher else None
+        objective = Distillation(distill, distill_on, taught)
     every: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": eval_steps} if eval_steps and validation else {}
     if not every:
         say("no validation data, or --eval-steps 0: nothing will be evaluated")
     if fresh:
         for old in output.glob("checkpoint-*"):
             shutil.rmtree(old)
-    resume = newest_checkpoint(output, schedules)
+    resume = newest_checkpoint(output, schedules, method)
     if resume:
         say(f"going on from {resume}")
     run(
@@ -140,6 +182,9 @@ def train(
         the_task,
         training,
         validation,
+        method=method,
+        objective=objective,
+        weights=shares,
         lora_rank=lora,
         resume=resume,
     )

@@ -20,12 +20,17 @@ def say(message: str) -> None:
     print(message, file=sys.stderr)
 
 
-def budgets(text: str) -> tuple[float, ...]:
+def numbers(text: str) -> tuple[float, ...]:
     """``"1,2.5,5"`` as numbers. Raises UsageError."""
     try:
-        values = tuple(float(part) for part in text.split(","))
+        return tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(f"speed-ups are numbers with commas between, like 1,2,3, not {text!r}") from None
+        raise UsageError(f"numbers with commas between are wanted, like 1,2,3, not {text!r}") from None
+
+
+def budgets(text: str) -> tuple[float, ...]:
+    """Distinct speed-ups of at least 1. Raises UsageError."""
+    values = numbers(text)
     if not values or min(values) < 1 or len(set(values)) < len(values):
         raise UsageError(f"speed-ups are distinct numbers of at least 1, not {text!r}")
     return values

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
-from .cache import SkipCache, config_schedule
+from .cache import SkipCache
 from .gate import attach
 from .prompts import encode_prompts
 from .schedule import Schedule
+from .trained import choose
+
+#: How to decode: a schedule, None for the stock model, or what makes each batch's cache for methods of their own.
+Plan = Schedule | Callable[[PreTrainedModel], DynamicCache] | None
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Cost:
     decode_seconds: float = 0.0
     steps: int = 0
     layer_steps: int = 0
+    row_layer_steps: float = 0.0
     peak_kv_bytes: int = 0
 
     @property
@@ -49,12 +54,17 @@ class Cost:
         return self.num_layers / self.average_depth
 
     @property
+    def row_depth(self) -> float:
+        """Layers per decode step that a row alone would have run: less than ``average_depth`` if rows exit singly."""
+        return self.row_layer_steps / self.steps if self.steps else float(self.num_layers)
+
+    @property
     def tokens_per_second(self) -> float:
         """New tokens per second of wall clock, prompts included."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def __iadd__(self, other: Cost) -> Cost:
-        for name in ("rows", "tokens", "seconds", "decode_seconds", "steps", "layer_steps"):
+        for name in ("rows", "tokens", "seconds", "decode_seconds", "steps", "layer_steps", "row_layer_steps"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.peak_kv_bytes = max(self.peak_kv_bytes, other.peak_kv_bytes)
         return self
@@ -75,10 +85,11 @@ class Cost:
 
 @dataclass
 class Generated:
-    """Rows in the order of the prompts, and their cost."""
+    """Rows in the order of the prompts, their cost, and the decode steps that each batch took."""
 
     cost: Cost
     rows: list[Row] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
 
 
 class _Clock(LogitsProcessor):
@@ -101,10 +112,10 @@ def generate_batch(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[int]],
-    schedule: Schedule | None,
+    plan: Plan,
     **options: Any,
 ) -> tuple[list[Row], Cost]:
-    """One batch of token-id prompts; ``schedule`` None is the stock model with its ordinary cache.
+    """One batch of token-id prompts; ``plan`` None is the stock model with its ordinary cache.
 
     ``options`` go to ``model.generate``.
     """
@@ -113,7 +124,7 @@ def generate_batch(
     ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    cache = DynamicCache(config=model.config) if schedule is None else SkipCache(attach(model), schedule)
+    cache = _cache(model, plan)
     clock = _Clock()
     processors = LogitsProcessorList([*options.pop("logits_processor", []), clock])
     if options.setdefault("num_return_sequences", 1) != 1:
@@ -142,10 +153,17 @@ def generate_batch(
         seconds=end - start,
         decode_seconds=end - (clock.first or end),
         steps=steps,
-        layer_steps=sum(cache.step_depths) if isinstance(cache, SkipCache) else steps * layers,
-        peak_kv_bytes=cache.peak_kv_bytes if isinstance(cache, SkipCache) else _bytes(cache),
+        layer_steps=sum(getattr(cache, "step_depths", [layers] * steps)),
+        row_layer_steps=sum(getattr(cache, "row_depths", getattr(cache, "step_depths", [layers] * steps))),
+        peak_kv_bytes=getattr(cache, "peak_kv_bytes", None) or _bytes(cache),
     )
     return rows, cost
+
+
+def _cache(model: PreTrainedModel, plan: Plan) -> DynamicCache:
+    if plan is None:
+        return DynamicCache(config=model.config)
+    return SkipCache(attach(model), plan) if isinstance(plan, Schedule) else plan(model)
 
 
 def generate(
@@ -178,18 +196,34 @@ def generate(
         >>> result.rows[0].text, result.cost.layer_ratio
     """
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    chosen = None if full else Schedule.choose(layers, config_schedule(model.config), speedup, schedule)
-    result = Generated(Cost(layers))
-    ids = dict(enumerate(encode_prompts(tokenizer, prompts)))
+    chosen = None if full else choose(model.config, speedup, schedule)
+    ids = encode_prompts(tokenizer, prompts)
     room = positions(model)
-    longest = max(map(len, ids.values()), default=0) + options.get("max_new_tokens", 0)
+    longest = max(map(len, ids), default=0) + options.get("max_new_tokens", 0)
     if room is not None and longest > room:
         raise ValueError(f"the longest prompt and max_new_tokens need {longest} positions, the model has {room}")
+    return generate_ids(model, tokenizer, ids, chosen, batch_size, **options)
+
+
+def generate_ids(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    plan: Plan,
+    batch_size: int,
+    on_batch: Callable[[Cost], object] | None = None,
+    **options: Any,
+) -> Generated:
+    """The same for token-id prompts and any plan; ``on_batch`` is told each batch's cost."""
+    result = Generated(Cost(model.config.get_text_config(decoder=True).num_hidden_layers))
     rows: dict[int, Row] = {}
-    for indices, batch, cost in batches(model, tokenizer, ids, chosen, batch_size, **options):
+    for indices, batch, cost in batches(model, tokenizer, dict(enumerate(prompts)), plan, batch_size, **options):
         rows.update(zip(indices, batch, strict=True))
         result.cost += cost
-    result.rows = [rows[i] for i in ids]
+        result.lengths.append(cost.steps)
+        if on_batch:
+            on_batch(cost)
+    result.rows = [rows[i] for i in range(len(prompts))]
     return result
 
 
@@ -197,7 +231,7 @@ def batches(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Mapping[int, list[int]],
-    schedule: Schedule | None,
+    plan: Plan,
     batch_size: int,
     seed: int | None = None,
     **options: Any,
@@ -209,7 +243,7 @@ def batches(
         keys = order[start : start + batch_size]
         if seed is not None:
             torch.manual_seed(seed + keys[0])
-        rows, cost = generate_batch(model, tokenizer, [prompts[i] for i in keys], schedule, **options)
+        rows, cost = generate_batch(model, tokenizer, [prompts[i] for i in keys], plan, **options)
         yield keys, rows, cost
 
 

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .cache import config_schedule
 from .gate import attach
 from .prompts import for_decoding, train_tokenizer
-from .schedule import Schedule
 
 DEMO = Path(__file__).parent / "checkpoint"
 
@@ -32,12 +30,6 @@ def resolve(name: str) -> str:
     if not path.is_dir() and (path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ModelError(f"no model at {name}: give a directory, a hub name, or 'demo'")
     return name
-
-
-def layers_and_schedule(name: str, revision: str | None = None) -> tuple[int, Schedule | None]:
-    """Layers of a model and the schedule its config carries, read without its weights. Raises ModelError."""
-    config = _config(name, revision)
-    return config.get_text_config(decoder=True).num_hidden_layers, config_schedule(config)
 
 
 def load(
@@ -61,7 +53,7 @@ def load(
     Raises:
         ModelError: no such model, or no decoder-only causal LM.
     """
-    config = _config(name, revision)
+    config = read_config(name, revision)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if dtype == "auto" and device == "cpu" and (config.dtype != torch.bfloat16 or not _fast_bfloat16()):
         dtype = torch.float32
@@ -76,7 +68,8 @@ def load(
         raise ModelError(f"{name} cannot be loaded: {_first_line(error)}") from error
 
 
-def _config(name: str, revision: str | None) -> Any:
+def read_config(name: str, revision: str | None = None) -> Any:
+    """A model's config, read without its weights. Raises ModelError."""
     try:
         config = AutoConfig.from_pretrained(resolve(name), revision=revision)
     except (OSError, KeyError, ValueError) as error:

@@ -213,25 +213,6 @@ class Schedule:
             most = least = max(round_half_up(num_layers / speedup), 1)
         return cls(num_layers, most, least, horizon, **options)
 
-    @classmethod
-    def choose(
-        cls, num_layers: int, trained: Schedule | None, speedup: float | None = None, schedule: Schedule | None = None
-    ) -> Schedule:
-        """What a user means by these, for a model of ``num_layers`` whose checkpoint carries ``trained``.
-
-        The ``schedule`` itself, else the budget of ``speedup`` in the trained form, else the trained schedule, else 2x
-        over 64 tokens. Raises ScheduleError if it does not fit the model.
-        """
-        if schedule is None and trained is not None:
-            schedule = trained if speedup is None else trained.with_speedup(speedup)
-        if schedule is None:
-            schedule = cls.for_speedup(2 if speedup is None else speedup, num_layers, horizon=64)
-        _require(
-            schedule.num_layers == num_layers,
-            f"the schedule is for {schedule.num_layers} layers, the model has {num_layers}",
-        )
-        return schedule
-
     @property
     def target(self) -> float:
         """Target speed-up in the paper's sense; for a list, the ratio over its own length."""

@@ -14,25 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
-from .cache import CONFIG_KEY
 from .collation import Collator, encode
 from .gate import attach, teacher_forced
 from .generation import generate, positions
+from .objectives import Objective, response_loss
 from .prompts import encode_prompts
 from .schedule import Schedule
 from .tasks import Example, Task, TaskError
-
-
-def response_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """Cross-entropy on response tokens, the mean over the whole accumulated batch. ``labels``: (batch, 1 + R)."""
-    labels = labels[:, 1:]
-    logits = outputs.logits[:, -labels.shape[1] :].float()
-    total = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-    return total / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+from .trained import CONFIG_KEY, entry
 
 
 class SkipTrainer(Trainer):
@@ -41,6 +33,8 @@ class SkipTrainer(Trainer):
     Args:
         schedules: target speed-up -> schedule. One is drawn per optimizer step (the same on all processes); evaluation
             reports the loss of each and the task's score of the last.
+        objective: what is minimised; evaluation is always cross-entropy.
+        weights: how often each of ``schedules`` is drawn, relative to the others; equally if None.
         task, eval_examples: what the validation score is computed on, with ``model.generate``; None for no score.
     """
 
@@ -48,12 +42,16 @@ class SkipTrainer(Trainer):
         self,
         *args: Any,
         schedules: Mapping[float, Schedule],
+        objective: Objective | None = None,
+        weights: Sequence[float] | None = None,
         task: Task | None = None,
         eval_examples: Sequence[Example] = (),
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, compute_loss_func=response_loss, **kwargs)
+        super().__init__(*args, compute_loss_func=self._loss, **kwargs)
         self.schedules = dict(schedules)
+        self.objective = objective or Objective()
+        self.weights = weights
         self.task = task
         self.eval_examples = eval_examples
         self._evaluated: Schedule | None = None
@@ -65,12 +63,20 @@ class SkipTrainer(Trainer):
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The stock loss, on the columns that each layer would run while decoding."""
+        gates = self._gates(model, inputs)
+        inputs = dict(inputs)
+        inputs["logits_to_keep"] = inputs["input_ids"].shape[1] - inputs.pop("prompt_length") + 1
         if model.training:
             self._tokens += int(inputs["attention_mask"].sum())
-        with self._gates(model, inputs):
-            inputs = dict(inputs)
-            keep = inputs["input_ids"].shape[1] - inputs.pop("prompt_length") + 1
-            return super().compute_loss(model, inputs | {"logits_to_keep": keep}, *args, **kwargs)
+            if self.objective.hidden_states:
+                inputs["output_hidden_states"] = True
+            self.objective.prepare(self.accelerator.unwrap_model(model), inputs, self._drawn())
+        with gates:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        loss = self.objective if self.model.training else response_loss
+        return loss(outputs, labels, num_items_in_batch)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """The stock step; the backward pass may recompute layers, so it too runs with the gates set."""
@@ -78,13 +84,14 @@ class SkipTrainer(Trainer):
             return super().training_step(model, inputs, *args, **kwargs)
 
     def _gates(self, model: nn.Module, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
-        schedule = self._evaluated or self._drawn()
+        schedule = self._evaluated or self.objective.schedule or self._drawn()
         bare = self.accelerator.unwrap_model(model)
         return teacher_forced(bare, schedule, inputs["prompt_length"], inputs["input_ids"].shape[1])
 
     def _drawn(self) -> Schedule:
         """A function of the seed and the step alone, so that a resumed run draws what the killed one would have."""
-        return random.Random(f"{self.args.seed} {self.state.global_step}").choice(list(self.schedules.values()))
+        dice = random.Random(f"{self.args.seed} {self.state.global_step}")
+        return dice.choices(list(self.schedules.values()), self.weights)[0]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds this process's tokens (prompt and response, no padding) per second since the last log."""
@@ -140,6 +147,9 @@ def train(
     training: Sequence[Example],
     validation: Sequence[Example] = (),
     *,
+    method: str = "skipdecode",
+    objective: Objective | None = None,
+    weights: Sequence[float] | None = None,
     lora_rank: int = 0,
     resume: Path | None = None,
 ) -> PreTrainedModel:
@@ -151,6 +161,9 @@ def train(
         settings: transformers' own, best made by :func:`arguments`.
         task, training, validation: the data. The loss is computed on the validation examples that fit the model's
             positions, the score on those that leave room for a text.
+        method: what the checkpoint's config will say it was trained by.
+        objective: what is minimised (:class:`~skipdecode.objectives.Distillation` for one); cross-entropy if None.
+        weights: how often each schedule is drawn, relative to the others; equally if None.
         lora_rank: train adapters of this rank on all linear layers (peft), merged at the end; 0 trains all weights.
         resume: a checkpoint folder of this very run to go on from.
 
@@ -171,9 +184,9 @@ def train(
         raise TaskError(f"no training example fits the model's {limit} positions")
     if len(rows) < len(training):
         warnings.warn(f"{len(training) - len(rows)} training examples over {limit} tokens are left out", stacklevel=2)
-    entry = config_entry(schedules)
-    if entry is not None:
-        setattr(model.config, CONFIG_KEY, entry)
+    says = entry(schedules, method)
+    if says is not None:
+        setattr(model.config, CONFIG_KEY, says)
     elif hasattr(model.config, CONFIG_KEY):
         delattr(model.config, CONFIG_KEY)
     settings._n_gpu = 1  # torch's DataParallel would copy gates that point to the first GPU: use accelerate launch
@@ -186,6 +199,8 @@ def train(
         model=trained,
         args=settings,
         schedules=schedules,
+        objective=objective,
+        weights=weights,
         task=task,
         eval_examples=scored,
         data_collator=Collator(tokenizer.pad_token_id),
@@ -203,27 +218,21 @@ def train(
     return model
 
 
-def config_entry(schedules: Mapping[float, Schedule]) -> dict[str, Any] | None:
-    """What the checkpoint's config says under its one key: the fastest schedule, and all trained speed-ups."""
-    fastest = max(schedules.values(), key=lambda schedule: schedule.target)
-    if fastest.is_full:
-        return None
-    return {"schedule": fastest.to_dict(), "speedups": [float(speedup) for speedup in schedules]}
-
-
-def newest_checkpoint(folder: Path, schedules: Mapping[float, Schedule]) -> Path | None:
+def newest_checkpoint(folder: Path, schedules: Mapping[float, Schedule], method: str = "skipdecode") -> Path | None:
     """The newest whole checkpoint in ``folder`` (a kill may have cut the very last one short), or None.
 
     Raises:
-        ValueError: it was trained for other budgets.
+        ValueError: it was trained for other budgets, or by another method.
     """
     whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
     if not whole:
         return None
     newest = max(whole, key=lambda path: int(path.name.split("-")[-1]))
     config = newest / "config.json"  # adapters alone (LoRA) come without one
-    if config.exists() and json.loads(config.read_text(encoding="utf-8")).get(CONFIG_KEY) != config_entry(schedules):
-        raise ValueError(f"{newest} was trained for other budgets: give another --output, or --fresh to drop it")
+    if config.exists() and json.loads(config.read_text(encoding="utf-8")).get(CONFIG_KEY) != entry(schedules, method):
+        raise ValueError(
+            f"{newest} was trained for other budgets or by another method: give another --output, or --fresh to drop it"
+        )
     return newest
 
 

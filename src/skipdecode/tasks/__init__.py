@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from .base import Example, Task, TaskError
+from .cnn_dm import CnnDm
 from .e2e import E2E
 from .jsonl import Jsonl
+from .reddit_tldr import RedditTldr
 
-TASKS: dict[str, Task] = {task.name: task for task in (E2E(), Jsonl())}
+TASKS: dict[str, Task] = {task.name: task for task in (E2E(), RedditTldr(), CnnDm(), Jsonl())}
 
 
 def get_task(name: str) -> Task:

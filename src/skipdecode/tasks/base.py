@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 SPLITS = ("train", "validation", "test")
 
@@ -43,18 +45,72 @@ class Task(ABC):
 
     @abstractmethod
     def read(self, folder: Path, split: str) -> list[Example]:
-        """Examples of a split (``train``, ``validation`` or ``test``) from the task's own files.
+        """Examples of a split (``train``, ``validation`` or ``test``) from the task's own files, or from the hub.
 
         ``train`` keeps one example per row; the others gather all references of an input. Raises TaskError.
         """
 
     def score(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-        """Corpus BLEU (0 to 100): lower-cased sacrebleu of each text against all its references."""
-        from sacrebleu.metrics import BLEU
+        """Corpus BLEU (lower-cased sacrebleu) and mean ROUGE-L, 0 to 100: each text against all its references."""
+        from ..metrics import DEFAULT
 
-        # sacrebleu takes one list per reference position; None marks a row that has fewer.
-        columns = [[r[i] if i < len(r) else None for r in references] for i in range(max(map(len, references)))]
-        return {"bleu": BLEU(lowercase=True).corpus_score(list(texts), columns).score}
+        return {metric.name: metric.score(texts, references) for metric in DEFAULT}
+
+
+#: Files of a split, in the order they are looked for.
+JSONL: dict[str, tuple[str, ...]] = {
+    "train": ("train.jsonl",),
+    "validation": ("validation.jsonl", "valid.jsonl"),
+    "test": ("test.jsonl",),
+}
+
+
+def read_split(
+    source: Path, split: str, files: Sequence[str], forms: Sequence[Mapping[str, str]], config: str | None = None
+) -> Iterator[dict[str, str]]:
+    """Rows of a split, from a folder or from the hub.
+
+    Args:
+        source: a folder, or the name of a data set on the hub (``owner/name``) if there is no such folder.
+        split: ``train``, ``validation`` or ``test``.
+        files: names the split's file may have in a folder; the first that is there is read.
+        forms: for each form that rows come in, what its columns are called here. All of them must hold text.
+        config: the configuration a data set on the hub needs.
+
+    Raises:
+        TaskError: no such data, or a row in none of the forms.
+    """
+    rows: Iterable[Mapping[str, Any]]
+    if not source.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source.as_posix()):
+        where, rows = f"{source.as_posix()} ({split})", _from_hub(source.as_posix(), split, config)
+    else:
+        path = next((path for name in files if (path := source / name).exists()), source / files[0])
+        where, rows = str(path), read_rows(path)
+    for number, row in enumerate(rows, 2 if where.endswith(".csv") else 1):
+        form = next((form for form in forms if _has_text(row, form)), None)
+        if form is None:
+            wanted = " or ".join(" and ".join(columns) for columns in forms)
+            raise TaskError(f"{where}, row {number}: needs text under the columns {wanted}")
+        yield {name: row[column] for column, name in form.items()}
+
+
+def _has_text(row: Any, columns: Iterable[str]) -> bool:
+    return isinstance(row, Mapping) and all(isinstance(row.get(c), str) and row[c].strip() for c in columns)
+
+
+def _from_hub(name: str, split: str, config: str | None) -> Iterable[Mapping[str, Any]]:
+    try:
+        import datasets
+    except ImportError:
+        raise ImportError(f"{name} is no folder, and the hub needs datasets: pip install skipdecode[train]") from None
+    try:
+        try:
+            return datasets.load_dataset(name, config, split=split)
+        except RuntimeError:
+            # Loading scripts are no longer run; the hub keeps what they made of the data on a branch of its own.
+            return datasets.load_dataset(name, split=split, revision="refs/convert/parquet")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise TaskError(f"{name} is no folder here, and the hub's cannot be loaded ({split}): {error}") from None
 
 
 def read_rows(path: Path) -> Iterator[dict[str, str]]:
@@ -74,9 +130,21 @@ def read_rows(path: Path) -> Iterator[dict[str, str]]:
         raise TaskError(f"{path} cannot be read: {error}") from None
 
 
-def gather(pairs: Iterator[tuple[str, str]]) -> list[Example]:
+def examples(pairs: Iterable[tuple[str, str]], split: str) -> list[Example]:
+    """Prompts and references as ``Task.read`` gives them: one by one to train on, else gathered."""
+    if split == "train":
+        return [Example(prompt, (reference,)) for prompt, reference in pairs]
+    return gather(pairs)
+
+
+def gather(pairs: Iterable[tuple[str, str]]) -> list[Example]:
     """One example per distinct prompt, with all its references, in order of first appearance."""
     references: dict[str, list[str]] = {}
     for prompt, reference in pairs:
         references.setdefault(prompt, []).append(reference)
     return [Example(prompt, tuple(texts)) for prompt, texts in references.items()]
+
+
+def squeeze(text: str, words: int | None = None) -> str:
+    """One space between words and no line breaks; only the first ``words`` of them, if that is given."""
+    return " ".join(text.split()[:words])

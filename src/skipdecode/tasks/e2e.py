@@ -1,4 +1,4 @@
-"""E2E NLG (Novikova et al., 2017): a restaurant's attributes in, a description out; the release's CSV files."""
+"""E2E NLG (Novikova et al., 2017): a restaurant's attributes in, a description out."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from .base import Example, Task, TaskError, gather, read_rows
+from .base import Example, Task, TaskError, examples, read_split, squeeze
 
 FILES = {"train": "trainset.csv", "validation": "devset.csv", "test": "testset_w_refs.csv"}
+FORMS = (
+    {"mr": "mr", "ref": "ref"},
+    {"meaning_representation": "mr", "human_reference": "ref"},
+    {"meaning_representation": "mr", "target": "ref"},
+)
 ATTRIBUTE = re.compile(r"\s*([^\[\],]+)\[([^\]]*)\]\s*(?:,|$)")
 
 
@@ -30,14 +35,10 @@ class E2E(Task):
         return ", ".join(f"{key.strip()} {value.strip()}" for key, value in attributes) + " ->"
 
     def read(self, folder: Path, split: str) -> list[Example]:
-        """``folder`` holds trainset.csv, devset.csv and testset_w_refs.csv."""
-        path = folder / FILES[split]
-        pairs = []
-        for number, row in enumerate(read_rows(path), 2):
-            if not row.get("mr") or not row.get("ref"):
-                raise TaskError(f"{path}, row {number}: needs the columns mr and ref")
-            # The release has stray double spaces; decoding never sees them in the references' tokens.
-            pairs.append((self.prompt(row), " ".join(row["ref"].split())))
-        if split == "train":
-            return [Example(prompt, (reference,)) for prompt, reference in pairs]
-        return gather(iter(pairs))
+        """``folder`` holds trainset.csv, devset.csv and testset_w_refs.csv, or is ``tuetschek/e2e_nlg`` on the hub.
+
+        ``GEM/e2e_nlg`` is read too, but is a cleaned set, one reference a row: no figure on it compares.
+        """
+        rows = read_split(folder, split, [FILES[split]], FORMS)
+        # The release has stray double spaces; decoding never sees them in the references' tokens.
+        return examples(((self.prompt(row), squeeze(row["ref"])) for row in rows), split)

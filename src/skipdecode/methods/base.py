@@ -1,0 +1,40 @@
+"""The form of a method: how it skips, what its training does differently, how it decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..schedule import Schedule
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache, PreTrainedModel
+
+    from ..objectives import Objective
+
+
+class Method:
+    """One way of running fewer layers. ``lengths`` are always the decode steps that batches really take."""
+
+    name: str
+    label: str
+    #: Whether one checkpoint serves every budget; else each budget has a model of its own.
+    shared = True
+    #: Whether it runs on a full model as it is: untrained, its row is what its paper claims.
+    training_free = False
+
+    def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
+        """The depths whose achieved layer ratio over ``lengths`` is as near to ``speedup`` as the method allows."""
+        raise NotImplementedError
+
+    def prepare(self, model: PreTrainedModel, speedup: float) -> PreTrainedModel:
+        """The model to train, made from the one given."""
+        return model
+
+    def objective(self, model: PreTrainedModel, schedules: Mapping[float, Schedule]) -> Objective | None:
+        """What training minimises; None for the response's cross-entropy."""
+        return None
+
+    def cache(self, schedule: Schedule) -> Schedule | Callable[[PreTrainedModel], DynamicCache]:
+        """What :func:`skipdecode.generation.batches` decodes with."""
+        return schedule

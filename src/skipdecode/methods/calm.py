@@ -1,0 +1,146 @@
+"""CALM-DEC (Schuster et al., 2022): a token leaves at the first layer that is confident of it.
+
+The layers above write their keys and values from the state it left with, so later tokens can attend to it. In a batch
+each row leaves on its own, but the pass ends only when its last row has left: both counts are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from ..gate import decoder_layers
+from ..readout import ReadOut, read_out
+from .multi_exit import MultiExit
+
+#: Temperature of the threshold's decay, the paper's.
+TAU = 4
+
+
+class Calm(MultiExit):
+    """Trained as multi-layer exit is. Its depths are not known before it runs: a threshold stands for a budget."""
+
+    name = "calm"
+    label = "CALM-DEC"
+
+    def decoder(
+        self, model: PreTrainedModel, threshold: float, horizon: int, pad_token_id: int | None
+    ) -> Callable[[PreTrainedModel], DynamicCache]:
+        """Makes a cache per batch that exits by confidence.
+
+        Args:
+            model: gets gates of its own, inert without such a cache.
+            threshold: 0 (leave at once) to 1; it decays over ``horizon`` tokens (the paper's equation 5).
+            horizon: tokens.
+            pad_token_id: what finished rows are fed: they hold no batch up.
+        """
+        watch(model)
+        reader = read_out(model)
+        return partial(ConfidenceCache, reader=reader, threshold=threshold, horizon=horizon, pad_token_id=pad_token_id)
+
+
+class ConfidenceCache(DynamicCache):
+    """The cache of one batch, and what is known of its rows in the step under way.
+
+    Attributes:
+        step_depths: layers that the batch ran in each decode step (keys and values alone do not count).
+        row_depths: the mean over its unfinished rows of the layers each ran.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, reader: ReadOut, threshold: float, horizon: int, pad_token_id: int | None
+    ) -> None:
+        super().__init__(config=model.config)
+        self.reader = reader
+        self.threshold = threshold
+        self.horizon = horizon
+        self.pad_token_id = pad_token_id
+        self.step_depths: list[int] = []
+        self.row_depths: list[float] = []
+        self.peak_kv_bytes = 0
+        self.finished: Tensor | None = None  # (batch,): rows that are only fed padding
+        self.left = torch.zeros(0, dtype=torch.bool)  # (batch,): rows that have left in this step
+        self.writing = False  # a layer is run for its keys and values alone
+
+    def confident(self, hidden: Tensor) -> Tensor:
+        """Rows of ``hidden`` (batch, 1, width) whose two likeliest tokens differ by more than the threshold."""
+        top = self.reader(hidden[:, -1]).float().softmax(-1).topk(2).values
+        decay = math.exp(-TAU * len(self.step_depths) / self.horizon)
+        return top[:, 0] - top[:, 1] >= min(max(0.9 * self.threshold + 0.1 * decay, 0), 1)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Store; with every row gone, the rest of the layer is not run."""
+        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self.writing:
+            raise _Written
+        if layer_idx == len(self.layers) - 1:
+            kept = (x for layer in self.layers for x in (layer.keys, layer.values) if x is not None)
+            self.peak_kv_bytes = max(self.peak_kv_bytes, sum(x.nbytes for x in kept))
+        return states
+
+
+class _Written(Exception):
+    """Keys and values are stored: nothing else of this layer is wanted."""
+
+
+class _Exit:
+    """Stands in for one layer's ``forward`` while a ConfidenceCache comes through."""
+
+    def __init__(self, forward: Callable[..., Any], index: int, count: int) -> None:
+        self.forward = forward
+        self.index = index
+        self.count = count
+        self.extras: int | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        cache = next((v for v in (*args, *kwargs.values()) if isinstance(v, ConfidenceCache)), None)
+        if cache is None or hidden.shape[1] > 1:
+            output = self.forward(*args, **kwargs)
+            self.extras = len(output) - 1 if isinstance(output, tuple) else None
+            return output
+        if self.index == 0:
+            rows = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
+            cache.left = rows if cache.finished is None else cache.finished.clone()
+            cache.step_depths.append(0)
+            cache.row_depths.append(0.0)
+        if bool(cache.left.all()):
+            cache.writing = True
+            try:
+                self.forward(*args, **kwargs)
+            except _Written:
+                pass
+            finally:
+                cache.writing = False
+            return hidden if self.extras is None else (hidden, *[None] * self.extras)
+        output = self.forward(*args, **kwargs)
+        ran = output[0] if isinstance(output, tuple) else output
+        ran = torch.where(cache.left[:, None, None], hidden, ran)
+        waiting = ~cache.left if cache.finished is None else ~cache.finished
+        cache.step_depths[-1] += 1
+        cache.row_depths[-1] += float((~cache.left).sum() / waiting.sum())
+        if self.index < self.count - 1:
+            cache.left = cache.left | cache.confident(ran)
+        return (ran, *output[1:]) if isinstance(output, tuple) else ran
+
+
+def watch(model: nn.Module) -> None:
+    """Let ConfidenceCaches act on this model; without one it runs as before."""
+    layers = decoder_layers(model)
+    if isinstance(layers[0].__dict__.get("forward"), _Exit):
+        return
+    for index, layer in enumerate(layers):
+        layer.forward = _Exit(layer.forward, index, len(layers))
+
+    def finished_rows(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        if isinstance(cache, ConfidenceCache) and ids is not None and ids.shape[1] == 1:
+            cache.finished = None if cache.pad_token_id is None else ids[:, 0] == cache.pad_token_id
+
+    model.register_forward_pre_hook(finished_rows, with_kwargs=True)

@@ -1,0 +1,19 @@
+"""The stock model: every layer, every token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..schedule import Schedule
+from .base import Method
+
+
+class Full(Method):
+    """All layers at every step, whatever the target."""
+
+    name = "full"
+    label = "full model"
+
+    def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
+        """The full schedule."""
+        return Schedule.full(num_layers)

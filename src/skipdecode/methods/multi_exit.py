@@ -1,0 +1,57 @@
+"""Multi-layer exit: the bottom layers run, and each exit is trained to be read (the paper's first baseline)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..fitting import fit
+from ..schedule import Schedule
+from .base import Method
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from ..objectives import Objective
+
+
+class MultiExit(Method):
+    """SkipDecode's depths, counted from the bottom; the loss is averaged over all exits that a budget uses."""
+
+    name = "multi_exit"
+    label = "multi-layer exit"
+
+    def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
+        """SkipDecode's depths in order ``bottom``."""
+        return fit(num_layers, speedup, lengths, order="bottom")
+
+    def objective(self, model: PreTrainedModel, schedules: Mapping[float, Schedule]) -> Objective | None:
+        """Mean cross-entropy over the exits."""
+        depths = {depth for schedule in schedules.values() for depth in schedule.distinct_depths}
+        return _exits(model, sorted(depths))
+
+
+def _exits(model: PreTrainedModel, depths: Sequence[int]) -> Objective:
+    import torch
+
+    from ..gate import decoder_layers
+    from ..objectives import Objective, token_loss
+    from ..readout import read_out
+
+    count = len(decoder_layers(model))
+    reader = read_out(model)
+
+    class Exits(Objective):
+        """All layers run on all columns, whatever was drawn: an exit at depth d only ever sees layers below d."""
+
+        hidden_states = True
+        schedule = Schedule.full(count)
+
+        def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+            width = labels.shape[1] - 1
+            early = [outputs.hidden_states[depth][:, -width:] for depth in depths if depth < count]
+            logits = [*map(reader, early), outputs.logits]
+            return torch.stack([token_loss(exit, labels, num_items_in_batch) for exit in logits]).mean()
+
+    return Exits()

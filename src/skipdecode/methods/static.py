@@ -1,0 +1,80 @@
+"""Static depth pruning: the layers that SkipDecode skips are cut out, for the prompt too; fine-tuned alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..decay import round_half_up
+from ..schedule import Schedule
+from .base import Method
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Static(Method):
+    """A model of ``L / speedup`` layers: the warm-up layer and the top ones of the given model."""
+
+    name = "static"
+    label = "static pruning"
+    shared = False
+
+    def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
+        """Of the pruned model: all it has."""
+        return Schedule.full(kept(num_layers, speedup))
+
+    def prepare(self, model: PreTrainedModel, speedup: float) -> PreTrainedModel:
+        """The pruned model, with the weights of the layers it keeps."""
+        count = model.config.get_text_config(decoder=True).num_hidden_layers
+        return prune(model, Schedule.full(count).layers(count) if speedup == 1 else _layers(count, speedup))
+
+
+def kept(num_layers: int, speedup: float) -> int:
+    """How many layers are left."""
+    return max(round_half_up(num_layers / speedup), 1)
+
+
+def _layers(num_layers: int, speedup: float) -> tuple[int, ...]:
+    depth = kept(num_layers, speedup)
+    return Schedule(num_layers, depth, depth, horizon=1, decay="constant", order="top").layers(depth)
+
+
+def prune(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+    """A model of the same family that has only these of ``model``'s layers, in network order."""
+    from ..gate import decoder_layers
+
+    stack = decoder_layers(model)
+    prefix = next(name for name, module in model.named_modules() if module is stack)
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        match = re.match(rf"{re.escape(prefix)}\.(\d+)\.(.*)", name)
+        if match is None:
+            weights[name] = tensor
+        elif int(match[1]) in layers:
+            weights[f"{prefix}.{list(layers).index(int(match[1]))}.{match[2]}"] = tensor
+    small = from_shrunk(model, layers)
+    small.load_state_dict(weights)
+    return small
+
+
+def from_shrunk(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+    """Random weights, in the form of ``model`` with only these layers."""
+    from transformers import AutoModelForCausalLM
+
+    config = model.config
+    values = {k: v for k, v in config.to_dict().items() if k not in ("skipdecode", "_name_or_path")}
+    count = config.num_hidden_layers
+    for name, value in values.items():
+        # What a config lists per layer (kinds of attention, say) is cut alike.
+        if isinstance(value, list) and len(value) == count:
+            values[name] = [value[layer] for layer in layers]
+    if "attention_types" in values:  # GPT-Neo says the same once more, as runs of kinds
+        values["attention_types"] = [[[kind], 1] for kind in values["attention_layers"]]
+    names: dict[str, Any] = getattr(config, "attribute_map", {})
+    values[names.get("num_hidden_layers", "num_hidden_layers")] = len(layers)
+    small = type(config).from_dict(values)
+    new = AutoModelForCausalLM.from_config(small, attn_implementation=config._attn_implementation, dtype=model.dtype)
+    new.generation_config = model.generation_config
+    return new.to(model.device)

@@ -1,0 +1,21 @@
+"""Unified Layer Skipping (arXiv 2404.06954): a constant depth that the target alone decides, layers evenly spread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..decay import round_half_up
+from ..schedule import Schedule
+from .base import Method
+
+
+class Unified(Method):
+    """The paper's rule, with its layers made nested (order ``even``) so that one cache serves them."""
+
+    name = "unified"
+    label = "Unified Layer Skipping"
+
+    def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
+        """``L / speedup`` layers at every step."""
+        depth = max(round_half_up(num_layers / speedup), 1)
+        return Schedule(num_layers, depth, depth, horizon=1, decay="constant", order="even")

@@ -1,0 +1,65 @@
+"""What a checkpoint says of its training, under one key of its config: the method, and a schedule per speed-up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .schedule import Schedule, ScheduleError
+
+CONFIG_KEY = "skipdecode"
+
+
+def entry(schedules: Mapping[float, Schedule], method: str = "skipdecode") -> dict[str, Any] | None:
+    """What the config says of a model trained with these (target speed-up -> schedule); None for full depth alone."""
+    if all(schedule.is_full for schedule in schedules.values()):
+        return None
+    return {"method": method, "schedules": {f"{k:g}": schedule.to_dict() for k, schedule in sorted(schedules.items())}}
+
+
+def method(config: Any) -> str:
+    """The method that a model of this config was trained by; ``full`` if it does not say."""
+    return _entry(config).get("method", "full")
+
+
+def schedules(config: Any) -> dict[float, Schedule]:
+    """Target speed-up -> schedule that the config carries, slowest first; empty if it carries none.
+
+    Raises ScheduleError for an entry that cannot be read.
+    """
+    values = _entry(config)
+    if not values:
+        return {}
+    if not isinstance(values.get("schedules"), dict) or not values["schedules"]:
+        raise ScheduleError(f"the model config's {CONFIG_KEY!r} has no schedules: {values}")
+    return {float(k): Schedule.from_dict(schedule) for k, schedule in values["schedules"].items()}
+
+
+def default(config: Any) -> Schedule | None:
+    """The fastest schedule that the config carries, or None."""
+    known = schedules(config)
+    return known[max(known)] if known else None
+
+
+def choose(config: Any, speedup: float | None = None, schedule: Schedule | None = None) -> Schedule:
+    """What a user means by these, for a model of this config.
+
+    The ``schedule`` itself; else the one trained for ``speedup``, or that budget in the fastest trained one's form;
+    else the fastest trained one, else 2x over 64 tokens. Raises ScheduleError if it does not fit the model.
+    """
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    if schedule is None and (known := schedules(config)):
+        fastest = known[max(known)]
+        schedule = fastest if speedup is None else known.get(speedup) or fastest.with_speedup(speedup)
+    if schedule is None:
+        schedule = Schedule.for_speedup(2 if speedup is None else speedup, layers, horizon=64)
+    if schedule.num_layers != layers:
+        raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {layers}")
+    return schedule
+
+
+def _entry(config: Any) -> dict[str, Any]:
+    values = getattr(config, CONFIG_KEY, None) or {}
+    if not isinstance(values, dict):
+        raise ScheduleError(f"the model config's {CONFIG_KEY!r} is no JSON object: {values}")
+    return values

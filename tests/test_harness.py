@@ -1,0 +1,287 @@
+"""What lm-evaluation-harness is told is what decoding through a SkipCache would have seen."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, T5Config
+
+import skipdecode
+from families import LAYERS, SCHEDULES, TOP, build
+from skipdecode import Schedule, ScheduleError, SkipCache, attach
+from tiny import TEXTS, WORDS, save_checkpoint
+
+pytest.importorskip("lm_eval")
+
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from skipdecode.harness import SkipLM, main
+
+LENGTHS = [(9, 1), (5, 16), (2, 7), (12, 1), (1, 20), (5, 3), (9, 12)]  # tokens of context and of continuation
+PAIRS = [(" ".join(WORDS[:n]), " " + " ".join(WORDS[n : n + m])) for n, m in [(3, 1), (7, 6), (1, 9), (5, 2)]]
+PAIRS += [("", "the cat sat"), ("the dog ", "that sat")]
+BATCHES = pytest.mark.parametrize("batch_size", [1, 4])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def wrap(kind: type[HFLM], model: PreTrainedModel, checkpoint: Path, **options: Any) -> Any:
+    """A model of 128 tokens; the tokenizer only lends its padding token."""
+    return kind(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(checkpoint), **options)
+
+
+def load(kind: type[HFLM], checkpoint: Path | str, **options: Any) -> Any:
+    return kind(pretrained=str(checkpoint), device="cpu", **options)
+
+
+def score(lm: HFLM, requests: list[Any]) -> list[tuple[float, bool]]:
+    return lm._loglikelihood_tokens(requests, disable_tqdm=True)
+
+
+def tokens(model: PreTrainedModel, schedule: Schedule) -> list[Any]:
+    """Requests of random ids, and one that the model itself would write."""
+    draw = torch.Generator().manual_seed(3)
+    ids = [[torch.randint(2, 128, (n,), generator=draw).tolist() for n in pair] for pair in LENGTHS]
+    own = by_hand(attach(model), schedule, ids[0][0], [None] * 10)[2]
+    return [(None, context, continuation) for context, continuation in [*ids, (ids[0][0], own)]]
+
+
+@torch.no_grad()
+def by_hand(
+    model: PreTrainedModel, schedule: Schedule, context: list[int], continuation: list[Any]
+) -> tuple[float, bool, list[int]]:
+    """Fed one token a pass through a SkipCache; None stands for the likeliest token."""
+    cache, fed, total, text, likeliest = SkipCache(model, schedule), context, 0.0, [], []
+    for token in continuation:
+        scores = model(torch.tensor([fed]), past_key_values=cache).logits[0, -1].log_softmax(-1)
+        likeliest.append(int(scores.argmax()))
+        text.append(likeliest[-1] if token is None else token)
+        total += float(scores[text[-1]])
+        fed = text[-1:]
+    return total, text == likeliest, text
+
+
+def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
+    return [Instance(request_type=kind, doc={}, arguments=a, idx=i) for i, a in enumerate(arguments)]
+
+
+def same(ours: list[tuple[float, bool]], theirs: list[tuple[float, bool]], tolerance: float = 1e-5) -> None:
+    assert [a for a, _ in ours] == pytest.approx([b for b, _ in theirs], rel=tolerance)
+    assert [a for _, a in ours] == [b for _, b in theirs]
+
+
+# --- log-likelihoods
+
+
+@BATCHES
+@pytest.mark.parametrize("name", ["opt", "gpt2", "gpt-neo", "llama", "gemma3", "phi3-sliding"])
+def test_full_depth_is_the_stock_backend(name: str, batch_size: int, checkpoint: Path) -> None:
+    ours = wrap(SkipLM, build(name), checkpoint, full=True, batch_size=batch_size)
+    requests = tokens(ours.model, ours.schedule)
+    answers = score(ours, requests)
+    same(answers, score(wrap(HFLM, build(name), checkpoint, batch_size=batch_size), requests))
+    assert answers[-1][1]
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "llama", "gemma3", "phi3-sliding"])
+@pytest.mark.parametrize("schedule", ["top", "permutation", "prompt"])
+def test_a_schedule_is_decoding_token_by_token(name: str, schedule: str, checkpoint: Path) -> None:
+    lm = wrap(SkipLM, build(name), checkpoint, schedule=SCHEDULES[schedule], batch_size=4)
+    requests = tokens(lm.model, lm.schedule)
+    answers = score(lm, requests)
+    same(answers, [by_hand(lm.model, lm.schedule, *request[1:])[:2] for request in requests], 1e-4)
+    assert answers[-1][1]
+
+
+def test_a_row_does_not_depend_on_its_batch(checkpoint: Path) -> None:
+    lm = wrap(SkipLM, build("llama"), checkpoint, schedule=TOP, batch_size=8)
+    requests = tokens(lm.model, TOP)
+    same(score(lm, requests), [score(lm, [request])[0] for request in requests])
+
+
+def test_scores_change_with_the_budget_but_not_those_of_one_token(checkpoint: Path) -> None:
+    model = build("llama")
+    requests = tokens(model, TOP)
+    by_speed = [score(wrap(SkipLM, model, checkpoint, speedup=k, batch_size=4), requests) for k in (1, 2, 4)]
+    for (_, _, continuation), *answers in zip(requests, *by_speed, strict=True):
+        values = [value for value, _ in answers]
+        if len(continuation) == 1:  # predicted from the prompt, which runs all layers
+            assert values == pytest.approx([values[0]] * 3, rel=1e-5)
+        else:
+            assert len({round(value, 3) for value in values}) == 3
+
+
+def test_the_split_matters_where_the_text_is_the_same(checkpoint: Path) -> None:
+    """Contexts must not share a pass as they may at full depth: the prompt ends elsewhere."""
+    lm = wrap(SkipLM, build("opt"), checkpoint, schedule=TOP, batch_size=4)
+    text = tokens(lm.model, TOP)[1][1] + tokens(lm.model, TOP)[1][2]
+    answers = score(lm, [(None, text[:n], text[n:]) for n in (2, 9)])
+    same(answers, [by_hand(lm.model, TOP, text[:n], text[n:])[:2] for n in (2, 9)], 1e-4)
+
+
+@BATCHES
+def test_texts_and_empty_contexts(checkpoint: Path, batch_size: int) -> None:
+    requests = instances("loglikelihood", PAIRS)
+    ours = load(SkipLM, checkpoint, full=True, batch_size=batch_size).loglikelihood(requests, disable_tqdm=True)
+    same(ours, load(HFLM, checkpoint, batch_size=batch_size).loglikelihood(requests, disable_tqdm=True))
+
+
+def test_long_contexts_lose_their_left_end(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lm = load(SkipLM, checkpoint, full=True, max_length=16, batch_size=4)
+    stock = load(HFLM, checkpoint, max_length=16, batch_size=4)
+    requests = [(None, list(range(5, 5 + n)), list(range(40, 40 + m))) for n, m in [(30, 16), (30, 3), (13, 4), (4, 2)]]
+    same(score(lm, requests), score(stock, requests))
+    assert "2 contexts were cut" in caplog.text
+    with pytest.raises(ValueError, match="continuation of 1 to 16 tokens"):
+        score(lm, [(None, [5], list(range(5, 22)))])
+
+
+def test_rolling_windows(checkpoint: Path) -> None:
+    """Two windows and one; the prefix token is the prompt, so everything else is generated."""
+    requests = instances("loglikelihood_rolling", [(" ".join(WORDS),), (TEXTS[0],)])
+    stock = load(HFLM, checkpoint, max_length=16, batch_size=4).loglikelihood_rolling(requests, disable_tqdm=True)
+    ours = load(SkipLM, checkpoint, max_length=16, batch_size=4, full=True)
+    assert ours.loglikelihood_rolling(requests, disable_tqdm=True) == pytest.approx(stock, rel=1e-5)
+    short = load(SkipLM, checkpoint, speedup=3, batch_size=4)
+    text = short.tok_encode(TEXTS[0])
+    expected = by_hand(short.model, short.schedule, [short.prefix_token_id], text)[0]
+    assert short.loglikelihood_rolling(requests, disable_tqdm=True)[1] == pytest.approx(expected, rel=1e-4)
+
+
+def test_automatic_batches_and_the_cache_of_answers(checkpoint: Path) -> None:
+    kept: dict[Any, Any] = {}
+    lm = load(SkipLM, checkpoint, speedup=3, batch_size="auto", max_batch_size=4)
+    lm.cache_hook.add_partial = lambda kind, texts, answer: kept.update({texts: answer})
+    answers = lm.loglikelihood(instances("loglikelihood", PAIRS), disable_tqdm=True)
+    same(answers, load(SkipLM, checkpoint, speedup=3).loglikelihood(instances("loglikelihood", PAIRS)))
+    assert [kept[pair] for pair in PAIRS] == answers
+
+
+# --- texts
+
+
+@pytest.mark.parametrize("options", [{"full": True}, {"speedup": 1}, {"speedup": 4}])
+def test_texts_are_those_of_generate(checkpoint: Path, options: dict[str, Any]) -> None:
+    wanted = {"max_gen_toks": 12, "do_sample": False, "until": ["<none>"]}
+    requests = instances("generate_until", [(text, wanted) for text in TEXTS[:3]])
+    texts = load(SkipLM, checkpoint, batch_size=2, **options).generate_until(requests, disable_tqdm=True)
+    model, tokenizer = skipdecode.load(str(checkpoint), device="cpu")
+    alike = skipdecode.generate(model, tokenizer, TEXTS[:3], max_new_tokens=12, do_sample=False, **options)
+    assert [text.strip() for text in texts] == [row.text for row in alike.rows]
+    stock = load(HFLM, checkpoint, batch_size=2).generate_until(requests, disable_tqdm=True)
+    assert (texts == stock) == (options != {"speedup": 4})
+
+
+def test_the_embedded_checkpoint() -> None:
+    wanted = {"max_gen_toks": 60, "until": ["\n"]}
+    lm = load(SkipLM, "demo", speedup=3)
+    (text,) = lm.generate_until(instances("generate_until", [("name The Mill, area riverside ->", wanted)]))
+    assert "The Mill" in text
+
+
+# --- what is chosen and refused
+
+
+def test_the_schedule_is_chosen_and_told(checkpoint: Path, tmp_path: Path) -> None:
+    schedule = Schedule(LAYERS, 5, 3, horizon=7)
+    schedule.save(tmp_path / "schedule.json")
+    lm = load(SkipLM, checkpoint, schedule=str(tmp_path / "schedule.json"))
+    assert lm.schedule == schedule
+    assert lm.get_model_info()["skipdecode_schedule"] == schedule.to_dict()
+    assert load(SkipLM, checkpoint).schedule.target == 2
+    with pytest.raises(ScheduleError, match="for 9 layers, the model has 8"):
+        load(SkipLM, checkpoint, schedule=Schedule.full(9))
+
+
+@pytest.mark.parametrize("option", [{"parallelize": True}, {"tp_plan": "auto"}, {"backend": "seq2seq"}])
+def test_what_cannot_skip_is_refused(checkpoint: Path, option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"several devices|encoder-decoder"):
+        load(SkipLM, checkpoint, **option)
+
+
+def test_encoder_decoders_are_refused_before_their_weights_are_read(tmp_path: Path) -> None:
+    T5Config(num_layers=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        load(SkipLM, tmp_path)
+
+
+# --- from end to end
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """Two tasks over a file: which word follows, and how likely the rest is."""
+    rows = [{"prompt": " ".join(t.split()[:3]), "rest": " ".join(t.split()[3:]), "other": "by a house"} for t in TEXTS]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    base = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": str(tmp_path / "rows.jsonl"), "cache_dir": str(tmp_path / "cache")},
+        "test_split": "train",
+        "doc_to_text": "{{prompt}}",
+    }
+    rest = {"task": "rest", "output_type": "loglikelihood", "doc_to_target": " {{rest}}"}
+    rest["metric_list"] = [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}]
+    choice = {"task": "choice", "output_type": "multiple_choice", "doc_to_target": 0}
+    choice |= {"doc_to_choice": "{{[rest, other]}}", "metric_list": [{"metric": "acc"}]}
+    for name, values in {"rest": rest, "choice": choice}.items():
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(base | values), encoding="utf-8")
+    return tmp_path
+
+
+def evaluate(model: str, folder: Path, **arguments: Any) -> tuple[float, float]:
+    done = simple_evaluate(
+        model=model,
+        model_args=arguments,
+        tasks=["rest", "choice"],
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        batch_size=4,
+        device="cpu",
+        bootstrap_iters=0,
+        log_samples=False,
+    )["results"]
+    return done["rest"]["perplexity,none"], done["choice"]["acc,none"]
+
+
+def test_simple_evaluate(checkpoint: Path, task: Path) -> None:
+    stock = evaluate("hf", task, pretrained=str(checkpoint))
+    full = evaluate("skipdecode", task, pretrained=str(checkpoint), full=True)
+    fast = evaluate("skipdecode", task, pretrained=str(checkpoint), speedup=4)
+    assert full == pytest.approx(stock, rel=1e-5)
+    assert not math.isclose(fast[0], stock[0], rel_tol=1e-3)
+
+
+def test_the_command_line(checkpoint: Path, task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [
+        "harness",
+        "--model",
+        "skipdecode",
+        "--tasks",
+        "rest",
+        "--device",
+        "cpu",
+        "--output_path",
+        str(task / "out"),
+    ]
+    command += ["--model_args", f"pretrained={checkpoint},speedup=4", "--include_path", str(task)]
+    monkeypatch.setattr(sys, "argv", command)
+    # Reading the harness's own thousands of tasks would take most of a minute.
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    main()
+    (report,) = (task / "out").rglob("results_*.json")
+    results = json.loads(report.read_text(encoding="utf-8"))
+    expected, _ = evaluate("skipdecode", task, pretrained=str(checkpoint), speedup=4)
+    assert results["results"]["rest"]["perplexity,none"] == pytest.approx(expected, rel=1e-4)
+    assert results["config"]["skipdecode_schedule"]["max_depth"] < LAYERS
