@@ -9,9 +9,9 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 import skipdecode
-from skipdecode.cache import config_schedule
 from skipdecode.loading import DEMO
 from skipdecode.tasks import get_task
+from skipdecode.trained import schedules
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "e2e"
 
@@ -28,7 +28,7 @@ def test_it_is_a_small_stock_opt_of_24_layers():
     model = AutoModelForCausalLM.from_pretrained(DEMO)
     assert type(model).__name__ == "OPTForCausalLM"
     assert model.config.num_hidden_layers == 24
-    assert config_schedule(model.config).num_layers == 24
+    assert list(schedules(model.config)) == [1, 2, 3, 4, 5]
 
 
 def test_it_names_the_restaurant_at_every_speed():

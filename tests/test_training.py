@@ -7,13 +7,15 @@ import json
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, TrainerCallback
 
 import skipdecode
 from skipdecode import Schedule, SkipCache
 from skipdecode.collation import Collator, encode
 from skipdecode.tasks import Example, Jsonl, get_task
-from skipdecode.training import SkipTrainer, arguments, config_entry, newest_checkpoint, train
+from skipdecode.trained import default, entry
+from skipdecode.trained import schedules as schedules_of
+from skipdecode.training import SkipTrainer, arguments, newest_checkpoint, train
 from tiny import TEXTS, run, save_checkpoint
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS * 3]
@@ -73,6 +75,21 @@ def test_collator_puts_the_prompt_edge_in_one_column():
         assert batch["position_ids"][i, seen].tolist() == list(range(n + m - 1))
 
 
+def test_no_batch_is_wider_than_the_models_positions():
+    """A long prompt and a long response of two rows may not fit side by side; each row alone does."""
+    rows = [{"prompt_ids": [4] * 20, "response_ids": [3, 1]}, {"prompt_ids": [5], "response_ids": [6] * 20 + [1]}]
+    batch = Collator(0, max_length=30)(rows)
+    assert batch["input_ids"].shape[1] <= 30
+    assert batch["labels"].shape[1] == batch["input_ids"].shape[1] - batch["prompt_length"] + 2
+    kept = batch["labels"][1, 1:]
+    assert kept.tolist() == [6] * len(kept)
+    assert batch["labels"][0, 1:3].tolist() == [3, 1]
+    for longest in range(1, 30):
+        batch = Collator(0, max_length=30)([{"prompt_ids": [4] * longest, "response_ids": [3] * (30 - longest)}])
+        assert batch["input_ids"].shape[1] <= 30
+        assert batch["labels"][0, 1:].tolist()[: 30 - longest] == [3] * (30 - longest)
+
+
 def test_loss_is_that_of_the_tokens_decoding_would_score(checkpoint, tmp_path):
     """The trainer's loss on a left-padded batch equals step-by-step decoding with a SkipCache, fed the reference."""
     model, tokenizer = skipdecode.load(str(checkpoint))
@@ -119,7 +136,7 @@ def test_the_result_is_a_stock_directory_that_carries_its_schedule(checkpoint, d
     done = run("train", checkpoint, "--data", data, "--output", target, "--speedups", "1,2,4", *options)
     assert done.returncode == 0, done.stderr
     stock = AutoModelForCausalLM.from_pretrained(target)
-    assert stock.config.skipdecode["speedups"] == [1, 2, 4]
+    assert list(schedules_of(stock.config)) == [1, 2, 4]
     model, tokenizer = skipdecode.load(str(target))
     assert stock.state_dict().keys() == model.state_dict().keys()
     result = skipdecode.generate(model, tokenizer, TEXTS[:3], max_new_tokens=12, eos_token_id=None)
@@ -189,8 +206,10 @@ def test_a_step_descends_the_mean_over_its_response_tokens(checkpoint, tmp_path)
 
 def test_the_fastest_budget_is_the_checkpoints_default():
     schedules = {k: Schedule.for_speedup(k, 8, horizon=6) for k in (4, 2, 1)}
-    assert config_entry(schedules) == {"schedule": schedules[4].to_dict(), "speedups": [4, 2, 1]}
-    assert config_entry({1: Schedule.full(8)}) is None
+    config = OPTConfig(skipdecode=entry(schedules))
+    assert schedules_of(config) == schedules
+    assert default(config) == schedules[4]
+    assert entry({1: Schedule.full(8)}) is None
 
 
 def test_a_checkpoint_of_other_budgets_is_not_resumed(checkpoint, data, tmp_path):
@@ -201,7 +220,7 @@ def test_a_checkpoint_of_other_budgets_is_not_resumed(checkpoint, data, tmp_path
     assert done.returncode == 2
     assert "other budgets" in done.stderr
     assert run("train", checkpoint, *common, "--speedup", 4, "--fresh").returncode == 0
-    assert AutoModelForCausalLM.from_pretrained(target).config.skipdecode["speedups"] == [4]
+    assert AutoModelForCausalLM.from_pretrained(target).config.skipdecode["schedules"].keys() == {"4"}
 
 
 # peft 0.21 still asks transformers for a name it deprecates.

@@ -7,6 +7,7 @@ import sys
 
 import typer
 
+from .cli_evaluate import calibrate, evaluate
 from .cli_generate import generate
 from .cli_inspect import check, demo, schedule
 from .cli_train import train
@@ -19,7 +20,7 @@ def skipdecode() -> None:
     """Faster generation with language models by running fewer layers."""
 
 
-for verb in (demo, generate, train, check, schedule):
+for verb in (demo, generate, train, calibrate, evaluate, check, schedule):
     app.command()(verb)
 
 

@@ -21,8 +21,10 @@ def generate(
     ] = "-",
     output: Annotated[str, Option(help="JSONL, in the input's order; - for standard output.")] = "-",
     task: Annotated[
-        str, Option(help="e2e applies its prompt format to the mr column; jsonl takes prompts as they are.")
+        str,
+        Option(help="e2e, reddit_tldr and cnn_dm apply their prompt format; jsonl takes prompts as they are."),
     ] = "jsonl",
+    words: Annotated[int | None, Option(min=1, help="Summaries: cut a source after so many words.")] = None,
     speedup: Annotated[
         float | None, Option(help="How many times fewer layers to aim at (default: the checkpoint's schedule, else 2).")
     ] = None,
@@ -60,7 +62,7 @@ def generate(
 
     if sum((speedup is not None, schedule is not None, full)) > 1:
         raise UsageError("give one of --speedup, --schedule and --full")
-    the_task = get_task(task)
+    the_task = get_task(task, words)
     # All of this is checked before the weights are loaded.
     config = read_config(model)
     plan = None if full else choose(config, speedup, Schedule.load(schedule) if schedule else None)
@@ -184,6 +186,7 @@ def _show(summary: dict[str, Any], layers: int) -> None:
     table.add_row(f"{summary['average_depth']:.2f}", f"layers of {layers} per decode step")
     table.add_row(f"{summary['layer_ratio']:.2f}x", f"fewer layers (target {summary['target_speedup']:g}x)")
     table.add_row(f"{summary['peak_kv_bytes'] / 1e6:.1f}", "MB of keys and values at most")
-    if "bleu" in summary:
-        table.add_row(f"{summary['bleu']:.2f}", "BLEU")
+    for name, label in (("bleu", "BLEU"), ("rouge_l", "ROUGE-L")):
+        if name in summary:
+            table.add_row(f"{summary[name]:.2f}", label)
     err.print(table)

@@ -17,7 +17,8 @@ def train(
     data: Annotated[
         Path, Option(help="Folder with the task's files, or one JSONL/CSV with prompt and response.")
     ] = Path("."),
-    task: Annotated[str, Option(help="e2e, or jsonl for any data.")] = "jsonl",
+    task: Annotated[str, Option(help="e2e, reddit_tldr, cnn_dm, or jsonl for any data.")] = "jsonl",
+    words: Annotated[int | None, Option(min=1, help="Summaries: cut a source after so many words.")] = None,
     method: Annotated[
         str, Option(help="skipdecode, or a baseline: full, multi_exit, calm, unified, d3, hsd, static, scratch.")
     ] = "skipdecode",
@@ -103,7 +104,7 @@ def train(
     if not the_method.shared and len(wanted) > 1:
         raise UsageError(f"{method} makes a model per budget: give --speedup")
     fixed = Schedule.load(schedule) if schedule else None
-    the_task = get_task(task)
+    the_task = get_task(task, words)
     training = the_task.read(data, "train")[:rows]
     validation = the_task.read(data, "validation")[:eval_rows]
     if not training:

@@ -23,6 +23,8 @@ class Collator:
 
     pad_token_id: int
     multiple: int = 8
+    #: Positions of the model: a batch is never wider, so the ends of its longest responses may be left out.
+    max_length: int | None = None
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Batch rows of ``prompt_ids`` and ``response_ids``.
@@ -31,17 +33,22 @@ class Collator:
         on padding) and ``prompt_length`` P. The last response token is a label only. The first column of labels stands
         for the prompt: the Trainer counts a step's tokens from the second one on.
         """
-        prompt = _round_up(max(len(row["prompt_ids"]) for row in rows), self.multiple)
-        fed = _round_up(max(len(row["response_ids"]) for row in rows) - 1, self.multiple)
+        longest = max(len(row["prompt_ids"]) for row in rows)
+        steps = max(len(row["response_ids"]) for row in rows) - 1
+        prompt, fed = _round_up(longest, self.multiple), _round_up(steps, self.multiple)
+        if self.max_length is not None:
+            prompt = max(longest, min(prompt, self.max_length - steps))
+            fed = min(fed, self.max_length - prompt)
         ids = torch.full((len(rows), prompt + fed), self.pad_token_id)
         mask = torch.zeros_like(ids)
         labels = torch.full((len(rows), 1 + fed + 1), -100)
         for i, row in enumerate(rows):
-            text = torch.tensor([*row["prompt_ids"], *row["response_ids"][:-1]])
+            response = row["response_ids"][: fed + 1]
+            text = torch.tensor([*row["prompt_ids"], *response[:-1]])
             start = prompt - len(row["prompt_ids"])
             ids[i, start : start + len(text)] = text
             mask[i, start : start + len(text)] = 1
-            labels[i, 1 : 1 + len(row["response_ids"])] = torch.tensor(row["response_ids"])
+            labels[i, 1 : 1 + len(response)] = torch.tensor(response)
         return {
             "input_ids": ids,
             "attention_mask": mask,

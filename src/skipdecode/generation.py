@@ -195,7 +195,6 @@ def generate(
         >>> result = skipdecode.generate(model, tokenizer, ["name Aromi, food English ->"], speedup=3)
         >>> result.rows[0].text, result.cost.layer_ratio
     """
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
     chosen = None if full else choose(model.config, speedup, schedule)
     ids = encode_prompts(tokenizer, prompts)
     room = positions(model)

@@ -21,7 +21,7 @@ def batches_of(
 ) -> list[dict[str, Any]]:
     """Collated batches of the examples (first references) that fit the model, on its device."""
     rows = encode(examples, tokenizer, positions(model) or 1 << 30)
-    collate = Collator(tokenizer.pad_token_id)
+    collate = Collator(tokenizer.pad_token_id, max_length=positions(model))
     return [
         {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in collate(list(part)).items()}
         for part in (rows.select(range(i, min(i + batch_size, len(rows)))) for i in range(0, len(rows), batch_size))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from .benchmark import Timing
 from .schedule import Schedule
 
 FULL, RUN, SKIP = "#334155", "#2563eb", "#e2e8f0"
+MARKERS = "*osD^vPX<>"
 
 
 def draw_schedule(schedule: Schedule, path: Path, length: int | None = None) -> None:
@@ -68,3 +69,56 @@ def _grid(axes: Axes, schedule: Schedule, length: int) -> None:
     axes.set(xlabel="generated token fed back", ylabel="layer")
     patches = [Patch(color=RUN, label="runs"), Patch(color=SKIP, label="passes the hidden states on")]
     axes.legend(handles=patches, loc="center")
+
+
+def draw_tradeoff(rows: Sequence[Mapping[str, Any]], metrics: Sequence[tuple[str, str]], path: Path, note: str) -> None:
+    """Quality against the achieved layer ratio and against the clock, all methods, one line of panels per metric."""
+    figure, panels = plt.subplots(
+        len(metrics), 2, figsize=(11, 3.6 * len(metrics)), layout="constrained", squeeze=False, sharey="row"
+    )
+    axes_of = (
+        ("layer_ratio", "times fewer layers run (achieved)"),
+        ("clock_ratio", "times faster per token (wall clock)"),
+    )
+    for (name, label), line in zip(metrics, panels, strict=True):
+        for panel, (x, title) in zip(line, axes_of, strict=True):
+            for number, (method, points) in enumerate(_by_method(rows).items()):
+                ordered = sorted(points, key=lambda row: row[x])
+                panel.plot(
+                    [row[x] for row in ordered],
+                    [row[name] for row in ordered],
+                    "k*" if method == rows[0]["label"] else f"{MARKERS[number % len(MARKERS)]}-",
+                    label=method,
+                    lw=2.5 if method == "SkipDecode" else 1.2,
+                    ms=10 if method == rows[0]["label"] else 6,
+                )
+            panel.axhline(rows[0][name], color="grey", lw=0.8, ls=":")
+            panel.set(xlabel=title)
+        line[0].set(ylabel=label)
+    panels[0][0].legend(fontsize=8)
+    figure.suptitle(note, fontsize=8, color="grey")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def draw_losses(rows: Sequence[Mapping[str, Any]], path: Path, note: str) -> None:
+    """Teacher-forced loss by position in the response, SkipDecode's budgets against the full model."""
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    for row in rows:
+        if row["method"] in ("full", "skipdecode") and "loss_by_position" in row:
+            # The last positions are reached by a handful of texts: their means are noise.
+            most = max(count for _, count in row["loss_by_position"])
+            shown = [loss for loss, count in row["loss_by_position"] if count >= most / 10]
+            axes.plot(shown, label=f"{row['label']} {row['target']:g}x", lw=2 if row["method"] == "full" else 1.2)
+    axes.set(xlabel="position in the response", ylabel="loss (nats per token)")
+    axes.legend(fontsize=8)
+    figure.suptitle(note, fontsize=8, color="grey")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _by_method(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["label"], []).append(row)
+    return found

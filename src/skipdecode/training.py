@@ -203,7 +203,7 @@ def train(
         weights=weights,
         task=task,
         eval_examples=scored,
-        data_collator=Collator(tokenizer.pad_token_id),
+        data_collator=Collator(tokenizer.pad_token_id, max_length=positions(model)),
         train_dataset=rows,
         eval_dataset=held_out if len(held_out) else None,
         processing_class=tokenizer,

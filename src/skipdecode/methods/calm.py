@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ..gate import decoder_layers
+from ..gate import attach, decoder_layers
 from ..readout import ReadOut, read_out
 from .multi_exit import MultiExit
 
@@ -131,12 +131,12 @@ class _Exit:
 
 
 def watch(model: nn.Module) -> None:
-    """Let ConfidenceCaches act on this model; without one it runs as before."""
-    layers = decoder_layers(model)
-    if isinstance(layers[0].__dict__.get("forward"), _Exit):
+    """Let ConfidenceCaches act inside the gates of this model; without one it runs as before."""
+    gates: list[Any] = [layer.forward for layer in decoder_layers(attach(model))]
+    if isinstance(gates[0].forward, _Exit):
         return
-    for index, layer in enumerate(layers):
-        layer.forward = _Exit(layer.forward, index, len(layers))
+    for index, gate in enumerate(gates):
+        gate.forward = _Exit(gate.forward, index, len(gates))
 
     def finished_rows(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")

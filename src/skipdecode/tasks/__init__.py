@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .base import Example, Task, TaskError
 from .cnn_dm import CnnDm
 from .e2e import E2E
@@ -11,11 +13,16 @@ from .reddit_tldr import RedditTldr
 TASKS: dict[str, Task] = {task.name: task for task in (E2E(), RedditTldr(), CnnDm(), Jsonl())}
 
 
-def get_task(name: str) -> Task:
-    """The task called ``name``. Raises TaskError for a name that is none."""
+def get_task(name: str, words: int | None = None) -> Task:
+    """The task called ``name``; ``words``: where summaries cut their source. Raises TaskError."""
     if name not in TASKS:
         raise TaskError(f"unknown task {name!r}; known are {', '.join(TASKS)}")
-    return TASKS[name]
+    task = TASKS[name]
+    if words is None:
+        return task
+    if not isinstance(task, (RedditTldr, CnnDm)):
+        raise TaskError(f"only summaries have a source to cut after {words} words; {name} has none")
+    return replace(task, words=words)
 
 
 __all__ = ["TASKS", "Example", "Task", "TaskError", "get_task"]

@@ -1,0 +1,89 @@
+"""Finished rows as tables for people (Markdown), spreadsheets (CSV) and machines (JSON)."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
+    """Heads and cells of what fits a terminal."""
+    heads = ["method", "target", "achieved", *(label for _, label in metrics), "s / 1k tokens", "clock", "peak KV"]
+    cells = [
+        [
+            row["label"],
+            f"{row['target']:g}x",
+            f"{row['layer_ratio']:.2f}x",
+            *(f"{row[name]:.2f} ({row[f'{name}_difference']:+.2f})" for name, _ in metrics),
+            f"{row['seconds_per_1k_tokens']:.2f}",
+            f"{row['clock_ratio']:.2f}x",
+            f"{row['peak_kv_bytes'] / 1e6:.1f} MB",
+        ]
+        for row in rows
+    ]
+    return heads, cells
+
+
+def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
+    """Heads and cells. ``metrics`` are (name, label); an interval is that of the difference from the full model.
+
+    Ratios say how many times less than the full model: layers that the batch ran, seconds per token, decode steps.
+    """
+    heads = ["method", "target", "layers", "achieved", "per token"]
+    heads += [cell for _, label in metrics for cell in (label, "vs full (95%)")]
+    heads += ["loss", "s / 1k tokens", "clock", "decode clock", "peak KV"]
+    cells = []
+    for row in rows:
+        line = [row["label"], f"{row['target']:g}x", f"{row['layers']:.2f}"]
+        line += [f"{row['layer_ratio']:.2f}x", f"{row['token_layer_ratio']:.2f}x"]
+        for name, _ in metrics:
+            low, high = row[f"{name}_interval"]
+            line += [f"{row[name]:.2f}", f"{row[f'{name}_difference']:+.2f} ({low:+.2f} to {high:+.2f})"]
+        line.append(f"{row['loss']:.3f}" if "loss" in row else "")
+        line += [
+            f"{row['seconds_per_1k_tokens']:.2f}",
+            f"{row['clock_ratio']:.2f}x",
+            f"{row['decode_clock_ratio']:.2f}x",
+        ]
+        cells.append([*line, f"{row['peak_kv_bytes'] / 1e6:.1f} MB"])
+    return heads, cells
+
+
+def markdown(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], note: str) -> str:
+    """A Markdown table, padded so that it reads as text too, with the note below."""
+    heads, cells = columns(rows, metrics)
+    widths = [max(len(line[i]) for line in (heads, *cells)) for i in range(len(heads))]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+
+    def line(parts: Sequence[str]) -> str:
+        first, *rest = (
+            part.ljust(w) if i == 0 else part.rjust(w) for i, (part, w) in enumerate(zip(parts, widths, strict=True))
+        )
+        return f"| {' | '.join((first, *rest))} |"
+
+    return "\n".join([line(heads), line(rule), *map(line, cells), "", note, ""])
+
+
+def save(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], about: Mapping[str, Any], folder: Path) -> None:
+    """Write ``table.md``, ``table.csv`` and ``table.json`` to ``folder``; ``about`` says how they were measured."""
+    folder.mkdir(parents=True, exist_ok=True)
+    note = "\n".join(f"{name}: {value}  " for name, value in about.items())
+    (folder / "table.md").write_text(markdown(rows, metrics, note), encoding="utf-8")
+    flat = [{k: v for k, v in row.items() if not isinstance(v, (dict, list))} for row in rows]
+    for values, row in zip(flat, rows, strict=True):
+        for name, _ in metrics:
+            values[f"{name}_low"], values[f"{name}_high"] = row[f"{name}_interval"]
+    with (folder / "table.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(
+            file, list(dict.fromkeys(name for row in flat for name in row if name != "job")), extrasaction="ignore"
+        )
+        writer.writeheader()
+        writer.writerows(flat)
+    (folder / "table.json").write_text(
+        json.dumps({"about": dict(about), "rows": list(rows)}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )

@@ -1,0 +1,206 @@
+"""Evaluation and calibration as a user runs them, on a tiny checkpoint."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+from transformers import AutoConfig
+
+import skipdecode
+from skipdecode import Schedule, trained
+from skipdecode.calibration import rank_layers, trials
+from skipdecode.evaluation import Evaluation, arms
+from skipdecode.losses import batches_of, loss_by_position
+from skipdecode.tasks import Example
+from tiny import TEXTS, run, save_checkpoint
+
+EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    rows = [{"prompt": e.prompt, "response": e.references[0]} for e in EXAMPLES]
+    for split in ("train", "validation", "test"):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def options(data, output, *more):
+    common = ("--max-new-tokens", 12, "--repeats", 1, "--timing-rows", 4, "--batch-size", 4, "--samples", 20)
+    return ("--data", data, "--output", output, *common, *more)
+
+
+def test_one_row_per_method_and_budget_all_saved_and_drawn(checkpoint, data, tmp_path):
+    methods = "skipdecode,multi_exit,calm,unified,d3,hsd"
+    done = run("evaluate", checkpoint, *options(data, tmp_path, "--speedups", "1,2,4", "--methods", methods, "--json"))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [(r["method"], r["target"]) for r in rows] == [
+        ("full", 1),
+        *((name, k) for name in methods.split(",") for k in (2, 4)),
+    ]
+    full = rows[0]
+    assert full["bleu_difference"] == full["rouge_l_difference"] == 0
+    assert full["bleu_interval"] == [0, 0]
+    for row in rows[1:]:
+        assert row["bleu_interval"][0] <= row["bleu_difference"] <= row["bleu_interval"][1] or row["bleu"] < 1
+        assert row["layer_ratio"] == pytest.approx(8 / row["layers"], rel=1e-2)
+        assert row["seconds_per_1k_tokens"] > 0
+        if row["method"] != "calm":
+            assert row["layer_ratio"] == row["token_layer_ratio"] > 1.5
+            assert row["peak_kv_bytes"] <= full["peak_kv_bytes"]
+            assert len(row["loss_by_position"]) > 3
+    table = list(csv.DictReader((tmp_path / "table.csv").open()))
+    assert [float(r["bleu"]) for r in table] == [r["bleu"] for r in rows]
+    assert (tmp_path / "table.md").read_text().count("\n| ") == len(rows) + 1
+    for picture in ("tradeoff.png", "losses.png"):
+        assert (tmp_path / picture).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_finished_row_is_not_run_again(checkpoint, data, tmp_path, monkeypatch):
+    common = ("evaluate", checkpoint, *options(data, tmp_path, "--speedups", "2,4"))
+    assert run(*common).returncode == 0
+    before = (tmp_path / "table.csv").read_text()
+    (tmp_path / "rows" / "skipdecode-4x.json").unlink()
+    measure, ran = Evaluation._measure, []
+    monkeypatch.setattr(Evaluation, "_measure", lambda self, arm, ref: ran.append(arm.key) or measure(self, arm, ref))
+    assert run(*common).returncode == 0
+    assert ran == ["skipdecode-4x"]
+    after = (tmp_path / "table.csv").read_text()
+    assert [row.split(",")[:9] for row in after.splitlines()] == [row.split(",")[:9] for row in before.splitlines()]
+    # Another setting is another measurement.
+    assert run(*common, "--rows", 5).returncode == 0
+    assert len(ran) == 4
+
+
+def test_baselines_bring_checkpoints_of_their_own(checkpoint, data, tmp_path):
+    train = ("--data", data, "--max-steps", 2, "--eval-steps", 0, "--lengths", "11,11")
+    for name, budgets in (("multi_exit", "2,4"), ("d3", "2,4"), ("static", "2"), ("static", "4"), ("scratch", "4")):
+        target = tmp_path / (f"{name}-{budgets}" if len(budgets) == 1 else name)
+        done = run("train", checkpoint, "--method", name, "--speedups", budgets, "--output", target, *train)
+        assert done.returncode == 0, done.stderr
+    config = AutoConfig.from_pretrained(tmp_path / "multi_exit")
+    assert trained.method(config) == "multi_exit"
+    assert trained.schedules(config)[4.0].order == "bottom"
+    assert AutoConfig.from_pretrained(tmp_path / "static-4").num_hidden_layers == 2
+    methods = ",".join(
+        f"{name}={tmp_path / name}{tail}" for name, tail in (("multi_exit", ""), ("d3", ""), ("static", "-{speedup}"))
+    )
+    output = tmp_path / "evaluation"
+    done = run("evaluate", checkpoint, *options(data, output, "--speedups", "2,4", "--methods", methods, "--json"))
+    assert done.returncode == 0, done.stderr
+    rows = {(r["method"], r["target"]): r for r in json.loads(done.stdout.splitlines()[-1])["rows"]}
+    assert rows["static", 4]["prompt_layers"] == 2
+    assert rows["static", 4]["layer_ratio"] == 4
+    assert rows["static", 2]["layer_ratio"] == 2
+    assert rows["d3", 4]["schedule"] == trained.schedules(AutoConfig.from_pretrained(tmp_path / "d3"))[4.0].to_dict()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--methods", "magic"), "unknown method"),
+        (("--speedups", "1,x"), "numbers"),
+        (("--split", "train"), "--split is test or validation"),
+        (("--methods", "d3=/nowhere/at/all"), "no model"),
+        (("--words", 5), "only summaries"),
+    ],
+)
+def test_what_the_user_can_put_right_is_said_before_a_model_is_loaded(
+    checkpoint, data, tmp_path, more, words, monkeypatch
+):
+    monkeypatch.setattr("skipdecode.loading.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    done = run("evaluate", checkpoint, *options(data, tmp_path, *more))
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_arms_take_the_budget_into_their_paths():
+    found = arms("skipdecode,static=runs/static-{speedup},full", "m", (1, 2, 2.5))
+    assert [(arm.method, arm.speedup, arm.model) for arm in found] == [
+        ("full", 1, "m"),
+        ("skipdecode", 2, "m"),
+        ("skipdecode", 2.5, "m"),
+        ("static", 2, "runs/static-2"),
+        ("static", 2.5, "runs/static-2.5"),
+    ]
+    # Against another full model, SkipDecode's own full depth is a row too.
+    assert [arm.speedup for arm in arms("full=f,skipdecode", "m", (1, 2))] == [1, 1, 2]
+
+
+def test_loss_by_position_averages_to_the_loss(checkpoint):
+    model, tokenizer = skipdecode.load(str(checkpoint))
+    plan = Schedule.for_speedup(3, 8, horizon=6)
+    for size in (1, 4):
+        loss, by_position = loss_by_position(model, batches_of(EXAMPLES, tokenizer, model, size), plan)
+        total = sum(count for _, count in by_position)
+        assert loss == pytest.approx(sum(mean * count for mean, count in by_position) / total, rel=1e-5)
+        assert by_position[0][1] == len(EXAMPLES)
+
+
+@pytest.mark.parametrize("speedup", [2, 3, 5])
+def test_calibration_achieves_the_ratio_on_what_the_model_writes(checkpoint, data, tmp_path, speedup):
+    target = tmp_path / "schedule.json"
+    more = ("--speedup", speedup, "--output", target, "--max-new-tokens", 40, "--batch-size", 4, "--json")
+    done = run("calibrate", checkpoint, "--data", data, *more)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["layer_ratio"] == pytest.approx(speedup, rel=0.03)
+    model, tokenizer = skipdecode.load(str(checkpoint))
+    result = skipdecode.generate(
+        model,
+        tokenizer,
+        [e.prompt for e in EXAMPLES],
+        schedule=Schedule.load(target),
+        batch_size=4,
+        max_new_tokens=40,
+        do_sample=False,
+    )
+    assert result.cost.layer_ratio == pytest.approx(found["layer_ratio"], rel=1e-3)
+
+
+def test_a_saved_calibration_is_what_every_verb_then_takes(data, tmp_path):
+    local = save_checkpoint(tmp_path / "model")
+    for speedup in (2, 3):
+        more = ("--speedup", speedup, "--output", tmp_path / f"{speedup}.json", "--max-new-tokens", 20, "--save")
+        assert run("calibrate", local, "--data", data, *more).returncode == 0
+    config = AutoConfig.from_pretrained(local)
+    assert trained.schedules(config) == {k: Schedule.load(tmp_path / f"{k:g}.json") for k in (2.0, 3.0)}
+    assert trained.choose(config, 3) == Schedule.load(tmp_path / "3.json")
+    assert "local" in run("calibrate", "demo", "--data", data, "--save").stderr
+
+
+def test_the_search_ranks_every_layer_and_keeps_the_best_at_each_step(checkpoint):
+    model, tokenizer = skipdecode.load(str(checkpoint))
+    batches = batches_of(EXAMPLES, tokenizer, model, 8)
+    passes = []
+    ranking = rank_layers(model, batches, on_trial=lambda: passes.append(1))
+    assert sorted(ranking.order) == list(range(8))
+    assert ranking.order[0] == 0
+    assert len(passes) == trials(8)
+    for depth, loss in enumerate(ranking.losses, 1):
+        plan = Schedule(8, depth, depth, horizon=1, decay="constant", order=ranking.order)
+        assert loss_by_position(model, batches, plan)[0] == pytest.approx(loss, rel=1e-5)
+    # The first layer dropped was the best one to drop.
+    for other in range(1, 8):
+        order = (*(i for i in range(8) if i != other), other)
+        plan = Schedule(8, 7, 7, horizon=1, decay="constant", order=order)
+        assert ranking.losses[6] <= loss_by_position(model, batches, plan)[0] + 1e-6
+
+
+def test_calibrate_searches_the_order(checkpoint, data, tmp_path):
+    target = tmp_path / "schedule.json"
+    more = ("--order", "search", "--speedup", 3, "--output", target, "--max-new-tokens", 20, "--json")
+    done = run("calibrate", checkpoint, "--data", data, *more)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["losses"]) == 8
+    assert sorted(Schedule.load(target).order) == list(range(8))

@@ -1,0 +1,231 @@
+"""The baselines are what they are called, on the same machinery: exits, confidence, pruning, their schedules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import skipdecode
+from families import FAMILIES, build
+from skipdecode.fitting import achieved, batch_lengths, fit
+from skipdecode.gate import decoder_layers
+from skipdecode.generation import generate_ids
+from skipdecode.methods import METHODS, get_method
+from skipdecode.methods.static import prune
+from skipdecode.objectives import Distillation, Objective, response_loss
+from skipdecode.prompts import encode_prompts
+from skipdecode.readout import read_out
+from skipdecode.schedule import Schedule, ScheduleError
+from tiny import TEXTS, save_checkpoint
+
+LENGTHS = [44, 39, 40, 36, 35, 32, 25]
+FITTED = ("skipdecode", "multi_exit", "calm", "d3", "hsd")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def model(checkpoint):
+    return skipdecode.load(str(checkpoint))
+
+
+# --- schedules
+
+
+@pytest.mark.parametrize("layers", [24, 32])
+@pytest.mark.parametrize("speedup", [2, 3, 4, 5])
+@pytest.mark.parametrize("name", FITTED)
+def test_what_a_method_achieves_is_what_was_asked_for(name, speedup, layers):
+    plan = get_method(name).schedule(layers, speedup, LENGTHS)
+    assert achieved(plan, LENGTHS) == pytest.approx(speedup, rel=0.03)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_at_1x_every_method_is_the_full_model(name):
+    assert get_method(name).schedule(24, 1, LENGTHS).is_full
+
+
+def test_constant_depth_is_as_near_as_whole_layers_come():
+    for speedup in (2, 3, 4, 5):
+        plan = get_method("unified").schedule(24, speedup, LENGTHS)
+        others = [abs(24 / depth - speedup) for depth in range(1, 25)]
+        assert abs(achieved(plan, LENGTHS) - speedup) <= min(others) + 0.2
+        assert {0, 23} <= set(plan.layers(plan.depth(0)))
+
+
+def test_first_and_last_layer_stay_where_the_papers_say_so():
+    for name in ("d3", "hsd", "unified"):
+        plan = get_method(name).schedule(24, 4, LENGTHS)
+        assert {0, 23} <= set(plan.layers(plan.min_depth)), name
+    for name in ("multi_exit", "calm"):
+        assert get_method(name).schedule(24, 4, LENGTHS).layers(5) == (0, 1, 2, 3, 4)
+
+
+def test_fitting_refuses_what_cannot_be():
+    with pytest.raises(ScheduleError, match="1 to the number of layers"):
+        fit(8, 9, LENGTHS)
+    with pytest.raises(ScheduleError, match="no decode step"):
+        fit(8, 2, [])
+
+
+def test_a_batch_runs_until_its_longest_row_ends():
+    assert batch_lengths([5, 9, 2, 1, 1], 2) == [8, 1, 1]
+
+
+def test_fitted_depths_achieve_what_generation_reports(model):
+    """The prediction over a run's lengths is the ratio that the run's caches counted."""
+    network, tokenizer = model
+    ids = encode_prompts(tokenizer, TEXTS[:5])
+    plan = Schedule.for_speedup(3, 8, horizon=6)
+    result = generate_ids(network, tokenizer, ids, plan, 2, max_new_tokens=12, do_sample=False)
+    assert achieved(plan, result.lengths) == pytest.approx(result.cost.layer_ratio)
+
+
+# --- reading a layer's states
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reading_a_layer_out_is_the_model_cut_there(family):
+    """The exit at depth d gives the logits of the model that has only its d bottom layers."""
+    network = build(family)
+    ids = torch.randint(2, 100, (2, 7))
+    with torch.no_grad():
+        states = network(ids, output_hidden_states=True).hidden_states
+        if family == "gemma2":  # its soft-capping is no module
+            with pytest.raises(ValueError, match="does more than norm and LM head"):
+                read_out(network)
+            return
+        reader = read_out(network)
+        for depth in (1, 3, 7):
+            cut = prune(network, range(depth))
+            assert len(decoder_layers(cut)) == depth
+            torch.testing.assert_close(reader(states[depth]), cut(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pruning_is_skipping_in_the_prompt_too(family):
+    network = skipdecode.attach(build(family))
+    ids = torch.randint(2, 100, (2, 7))
+    layers = (0, 3, 6, 7)
+    plan = decoder_layers(network)[0].forward.plan
+    with torch.no_grad():
+        network(ids)
+        plan.columns = [7 if i in layers else 0 for i in range(8)]
+        expected = network(ids).logits
+        plan.columns = None
+        torch.testing.assert_close(prune(network, layers)(ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_small_model_from_scratch_has_the_form_alone(model):
+    network, _ = model
+    small = get_method("scratch").prepare(network, 4)
+    pruned = get_method("static").prepare(network, 4)
+    assert len(decoder_layers(small)) == len(decoder_layers(pruned)) == 2
+    ours, theirs = small.state_dict(), pruned.state_dict()
+    assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
+    name = "model.decoder.layers.0.fc1.weight"
+    assert not torch.equal(ours[name], theirs[name])
+
+
+# --- CALM
+
+
+def decode(model, tokenizer, plan):
+    ids = encode_prompts(tokenizer, TEXTS[:4])
+    return generate_ids(model, tokenizer, ids, plan, 4, max_new_tokens=10, do_sample=False, eos_token_id=None)
+
+
+def test_nobody_confident_is_the_full_model(model):
+    network, tokenizer = model
+    stock = decode(network, tokenizer, None)
+    calm = decode(network, tokenizer, get_method("calm").decoder(network, 1.2, 10, tokenizer.pad_token_id))
+    assert [row.text for row in calm.rows] == [row.text for row in stock.rows]
+    assert calm.cost.average_depth == calm.cost.row_depth == 8
+    assert [row.text for row in decode(network, tokenizer, None).rows] == [row.text for row in stock.rows]
+
+
+def test_everybody_confident_leaves_at_the_first_layer_and_writes_all_caches(model):
+    network, tokenizer = model
+    maker = get_method("calm").decoder(network, -1.0, 10, tokenizer.pad_token_id)
+    caches = []
+    result = decode(network, tokenizer, lambda m: caches.append(maker(m)) or caches[-1])
+    assert result.cost.average_depth == result.cost.row_depth == 1
+    lengths = {layer.keys.shape[2] for layer in caches[0].layers}
+    assert len(lengths) == 1
+
+
+def test_a_batch_runs_at_least_what_its_rows_do_and_rows_do_not_depend_on_it(model):
+    network, tokenizer = model
+    ids = encode_prompts(tokenizer, TEXTS[:4])
+    with torch.no_grad():  # as sure of its random tokens as a trained model is of its own
+        network.model.decoder.final_layer_norm.weight.mul_(60)
+    maker = get_method("calm").decoder(network, 0.5, 10, tokenizer.pad_token_id)
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    together = generate_ids(network, tokenizer, ids, maker, 4, **options)
+    alone = generate_ids(network, tokenizer, ids, maker, 1, **options)
+    assert [row.text for row in together.rows] == [row.text for row in alone.rows]
+    assert 1 < together.cost.row_depth < together.cost.average_depth <= 8
+    assert alone.cost.row_depth == alone.cost.average_depth == pytest.approx(together.cost.row_depth)
+
+
+# --- objectives
+
+
+def outputs_of(network, **more):
+    ids = torch.randint(2, 100, (2, 12))
+    labels = torch.cat([torch.full((2, 1), -100), torch.randint(2, 100, (2, 5))], 1)
+    labels[1, -2:] = -100
+    return network(ids, **more), labels, {"input_ids": ids, "labels": labels}
+
+
+def test_multi_exit_averages_the_losses_of_the_models_cut_there(model):
+    network, _ = model
+    plans = {k: get_method("multi_exit").schedule(8, k, [12]) for k in (2, 4)}
+    objective = get_method("multi_exit").objective(network, plans)
+    depths = sorted({d for plan in plans.values() for d in plan.distinct_depths} | {8})
+    outputs, labels, inputs = outputs_of(network, output_hidden_states=True)
+    parts = [response_loss(prune(network, range(d))(inputs["input_ids"]), labels) for d in depths]
+    torch.testing.assert_close(objective(outputs, labels), torch.stack(parts).mean())
+
+
+@pytest.mark.parametrize("what", ["logits", "hidden"])
+def test_distillation_from_oneself_at_full_depth_adds_nothing_at_full_depth(model, what):
+    network, _ = model
+    outputs, labels, inputs = outputs_of(network, output_hidden_states=True)
+    plain = Objective()(outputs, labels)
+    mine = Distillation(0.5, what)
+    mine.prepare(network, inputs | {"output_hidden_states": True}, Schedule.full(8))
+    torch.testing.assert_close(mine(outputs, labels), plain)
+    mine.prepare(network, inputs | {"output_hidden_states": True}, Schedule.for_speedup(2, 8, 6))
+    # The outputs are the teacher's own here: the distance is 0, and half of the loss is left.
+    torch.testing.assert_close(mine(outputs, labels), plain / 2, rtol=1e-4, atol=1e-5)
+
+
+def test_distillation_pulls_towards_the_teacher(model, checkpoint):
+    network, _ = model
+    teacher, _ = skipdecode.load(str(checkpoint))
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(1.1)
+    outputs, labels, inputs = outputs_of(network)
+    objective = Distillation(1.0, "logits", teacher)
+    objective.prepare(network, inputs, Schedule.full(8))
+    loss = objective(outputs, labels)
+    assert loss > 0
+    loss.backward()
+    assert all(p.grad is None for p in teacher.parameters())
+    assert any(p.grad is not None for p in network.parameters())
+
+
+@pytest.mark.parametrize("weight", [0, 1.5])
+def test_wrong_weights_are_refused(weight):
+    with pytest.raises(ValueError, match="weight"):
+        Distillation(weight)
+
+
+def test_unknown_methods_are_named():
+    with pytest.raises(ValueError, match="known are full, skipdecode"):
+        get_method("magic")
