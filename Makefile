@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint clean results-smoke results-e2e results-tldr
 
 $(VENV)/installed: pyproject.toml requirements.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "SkipDecode needs Python 3.10 or newer"'
@@ -25,6 +25,21 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Tables and plots. E2E and TLDR are the folders of the data sets (docs/training.md), RUNS where models go.
+E2E ?= e2e
+TLDR ?= reddit_tldr
+RUNS ?= runs
+
+results-smoke: $(VENV)/installed   # minutes
+	$(BIN)/skipdecode evaluate demo --task e2e --data $(E2E) --speedups 1,2,5 --methods skipdecode,calm,unified,d3,hsd \
+		--rows 64 --held-out-rows 64 --timing-rows 32 --repeats 2 --output $(RUNS)/smoke
+
+results-e2e: $(VENV)/installed     # many hours, from random weights
+	recipes/results-e2e.sh $(E2E) $(RUNS)/e2e results
+
+results-tldr: $(VENV)/installed    # hours
+	recipes/results-tldr.sh $(TLDR) $(RUNS)/tldr results
 
 clean:
 	rm -rf $(VENV)

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Trains the embedded checkpoint: recipes/e2e.sh DATA_DIR OUTPUT_DIR
+# Trains the embedded checkpoint, and a model without skipping beside it: recipes/e2e.sh DATA_DIR OUTPUT_DIR
 # DATA_DIR holds the E2E release (trainset.csv, devset.csv, testset_w_refs.csv). A killed run, started again, goes on.
-# What ends up in OUTPUT_DIR/skip (less its checkpoints) is what lies in src/skipdecode/checkpoint.
+# What ends up in OUTPUT_DIR/embedded (less its checkpoints) is what lies in src/skipdecode/checkpoint.
 set -euo pipefail
 data=$(realpath "$1") out=$(realpath -m "$2")
 cd "$(dirname "$0")/.."
 skipdecode=${SKIPDECODE:-.venv/bin/skipdecode}
 common=(--task e2e --data "$data" --batch-size 32 --attention eager --adam-beta2 0.98 --save-steps 250)
+# Decode steps of the full model's batches of 32 on the validation inputs, as `skipdecode calibrate` finds them.
+lengths=44,44,38,39,40,39,40,36,36,35,34,35,32,32,31,25,22,14
 
 # 1. From scratch, all 24 layers, with a tokenizer of its own. No decay of the learning rate: stage 2 brings it down.
 [ -f "$out/full/model.safetensors" ] || "$skipdecode" train --from-config recipes/e2e-24l.json "${common[@]}" \
@@ -18,8 +20,12 @@ common=(--task e2e --data "$data" --batch-size 32 --attention eager --adam-beta2
     --output "$out/skip" --speedups 1,2,3,4,5 --horizon 32 --max-steps 6000 \
     --learning-rate 1e-3 --warmup-steps 100 --eval-steps 1500
 
-# 3. What it gives on the 630 test inputs.
-for budget in --full --speedup=2 --speedup=3 --speedup=4 --speedup=5; do
-    "$skipdecode" generate "$out/skip" --task e2e --input "$data/testset_w_refs.csv" \
-        --output "$out/test$budget.jsonl" --overwrite "$budget" --json
-done
+# 3. Depths fitted to real lengths, 5x drawn more often, distilled from its own full depth.
+[ -f "$out/embedded/model.safetensors" ] || "$skipdecode" train "$out/skip" "${common[@]}" \
+    --output "$out/embedded" --speedups 1,2,3,4,5 --lengths $lengths --weights 1,1,1,1,3 --distill 0.5 \
+    --max-steps 1500 --learning-rate 5e-4 --warmup-steps 50 --eval-steps 500
+
+# Beside it: the same start without any skipping, until its learning rate is down.
+[ -f "$out/unskipped/model.safetensors" ] || "$skipdecode" train "$out/full" "${common[@]}" \
+    --output "$out/unskipped" --speedup 1 --max-steps 2600 \
+    --learning-rate 1e-3 --warmup-steps 100 --eval-steps 1300

@@ -84,6 +84,6 @@ def save(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], about: Mapping
         )
         writer.writeheader()
         writer.writerows(flat)
-    (folder / "table.json").write_text(
-        json.dumps({"about": dict(about), "rows": list(rows)}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    about_text = json.dumps(dict(about), ensure_ascii=False)
+    (folder / "table.json").write_text(f'{{"about": {about_text},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
