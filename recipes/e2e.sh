@@ -22,7 +22,7 @@ lengths=44,44,38,39,40,39,40,36,36,35,34,35,32,32,31,25,22,14
 
 # 3. Depths fitted to real lengths, 5x drawn more often, distilled from its own full depth.
 [ -f "$out/embedded/model.safetensors" ] || "$skipdecode" train "$out/skip" "${common[@]}" \
-    --output "$out/embedded" --speedups 1,2,3,4,5 --lengths $lengths --weights 1,1,1,1,3 --distill 0.5 \
+    --output "$out/embedded" --speedups 1,2,3,4,5 --lengths $lengths --weights 1,1,1,1,3 --distill 0.7 \
     --max-steps 1500 --learning-rate 5e-4 --warmup-steps 50 --eval-steps 500
 
 # Beside it: the same start without any skipping, until its learning rate is down.

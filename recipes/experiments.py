@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode import Schedule, load
+from skipdecode.benchmark import machine
 from skipdecode.calibration import rank_layers
 from skipdecode.evaluation import Bench
 from skipdecode.fitting import fit
@@ -71,6 +72,23 @@ def main() -> None:
                     writer.writeheader()
                 writer.writerow(row)
             done.add(name)
+    given.output.joinpath("experiments.md").write_text(markdown(table, given.steps), encoding="utf-8")
+
+
+def markdown(table: Path, steps: int) -> str:
+    """The CSV for readers: what changed, and per speed BLEU, ROUGE-L, loss, layers run and seconds."""
+    lines = ["| run | what it changes | train s |", "|---|---|--:|"]
+    for k in ("1x", "3x", "5x"):
+        lines[0] += f" BLEU {k} | ROUGE-L {k} | loss {k} | layers {k} | s {k} |"
+        lines[1] += "--:|" * 5
+    for row in csv.DictReader(table.open(encoding="utf-8")):
+        cells = [row["name"], row["change"], row["train_seconds"]]
+        cells += [
+            row[f"{what}_{k}"] for k in ("1x", "3x", "5x") for what in ("bleu", "rouge_l", "loss", "layers", "seconds")
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    note = f"{steps} steps of 32 from one full-depth checkpoint; 256 validation inputs, greedy, batch 32; {machine()}."
+    return "\n".join([*lines, "", note, ""])
 
 
 def run(name: str, given: argparse.Namespace) -> dict[str, Any]:

@@ -17,4 +17,5 @@ c=$runs/compare
 methods=skipdecode=$c/skipdecode,multi_exit=$c/multi_exit,calm=$c/multi_exit,unified=$c/unified,d3=$c/d3,hsd=$c/hsd
 evaluate "$c/full" --methods "$methods,static=$c/static-{speedup},scratch=$c/scratch-{speedup}" --output "$results/e2e-methods"
 "$python" recipes/experiments.py "$runs/full" "$data" "$runs/experiments"
-cp "$runs/experiments/experiments.csv" "$results/e2e-experiments.csv"
+mkdir -p "$results/e2e-experiments"
+cp "$runs/experiments/experiments".{csv,md} "$results/e2e-experiments"

@@ -51,7 +51,9 @@ def arms(methods: str, model: str, speedups: Sequence[float]) -> list[Arm]:
         found[name] = own or model
     result = [Arm("full", 1.0, found.pop("full"))]
     for name, own in found.items():
-        targets = [k for k in speedups if k > 1 or (name == "skipdecode" and own != result[0].model)]
+        # On a checkpoint of its own, a method that serves every budget is worth a row at full depth too.
+        own_full = get_method(name).shared and name != "calm" and own != result[0].model
+        targets = [k for k in speedups if k > 1 or own_full]
         result += [Arm(name, k, own.replace("{speedup}", f"{k:g}")) for k in targets]
     return result
 
