@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`. Both create .venv on first use, with the versions that were tested.
+# `make demo`, `make test`, and the tables. All create .venv on first use, with the versions that were tested.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -54,7 +54,10 @@ def test_one_row_per_method_and_budget_all_saved_and_drawn(checkpoint, data, tmp
         assert row["bleu_interval"][0] <= row["bleu_difference"] <= row["bleu_interval"][1] or row["bleu"] < 1
         assert row["layer_ratio"] == pytest.approx(8 / row["layers"], rel=1e-2)
         assert row["seconds_per_1k_tokens"] > 0
-        if row["method"] != "calm":
+        assert ("untrained" in row["label"]) == (row["method"] != "calm")
+        if row["method"] == "calm":
+            assert row["token_layer_ratio"] >= row["layer_ratio"]
+        else:
             assert row["layer_ratio"] == row["token_layer_ratio"] > 1.5
             assert row["peak_kv_bytes"] <= full["peak_kv_bytes"]
             assert len(row["loss_by_position"]) > 3
@@ -71,14 +74,15 @@ def test_a_finished_row_is_not_run_again(checkpoint, data, tmp_path, monkeypatch
     before = (tmp_path / "table.csv").read_text()
     (tmp_path / "rows" / "skipdecode-4x.json").unlink()
     measure, ran = Evaluation._measure, []
+    (tmp_path / "rows" / "full-1x.json").write_text('{"job": "cut short by a k')
     monkeypatch.setattr(Evaluation, "_measure", lambda self, arm, ref: ran.append(arm.key) or measure(self, arm, ref))
     assert run(*common).returncode == 0
-    assert ran == ["skipdecode-4x"]
+    assert ran == ["full-1x", "skipdecode-4x"]
     after = (tmp_path / "table.csv").read_text()
     assert [row.split(",")[:9] for row in after.splitlines()] == [row.split(",")[:9] for row in before.splitlines()]
     # Another setting is another measurement.
     assert run(*common, "--rows", 5).returncode == 0
-    assert len(ran) == 4
+    assert len(ran) == 5
 
 
 def test_baselines_bring_checkpoints_of_their_own(checkpoint, data, tmp_path):
@@ -112,6 +116,10 @@ def test_baselines_bring_checkpoints_of_their_own(checkpoint, data, tmp_path):
         (("--split", "train"), "--split is test or validation"),
         (("--methods", "d3=/nowhere/at/all"), "no model"),
         (("--words", 5), "only summaries"),
+        (("--methods", "static"), "a model per budget"),
+        (("--methods", "d3,d3"), "twice"),
+        (("--speedups", "1,9"), "number of layers, 8"),
+        (("--bert-score", "/nowhere/at/all"), "cannot load"),
     ],
 )
 def test_what_the_user_can_put_right_is_said_before_a_model_is_loaded(
@@ -125,6 +133,7 @@ def test_what_the_user_can_put_right_is_said_before_a_model_is_loaded(
 
 def test_arms_take_the_budget_into_their_paths():
     found = arms("skipdecode,static=runs/static-{speedup},full", "m", (1, 2, 2.5))
+    assert len({arm.key for arm in found}) == 5
     assert [(arm.method, arm.speedup, arm.model) for arm in found] == [
         ("full", 1, "m"),
         ("skipdecode", 2, "m"),
@@ -133,7 +142,9 @@ def test_arms_take_the_budget_into_their_paths():
         ("static", 2.5, "runs/static-2.5"),
     ]
     # Against another full model, SkipDecode's own full depth is a row too.
-    assert [arm.speedup for arm in arms("full=f,skipdecode", "m", (1, 2))] == [1, 1, 2]
+    assert [arm.speedup for arm in arms("full=f,skipdecode=m", "m", (1, 2))] == [1, 1, 2]
+    # Untrained and trained, side by side.
+    assert [(a.key, a.model) for a in arms("d3,d3=t", "m", (2,))[1:]] == [("d3-2x", "m"), ("d3-2x-trained", "t")]
 
 
 def test_loss_by_position_averages_to_the_loss(checkpoint):

@@ -64,8 +64,13 @@ def evaluate(
     from .evaluation import Bench, Evaluation, arms
 
     selected = arms(methods, model, wanted)
+    layers = read_config(selected[0].model).get_text_config(decoder=True).num_hidden_layers
+    if max(wanted) > layers:
+        raise UsageError(f"--speedups go up to the number of layers, {layers}")
     for arm in selected:
         read_config(arm.model)
+    if not the_task.read(data, "validation") or split == "validation":
+        say("lengths and thresholds come from the scored rows: there is no other held-out split")
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
@@ -76,6 +81,8 @@ def evaluate(
     from .report import brief, save
 
     metrics = (*DEFAULT, BertScore(bert_score)) if bert_score else DEFAULT
+    for metric in metrics:  # a library or an encoder that is missing shows before a model is loaded
+        metric.score(["a text"], [["a text"]])
     bench = Bench(
         the_task,
         examples,
@@ -92,14 +99,14 @@ def evaluate(
     described = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*described, console=err, transient=True) as progress:
         bar = progress.add_task("evaluate", total=len(selected))
-        evaluation = Evaluation(bench, output, lambda what: progress.update(bar, description=what))
+        evaluation = Evaluation(bench, output, lambda arm: progress.update(bar, description=arm.key))
         results = []
         for row in evaluation.rows(selected):
             results.append(row)
             progress.advance(bar)
     names = [(metric.name, metric.label) for metric in metrics]
     about = {
-        "command": shlex.join(["skipdecode", *sys.argv[1:]]),
+        "command": shlex.join(["skipdecode", *(_short(part) for part in sys.argv[1:])]),
         "rows": f"{len(examples)} {split} inputs of {task}, greedy, batch {batch_size}",
         "machine": machine(),
         "clock": f"medians of {repeats} rounds over {min(timing_rows, len(examples))} inputs, "
@@ -119,6 +126,11 @@ def evaluate(
     say(f"wrote table.md, table.csv, table.json, tradeoff.png and losses.png to {output}")
     if as_json:
         print(json.dumps({"about": about, "rows": results}))
+
+
+def _short(argument: str) -> str:
+    """An absolute path says nothing to other people: its last part does."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def calibrate(
@@ -149,13 +161,16 @@ def calibrate(
 
     skipdecode calibrate demo --task e2e --data e2e-dataset --speedup 5
     """
+    from . import trained
     from .fitting import fit
     from .loading import read_config, resolve
     from .methods import get_method
+    from .order import ORDERS
     from .tasks import get_task
 
     the_task = get_task(task, words)
-    layers = read_config(model).get_text_config(decoder=True).num_hidden_layers
+    config = read_config(model)
+    layers = config.get_text_config(decoder=True).num_hidden_layers
     if not 1 < speedup <= layers:
         raise UsageError(f"--speedup is above 1 and at most the number of layers ({layers}), not {speedup:g}")
     if method != "skipdecode" and (order, decay) != ("top", "linear"):
@@ -164,6 +179,12 @@ def calibrate(
         raise UsageError(f"{method} has no depths to fit: skipdecode, multi_exit, unified, d3 and hsd have")
     if save and (model == "demo" or not Path(resolve(model)).is_dir()):
         raise UsageError("--save writes into a local model directory: give one")
+    if save and trained.method(config) not in ("full", method):
+        raise UsageError(f"{model} was trained by {trained.method(config)}: its schedules are not {method}'s to change")
+    if order not in (*ORDERS, "search"):
+        raise UsageError(f"--order is {', '.join(ORDERS)} or search, not {order!r}")
+    if not output.parent.is_dir():
+        raise UsageError(f"--output {output}: there is no folder {output.parent}")
     examples = (the_task.read(data, "validation") or the_task.read(data, "train"))[:rows]
     if not examples:
         raise UsageError(f"{data} holds no rows")
@@ -171,7 +192,6 @@ def calibrate(
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from . import trained
     from .calibration import calibrate as run
     from .calibration import rank_layers, trials
     from .loading import load

@@ -36,7 +36,9 @@ def train(
     teacher: Annotated[
         str | None, Option(help="Distil from this model (default: from the trained one itself at full depth).")
     ] = None,
-    schedule: Annotated[Path | None, Option(help="Train for the schedule in this JSON file.")] = None,
+    schedule: Annotated[
+        Path | None, Option(help="Train for the schedule in this JSON file (--speedup: the name it gets).")
+    ] = None,
     horizon: Annotated[
         int | None,
         Option(help="Generated tokens over which the depth falls by the paper's budgets (default: fit to the data)."),
@@ -44,9 +46,11 @@ def train(
     lengths: Annotated[
         str | None, Option(help="Fit to batches of so many decode steps, as calibrate prints them, e.g. 39,36,32.")
     ] = None,
-    order: Annotated[str, Option(help="With --horizon, the layer order: top, bottom or even.")] = "top",
+    order: Annotated[
+        str, Option(help="Layer order: top, bottom, even, or a schedule's JSON file to take it from.")
+    ] = "top",
     decay: Annotated[
-        str, Option(help="With --horizon, the fall: linear, cosine, exponential, power, step, constant.")
+        str, Option(help="Shape of the fall: linear, cosine, exponential, power, step, constant.")
     ] = "linear",
     from_config: Annotated[Path | None, Option(help="Train from scratch: a transformers config.json.")] = None,
     tokenizer: Annotated[
@@ -92,15 +96,25 @@ def train(
 
     if (model is None) == (from_config is None):
         raise UsageError("give either MODEL or --from-config")
-    if sum(option is not None for option in (speedup, speedups, schedule)) > 1:
+    if speedups and (speedup is not None or schedule):
         raise UsageError("give one of --speedup, --speedups and --schedule")
-    if (schedule or horizon) and method != "skipdecode":
-        raise UsageError("--schedule and --horizon are SkipDecode's: the other methods have rules of their own")
+    form: dict[str, Any] = {"order": Schedule.load(Path(order)).order if Path(order).is_file() else order}
+    form = {name: value for name, value in (form | {"decay": decay}).items() if value not in ("top", "linear")}
+    if (schedule or horizon or form) and method != "skipdecode":
+        raise UsageError("--schedule, --horizon, --order and --decay are SkipDecode's: other methods have own rules")
+    if (teacher or distill_on != "logits") and not distill:
+        raise UsageError("--teacher and --distill-on go with --distill")
+    if distill and method in ("multi_exit", "calm"):
+        raise UsageError(f"{method} has a loss of its own: --distill does not go with it")
+    if distill and not teacher and method in ("full", "static", "scratch"):
+        raise UsageError(f"{method} always runs all layers it has: to distil, give it a --teacher")
     the_method = get_method(method)
     wanted = budgets(speedups) if speedups else (2.0 if speedup is None else speedup,)
     shares = numbers(weights) if weights else None
-    if shares and len(shares) != len(wanted):
-        raise UsageError(f"--weights needs a number for each of {len(wanted)} speed-ups")
+    if shares and (len(shares) != len(wanted) or min(shares) < 0 or not sum(shares)):
+        raise UsageError(f"--weights needs a number for each of {len(wanted)} speed-ups, not all of them 0")
+    if shares and method in ("multi_exit", "calm"):
+        raise UsageError(f"{method} trains all exits in every step: --weights does not go with it")
     if not the_method.shared and len(wanted) > 1:
         raise UsageError(f"{method} makes a model per budget: give --speedup")
     fixed = Schedule.load(schedule) if schedule else None
@@ -113,7 +127,7 @@ def train(
     import torch
 
     from . import loading, trained
-    from .fitting import batch_lengths
+    from .fitting import batch_lengths, fit
     from .objectives import Distillation
     from .prompts import encode_response
     from .training import arguments, checkpointing_option, newest_checkpoint
@@ -128,24 +142,28 @@ def train(
     layers = network.config.get_text_config(decoder=True).num_hidden_layers
     known = trained.schedules(network.config) if trained.method(network.config) == method else {}
     if fixed is not None:
-        schedules = {fixed.target: fixed}
+        schedules = {fixed.target if speedup is None else speedup: fixed}
     elif horizon is not None:
-        schedules = {k: Schedule.for_speedup(k, layers, horizon, order=order, decay=decay) for k in wanted}
-    elif not lengths and all(k in known for k in wanted):
+        schedules = {k: Schedule.for_speedup(k, layers, horizon, **form) for k in wanted}
+    elif not lengths and not form and all(k in known for k in wanted):
         schedules = {k: known[k] for k in wanted}
+        say(f"{model} brings schedules for these speed-ups: they stay as they are (--lengths fits new ones)")
     else:
         if lengths:
             steps = [int(length) for length in numbers(lengths)]
         else:
             responses = encode_response(tokens, [(e.prompt, e.references[0]) for e in training[:5000]])
-            steps = batch_lengths([len(ids) for ids in responses], batch_size)
-        schedules = {k: the_method.schedule(layers, k, steps) for k in wanted}
+            steps = batch_lengths([min(len(ids), the_task.max_new_tokens) for ids in responses], batch_size)
+        schedules = {
+            k: fit(layers, k, steps, **form) if form else the_method.schedule(layers, k, steps) for k in wanted
+        }
+    torch.manual_seed(seed)
     network = the_method.prepare(network, wanted[0])
     objective = the_method.objective(network, schedules)
     if distill:
-        if objective is not None:
-            raise UsageError(f"{method} has a loss of its own: --distill does not go with it")
-        taught = loading.load(teacher, dtype="float32")[0] if teacher else None
+        taught = loading.load(teacher, dtype="float32", device="cpu")[0] if teacher else None
+        if taught is not None and taught.config.vocab_size != network.config.vocab_size:
+            raise UsageError(f"{teacher} has another vocabulary than the model: its logits cannot be learned from")
         objective = Distillation(distill, distill_on, taught)
     every: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": eval_steps} if eval_steps and validation else {}
     if not every:

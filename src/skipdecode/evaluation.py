@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from . import trained
-from .benchmark import alternate
-from .fitting import achieved
-from .generation import Generated, Plan, generate_ids, positions
-from .jobs import fingerprint, identity
+from . import __version__, trained
+from .benchmark import alternate, machine
+from .generation import Generated, Plan, generate_ids
+from .jobs import fingerprint, identity, write
 from .loading import load, resolve
 from .losses import batches_of, loss_by_position
-from .methods import Method, get_method
+from .methods import get_method
 from .methods.calm import Calm
 from .metrics import DEFAULT, Metric, bootstrap
 from .prompts import encode_prompts
@@ -32,29 +31,33 @@ class Arm:
     method: str
     speedup: float
     model: str
-
-    @property
-    def key(self) -> str:
-        """Names its files."""
-        return f"{self.method}-{self.speedup:g}x"
+    key: str  # names its file
 
 
 def arms(methods: str, model: str, speedups: Sequence[float]) -> list[Arm]:
-    """What ``skipdecode,unified=DIR,static=DIR-{speedup}`` asks for; the full model comes first, once.
+    """What ``skipdecode,d3,d3=DIR,static=DIR-{speedup}`` asks for; the full model comes first, once.
 
-    A method without a checkpoint of its own runs on ``model``. Raises ValueError for what no method is called.
+    A method without a checkpoint of its own runs on ``model``. Raises ValueError for what no method is called, and for
+    methods that need a checkpoint per budget and are not given one.
     """
-    found: dict[str, str] = {"full": model}
-    for part in filter(None, methods.split(",")):
-        name, _, own = part.strip().partition("=")
-        get_method(name)
-        found[name] = own or model
-    result = [Arm("full", 1.0, found.pop("full"))]
-    for name, own in found.items():
+    wanted = [part.strip().partition("=") for part in methods.split(",") if part.strip()]
+    full = next((own for name, _, own in wanted if name == "full" and own), model)
+    result = [Arm("full", 1.0, full, "full-1x")]
+    for name, _, own in wanted:
+        method = get_method(name)
+        if name == "full":
+            continue
+        if not method.shared and "{speedup}" not in own:
+            raise ValueError(f"{name} is a model per budget: give {name}=DIR-{{speedup}}")
         # On a checkpoint of its own, a method that serves every budget is worth a row at full depth too.
-        own_full = get_method(name).shared and name != "calm" and own != result[0].model
-        targets = [k for k in speedups if k > 1 or own_full]
-        result += [Arm(name, k, own.replace("{speedup}", f"{k:g}")) for k in targets]
+        own_full = method.shared and name != "calm" and own not in ("", full)
+        again = sum(name == other for other, _, _ in wanted) > 1 and bool(own)
+        for k in speedups:
+            if k > 1 or own_full:
+                key = f"{name}-{k:g}x" + ("-trained" if again else "")
+                result.append(Arm(name, k, own.replace("{speedup}", f"{k:g}") or model, key))
+    if len({arm.key for arm in result}) < len(result):
+        raise ValueError("--methods names a method twice: it may stand once alone and once with a checkpoint")
     return result
 
 
@@ -63,9 +66,10 @@ class Bench:
     """What every arm is measured on. ``examples`` are scored; ``held_out`` sets lengths, thresholds and losses.
 
     Attributes:
-        timing_rows: how many of the examples are timed.
+        timing_rows: how many of the examples are timed, evenly drawn from them.
         repeats: rounds timed, the full model and the arm in turn.
         samples: corpora resampled for the intervals.
+        options: as ``model.generate`` names them.
     """
 
     task: Task
@@ -85,50 +89,56 @@ class Bench:
         self.max_new_tokens = self.max_new_tokens or self.task.max_new_tokens
 
     def run(
-        self, model: PreTrainedModel, tokens: PreTrainedTokenizerBase, prompts: Sequence[str], plan: Plan, **more: Any
+        self, model: PreTrainedModel, tokens: PreTrainedTokenizerBase, examples: Sequence[Example], plan: Plan
     ) -> Generated:
-        """Texts for these prompts; rows that the model has no positions for are an error."""
-        ids = encode_prompts(tokens, prompts)
-        room, longest = positions(model), max(map(len, ids)) + self.max_new_tokens
-        if room is not None and longest > room:
-            raise ValueError(f"the longest prompt and max_new_tokens need {longest} positions, the model has {room}")
-        options = self.options | {"max_new_tokens": self.max_new_tokens} | more
-        return generate_ids(model, tokens, ids, plan, self.batch_size, **options)
+        """Texts for these examples' prompts."""
+        ids = encode_prompts(tokens, [example.prompt for example in examples])
+        return generate_ids(
+            model, tokens, ids, plan, self.batch_size, max_new_tokens=self.max_new_tokens, **self.options
+        )
+
+    def fingerprint(self) -> str:
+        """What makes two measurements the same: rows, settings, machine and versions."""
+        texts = [asdict(example) for example in (*self.examples, *self.held_out)]
+        numbers = (self.batch_size, self.max_new_tokens, self.timing_rows, self.repeats, self.samples)
+        names = [repr(vars(metric) | {"name": metric.name}) for metric in self.metrics]
+        return fingerprint(texts, numbers, names, self.options, self.dtype, self.device, machine(), __version__)
 
 
 class Evaluation:
-    """Runs arms, keeps each finished one in ``folder``: started again after a kill, it does only the rest."""
+    """Runs arms, keeps each finished one in ``folder``: started again after a kill, it does only the rest.
 
-    def __init__(self, bench: Bench, folder: Path, on_run: Callable[[str], object] = lambda what: None) -> None:
+    Args:
+        bench: what to measure on.
+        folder: gets ``rows/KEY.json``, the texts among them.
+        on_start: is told each arm that really runs.
+    """
+
+    def __init__(self, bench: Bench, folder: Path, on_start: Callable[[Arm], object] = lambda arm: None) -> None:
         self.bench = bench
         self.folder = folder
-        self.on_run = on_run
+        self.on_start = on_start
         self._loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
         self._lengths: list[int] = []
+        self._reference_texts: list[str] = []
 
-    def rows(self, wanted: Sequence[Arm]) -> list[dict[str, Any]]:
+    def rows(self, wanted: Sequence[Arm]) -> Iterator[dict[str, Any]]:
         """One finished row per arm, in their order; the first is the full model that all are paired with."""
         reference = wanted[0]
-        result: list[dict[str, Any]] = []
+        same = self.bench.fingerprint()
         for arm in wanted:
-            job = self._job(arm, reference)
             path = self.folder / "rows" / f"{arm.key}.json"
-            row = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            models = [identity(resolve(name)) for name in (arm.model, reference.model)]
+            job = fingerprint(same, asdict(arm), models)
+            row = _read(path)
             if row.get("job") != job:
-                self.on_run(f"{arm.key}: {arm.model}")
+                self.on_start(arm)
                 row = {"job": job} | self._measure(arm, reference)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(row, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-            result.append(row)
-        return result
-
-    def _job(self, arm: Arm, reference: Arm) -> str:
-        bench = self.bench
-        models = [identity(resolve(name)) for name in (arm.model, reference.model)]
-        numbers = (bench.batch_size, bench.max_new_tokens, bench.timing_rows, bench.repeats, bench.samples)
-        texts = [asdict(example) for example in (*bench.examples, *bench.held_out)]
-        names = [metric.name for metric in bench.metrics]
-        return fingerprint(asdict(arm), models, numbers, texts, names, bench.options, bench.dtype)
+                write(path, [json.dumps(row, ensure_ascii=False)])
+            if arm is reference:
+                self._reference_texts = row["texts"]
+            yield row
 
     def _load(self, name: str, reference: Arm) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         if name not in self._loaded:
@@ -137,52 +147,58 @@ class Evaluation:
             self._loaded[name] = load(name, dtype=self.bench.dtype, device=self.bench.device)
         return self._loaded[name]
 
-    def lengths(self, reference: Arm) -> list[int]:
+    def _lengths_of(self, reference: Arm) -> list[int]:
         """Decode steps of the full model's batches on the held-out prompts."""
         if not self._lengths:
-            model, tokens = self._load(reference.model, reference)
-            self._lengths = self.bench.run(model, tokens, [e.prompt for e in self.bench.held_out], None).lengths
+            self._lengths = self.bench.run(*self._load(reference.model, reference), self.bench.held_out, None).lengths
         return self._lengths
 
-    def _plan(self, arm: Arm, reference: Arm) -> tuple[Plan, Schedule | None]:
-        """How to decode, and the schedule of teacher forcing (confidence has none)."""
+    def _plan(self, arm: Arm, reference: Arm) -> tuple[Plan, dict[str, Any]]:
+        """How to decode, and what of it to write down."""
         model, _ = self._load(arm.model, reference)
         method, layers = get_method(arm.method), model.config.get_text_config(decoder=True).num_hidden_layers
         if arm.method == "full" or not method.shared:
-            return None, Schedule.full(layers)
+            return None, {}
         if isinstance(method, Calm):
-            return self._calm(method, arm, reference), None
+            return self._calm(method, arm, reference)
         known = trained.schedules(model.config) if trained.method(model.config) == arm.method else {}
-        plan = known.get(arm.speedup) or method.schedule(layers, arm.speedup, self.lengths(reference))
-        return plan, plan
+        plan = known.get(arm.speedup) or method.schedule(layers, arm.speedup, self._lengths_of(reference))
+        return plan, {"schedule": plan.to_dict()}
 
-    def _calm(self, method: Calm, arm: Arm, reference: Arm) -> Plan:
-        """The threshold, bisected on held-out prompts, at which single tokens run ``speedup`` times fewer layers."""
+    def _calm(self, method: Calm, arm: Arm, reference: Arm) -> tuple[Plan, dict[str, Any]]:
+        """The threshold at which single tokens of held-out texts run ``speedup`` times fewer layers.
+
+        Bisected in the number of nines: a trained model's margins crowd near 1.
+        """
         model, tokens = self._load(arm.model, reference)
-        horizon = max(self.lengths(reference))
-        prompts = [e.prompt for e in self.bench.held_out[: 2 * self.bench.batch_size]]
-        low, high = 0.0, 1.2  # at 1.2 the threshold stays above 1 to the end: no token leaves
-        for _ in range(7):
-            middle = (low + high) / 2
-            plan = method.decoder(model, middle, horizon, tokens.pad_token_id)
-            cost = self.bench.run(model, tokens, prompts, plan).cost
-            low, high = (low, middle) if cost.num_layers / cost.row_depth < arm.speedup else (middle, high)
-        return method.decoder(model, (low + high) / 2, horizon, tokens.pad_token_id)
+        horizon = max(self._lengths_of(reference))
+        some = _evenly(self.bench.held_out, 2 * self.bench.batch_size)
+        low, high, tried = 0.0, 6.0, []
+        for _ in range(9):
+            nines = (low + high) / 2
+            threshold = 1 - 10**-nines
+            cost = self.bench.run(model, tokens, some, method.decoder(model, threshold, horizon)).cost
+            ratio = cost.num_layers / cost.row_depth
+            tried.append((abs(ratio / arm.speedup - 1), threshold, ratio))
+            low, high = (low, nines) if ratio < arm.speedup else (nines, high)
+        _, threshold, ratio = min(tried)
+        found = {"threshold": threshold, "threshold_horizon": horizon, "held_out_token_ratio": round(ratio, 3)}
+        return method.decoder(model, threshold, horizon), found
 
     def _measure(self, arm: Arm, reference: Arm) -> dict[str, Any]:
-        bench = self.bench
+        bench, method = self.bench, get_method(arm.method)
         full, full_tokens = self._load(reference.model, reference)
         model, tokens = self._load(arm.model, reference)
         layers = full.config.get_text_config(decoder=True).num_hidden_layers
-        plan, schedule = self._plan(arm, reference)
-        prompts = [example.prompt for example in bench.examples]
-        result = bench.run(model, tokens, prompts, plan)
-        texts = [row.text for row in result.rows]
-        self._keep(arm, texts)
+        plan, written = self._plan(arm, reference)
+        result = bench.run(model, tokens, bench.examples, plan)
+        texts = [" ".join(row.text.split()) for row in result.rows]
         cost = result.cost
+        # CALM runs on what multi-layer exit trains; any other method on what says its name.
+        ready = arm.method in ("full", trained.method(model.config)) or isinstance(method, Calm)
         row: dict[str, Any] = {
             "method": arm.method,
-            "label": get_method(arm.method).label,
+            "label": method.label if ready else f"{method.label}, untrained",
             "model": arm.model,
             "target": arm.speedup,
             "layers": round(cost.average_depth, 3),
@@ -193,13 +209,13 @@ class Evaluation:
             "steps": cost.steps,
             "peak_kv_bytes": cost.peak_kv_bytes,
         }
-        row |= self._scores(texts, reference)
-        if schedule is not None:
+        row |= self._scores(texts, self._reference_texts or texts) | written
+        if not isinstance(method, Calm):
+            schedule = plan if isinstance(plan, Schedule) else Schedule.full(cost.num_layers)
             batches = batches_of(bench.held_out, tokens, model, bench.batch_size)
             loss, row["loss_by_position"] = loss_by_position(model, batches, schedule)
             row["loss"] = round(loss, 4)
-            row["schedule"] = schedule.to_dict()
-        timed = prompts[: bench.timing_rows]
+        timed = _evenly(bench.examples, bench.timing_rows)
         runs: dict[str, Callable[[], Generated]] = {
             "full": lambda: bench.run(full, full_tokens, timed, None),
             "arm": lambda: bench.run(model, tokens, timed, plan),
@@ -208,27 +224,21 @@ class Evaluation:
         per_1k = {name: 1e3 * t.seconds / t.cost.tokens for name, t in timing.items()}
         return row | {
             "seconds_per_1k_tokens": round(per_1k["arm"], 4),
+            "full_seconds_per_1k_tokens": round(per_1k["full"], 4),
             "clock_ratio": round(per_1k["full"] / per_1k["arm"], 3),
             "step_ms": round(timing["arm"].step_ms, 3),
+            "full_step_ms": round(timing["full"].step_ms, 3),
             "decode_clock_ratio": round(timing["full"].step_ms / timing["arm"].step_ms, 3),
+            "texts": texts,
         }
 
-    def _keep(self, arm: Arm, texts: Sequence[str]) -> None:
-        path = self.folder / "texts" / f"{arm.key}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(" ".join(text.split()) + "\n" for text in texts), encoding="utf-8")
-
-    def _scores(self, texts: Sequence[str], reference: Arm) -> dict[str, Any]:
+    def _scores(self, texts: Sequence[str], stock: Sequence[str]) -> dict[str, Any]:
         """Each metric, how far it is from the full model's, and the 95% interval of that."""
         references = [example.references for example in self.bench.examples]
-        stock = (self.folder / "texts" / f"{reference.key}.txt").read_text(encoding="utf-8").split("\n")[:-1]
+        count = len(references)
         result: dict[str, Any] = {}
         for metric in self.bench.metrics:
-            mine, theirs = (
-                metric.rows([" ".join(text.split()) for text in texts], references),
-                metric.rows(stock, references),
-            )
-            count = len(references)
+            mine, theirs = metric.rows(texts, references), metric.rows(stock, references)
             score, base = metric.corpus(mine.sum(0), count), metric.corpus(theirs.sum(0), count)
             low, high = bootstrap(metric, mine, theirs, self.bench.samples)
             result |= {
@@ -239,4 +249,15 @@ class Evaluation:
         return result
 
 
-__all__ = ["Arm", "Bench", "Evaluation", "Method", "achieved", "arms"]
+def _evenly(examples: Sequence[Example], count: int) -> Sequence[Example]:
+    """So many of them, from beginning to end: data sets are often sorted by length."""
+    count = min(count, len(examples))
+    return [examples[i * len(examples) // count] for i in range(count)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A finished row, or nothing: a kill may have cut it short."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, json.JSONDecodeError):
+        return {}

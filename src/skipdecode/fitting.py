@@ -58,6 +58,9 @@ def fit(num_layers: int, speedup: float, lengths: Sequence[int], **options: Any)
     ordered = sorted(lengths)
     typical = max(ordered[min(9 * len(ordered) // 10, len(ordered) - 1)], 1) if ordered else 1
     flat = options.get("decay") == "constant"
+    # Two dozen at most: texts of a thousand tokens need no finer choice.
+    widest = round_half_up(1.2 * typical) + 1
+    horizons = range(max(typical // 3, 2), max(widest, 2) + 1, max(widest // 24, 1))
     wanted = 0.5 if flat else share_of_max(speedup)
     least = options.get("warmup", 1) if options.get("order", "top") == "top" else 1
     middle = num_layers / speedup
@@ -66,7 +69,7 @@ def fit(num_layers: int, speedup: float, lengths: Sequence[int], **options: Any)
         for low in range(max(least, 1), most + 1):
             if (flat and low != most) or abs((most + low) / 2 / middle - 1) > 0.35:
                 continue
-            for horizon in (1,) if most == low else range(max(typical // 3, 2), round_half_up(1.2 * typical) + 2):
+            for horizon in (1,) if most == low else horizons:
                 schedule = Schedule(num_layers, most, low, horizon, **options)
                 error = abs(achieved(schedule, lengths) / speedup - 1)
                 form = abs(most / (most + low) - wanted) + 0.5 * abs(horizon / typical - 1)

@@ -40,7 +40,8 @@ class Cost:
     decode_seconds: float = 0.0
     steps: int = 0
     layer_steps: int = 0
-    row_layer_steps: float = 0.0
+    row_layers: int = 0
+    row_steps: int = 0
     peak_kv_bytes: int = 0
 
     @property
@@ -56,7 +57,7 @@ class Cost:
     @property
     def row_depth(self) -> float:
         """Layers per decode step that a row alone would have run: less than ``average_depth`` if rows exit singly."""
-        return self.row_layer_steps / self.steps if self.steps else float(self.num_layers)
+        return self.row_layers / self.row_steps if self.row_steps else self.average_depth
 
     @property
     def tokens_per_second(self) -> float:
@@ -64,7 +65,7 @@ class Cost:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def __iadd__(self, other: Cost) -> Cost:
-        for name in ("rows", "tokens", "seconds", "decode_seconds", "steps", "layer_steps", "row_layer_steps"):
+        for name in ("rows", "tokens", "seconds", "decode_seconds", "steps", "layer_steps", "row_layers", "row_steps"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.peak_kv_bytes = max(self.peak_kv_bytes, other.peak_kv_bytes)
         return self
@@ -154,7 +155,8 @@ def generate_batch(
         decode_seconds=end - (clock.first or end),
         steps=steps,
         layer_steps=sum(getattr(cache, "step_depths", [layers] * steps)),
-        row_layer_steps=sum(getattr(cache, "row_depths", getattr(cache, "step_depths", [layers] * steps))),
+        row_layers=getattr(cache, "row_layers", 0),
+        row_steps=getattr(cache, "row_steps", 0),
         peak_kv_bytes=getattr(cache, "peak_kv_bytes", None) or _bytes(cache),
     )
     return rows, cost
@@ -196,12 +198,7 @@ def generate(
         >>> result.rows[0].text, result.cost.layer_ratio
     """
     chosen = None if full else choose(model.config, speedup, schedule)
-    ids = encode_prompts(tokenizer, prompts)
-    room = positions(model)
-    longest = max(map(len, ids), default=0) + options.get("max_new_tokens", 0)
-    if room is not None and longest > room:
-        raise ValueError(f"the longest prompt and max_new_tokens need {longest} positions, the model has {room}")
-    return generate_ids(model, tokenizer, ids, chosen, batch_size, **options)
+    return generate_ids(model, tokenizer, encode_prompts(tokenizer, prompts), chosen, batch_size, **options)
 
 
 def generate_ids(
@@ -214,6 +211,10 @@ def generate_ids(
     **options: Any,
 ) -> Generated:
     """The same for token-id prompts and any plan; ``on_batch`` is told each batch's cost."""
+    room = positions(model)
+    longest = max(map(len, prompts), default=0) + options.get("max_new_tokens", 0)
+    if room is not None and longest > room:
+        raise ValueError(f"the longest prompt and max_new_tokens need {longest} positions, the model has {room}")
     result = Generated(Cost(model.config.get_text_config(decoder=True).num_hidden_layers))
     rows: dict[int, Row] = {}
     for indices, batch, cost in batches(model, tokenizer, dict(enumerate(prompts)), plan, batch_size, **options):

@@ -70,7 +70,7 @@ class Distillation(Objective):
         self._target = None
         if schedule.is_full and self.teacher is None:
             return
-        teacher = model if self.teacher is None else self.teacher
+        teacher = model if self.teacher is None else self.teacher.to(inputs["input_ids"].device)
         full = Schedule.full(len(decoder_layers(teacher)))
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
         training = teacher.training

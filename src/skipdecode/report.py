@@ -71,6 +71,8 @@ def markdown(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], note: str)
 
 def save(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], about: Mapping[str, Any], folder: Path) -> None:
     """Write ``table.md``, ``table.csv`` and ``table.json`` to ``folder``; ``about`` says how they were measured."""
+    rows = [{name: value for name, value in row.items() if name not in ("job", "texts")} for row in rows]
+    rows = [{**row, "model": Path(row["model"]).name} for row in rows]  # whose disk it lay on says nothing to others
     folder.mkdir(parents=True, exist_ok=True)
     note = "\n".join(f"{name}: {value}  " for name, value in about.items())
     (folder / "table.md").write_text(markdown(rows, metrics, note), encoding="utf-8")
@@ -79,9 +81,7 @@ def save(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], about: Mapping
         for name, _ in metrics:
             values[f"{name}_low"], values[f"{name}_high"] = row[f"{name}_interval"]
     with (folder / "table.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(
-            file, list(dict.fromkeys(name for row in flat for name in row if name != "job")), extrasaction="ignore"
-        )
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in flat for name in row)))
         writer.writeheader()
         writer.writerows(flat)
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)

@@ -11,8 +11,8 @@ CONFIG_KEY = "skipdecode"
 
 
 def entry(schedules: Mapping[float, Schedule], method: str = "skipdecode") -> dict[str, Any] | None:
-    """What the config says of a model trained with these (target speed-up -> schedule); None for full depth alone."""
-    if all(schedule.is_full for schedule in schedules.values()):
+    """What the config says of a model trained with these (target speed-up -> schedule); None for the full model."""
+    if method == "full" or (method == "skipdecode" and all(schedule.is_full for schedule in schedules.values())):
         return None
     return {"method": method, "schedules": {f"{k:g}": schedule.to_dict() for k, schedule in sorted(schedules.items())}}
 

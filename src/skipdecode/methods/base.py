@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..schedule import Schedule
 
 if TYPE_CHECKING:
-    from transformers import DynamicCache, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from ..objectives import Objective
 
@@ -20,8 +20,6 @@ class Method:
     label: str
     #: Whether one checkpoint serves every budget; else each budget has a model of its own.
     shared = True
-    #: Whether it runs on a full model as it is: untrained, its row is what its paper claims.
-    training_free = False
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
         """The depths whose achieved layer ratio over ``lengths`` is as near to ``speedup`` as the method allows."""
@@ -34,7 +32,3 @@ class Method:
     def objective(self, model: PreTrainedModel, schedules: Mapping[float, Schedule]) -> Objective | None:
         """What training minimises; None for the response's cross-entropy."""
         return None
-
-    def cache(self, schedule: Schedule) -> Schedule | Callable[[PreTrainedModel], DynamicCache]:
-        """What :func:`skipdecode.generation.batches` decodes with."""
-        return schedule

@@ -30,19 +30,18 @@ class Calm(MultiExit):
     label = "CALM-DEC"
 
     def decoder(
-        self, model: PreTrainedModel, threshold: float, horizon: int, pad_token_id: int | None
+        self, model: PreTrainedModel, threshold: float, horizon: int
     ) -> Callable[[PreTrainedModel], DynamicCache]:
         """Makes a cache per batch that exits by confidence.
 
         Args:
             model: gets gates of its own, inert without such a cache.
-            threshold: 0 (leave at once) to 1; it decays over ``horizon`` tokens (the paper's equation 5).
+            threshold: 0 (leave at once) to 1 (never); it decays over ``horizon`` tokens (the paper's equation 5).
             horizon: tokens.
-            pad_token_id: what finished rows are fed: they hold no batch up.
         """
         watch(model)
         reader = read_out(model)
-        return partial(ConfidenceCache, reader=reader, threshold=threshold, horizon=horizon, pad_token_id=pad_token_id)
+        return partial(ConfidenceCache, reader=reader, threshold=threshold, horizon=horizon)
 
 
 class ConfidenceCache(DynamicCache):
@@ -50,29 +49,35 @@ class ConfidenceCache(DynamicCache):
 
     Attributes:
         step_depths: layers that the batch ran in each decode step (keys and values alone do not count).
-        row_depths: the mean over its unfinished rows of the layers each ran.
+        row_steps: decode steps of its rows, those after their end left out.
+        peak_kv_bytes: most bytes of keys and values held at once.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, reader: ReadOut, threshold: float, horizon: int, pad_token_id: int | None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, reader: ReadOut, threshold: float, horizon: int) -> None:
         super().__init__(config=model.config)
         self.reader = reader
         self.threshold = threshold
         self.horizon = horizon
-        self.pad_token_id = pad_token_id
+        ends = model.generation_config.eos_token_id
+        self.stops: list[int] = ends if isinstance(ends, list) else [] if ends is None else [ends]
         self.step_depths: list[int] = []
-        self.row_depths: list[float] = []
+        self.row_steps = 0
         self.peak_kv_bytes = 0
-        self.finished: Tensor | None = None  # (batch,): rows that are only fed padding
+        self.finished: Tensor | None = None  # (batch,): rows that are past their end: they hold no batch up
+        self._row_layers: Tensor | int = 0  # read once, at the end: a look at it waits for the device
         self.left = torch.zeros(0, dtype=torch.bool)  # (batch,): rows that have left in this step
         self.writing = False  # a layer is run for its keys and values alone
+
+    @property
+    def row_layers(self) -> int:
+        """Layers that its unfinished rows ran, each counted alone."""
+        return int(self._row_layers)
 
     def confident(self, hidden: Tensor) -> Tensor:
         """Rows of ``hidden`` (batch, 1, width) whose two likeliest tokens differ by more than the threshold."""
         top = self.reader(hidden[:, -1]).float().softmax(-1).topk(2).values
         decay = math.exp(-TAU * len(self.step_depths) / self.horizon)
-        return top[:, 0] - top[:, 1] >= min(max(0.9 * self.threshold + 0.1 * decay, 0), 1)
+        return top[:, 0] - top[:, 1] > min(max(0.9 * self.threshold + 0.1 * decay, 0), 1)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store; with every row gone, the rest of the layer is not run."""
@@ -101,7 +106,7 @@ class _Exit:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         cache = next((v for v in (*args, *kwargs.values()) if isinstance(v, ConfidenceCache)), None)
-        if cache is None or hidden.shape[1] > 1:
+        if cache is None or cache.get_seq_length(self.index) == 0:  # the prompt runs whole
             output = self.forward(*args, **kwargs)
             self.extras = len(output) - 1 if isinstance(output, tuple) else None
             return output
@@ -109,7 +114,7 @@ class _Exit:
             rows = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
             cache.left = rows if cache.finished is None else cache.finished.clone()
             cache.step_depths.append(0)
-            cache.row_depths.append(0.0)
+            cache.row_steps += int((~cache.left).sum())
         if bool(cache.left.all()):
             cache.writing = True
             try:
@@ -122,9 +127,8 @@ class _Exit:
         output = self.forward(*args, **kwargs)
         ran = output[0] if isinstance(output, tuple) else output
         ran = torch.where(cache.left[:, None, None], hidden, ran)
-        waiting = ~cache.left if cache.finished is None else ~cache.finished
         cache.step_depths[-1] += 1
-        cache.row_depths[-1] += float((~cache.left).sum() / waiting.sum())
+        cache._row_layers = cache._row_layers + (~cache.left).sum()
         if self.index < self.count - 1:
             cache.left = cache.left | cache.confident(ran)
         return (ran, *output[1:]) if isinstance(output, tuple) else ran
@@ -140,7 +144,8 @@ def watch(model: nn.Module) -> None:
 
     def finished_rows(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
-        if isinstance(cache, ConfidenceCache) and ids is not None and ids.shape[1] == 1:
-            cache.finished = None if cache.pad_token_id is None else ids[:, 0] == cache.pad_token_id
+        if isinstance(cache, ConfidenceCache) and ids is not None and cache.get_seq_length() > 0:
+            ended = torch.isin(ids[:, -1], torch.tensor(cache.stops, device=ids.device))
+            cache.finished = ended if cache.finished is None else cache.finished | ended
 
     model.register_forward_pre_hook(finished_rows, with_kwargs=True)

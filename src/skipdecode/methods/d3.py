@@ -14,7 +14,6 @@ class D3(Method):
 
     name = "d3"
     label = "D3"
-    training_free = True
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
         """``alpha`` found by bisection; never fewer layers than the first and the last."""

@@ -10,14 +10,13 @@ from .base import Method
 
 
 class HSD(Method):
-    """Plug-and-play in its paper. Every level skips each second layer of those that the level before kept.
+    """Plug-and-play in its paper. Every level halves the depth, and what is left is spread evenly over the model.
 
     The lengths at which levels change are ours: equal spans, as long as the target allows.
     """
 
     name = "hsd"
     label = "HSD"
-    training_free = True
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
         """The span of a level, in tokens, found by bisection; never fewer layers than the first and the last."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class MultiExit(Method):
-    """SkipDecode's depths, counted from the bottom; the loss is averaged over all exits that a budget uses."""
+    """SkipDecode's depths, counted from the bottom; the loss is averaged over the exits after each layer."""
 
     name = "multi_exit"
     label = "multi-layer exit"
@@ -27,12 +27,11 @@ class MultiExit(Method):
         return fit(num_layers, speedup, lengths, order="bottom")
 
     def objective(self, model: PreTrainedModel, schedules: Mapping[float, Schedule]) -> Objective | None:
-        """Mean cross-entropy over the exits."""
-        depths = {depth for schedule in schedules.values() for depth in schedule.distinct_depths}
-        return _exits(model, sorted(depths))
+        """Mean cross-entropy over all exits: no budget is favoured, and CALM may leave anywhere."""
+        return _exits(model)
 
 
-def _exits(model: PreTrainedModel, depths: Sequence[int]) -> Objective:
+def _exits(model: PreTrainedModel) -> Objective:
     import torch
 
     from ..gate import decoder_layers
@@ -50,7 +49,7 @@ def _exits(model: PreTrainedModel, depths: Sequence[int]) -> Objective:
 
         def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
             width = labels.shape[1] - 1
-            early = [outputs.hidden_states[depth][:, -width:] for depth in depths if depth < count]
+            early = [states[:, -width:] for states in outputs.hidden_states[1:count]]
             logits = [*map(reader, early), outputs.logits]
             return torch.stack([token_loss(exit, labels, num_items_in_batch) for exit in logits]).mean()
 
