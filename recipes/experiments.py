@@ -1,27 +1,27 @@
-"""What matters in the recipe: one short run per choice from the same full-depth checkpoint, one CSV row each.
+"""What matters in the recipe: one short run per choice from the same full-depth checkpoint, three rows each.
 
-    python recipes/experiments.py START E2E_DIR OUTPUT_DIR [--steps 150] [--only NAME,NAME]
+    python recipes/experiments.py START E2E_DIR RUNS_DIR RESULTS_DIR [--steps 150] [--only NAME,NAME]
 
-START is stage 1 of recipes/e2e.sh. Each run differs from ``base`` in one thing. Scores are on 256 validation inputs.
-Started again after a kill, it does only the rows that OUTPUT_DIR/experiments.csv does not hold.
+START is stage 1 of recipes/e2e.sh. Each run differs from ``base`` in one thing. Scores: 256 validation inputs at
+full depth, 3x and 5x, paired with START at full depth. Started again after a kill, it does only what is missing.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import random
-import time
 from pathlib import Path
 from typing import Any
 
 from skipdecode import Schedule, load
 from skipdecode.benchmark import machine
 from skipdecode.calibration import rank_layers
-from skipdecode.evaluation import Bench
+from skipdecode.evaluation import Arm, Bench, Evaluation
 from skipdecode.fitting import fit
-from skipdecode.losses import batches_of, loss_by_position
+from skipdecode.losses import batches_of
+from skipdecode.metrics import DEFAULT
 from skipdecode.objectives import Distillation
+from skipdecode.report import save
 from skipdecode.tasks import get_task
 from skipdecode.training import arguments, train
 
@@ -36,7 +36,7 @@ ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "hidden-0.5": ("distil hidden states, weight 0.5", {}, {"distil": (0.5, "hidden")}),
     "more-5x": ("5x drawn four times as often", {}, {"weights": (1, 1, 1, 1, 4)}),
     "even": ("order even", {"order": "even"}, {}),
-    "flat": ("constant depth, equal on average", {"decay": "constant"}, {}),
+    "flat": ("constant depth, as near to equal on average as whole layers come", {"decay": "constant"}, {}),
     "warmup-0": ("no warm-up layer", {"warmup": 0}, {}),
     "bottom": ("order bottom", {"order": "bottom"}, {}),
     "calibrated": ("order found greedily on START", {"order": "calibrated"}, {}),
@@ -52,74 +52,59 @@ ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Run what is missing."""
+    """Train what is missing, score what is missing, write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("start")
-    parser.add_argument("data", type=Path)
-    parser.add_argument("output", type=Path)
+    for name in ("data", "runs", "results"):
+        parser.add_argument(name, type=Path)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default=",".join(ROWS))
     given = parser.parse_args()
-    given.output.mkdir(parents=True, exist_ok=True)
-    table = given.output / "experiments.csv"
-    done = {row["name"] for row in csv.DictReader(table.open())} if table.exists() else set()
-    for name in given.only.split(",") if given.only else ROWS:
-        if name not in done:
-            row = {"name": name, "change": ROWS[name][0]} | run(name, given)
-            with table.open("a", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, row)
-                if not done:
-                    writer.writeheader()
-                writer.writerow(row)
-            done.add(name)
-    given.output.joinpath("experiments.md").write_text(markdown(table, given.steps), encoding="utf-8")
-
-
-def markdown(table: Path, steps: int) -> str:
-    """The CSV for readers: what changed, and per speed BLEU, ROUGE-L, loss, layers run and seconds."""
-    lines = ["| run | what it changes | train s |", "|---|---|--:|"]
-    for k in ("1x", "3x", "5x"):
-        lines[0] += f" BLEU {k} | ROUGE-L {k} | loss {k} | layers {k} | s {k} |"
-        lines[1] += "--:|" * 5
-    for row in csv.DictReader(table.open(encoding="utf-8")):
-        cells = [row["name"], row["change"], row["train_seconds"]]
-        cells += [
-            row[f"{what}_{k}"] for k in ("1x", "3x", "5x") for what in ("bleu", "rouge_l", "loss", "layers", "seconds")
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    note = f"{steps} steps of 32 from one full-depth checkpoint; 256 validation inputs, greedy, batch 32; {machine()}."
-    return "\n".join([*lines, "", note, ""])
-
-
-def run(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Train, then score at full depth, 3x and 5x."""
-    _, form, options = ROWS[name]
     task = get_task("e2e")
-    training, validation = task.read(given.data, "train"), task.read(given.data, "validation")[:256]
+    validation = task.read(given.data, "validation")[:256]
+    bench = Bench(task, validation, validation, timing_rows=64, repeats=3)
+    names = given.only.split(",")
+    for name in names:
+        if not (given.runs / name / "model.safetensors").exists():
+            run(name, given, bench)
+    arms = [Arm("full", 1.0, given.start, "full-1x")]
+    arms += [Arm("skipdecode", k, str(given.runs / name), f"{name}-{k:g}x") for name in names for k in (1.0, 3.0, 5.0)]
+    rows = []
+    for arm, row in zip(arms, Evaluation(bench, given.results, lambda arm: print(arm.key)).rows(arms), strict=True):
+        change = ROWS[arm.key.rpartition("-")[0]][0] if arm is not arms[0] else "before any of it"
+        rows.append({**row, "label": f"{Path(arm.model).name}: {change}" if arm is not arms[0] else f"START: {change}"})
+    about = {
+        "runs": f"{given.steps} steps of 32 from START, learning rate 1e-3 with cosine decay, one seed",
+        "rows": f"{len(validation)} validation inputs of E2E, greedy, batch 32; losses on the same",
+        "clock": f"medians of {bench.repeats} rounds over {bench.timing_rows} inputs, each run alternating with START",
+        "vs full": f"START at full depth; paired bootstrap over inputs, {bench.samples} samples",
+        "machine": machine(),
+    }
+    save(rows, [(metric.name, metric.label) for metric in DEFAULT], about, given.results)
+
+
+def run(name: str, given: argparse.Namespace, bench: Bench) -> None:
+    """Train one."""
+    _, form, options = ROWS[name]
+    training = bench.task.read(given.data, "train")
     training = random.Random(0).sample(training, min(2 * 32 * given.steps, len(training)))
     model, tokenizer = load(given.start, attention="eager")
     layers = model.config.num_hidden_layers
-    bench = Bench(task, validation, validation)
-    prompts = [example.prompt for example in validation]
-    lengths_file = given.output / "lengths.txt"
-    if not lengths_file.exists():
-        lengths_file.write_text(",".join(map(str, bench.run(model, tokenizer, prompts, None).lengths)))
-    lengths = [int(length) for length in lengths_file.read_text().split(",")]
+    lengths = bench.run(model, tokenizer, bench.examples, None).lengths
     if form.get("order") == "calibrated":
-        batches = batches_of(validation[:64], tokenizer, model, 64)
+        batches = batches_of(bench.held_out[:64], tokenizer, model, 64)
         form = form | {"order": rank_layers(model, batches).order}
     wanted = options.get("speedups", SPEEDUPS)
     if "horizon" in options:
         schedules = {k: Schedule.for_speedup(k, layers, options["horizon"]) for k in wanted}
     else:
         schedules = {k: fit(layers, k, lengths, **(form if k > 1 else {})) for k in wanted}
-    start = time.perf_counter()
-    model = train(
+    train(
         model.train(),
         tokenizer,
         schedules,
         arguments(
-            output_dir=str(given.output / name),
+            output_dir=str(given.runs / name),
             max_steps=given.steps,
             per_device_train_batch_size=32,
             learning_rate=1e-3,
@@ -130,25 +115,11 @@ def run(name: str, given: argparse.Namespace) -> dict[str, Any]:
             logging_steps=20,
             use_cpu=True,
         ),
-        task,
+        bench.task,
         training,
         objective=Distillation(*options["distil"]) if "distil" in options else None,
         weights=options.get("weights"),
-    ).eval()
-    row: dict[str, Any] = {"train_seconds": round(time.perf_counter() - start)}
-    held_out = batches_of(validation, tokenizer, model, 64)
-    for k in (1.0, 3.0, 5.0):
-        plan = schedules.get(k) or fit(layers, k, lengths)
-        result = bench.run(model, tokenizer, prompts, None if k == 1 else plan)
-        scores = task.score([r.text for r in result.rows], [example.references for example in validation])
-        row |= {
-            f"bleu_{k:g}x": round(scores["bleu"], 2),
-            f"rouge_l_{k:g}x": round(scores["rouge_l"], 2),
-            f"loss_{k:g}x": round(loss_by_position(model, held_out, plan)[0], 4),
-            f"layers_{k:g}x": round(result.cost.average_depth, 2),
-            f"seconds_{k:g}x": round(result.cost.seconds, 1),
-        }
-    return row
+    )
 
 
 if __name__ == "__main__":

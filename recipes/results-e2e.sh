@@ -16,6 +16,4 @@ evaluate "$runs/unskipped" --methods "skipdecode=$runs/embedded" --output "$resu
 c=$runs/compare
 methods=skipdecode=$c/skipdecode,multi_exit=$c/multi_exit,calm=$c/multi_exit,unified=$c/unified,d3=$c/d3,hsd=$c/hsd
 evaluate "$c/full" --methods "$methods,static=$c/static-{speedup},scratch=$c/scratch-{speedup}" --output "$results/e2e-methods"
-"$python" recipes/experiments.py "$runs/full" "$data" "$runs/experiments"
-mkdir -p "$results/e2e-experiments"
-cp "$runs/experiments/experiments".{csv,md} "$results/e2e-experiments"
+"$python" recipes/experiments.py "$runs/full" "$data" "$runs/experiments" "$results/e2e-experiments"

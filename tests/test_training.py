@@ -329,3 +329,52 @@ def test_from_scratch_trains_its_own_tokenizer(data, tmp_path):
     assert 256 < len(tokenizer) <= 300
     assert tokenizer.decode(tokenizer("the café on the log")["input_ids"]) == "the café on the log"
     assert skipdecode.load(str(target))[0].config.n_layer == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--method", "magic"], "unknown method"),
+        (["--method", "d3", "--order", "even"], "own rules"),
+        (["--method", "static", "--speedups", "2,4"], "a model per budget"),
+        (["--method", "static", "--distill", 0.5], "--teacher"),
+        (["--method", "multi_exit", "--distill", 0.5], "loss of its own"),
+        (["--distill-on", "hidden"], "go with --distill"),
+        (["--speedups", "2,4", "--weights", "1"], "each of 2"),
+        (["--speedups", "2,4", "--weights", "0,0"], "not all of them 0"),
+        (["--speedups", "2,4", "--schedule", "s.json"], "one of"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(checkpoint, data, tmp_path, options, words, monkeypatch):
+    monkeypatch.setattr("skipdecode.loading.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    done = run("train", checkpoint, "--data", data, "--output", tmp_path / "trained", *options)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize("options", [["--distill-on", "logits"], ["--distill-on", "hidden"], ["--teacher"]])
+def test_distillation_trains(checkpoint, data, tmp_path, options):
+    if options == ["--teacher"]:
+        options = ["--teacher", checkpoint]
+    common = ("--max-steps", 3, "--batch-size", 4, "--eval-steps", 0, "--speedups", "1,2,4", "--distill", 0.5)
+    target = tmp_path / "trained"
+    done = run("train", checkpoint, "--data", data, "--output", target, *common, *options, "--learning-rate", 1e-2)
+    assert done.returncode == 0, done.stderr
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (checkpoint, target))
+    assert torch.isfinite(weights(after)).all()
+    assert not torch.equal(weights(before), weights(after))
+
+
+def test_a_calibrated_order_is_trained_for_every_budget(checkpoint, data, tmp_path):
+    order = (0, 7, 3, 5, 1, 2, 4, 6)
+    Schedule(8, 4, 2, horizon=6, order=order).save(tmp_path / "schedule.json")
+    common = ("--data", data, "--max-steps", 1, "--eval-steps", 0)
+    more = ("--speedups", "2,4", "--order", tmp_path / "schedule.json", "--decay", "cosine")
+    done = run("train", checkpoint, *common, *more, "--output", tmp_path / "all")
+    assert done.returncode == 0, done.stderr
+    found = schedules_of(AutoModelForCausalLM.from_pretrained(tmp_path / "all").config)
+    assert {(plan.order, plan.decay) for plan in found.values()} == {(order, "cosine")}
+    one = ("--schedule", tmp_path / "schedule.json", "--speedup", 3, "--output", tmp_path / "one")
+    assert run("train", checkpoint, *common, *one).returncode == 0
+    found = schedules_of(AutoModelForCausalLM.from_pretrained(tmp_path / "one").config)
+    assert found == {3: Schedule.load(tmp_path / "schedule.json")}
