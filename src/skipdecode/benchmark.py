@@ -58,10 +58,10 @@ def alternate(
     }
 
 
-def machine() -> str:
-    """The machine and versions, to stand beside every number."""
-    if torch.cuda.is_available():
-        device = torch.cuda.get_device_name()
+def machine(device: str | None = None) -> str:
+    """The machine and versions, to stand beside every number; ``device`` as :func:`skipdecode.load` takes it."""
+    if torch.cuda.is_available() and (device is None or device.startswith("cuda")):
+        device = torch.cuda.get_device_name(device)
     else:
         name = cpu_capabilities().get("cpu_name") or platform.machine()
         device = f"{name}, {torch.get_num_threads()} threads"

@@ -57,9 +57,12 @@ def evaluate(
     if split not in ("test", "validation"):
         raise UsageError(f"--split is test or validation, not {split!r}")
     examples = the_task.read(data, split)[:rows]
-    held_out = the_task.read(data, "validation")[:held_out_rows] or examples[:held_out_rows]
     if not examples:
         raise UsageError(f"{data} holds no {split} rows")
+    held_out = the_task.read(data, "validation")[:held_out_rows]
+    if not held_out or split == "validation":
+        say("lengths and thresholds come from the scored rows: there is no other held-out split")
+        held_out = held_out or examples[:held_out_rows]
 
     from .evaluation import Bench, Evaluation, arms
 
@@ -69,8 +72,6 @@ def evaluate(
         raise UsageError(f"--speedups go up to the number of layers, {layers}")
     for arm in selected:
         read_config(arm.model)
-    if not the_task.read(data, "validation") or split == "validation":
-        say("lengths and thresholds come from the scored rows: there is no other held-out split")
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
@@ -108,14 +109,14 @@ def evaluate(
     about = {
         "command": shlex.join(["skipdecode", *(_short(part) for part in sys.argv[1:])]),
         "rows": f"{len(examples)} {split} inputs of {task}, greedy, batch {batch_size}",
-        "machine": machine(),
+        "machine": machine(device),
         "clock": f"medians of {repeats} rounds over {min(timing_rows, len(examples))} inputs, "
         "each method alternating with the full model",
         "vs full": f"paired bootstrap over inputs, {samples} samples",
     }
     save(results, names, about, output)
-    draw_tradeoff(results, names, output / "tradeoff.png", machine())
-    draw_losses(results, output / "losses.png", machine())
+    draw_tradeoff(results, names, output / "tradeoff.png", about["machine"])
+    draw_losses(results, output / "losses.png", about["machine"])
     heads, cells = brief(results, names)
     table = Table(box=None, pad_edge=False)
     for number, head in enumerate(heads):

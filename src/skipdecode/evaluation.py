@@ -102,7 +102,9 @@ class Bench:
         texts = [asdict(example) for example in (*self.examples, *self.held_out)]
         numbers = (self.batch_size, self.max_new_tokens, self.timing_rows, self.repeats, self.samples)
         names = [repr(vars(metric) | {"name": metric.name}) for metric in self.metrics]
-        return fingerprint(texts, numbers, names, self.options, self.dtype, self.device, machine(), __version__)
+        return fingerprint(
+            texts, numbers, names, self.options, self.dtype, self.device, machine(self.device), __version__
+        )
 
 
 class Evaluation:

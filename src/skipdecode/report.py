@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 
 def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
     """Heads and cells of what fits a terminal."""
-    heads = ["method", "target", "achieved", *(label for _, label in metrics), "s / 1k tokens", "clock", "peak KV"]
+    heads = ["method", "target", "achieved", *(label for _, label in metrics), "s/1k tok", "clock", "peak KV"]
     cells = [
         [
             row["label"],
