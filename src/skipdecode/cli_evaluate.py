@@ -130,8 +130,8 @@ def evaluate(
 
 
 def _short(argument: str) -> str:
-    """An absolute path says nothing to other people: its last part does."""
-    return Path(argument).name if Path(argument).is_absolute() else argument
+    """A path outside the working folder says nothing to other people: its last part does."""
+    return Path(argument).name if argument.startswith(("/", "..")) else argument
 
 
 def calibrate(
