@@ -18,13 +18,20 @@ train() { # NAME START OPTIONS…
 train full "$start" --speedup 1 --scheduler constant_with_warmup --max-steps 600 --eval-steps 200 --eval-rows 390
 same=(--max-steps 300 --eval-steps 0)
 train unskipped "$runs/full" --method full --speedup 1 "${same[@]}"
-train skipdecode "$runs/full" --speedups 1,2,3,4,5 --distill 0.5 "${same[@]}"
-train multi_exit "$runs/full" --method multi_exit --speedups 1,2,3,4,5 "${same[@]}"
-train unified "$runs/full" --method unified --speedups 1,2,3,4,5 "${same[@]}"
-for speedup in 3 5; do train static-$speedup "$runs/full" --method static --speedup $speedup "${same[@]}"; done
+for method in skipdecode multi_exit unified d3 hsd; do
+    train $method "$runs/full" --method $method --speedups 1,2,3,4,5 "${same[@]}"
+done
+for speedup in 2 3 4 5; do
+    train static-$speedup "$runs/full" --method static --speedup $speedup "${same[@]}"
+    train scratch-$speedup "$runs/full" --method scratch --speedup $speedup --max-steps 900 --eval-steps 0
+done
+# 3. The best we can do, distilled: not part of the comparison, in which all learn by cross-entropy.
+train distilled "$runs/full" --speedups 1,2,3,4,5 --distill 0.5 "${same[@]}"
 
 # One checkpoint at every budget against its own full depth, then all methods against the model that never skipped.
 evaluate() { "$skipdecode" evaluate "$@" "${task[@]}" --batch-size 32; }
-evaluate "$runs/skipdecode" --speedups 1,2,3,4,5 --output "$results/tldr"
-evaluate "$runs/unskipped" --speedups 1,3,5 --output "$results/tldr-methods" --methods \
-    "skipdecode=$runs/skipdecode,multi_exit=$runs/multi_exit,calm=$runs/multi_exit,unified=$runs/unified,d3,hsd,static=$runs/static-{speedup}"
+evaluate "$runs/distilled" --speedups 1,2,3,4,5 --output "$results/tldr"
+r=$runs
+methods=skipdecode=$r/skipdecode,multi_exit=$r/multi_exit,calm=$r/multi_exit,unified=$r/unified,d3=$r/d3,hsd=$r/hsd
+evaluate "$runs/unskipped" --speedups 1,2,3,4,5 --output "$results/tldr-methods" \
+    --methods "$methods,static=$r/static-{speedup},scratch=$r/scratch-{speedup}"

@@ -18,7 +18,8 @@ from .schedule import Schedule
 
 @dataclass(frozen=True)
 class LayerRanking:
-    """``order``: all layers, those that the model can least spare first; ``losses[n - 1]``: loss (nats) at depth n."""
+    """``order``: all layers, those that the model can least spare first; ``losses``: nats, the last at full depth,
+    the one before it with a layer less, and so on."""
 
     order: tuple[int, ...]
     losses: tuple[float, ...]
@@ -85,7 +86,6 @@ def calibrate(
     batch_size: int = 32,
     tolerance: float = 0.03,
     rounds: int = 4,
-    start: Schedule | None = None,
     on_batch: Callable[[Any], object] | None = None,
     **options: Any,
 ) -> Calibration:
@@ -99,12 +99,11 @@ def calibrate(
         batch_size: lengths are those of whole batches, so it matters.
         tolerance: how far the achieved ratio may be off.
         rounds: how often it may write at most. The best round counts.
-        start: schedule of the first round; the full model if None.
         on_batch: is told each batch's cost.
         options: as ``model.generate`` names them.
     """
     ids = encode_prompts(tokenizer, prompts)
-    plan: Plan = start
+    plan: Plan = None
     lengths: Sequence[int] = ()
     best: Calibration | None = None
     for _ in range(rounds):

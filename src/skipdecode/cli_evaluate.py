@@ -50,7 +50,7 @@ def evaluate(
     skipdecode evaluate demo --task e2e --data e2e-dataset --speedups 1,2,3,4,5
     """
     from .loading import read_config
-    from .tasks import get_task
+    from .tasks import evenly, get_task
 
     the_task = get_task(task, words)
     wanted = budgets(speedups)
@@ -59,10 +59,10 @@ def evaluate(
     examples = the_task.read(data, split)[:rows]
     if not examples:
         raise UsageError(f"{data} holds no {split} rows")
-    held_out = the_task.read(data, "validation")[:held_out_rows]
+    held_out = evenly(the_task.read(data, "validation"), held_out_rows)
     if not held_out or split == "validation":
         say("lengths and thresholds come from the scored rows: there is no other held-out split")
-        held_out = held_out or examples[:held_out_rows]
+        held_out = held_out or evenly(examples, held_out_rows)
 
     from .evaluation import Bench, Evaluation, arms
 
@@ -142,7 +142,7 @@ def calibrate(
     method: Annotated[
         str, Option(help="Whose depths to fit: skipdecode, multi_exit, unified, d3, hsd.")
     ] = "skipdecode",
-    rows: Annotated[int, Option(min=1, help="Use the first so many inputs.")] = 256,
+    rows: Annotated[int, Option(min=1, help="Use so many inputs, evenly drawn.")] = 256,
     words: Annotated[int | None, Option(min=1, help="Summaries: cut a source after so many words.")] = None,
     batch_size: Annotated[int, Option(min=1, help="As it will be used: a batch runs until its longest row ends.")] = 32,
     max_new_tokens: Annotated[int | None, Option(min=1, help="Default: the task's.")] = None,
@@ -167,7 +167,7 @@ def calibrate(
     from .loading import read_config, resolve
     from .methods import get_method
     from .order import ORDERS
-    from .tasks import get_task
+    from .tasks import evenly, get_task
 
     the_task = get_task(task, words)
     config = read_config(model)
@@ -186,7 +186,7 @@ def calibrate(
         raise UsageError(f"--order is {', '.join(ORDERS)} or search, not {order!r}")
     if not output.parent.is_dir():
         raise UsageError(f"--output {output}: there is no folder {output.parent}")
-    examples = (the_task.read(data, "validation") or the_task.read(data, "train"))[:rows]
+    examples = evenly(the_task.read(data, "validation") or the_task.read(data, "train"), rows)
     if not examples:
         raise UsageError(f"{data} holds no rows")
     fit(layers, speedup, [32], decay=decay)  # what the options contradict shows before the weights are loaded
@@ -205,7 +205,7 @@ def calibrate(
     with Progress(*described, console=err) as progress:
         if order == "search":
             bar = progress.add_task("layer order (passes)", total=trials(layers))
-            batches = batches_of(examples[:search_rows], tokenizer, network, batch_size)
+            batches = batches_of(evenly(examples, search_rows), tokenizer, network, batch_size)
             ranking = rank_layers(network, batches, on_trial=lambda: progress.advance(bar))
             options["order"] = ranking.order
             found["losses"] = [round(loss, 4) for loss in ranking.losses]

@@ -21,7 +21,7 @@ from .methods.calm import Calm
 from .metrics import DEFAULT, Metric, bootstrap
 from .prompts import encode_prompts
 from .schedule import Schedule
-from .tasks import Example, Task
+from .tasks import Example, Task, evenly
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Evaluation:
         """
         model, tokens = self._load(arm.model, reference)
         horizon = max(self._lengths_of(reference))
-        some = _evenly(self.bench.held_out, 2 * self.bench.batch_size)
+        some = evenly(self.bench.held_out, 2 * self.bench.batch_size)
         low, high, tried = 0.0, 6.0, []
         for _ in range(9):
             nines = (low + high) / 2
@@ -217,7 +217,7 @@ class Evaluation:
             batches = batches_of(bench.held_out, tokens, model, bench.batch_size)
             loss, row["loss_by_position"] = loss_by_position(model, batches, schedule)
             row["loss"] = round(loss, 4)
-        timed = _evenly(bench.examples, bench.timing_rows)
+        timed = evenly(bench.examples, bench.timing_rows)
         runs: dict[str, Callable[[], Generated]] = {
             "full": lambda: bench.run(full, full_tokens, timed, None),
             "arm": lambda: bench.run(model, tokens, timed, plan),
@@ -249,12 +249,6 @@ class Evaluation:
                 f"{metric.name}_interval": [round(low, 2), round(high, 2)],
             }
         return result
-
-
-def _evenly(examples: Sequence[Example], count: int) -> Sequence[Example]:
-    """So many of them, from beginning to end: data sets are often sorted by length."""
-    count = min(count, len(examples))
-    return [examples[i * len(examples) // count] for i in range(count)]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -14,17 +14,14 @@ from .schedule import Schedule, ScheduleError
 TOLERANCE = 0.01
 
 
-def achieved(schedule: Schedule, lengths: Sequence[int], num_layers: int | None = None) -> float:
-    """Times fewer layers that decode steps run than the full model's, over batches of ``lengths`` steps each.
-
-    ``num_layers`` are the full model's, if it is not the schedule's own.
-    """
+def achieved(schedule: Schedule, lengths: Sequence[int]) -> float:
+    """Times fewer layers that decode steps run than the full model's, over batches of ``lengths`` steps each."""
     steps = sum(lengths)
     if not steps:
         raise ScheduleError("no decode step was taken: there are no lengths to fit to")
     counts = Counter(lengths)
     ran = sum(times * schedule.average_depth(length) * length for length, times in counts.items() if length)
-    return (num_layers or schedule.num_layers) * steps / ran
+    return schedule.num_layers * steps / ran
 
 
 def batch_lengths(tokens: Sequence[int], batch_size: int) -> list[int]:

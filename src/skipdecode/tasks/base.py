@@ -137,6 +137,12 @@ def examples(pairs: Iterable[tuple[str, str]], split: str) -> list[Example]:
     return gather(pairs)
 
 
+def evenly(examples: Sequence[Example], count: int) -> list[Example]:
+    """So many of them, from beginning to end: data sets are often sorted by length."""
+    count = min(count, len(examples))
+    return [examples[i * len(examples) // count] for i in range(count)]
+
+
 def gather(pairs: Iterable[tuple[str, str]]) -> list[Example]:
     """One example per distinct prompt, with all its references, in order of first appearance."""
     references: dict[str, list[str]] = {}
