@@ -1,7 +1,7 @@
-"""A data set with a model's own texts beside the people's: python recipes/own_texts.py E2E_DIR OUTPUTS.jsonl FOLDER TIMES
+"""A data set with a model's own texts: python recipes/own_texts.py E2E_DIR OUTPUTS.jsonl FOLDER TIMES OWN_TIMES
 
-OUTPUTS is what `skipdecode generate --full` wrote. Each row of it goes in TIMES times (sequence-level distillation, Kim
-& Rush 2016). Validation and test set are the release's.
+OUTPUTS is what `skipdecode generate --full` wrote: sequence-level distillation (Kim & Rush, 2016). People's texts go in
+TIMES times, the model's OWN_TIMES. Validation and test set are the release's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 
-def main(release: str, outputs: str, folder: str, times: str) -> None:
+def main(release: str, outputs: str, folder: str, times: str, own_times: str) -> None:
     """Write FOLDER in the release's form."""
     source, target = Path(release), Path(folder)
     target.mkdir(parents=True, exist_ok=True)
@@ -24,7 +24,7 @@ def main(release: str, outputs: str, folder: str, times: str) -> None:
     with Path(outputs).open(encoding="utf-8") as file:
         own = [(row["mr"], row["text"]) for row in map(json.loads, file)]
     with (target / "trainset.csv").open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file).writerows([("mr", "ref"), *rows, *own * int(times)])
+        csv.writer(file).writerows([("mr", "ref"), *rows * int(times), *own * int(own_times)])
 
 
 if __name__ == "__main__":

@@ -6,27 +6,38 @@ set -euo pipefail
 data=$(realpath "$1") runs=$(realpath -m "$2") results=$(realpath -m "${3:-results}")
 start=$(realpath "${START:?START is the pretrained model to begin with}")
 cd "$(dirname "$0")/.."
-skipdecode=${SKIPDECODE:-.venv/bin/skipdecode}
-task=(--task reddit_tldr --data "$data" --words 60)
+skipdecode=${SKIPDECODE:-.venv/bin/skipdecode} python=${PYTHON:-.venv/bin/python}
+task=(--task reddit_tldr --data "$data" --words 40)
+optimizer=(--batch-size 16 --attention eager --adam-beta2 0.98 --learning-rate 1e-3 --save-steps 100)
+constant=(--speedup 1 --scheduler constant_with_warmup --eval-steps 0)
 
 train() { # NAME START OPTIONS…
-    [ -f "$runs/$1/model.safetensors" ] || "$skipdecode" train "$2" "${task[@]}" --output "$runs/$1" "${@:3}" \
-        --batch-size 16 --attention eager --adam-beta2 0.98 --learning-rate 1e-3 --warmup-steps 50 --save-steps 200
+    [ -f "$runs/$1/model.safetensors" ] || "$skipdecode" train "$2" --output "$runs/$1" "${optimizer[@]}" "${@:3}"
 }
 
-# 1. All layers, constant learning rate. 2. Every method from there, with the same data and steps.
-train full "$start" --speedup 1 --scheduler constant_with_warmup --max-steps 600 --eval-steps 200 --eval-rows 390
-same=(--max-steps 300 --eval-steps 0)
-train unskipped "$runs/full" --method full --speedup 1 "${same[@]}"
+# 1. All layers, constant learning rate: on whole posts as plain text, then on the task.
+mkdir -p "$runs"
+[ -f "$runs/posts.jsonl" ] || "$python" recipes/whole_posts.py "$data/train.jsonl" "$runs/posts.jsonl" 60
+train text "$start" --task jsonl --data "$runs/posts.jsonl" "${constant[@]}" --max-steps 1500 --warmup-steps 50
+train full "$runs/text" "${task[@]}" "${constant[@]}" --max-steps 400 --warmup-steps 30
+[ -s "$runs/lengths.json" ] || "$skipdecode" calibrate "$runs/full" "${task[@]}" --speedup 5 \
+    --output "$runs/five.json" --json > "$runs/lengths.json"
+lengths=$(tail -n 1 "$runs/lengths.json" | "$python" -c "import json; print(*json.loads(input())['lengths'], sep=',')")
+
+# 2. One checkpoint for every budget, distilled from its own full depth.
+same=("${task[@]}" --lengths "$lengths" --warmup-steps 30 --eval-steps 0)
+train distilled "$runs/full" "${same[@]}" --speedups 1,2,3,4,5 --weights 1,1,1,1,2 --distill 0.5 --max-steps 400
+
+# 3. The comparison: every method from the same start, with the same data and steps, all by cross-entropy.
+train unskipped "$runs/full" "${same[@]}" --method full --speedup 1 --max-steps 300
 for method in skipdecode multi_exit unified d3 hsd; do
-    train $method "$runs/full" --method $method --speedups 1,2,3,4,5 "${same[@]}"
+    train $method "$runs/full" "${same[@]}" --method $method --speedups 1,2,3,4,5 --max-steps 300
 done
 for speedup in 2 3 4 5; do
-    train static-$speedup "$runs/full" --method static --speedup $speedup "${same[@]}"
-    train scratch-$speedup "$runs/full" --method scratch --speedup $speedup --max-steps 900 --eval-steps 0
+    train static-$speedup "$runs/full" "${same[@]}" --method static --speedup $speedup --max-steps 300
+    # From scratch a model also needs the steps that the start had on this data.
+    train scratch-$speedup "$runs/full" "${same[@]}" --method scratch --speedup $speedup --max-steps 2200
 done
-# 3. The best we can do, distilled: not part of the comparison, in which all learn by cross-entropy.
-train distilled "$runs/full" --speedups 1,2,3,4,5 --distill 0.5 "${same[@]}"
 
 # One checkpoint at every budget against its own full depth, then all methods against the model that never skipped.
 evaluate() { "$skipdecode" evaluate "$@" "${task[@]}" --batch-size 32; }

@@ -152,5 +152,9 @@ def gather(pairs: Iterable[tuple[str, str]]) -> list[Example]:
 
 
 def squeeze(text: str, words: int | None = None) -> str:
-    """One space between words and no line breaks; only the first ``words`` of them, if that is given."""
-    return " ".join(text.split()[:words])
+    """One space between words and no line breaks; with ``words``, only the first so many, each up to 30 characters.
+
+    A path or a link can have hundreds of tokens, and a model has only so many positions.
+    """
+    parts = text.split()
+    return " ".join(parts if words is None else [part[:30] for part in parts[:words]])
