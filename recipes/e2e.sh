@@ -28,19 +28,27 @@ lengths=44,44,38,39,40,39,40,36,36,35,34,35,32,32,31,25,22,14
 [ -d "$out/teacher" ] || "$python" recipes/average.py "$out/skip" "$out/distilled" "$out/teacher" 0.7
 
 # 4. What few layers lack is agreement with many: the teacher writes texts at full depth for the training inputs and for
-# 12,000 new ones, and all budgets learn from them, first beside people's texts, then alone.
+# 12,000 new ones, and all budgets learn from them: beside people's texts, then alone, then from better ones, of 4 beams.
 [ -f "$out/inputs.csv" ] || "$python" recipes/more_inputs.py "$data" "$out/inputs.csv" 12000
-[ -f "$out/texts.jsonl" ] || "$skipdecode" generate "$out/teacher" --task e2e --input "$out/inputs.csv" --full \
-    --batch-size 128 --output "$out/texts.jsonl"
-own() { # NAME START OPTIONS…
-    [ -f "$out/$1/model.safetensors" ] || "$skipdecode" train "$2" "${common[@]}" --output "$out/$1" "${@:3}" \
-        --speedups 1,2,3,4,5 --lengths $lengths --weights 1,1,1,2,3 --distill 0.7 --teacher "$out/teacher" \
-        --learning-rate 5e-4 --eval-steps 0
+[ -f "$out/some.csv" ] || { head -n 1 "$out/inputs.csv"
+    tail -n +2 "$out/inputs.csv" | shuf -n 6000 --random-source <(yes); } > "$out/some.csv"
+write() { # NAME INPUTS OPTIONS…
+    [ -f "$out/$1.jsonl" ] || "$skipdecode" generate "$out/teacher" --task e2e --input "$out/$2.csv" --full \
+        --batch-size 128 --output "$out/$1.jsonl" "${@:3}"
 }
-"$python" recipes/own_texts.py "$data" "$out/texts.jsonl" "$out/mixed" 1 3
-"$python" recipes/own_texts.py "$data" "$out/texts.jsonl" "$out/alone" 0 1
-own beside "$out/teacher" --data "$out/mixed" --max-steps 1500 --warmup-steps 50
-own embedded "$out/beside" --data "$out/alone" --max-steps 1200 --warmup-steps 30 --seed 2
+own() { # NAME START TEXTS TIMES_PEOPLES TIMES_OWN OPTIONS…
+    mkdir -p "$out/data-$1"
+    cp "$data/devset.csv" "$data/testset_w_refs.csv" "$out/data-$1"
+    "$python" recipes/own_texts.py "$data/trainset.csv" "$out/$3.jsonl" ref "$out/data-$1/trainset.csv" "$4" "$5"
+    [ -f "$out/$1/model.safetensors" ] || "$skipdecode" train "$out/$2" "${common[@]}" --data "$out/data-$1" \
+        --output "$out/$1" --speedups 1,2,3,4,5 --lengths $lengths --weights 1,1,1,2,3 --learning-rate 5e-4 \
+        --eval-steps 0 "${@:6}"
+}
+write greedy inputs
+write beams some --num-beams 4 --batch-size 64
+own beside teacher greedy 1 3 --distill 0.7 --teacher "$out/teacher" --max-steps 1500 --warmup-steps 50
+own alone beside greedy 0 1 --distill 0.7 --teacher "$out/teacher" --max-steps 1200 --warmup-steps 30 --seed 2
+own embedded alone beams 0 1 --distill 0.5 --max-steps 800 --warmup-steps 30 --seed 3
 
 # Beside it: the same start without any skipping, until its learning rate is down.
 [ -f "$out/unskipped/model.safetensors" ] || "$skipdecode" train "$out/full" "${common[@]}" --data "$data" \

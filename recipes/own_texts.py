@@ -1,30 +1,33 @@
-"""A data set with a model's own texts: python recipes/own_texts.py E2E_DIR OUTPUTS.jsonl FOLDER TIMES OWN_TIMES
+"""A training file with a model's own texts: python recipes/own_texts.py TRAIN OUTPUTS.jsonl REFERENCE TARGET TIMES OWN_TIMES
 
-OUTPUTS is what `skipdecode generate --full` wrote: sequence-level distillation (Kim & Rush, 2016). People's texts go in
-TIMES times, the model's OWN_TIMES. Validation and test set are the release's.
+OUTPUTS is what `skipdecode generate --full` wrote: sequence-level distillation (Kim & Rush, 2016). People's texts,
+TRAIN's column REFERENCE, go in TIMES times, the model's OWN_TIMES. CSV or JSONL, as the files' names say.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-import shutil
 import sys
 from pathlib import Path
 
+from skipdecode.tasks.base import read_rows
 
-def main(release: str, outputs: str, folder: str, times: str, own_times: str) -> None:
-    """Write FOLDER in the release's form."""
-    source, target = Path(release), Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    for name in ("devset.csv", "testset_w_refs.csv"):
-        shutil.copyfile(source / name, target / name)
-    with (source / "trainset.csv").open(encoding="utf-8", newline="") as file:
-        rows = [(row["mr"], row["ref"]) for row in csv.DictReader(file)]
-    with Path(outputs).open(encoding="utf-8") as file:
-        own = [(row["mr"], row["text"]) for row in map(json.loads, file)]
-    with (target / "trainset.csv").open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file).writerows([("mr", "ref"), *rows * int(times), *own * int(own_times)])
+
+def main(train: str, outputs: str, reference: str, target: str, times: str, own_times: str) -> None:
+    """Write TARGET."""
+    people = list(read_rows(Path(train)))
+    columns = [name for name in people[0] if name in ("mr", "title", "post")]
+    rows = [{name: row[name] for name in (*columns, reference)} for row in people] * int(times)
+    texts = [row for row in read_rows(Path(outputs)) if row.get("text", "").strip()]
+    rows += [{name: row[name] for name in columns} | {reference: row["text"]} for row in texts] * int(own_times)
+    with Path(target).open("w", encoding="utf-8", newline="") as file:
+        if target.endswith(".csv"):
+            writer = csv.DictWriter(file, [*columns, reference])
+            writer.writeheader()
+            writer.writerows(rows)
+        else:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

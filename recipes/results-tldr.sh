@@ -7,7 +7,7 @@ data=$(realpath "$1") runs=$(realpath -m "$2") results=$(realpath -m "${3:-resul
 start=$(realpath "${START:?START is the pretrained model to begin with}")
 cd "$(dirname "$0")/.."
 skipdecode=${SKIPDECODE:-.venv/bin/skipdecode} python=${PYTHON:-.venv/bin/python}
-task=(--task reddit_tldr --data "$data" --words 40)
+task=(--task reddit_tldr --words 40)
 optimizer=(--batch-size 16 --attention eager --adam-beta2 0.98 --learning-rate 1e-3 --save-steps 100)
 constant=(--speedup 1 --scheduler constant_with_warmup --eval-steps 0)
 
@@ -19,29 +19,43 @@ train() { # NAME START OPTIONS…
 mkdir -p "$runs"
 [ -f "$runs/posts.jsonl" ] || "$python" recipes/whole_posts.py "$data/train.jsonl" "$runs/posts.jsonl" 60
 train text "$start" --task jsonl --data "$runs/posts.jsonl" "${constant[@]}" --max-steps 1500 --warmup-steps 50
-train full "$runs/text" "${task[@]}" "${constant[@]}" --max-steps 400 --warmup-steps 30
-[ -s "$runs/lengths.json" ] || "$skipdecode" calibrate "$runs/full" "${task[@]}" --speedup 5 \
+train full "$runs/text" "${task[@]}" --data "$data" "${constant[@]}" --max-steps 400 --warmup-steps 30
+[ -s "$runs/lengths.json" ] || "$skipdecode" calibrate "$runs/full" "${task[@]}" --data "$data" --speedup 5 \
     --output "$runs/five.json" --json > "$runs/lengths.json"
 lengths=$(tail -n 1 "$runs/lengths.json" | "$python" -c "import json; print(*json.loads(input())['lengths'], sep=',')")
 
-# 2. One checkpoint for every budget, distilled from its own full depth.
-same=("${task[@]}" --lengths "$lengths" --warmup-steps 30 --eval-steps 0)
-train distilled "$runs/full" "${same[@]}" --speedups 1,2,3,4,5 --weights 1,1,1,1,2 --distill 0.5 --max-steps 400
+# 2. One checkpoint for every budget, distilled from its own full depth; then from the texts it writes there with 4
+# beams, which keeps all budgets at the same texts. Depths last, fitted to the lengths it has come to write.
+same=("${task[@]}" --warmup-steps 30 --eval-steps 0)
+budgets=(--speedups 1,2,3,4,5 --weights 1,1,1,1,2 --distill 0.5 --max-steps 400)
+train distilled "$runs/full" "${same[@]}" --data "$data" --lengths "$lengths" "${budgets[@]}"
+[ -f "$runs/some.jsonl" ] || head -n 4000 "$data/train.jsonl" > "$runs/some.jsonl"
+[ -f "$runs/texts.jsonl" ] || "$skipdecode" generate "$runs/distilled" "${task[@]}" --input "$runs/some.jsonl" --full \
+    --num-beams 4 --no-repeat-ngram-size 3 --max-new-tokens 40 --batch-size 64 --output "$runs/texts.jsonl"
+mkdir -p "$runs/data"
+cp "$data/valid.jsonl" "$data/test.jsonl" "$runs/data"
+"$python" recipes/own_texts.py "$data/train.jsonl" "$runs/texts.jsonl" summary "$runs/data/train.jsonl" 0 1
+train own "$runs/distilled" "${same[@]}" --data "$runs/data" "${budgets[@]}"
+for speedup in 2 3 4 5; do
+    [ -f "$runs/schedule-$speedup.json" ] || "$skipdecode" calibrate "$runs/own" "${task[@]}" --data "$data" \
+        --speedup $speedup --rows 390 --save --output "$runs/schedule-$speedup.json"
+done
 
 # 3. The comparison: every method from the same start, with the same data and steps, all by cross-entropy.
-train unskipped "$runs/full" "${same[@]}" --method full --speedup 1 --max-steps 300
-for method in skipdecode multi_exit unified d3 hsd; do
-    train $method "$runs/full" "${same[@]}" --method $method --speedups 1,2,3,4,5 --max-steps 300
-done
+compare() { # NAME METHOD STEPS OPTIONS…
+    train "$1" "$runs/full" "${same[@]}" --data "$data" --lengths "$lengths" --method "$2" --max-steps "$3" "${@:4}"
+}
+compare unskipped full 300 --speedup 1
+for method in skipdecode multi_exit unified d3 hsd; do compare $method $method 300 --speedups 1,2,3,4,5; done
 for speedup in 2 3 4 5; do
-    train static-$speedup "$runs/full" "${same[@]}" --method static --speedup $speedup --max-steps 300
+    compare static-$speedup static 300 --speedup $speedup
     # From scratch a model also needs the steps that the start had on this data.
-    train scratch-$speedup "$runs/full" "${same[@]}" --method scratch --speedup $speedup --max-steps 2200
+    compare scratch-$speedup scratch 2200 --speedup $speedup
 done
 
 # One checkpoint at every budget against its own full depth, then all methods against the model that never skipped.
-evaluate() { "$skipdecode" evaluate "$@" "${task[@]}" --batch-size 32; }
-evaluate "$runs/distilled" --speedups 1,2,3,4,5 --output "$results/tldr"
+evaluate() { "$skipdecode" evaluate "$@" "${task[@]}" --data "$data"; }
+evaluate "$runs/own" --speedups 1,2,3,4,5 --output "$results/tldr"
 r=$runs
 methods=skipdecode=$r/skipdecode,multi_exit=$r/multi_exit,calm=$r/multi_exit,unified=$r/unified,d3=$r/d3,hsd=$r/hsd
 evaluate "$runs/unskipped" --speedups 1,2,3,4,5 --output "$results/tldr-methods" \
