@@ -49,8 +49,15 @@ write beams some --num-beams 4 --batch-size 64
 own beside teacher greedy 1 3 --distill 0.7 --teacher "$out/teacher" --max-steps 1500 --warmup-steps 50
 own alone beside greedy 0 1 --distill 0.7 --teacher "$out/teacher" --max-steps 1200 --warmup-steps 30 --seed 2
 own embedded alone beams 0 1 --distill 0.5 --max-steps 800 --warmup-steps 30 --seed 3
+for speedup in 2 3 4 5; do # depths that fit the lengths it has come to write
+    [ -f "$out/schedule-$speedup.json" ] || "$skipdecode" calibrate "$out/embedded" --task e2e --data "$data" \
+        --speedup $speedup --rows 547 --save --output "$out/schedule-$speedup.json"
+done
 
-# Beside it: the same start without any skipping, until its learning rate is down.
+# Beside it: the same start without any skipping, until its learning rate is down; then the same beam texts.
 [ -f "$out/unskipped/model.safetensors" ] || "$skipdecode" train "$out/full" "${common[@]}" --data "$data" \
     --output "$out/unskipped" --speedup 1 --max-steps 2600 \
     --learning-rate 1e-3 --warmup-steps 100 --eval-steps 1300
+[ -f "$out/unskipped-own/model.safetensors" ] || "$skipdecode" train "$out/unskipped" "${common[@]}" \
+    --data "$out/data-embedded" --method full --output "$out/unskipped-own" --speedup 1 --max-steps 800 \
+    --learning-rate 5e-4 --warmup-steps 30 --eval-steps 0 --seed 3

@@ -12,7 +12,7 @@ recipes/compare.sh "$runs/full" "$data" "$runs/compare"
 
 # One checkpoint at every budget; the same against a model that never skipped; every method trained alike.
 evaluate "$runs/embedded" --output "$results/e2e"
-evaluate "$runs/unskipped" --methods "skipdecode=$runs/embedded" --output "$results/e2e-unskipped"
+evaluate "$runs/unskipped-own" --methods "skipdecode=$runs/embedded" --output "$results/e2e-unskipped"
 c=$runs/compare
 methods=skipdecode=$c/skipdecode,multi_exit=$c/multi_exit,calm=$c/multi_exit,unified=$c/unified,d3=$c/d3,hsd=$c/hsd
 evaluate "$c/full" --methods "$methods,static=$c/static-{speedup},scratch=$c/scratch-{speedup}" --output "$results/e2e-methods"

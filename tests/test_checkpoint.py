@@ -58,10 +58,16 @@ def test_scores_are_the_cards(speedup):
     scores = task.score([row.text for row in result.rows], [example.references for example in examples])
     assert scores["bleu"] == pytest.approx(figures()[speedup, "bleu"], abs=0.3)
     assert scores["rouge_l"] == pytest.approx(figures()[speedup, "rouge"], abs=0.3)
-    assert scores["bleu"] >= 63
     assert result.cost.layer_ratio == pytest.approx(speedup, rel=0.03)
 
 
 def test_the_card_states_every_speed():
     assert {speedup for speedup, _ in figures()} == {1, 2, 3, 4, 5}
     assert len(figures()) == 10
+
+
+def test_no_speed_costs_half_a_point():
+    card = figures()
+    assert card[1, "bleu"] >= 65.5
+    for (_, metric), value in card.items():
+        assert value >= card[1, metric] - 0.5
