@@ -1,4 +1,6 @@
-"""A training file with a model's own texts: python recipes/own_texts.py TRAIN OUTPUTS.jsonl REFERENCE TARGET TIMES OWN_TIMES
+"""A training file with a model's own texts.
+
+    python recipes/own_texts.py TRAIN OUTPUTS.jsonl REFERENCE TARGET TIMES OWN_TIMES
 
 OUTPUTS is what `skipdecode generate --full` wrote: sequence-level distillation (Kim & Rush, 2016). People's texts,
 TRAIN's column REFERENCE, go in TIMES times, the model's OWN_TIMES. CSV or JSONL, as the files' names say.

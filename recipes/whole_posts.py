@@ -1,7 +1,7 @@
 """Posts as plain text to learn from: python recipes/whole_posts.py TRAIN.jsonl OUTPUT.jsonl WORDS
 
-Summaries alone are a tenth of the text. Each post becomes one row that ends in its TL;DR, as the task has it, and one of
-the words that the task's prompt leaves out.
+Summaries alone are a tenth of the text. Each post becomes one row that ends in its TL;DR, as the task has it, and one
+of the words that the task's prompt leaves out.
 """
 
 from __future__ import annotations

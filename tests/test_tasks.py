@@ -105,6 +105,8 @@ def test_summarization_prompts_are_cut_in_words():
     assert RedditTldr().prompt(row) == "Post: Weird crash. GPU is fried and so am I TL;DR:"
     assert RedditTldr(words=3).prompt(row) == "Post: Weird crash. GPU is fried TL;DR:"
     assert CnnDm(words=2).prompt({"article": "(CNN)Share,  and your gift"}) == "(CNN)Share, and\n\nTL;DR:"
+    link = {"article": "see http://" + "long/" * 100}
+    assert len(CnnDm(words=2).prompt(link)) < 60  # a path of hundreds of tokens would take a model's positions
     assert len(RedditTldr().prompt(row | {"post": "w " * 500}).split()) == 120 + 4
     assert len(CnnDm().prompt({"article": "w " * 500}).split()) == 400 + 1
 
