@@ -65,3 +65,18 @@ def test_whole_posts_lose_no_word(tmp_path):
     run("whole_posts.py", tmp_path / "train.jsonl", tmp_path / "posts.jsonl", 3)
     rows = [json.loads(line) for line in (tmp_path / "posts.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["response"] for row in rows] == ["Help. one two three TL;DR: short", "four"]
+
+
+def test_what_stands_after_the_tldr_of_a_copy_stands_before_it(tmp_path):
+    posts = [
+        {"title": f"Title\n{i}", "post": " ".join(f"w{j}" for j in range(1, 10 * i)), "summary": "s"} for i in range(5)
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(post) + "\n" for post in posts), encoding="utf-8")
+    run("copies.py", tmp_path / "train.jsonl", tmp_path / "copies.jsonl", 2)
+    rows = [
+        json.loads(line)["response"] for line in (tmp_path / "copies.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert len(rows) == len(posts) * 3 * 2
+    for row in rows:
+        shown, again = row.split(" TL;DR:")
+        assert f"{shown} ".startswith(f"{again.strip()} ") or shown.startswith(f"{again.strip()}. ")
