@@ -1,9 +1,9 @@
-"""Texts to learn copying from: python recipes/copies.py TRAIN.jsonl OUTPUT.jsonl TIMES
+"""What teaches a small model to use the post: python recipes/copies.py TRAIN.jsonl COPIES.jsonl TITLES.jsonl TIMES
 
-A small model trained on six thousand posts writes summaries that hardly depend on the post. What it lacks is copying,
-and any text can teach that: a piece of a post, a handful of its words in random order (which nothing but copying
-predicts), or the title above the post, each to be written once more after ``TL;DR:``. Every post gives these three
-rows, TIMES over.
+Trained on six thousand posts from little, it writes summaries that hardly depend on them. What it lacks is copying, and
+any text can teach that: a piece of a post, a handful of its words in random order (which nothing but copying predicts),
+or the title above the post, each to be written once more after ``TL;DR:``. COPIES has these three rows for every post,
+TIMES over. TITLES, for the task itself, has every post twice: with its summary, and with its title for a summary.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 
-def main(source: str, target: str, times: str) -> None:
-    """Write rows of ``prompt`` and ``response`` for ``--task jsonl``."""
+def main(source: str, copies: str, titles: str, times: str) -> None:
+    """Write COPIES for ``--task jsonl`` and TITLES for ``--task reddit_tldr``."""
     draw = random.Random(0)
     with Path(source).open(encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
-    with Path(target).open("w", encoding="utf-8") as out:
+    with Path(copies).open("w", encoding="utf-8") as out:
         for row in rows * int(times):
             post, title = row["post"].split(), " ".join(row["title"].split())
             length = draw.randint(8, 30)
@@ -28,6 +28,9 @@ def main(source: str, target: str, times: str) -> None:
             words = " ".join(draw.sample(post[:60], min(length, len(post[:60]))))
             for shown, again in ((piece, piece), (words, words), (f"{title}. {' '.join(post[:25])}", title)):
                 print(json.dumps({"prompt": "Post:", "response": f"{shown} TL;DR: {again}"}), file=out)
+    with Path(titles).open("w", encoding="utf-8") as out:
+        for row in rows:
+            out.writelines(json.dumps(row | {"summary": row[key]}) + "\n" for key in ("summary", "title"))
 
 
 if __name__ == "__main__":

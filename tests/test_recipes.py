@@ -72,7 +72,9 @@ def test_what_stands_after_the_tldr_of_a_copy_stands_before_it(tmp_path):
         {"title": f"Title\n{i}", "post": " ".join(f"w{j}" for j in range(1, 10 * i)), "summary": "s"} for i in range(5)
     ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(post) + "\n" for post in posts), encoding="utf-8")
-    run("copies.py", tmp_path / "train.jsonl", tmp_path / "copies.jsonl", 2)
+    run("copies.py", tmp_path / "train.jsonl", tmp_path / "copies.jsonl", tmp_path / "titles.jsonl", 2)
+    titles = [json.loads(line) for line in (tmp_path / "titles.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert titles == [post | {"summary": post[key]} for post in posts for key in ("summary", "title")]
     rows = [
         json.loads(line)["response"] for line in (tmp_path / "copies.jsonl").read_text(encoding="utf-8").splitlines()
     ]
