@@ -15,11 +15,18 @@ train() { # NAME START OPTIONS…
     [ -f "$runs/$1/model.safetensors" ] || "$skipdecode" train "$2" --output "$runs/$1" "${optimizer[@]}" "${@:3}"
 }
 
-# 1. All layers, constant learning rate: on whole posts as plain text, then on the task.
-mkdir -p "$runs"
+# 1. All layers, constant learning rate: on whole posts as plain text, on copying, then on the task, where a title counts as
+# a summary too. Without the copying it writes the same few sentences under most posts.
+mkdir -p "$runs/titles" "$runs/own-texts"
+cp "$data/valid.jsonl" "$data/test.jsonl" "$runs/titles"
+cp "$data/valid.jsonl" "$data/test.jsonl" "$runs/own-texts"
 [ -f "$runs/posts.jsonl" ] || "$python" recipes/whole_posts.py "$data/train.jsonl" "$runs/posts.jsonl" 60
+[ -f "$runs/titles/train.jsonl" ] \
+    || "$python" recipes/copies.py "$data/train.jsonl" "$runs/copies.jsonl" "$runs/titles/train.jsonl" 2
 train text "$start" --task jsonl --data "$runs/posts.jsonl" "${constant[@]}" --max-steps 1500 --warmup-steps 50
-train full "$runs/text" "${task[@]}" --data "$data" "${constant[@]}" --max-steps 400 --warmup-steps 30
+train copy "$runs/text" --task jsonl --data "$runs/copies.jsonl" "${constant[@]}" --max-steps 2200 --warmup-steps 50
+train full "$runs/copy" "${task[@]}" --data "$runs/titles" "${constant[@]}" --max-steps 800 --warmup-steps 30 \
+    --learning-rate 5e-4
 [ -s "$runs/lengths.json" ] || "$skipdecode" calibrate "$runs/full" "${task[@]}" --data "$data" --speedup 5 \
     --output "$runs/five.json" --json > "$runs/lengths.json"
 lengths=$(tail -n 1 "$runs/lengths.json" | "$python" -c "import json; print(*json.loads(input())['lengths'], sep=',')")
@@ -27,15 +34,13 @@ lengths=$(tail -n 1 "$runs/lengths.json" | "$python" -c "import json; print(*jso
 # 2. One checkpoint for every budget, distilled from its own full depth; then from the texts it writes there with 4
 # beams, which keeps all budgets at the same texts. Depths last, fitted to the lengths it has come to write.
 same=("${task[@]}" --warmup-steps 30 --eval-steps 0)
-budgets=(--speedups 1,2,3,4,5 --weights 1,1,1,1,2 --distill 0.5 --max-steps 400)
-train distilled "$runs/full" "${same[@]}" --data "$data" --lengths "$lengths" "${budgets[@]}"
+budgets=(--speedups 1,2,3,4,5 --weights 1,1,1,1,2 --distill 0.5)
+train distilled "$runs/full" "${same[@]}" --data "$runs/titles" --lengths "$lengths" "${budgets[@]}" --max-steps 500
 [ -f "$runs/some.jsonl" ] || head -n 4000 "$data/train.jsonl" > "$runs/some.jsonl"
 [ -f "$runs/texts.jsonl" ] || "$skipdecode" generate "$runs/distilled" "${task[@]}" --input "$runs/some.jsonl" --full \
-    --num-beams 4 --no-repeat-ngram-size 3 --max-new-tokens 40 --batch-size 64 --output "$runs/texts.jsonl"
-mkdir -p "$runs/data"
-cp "$data/valid.jsonl" "$data/test.jsonl" "$runs/data"
-"$python" recipes/own_texts.py "$data/train.jsonl" "$runs/texts.jsonl" summary "$runs/data/train.jsonl" 0 1
-train own "$runs/distilled" "${same[@]}" --data "$runs/data" "${budgets[@]}"
+    --num-beams 4 --max-new-tokens 40 --batch-size 64 --output "$runs/texts.jsonl"
+"$python" recipes/own_texts.py "$data/train.jsonl" "$runs/texts.jsonl" summary "$runs/own-texts/train.jsonl" 0 1
+train own "$runs/distilled" "${same[@]}" --data "$runs/own-texts" "${budgets[@]}" --max-steps 400
 for speedup in 2 3 4 5; do
     [ -f "$runs/schedule-$speedup.json" ] || "$skipdecode" calibrate "$runs/own" "${task[@]}" --data "$data" \
         --speedup $speedup --rows 390 --save --output "$runs/schedule-$speedup.json"
@@ -43,7 +48,7 @@ done
 
 # 3. The comparison: every method from the same start, with the same data and steps, all by cross-entropy.
 compare() { # NAME METHOD STEPS OPTIONS…
-    train "$1" "$runs/full" "${same[@]}" --data "$data" --lengths "$lengths" --method "$2" --max-steps "$3" "${@:4}"
+    train "$1" "$runs/full" "${same[@]}" --data "$runs/titles" --lengths "$lengths" --method "$2" --max-steps "$3" "${@:4}"
 }
 compare unskipped full 300 --speedup 1
 for method in skipdecode multi_exit unified d3 hsd; do compare $method $method 300 --speedups 1,2,3,4,5; done

@@ -155,6 +155,8 @@ def test_everybody_confident_leaves_at_the_first_layer_and_writes_all_caches(mod
     assert result.cost.average_depth == result.cost.row_depth == 1
     lengths = {layer.keys.shape[2] for layer in caches[0].layers}
     assert len(lengths) == 1
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in caches[0].layers)
+    assert result.cost.peak_kv_bytes == held  # the layers that only wrote count too
 
 
 def test_a_batch_runs_at_least_what_its_rows_do_and_rows_do_not_depend_on_it(model):

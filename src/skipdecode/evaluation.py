@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import __version__, trained
 from .benchmark import alternate, machine
+from .fitting import fit
 from .generation import Generated, Plan, generate_ids
 from .jobs import fingerprint, identity, write
 from .loading import load, resolve
@@ -22,6 +23,9 @@ from .metrics import DEFAULT, Metric, bootstrap
 from .prompts import encode_prompts
 from .schedule import Schedule
 from .tasks import Example, Task, evenly
+
+#: Both leave early, and are trained by the same loss.
+EXITS = {"multi_exit", "calm"}
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,13 @@ class Evaluation:
         if isinstance(method, Calm):
             return self._calm(method, arm, reference)
         known = trained.schedules(model.config) if trained.method(model.config) == arm.method else {}
-        plan = known.get(arm.speedup) or method.schedule(layers, arm.speedup, self._lengths_of(reference))
+        plan = known.get(arm.speedup)
+        if plan is None:
+            lengths = self._lengths_of(reference)
+            if known and arm.method == "skipdecode":  # the form it was trained in, as generation takes it
+                plan = fit(layers, arm.speedup, lengths, **known[max(known)].form)
+            else:
+                plan = method.schedule(layers, arm.speedup, lengths)
         return plan, {"schedule": plan.to_dict()}
 
     def _calm(self, method: Calm, arm: Arm, reference: Arm) -> tuple[Plan, dict[str, Any]]:
@@ -196,8 +206,8 @@ class Evaluation:
         result = bench.run(model, tokens, bench.examples, plan)
         texts = [" ".join(row.text.split()) for row in result.rows]
         cost = result.cost
-        # CALM runs on what multi-layer exit trains; any other method on what says its name.
-        ready = arm.method in ("full", trained.method(model.config)) or isinstance(method, Calm)
+        by = trained.method(model.config)
+        ready = arm.method in ("full", by) or {arm.method, by} == EXITS
         row: dict[str, Any] = {
             "method": arm.method,
             "label": method.label if ready else f"{method.label}, untrained",

@@ -221,11 +221,14 @@ class Schedule:
         return target(self.max_depth, self.min_depth, self.num_layers)
 
     def with_speedup(self, speedup: float) -> Schedule:
-        """The budget of another speed-up in this schedule's form: horizon, order, warm-up and decay."""
+        """The budget of another speed-up in this schedule's form, over its horizon."""
+        return Schedule.for_speedup(speedup, self.num_layers, self.horizon, **self.form)
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """What a schedule of another budget takes over: order, warm-up, decay with its numbers, decay in the prompt."""
         names = ("order", "warmup", "rate", "stairs", "prompt_decay")
-        decay = "linear" if self.decay == "list" else self.decay
-        options = {name: getattr(self, name) for name in names} | {"decay": decay}
-        return Schedule.for_speedup(speedup, self.num_layers, self.horizon, **options)
+        return {name: getattr(self, name) for name in names} | {"decay": "linear" if self.depths else self.decay}
 
     @classmethod
     def from_depths(cls, num_layers: int, depths: list[int] | tuple[int, ...], **options: Any) -> Schedule:

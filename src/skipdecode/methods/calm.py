@@ -36,7 +36,8 @@ class Calm(MultiExit):
 
         Args:
             model: gets gates of its own, inert without such a cache.
-            threshold: 0 (leave at once) to 1 (never); it decays over ``horizon`` tokens (the paper's equation 5).
+            threshold: the paper's lambda, 0 to 1; nine tenths of it and a tenth that decays over ``horizon`` tokens is
+                what the margin must exceed (its equation 5).
             horizon: tokens.
         """
         watch(model)
@@ -82,11 +83,11 @@ class ConfidenceCache(DynamicCache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store; with every row gone, the rest of the layer is not run."""
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self.writing:
-            raise _Written
         if layer_idx == len(self.layers) - 1:
             kept = (x for layer in self.layers for x in (layer.keys, layer.values) if x is not None)
             self.peak_kv_bytes = max(self.peak_kv_bytes, sum(x.nbytes for x in kept))
+        if self.writing:
+            raise _Written
         return states
 
 
