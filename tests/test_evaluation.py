@@ -141,6 +141,8 @@ def test_early_exits_share_a_training(name, checkpoint, data, tmp_path):
         (("--methods", "d3,d3"), "twice"),
         (("--speedups", "1,9"), "number of layers, 8"),
         (("--bert-score", "/nowhere/at/all"), "cannot load"),
+        (("--device", "cuda:99"), "no device"),
+        (("--output", __file__), "exists"),
     ],
 )
 def test_what_the_user_can_put_right_is_said_before_a_model_is_loaded(

@@ -178,7 +178,7 @@ def test_a_killed_run_resumes_to_the_same_weights(checkpoint, tmp_path, monkeypa
             go("killed")
     # A checkpoint that the kill cut short: the state comes last, so it is passed over.
     (tmp_path / "killed" / "checkpoint-5").mkdir()
-    newest = newest_checkpoint(tmp_path / "killed", schedules)
+    newest = newest_checkpoint(tmp_path / "killed", {})
     assert newest.name == "checkpoint-4"
     resumed = go("killed", resume=newest)
     torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=0)
@@ -212,15 +212,34 @@ def test_the_fastest_budget_is_the_checkpoints_default():
     assert entry({1: Schedule.full(8)}) is None
 
 
-def test_a_checkpoint_of_other_budgets_is_not_resumed(checkpoint, data, tmp_path):
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        (["--speedup", 4], "budgets"),
+        (["--method", "unified"], "method"),
+        (["--learning-rate", 1e-3], "learning rate"),
+        (["--seed", 1], "seed"),
+        (["--rows", 3], "data"),
+        (["--distill", 0.5], "distillation"),
+        (["--accumulation", 2], "batch"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_not_resumed(changed, word, checkpoint, data, tmp_path):
     target = tmp_path / "trained"
-    common = ("--data", data, "--output", target, "--max-steps", 2, "--save-steps", 1, "--eval-steps", 0)
+    common = ("--data", data, "--output", target, "--max-steps", 1, "--save-steps", 1, "--eval-steps", 0)
     assert run("train", checkpoint, *common, "--speedup", 2).returncode == 0
-    done = run("train", checkpoint, *common, "--speedup", 4)
+    before = (target / "model.safetensors").read_bytes()
+    done = run("train", checkpoint, *common, "--speedup", 2, *changed)
     assert done.returncode == 2
-    assert "other budgets" in done.stderr
-    assert run("train", checkpoint, *common, "--speedup", 4, "--fresh").returncode == 0
-    assert AutoModelForCausalLM.from_pretrained(target).config.skipdecode["schedules"].keys() == {"4"}
+    assert f"another {word}" in done.stderr or f", {word}" in done.stderr
+    assert (target / "model.safetensors").read_bytes() == before
+    assert run("train", checkpoint, *common, "--speedup", 2, *changed, "--fresh").returncode == 0
+
+
+def test_another_model_does_not_get_the_weights_of_the_last_one(checkpoint, data, tmp_path):
+    common = ("--data", data, "--output", tmp_path / "trained", "--max-steps", 1, "--save-steps", 1, "--eval-steps", 0)
+    assert run("train", checkpoint, *common).returncode == 0
+    assert "another model" in run("train", save_checkpoint(tmp_path / "other"), *common).stderr
 
 
 # peft 0.21 still asks transformers for a name it deprecates.
@@ -343,9 +362,19 @@ def test_from_scratch_trains_its_own_tokenizer(data, tmp_path):
         (["--speedups", "2,4", "--weights", "1"], "each of 2"),
         (["--speedups", "2,4", "--weights", "0,0"], "not all of them 0"),
         (["--speedups", "2,4", "--schedule", "s.json"], "one of"),
+        (["--speedup", 0], "at least 1"),
+        (["--method", "scratch", "--speedup", 0.5], "at least 1"),
+        (["--method", "unified", "--speedup", 100], "number of layers"),
+        (["--lengths", "a"], "numbers with commas"),
+        (["--order", "x"], "order"),
+        (["--decay", "x"], "decay"),
+        (["--scheduler", "x"], "SchedulerType"),
+        (["--horizon", 0], "horizon"),
+        (["--batch-size", 0], "batch-size"),
+        (["--distill", 0.5, "--distill-on", "x"], "distilled"),
     ],
 )
-def test_options_that_would_be_ignored_are_refused(checkpoint, data, tmp_path, options, words, monkeypatch):
+def test_wrong_options_are_refused_before_a_model_is_loaded(checkpoint, data, tmp_path, options, words, monkeypatch):
     monkeypatch.setattr("skipdecode.loading.load", lambda *a, **k: pytest.fail("a model was loaded"))
     done = run("train", checkpoint, "--data", data, "--output", tmp_path / "trained", *options)
     assert done.returncode == 2

@@ -49,7 +49,7 @@ def evaluate(
 
     skipdecode evaluate demo --task e2e --data e2e-dataset --speedups 1,2,3,4,5
     """
-    from .loading import read_config
+    from .loading import check_device, read_config
     from .tasks import evenly, get_task
 
     the_task = get_task(task, words)
@@ -72,6 +72,9 @@ def evaluate(
         raise UsageError(f"--speedups go up to the number of layers, {layers}")
     for arm in selected:
         read_config(arm.model)
+    if device:
+        check_device(device)
+    output.mkdir(parents=True, exist_ok=True)
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table

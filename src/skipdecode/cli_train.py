@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +42,9 @@ def train(
     ] = None,
     horizon: Annotated[
         int | None,
-        Option(help="Generated tokens over which the depth falls by the paper's budgets (default: fit to the data)."),
+        Option(
+            min=1, help="Generated tokens over which the depth falls by the paper's budgets (default: fit to the data)."
+        ),
     ] = None,
     lengths: Annotated[
         str | None, Option(help="Fit to batches of so many decode steps, as calibrate prints them, e.g. 39,36,32.")
@@ -58,8 +61,8 @@ def train(
     ] = None,
     epochs: Annotated[float, Option(help="Passes over the data.")] = 3.0,
     max_steps: Annotated[int, Option(help="Stop after so many optimizer steps instead.")] = -1,
-    batch_size: Annotated[int, Option(help="Rows per process and step.")] = 32,
-    accumulation: Annotated[int, Option(help="Batches per optimizer step.")] = 1,
+    batch_size: Annotated[int, Option(min=1, help="Rows per process and step.")] = 32,
+    accumulation: Annotated[int, Option(min=1, help="Batches per optimizer step.")] = 1,
     learning_rate: Annotated[float, Option(help="Peak learning rate of AdamW.")] = 5e-5,
     scheduler: Annotated[str, Option(help="Learning-rate schedule, as transformers names it.")] = "cosine",
     warmup_steps: Annotated[
@@ -109,7 +112,7 @@ def train(
     if distill and not teacher and method in ("full", "static", "scratch"):
         raise UsageError(f"{method} always runs all layers it has: to distil, give it a --teacher")
     the_method = get_method(method)
-    wanted = budgets(speedups) if speedups else (2.0 if speedup is None else speedup,)
+    wanted = budgets(speedups or f"{2 if speedup is None else speedup:g}")
     shares = numbers(weights) if weights else None
     if shares and (len(shares) != len(wanted) or min(shares) < 0 or not sum(shares)):
         raise UsageError(f"--weights needs a number for each of {len(wanted)} speed-ups, not all of them 0")
@@ -123,15 +126,30 @@ def train(
     validation = the_task.read(data, "validation")[:eval_rows]
     if not training:
         raise UsageError(f"{data} holds no training rows")
+    steps = [int(length) for length in numbers(lengths)] if lengths else []
 
     import torch
+    from transformers import SchedulerType
 
     from . import loading, trained
     from .fitting import batch_lengths, fit
+    from .jobs import fingerprint, identity
     from .objectives import Distillation
     from .prompts import encode_response
     from .training import arguments, checkpointing_option, newest_checkpoint
     from .training import train as run
+
+    # What is wrong shows before any weights are loaded.
+    config = loading.read_config(str(model)) if from_config is None else loading.new_config(from_config)
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    for k in wanted:
+        Schedule.for_speedup(k, layers, horizon or 64, **form)
+    SchedulerType(scheduler)
+    if distill:
+        Distillation(distill, distill_on)
+    if fixed is not None and fixed.num_layers != layers:
+        raise UsageError(f"{schedule} is for {fixed.num_layers} layers, the model has {layers}")
+    output.mkdir(parents=True, exist_ok=True)
 
     if from_config is not None:
         texts = [f"{example.prompt} {example.references[0]}" for example in training]
@@ -139,7 +157,6 @@ def train(
     else:
         # In float32 whatever the checkpoint holds (--bf16 casts products, not weights); the Trainer moves it.
         network, tokens = loading.load(str(model), dtype="float32", device="cpu", attention=attention)
-    layers = network.config.get_text_config(decoder=True).num_hidden_layers
     known = trained.schedules(network.config) if trained.method(network.config) == method else {}
     if fixed is not None:
         schedules = {fixed.target if speedup is None else speedup: fixed}
@@ -149,21 +166,36 @@ def train(
         schedules = {k: known[k] for k in wanted}
         say(f"{model} brings schedules for these speed-ups: they stay as they are (--lengths fits new ones)")
     else:
-        if lengths:
-            steps = [int(length) for length in numbers(lengths)]
-        else:
+        if not steps:
             responses = encode_response(tokens, [(e.prompt, e.references[0]) for e in training[:5000]])
             steps = batch_lengths([min(len(ids), the_task.max_new_tokens) for ids in responses], batch_size)
         schedules = {
             k: fit(layers, k, steps, **form) if form else the_method.schedule(layers, k, steps) for k in wanted
         }
+    record = {
+        "model": fingerprint(identity(loading.resolve(str(model))) if from_config is None else config.to_dict()),
+        "data": fingerprint(*map(asdict, training)),
+        "method": method,
+        "budgets": {f"{k:g}": plan.to_dict() for k, plan in schedules.items()},
+        "weights": shares and list(shares),
+        "distillation": [distill, distill_on, teacher and fingerprint(identity(loading.resolve(teacher)))],
+        "batch": [batch_size, accumulation],
+        "learning_rate": [learning_rate, scheduler, warmup_steps],
+        "optimizer": [weight_decay, adam_beta2],
+        "lora": lora,
+        "bf16": bf16,
+        "seed": seed,
+    }
     torch.manual_seed(seed)
     network = the_method.prepare(network, wanted[0])
     objective = the_method.objective(network, schedules)
     if distill:
         taught = loading.load(teacher, dtype="float32", device="cpu")[0] if teacher else None
-        if taught is not None and taught.config.vocab_size != network.config.vocab_size:
+        ours, theirs = ((m or network).config.get_text_config(decoder=True) for m in (network, taught))
+        if theirs.vocab_size != ours.vocab_size:
             raise UsageError(f"{teacher} has another vocabulary than the model: its logits cannot be learned from")
+        if distill_on == "hidden" and theirs.hidden_size != ours.hidden_size:
+            raise UsageError(f"{teacher} has hidden states of another width than the model: distil its logits")
         objective = Distillation(distill, distill_on, taught)
     every: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": eval_steps} if eval_steps and validation else {}
     if not every:
@@ -171,7 +203,7 @@ def train(
     if fresh:
         for old in output.glob("checkpoint-*"):
             shutil.rmtree(old)
-    resume = newest_checkpoint(output, schedules, method)
+    resume = newest_checkpoint(output, record)
     if resume:
         say(f"going on from {resume}")
     run(
@@ -206,5 +238,6 @@ def train(
         weights=shares,
         lora_rank=lora,
         resume=resume,
+        record=record,
     )
     say(f"saved to {output}")

@@ -51,10 +51,11 @@ def load(
         revision: of a hub model.
 
     Raises:
-        ModelError: no such model, or no decoder-only causal LM.
+        ModelError: no such model, no decoder-only causal LM, or no such device.
     """
     config = read_config(name, revision)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
     if dtype == "auto" and device == "cpu" and (config.dtype != torch.bfloat16 or not _fast_bfloat16()):
         dtype = torch.float32
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
@@ -66,6 +67,14 @@ def load(
         return attach(model.to(device).eval()), for_decoding(tokenizer)
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{name} cannot be loaded: {_first_line(error)}") from error
+
+
+def check_device(device: str) -> None:
+    """Raises ModelError for a device that is not there."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"there is no device {device!r} here: {_first_line(error)}") from error
 
 
 def read_config(name: str, revision: str | None = None) -> Any:
@@ -83,6 +92,15 @@ def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
+def new_config(path: Path) -> Any:
+    """The config of a model to be made, from a ``config.json``. Raises ModelError."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+    except (OSError, json.JSONDecodeError, KeyError, ValueError) as error:
+        raise ModelError(f"{path} is no model config: {error}") from error
+
+
 def from_config(
     path: Path, texts: Sequence[str], tokenizer: str | None = None, attention: str | None = None, seed: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -90,11 +108,7 @@ def from_config(
 
     The config's ``vocab_size`` is the size to train; token ids in it are set to the tokenizer's.
     """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        config = AutoConfig.for_model(values.pop("model_type"), **values)
-    except (OSError, json.JSONDecodeError, KeyError, ValueError) as error:
-        raise ModelError(f"{path} is no model config: {error}") from error
+    config = new_config(path)
     if tokenizer:
         tokens = for_decoding(AutoTokenizer.from_pretrained(tokenizer))
     else:

@@ -20,11 +20,15 @@ from transformers.trainer_callback import ProgressCallback
 from .collation import Collator, encode
 from .gate import attach, teacher_forced
 from .generation import generate, positions
+from .jobs import write
 from .objectives import Objective, response_loss
 from .prompts import encode_prompts
 from .schedule import Schedule
 from .tasks import Example, Task, TaskError
 from .trained import CONFIG_KEY, entry
+
+#: Beside the checkpoints: what makes the run what it is.
+RECORD = "training.json"
 
 
 class SkipTrainer(Trainer):
@@ -152,6 +156,7 @@ def train(
     weights: Sequence[float] | None = None,
     lora_rank: int = 0,
     resume: Path | None = None,
+    record: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Fine-tune (or train from scratch) and save a stock Hugging Face directory to ``settings.output_dir``.
 
@@ -166,6 +171,8 @@ def train(
         weights: how often each schedule is drawn, relative to the others; equally if None.
         lora_rank: train adapters of this rank on all linear layers (peft), merged at the end; 0 trains all weights.
         resume: a checkpoint folder of this very run to go on from.
+        record: what makes this run what it is, plain values; kept beside the checkpoints as ``training.json``, where
+            :func:`newest_checkpoint` compares it.
 
     Returns:
         The trained model. Gates stay on; its config carries the schedule.
@@ -208,6 +215,9 @@ def train(
         eval_dataset=held_out if len(held_out) else None,
         processing_class=tokenizer,
     )
+    if record is not None and trainer.is_world_process_zero():
+        Path(settings.output_dir).mkdir(parents=True, exist_ok=True)
+        write(Path(settings.output_dir) / RECORD, [json.dumps(record, indent=2)])
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     if lora_rank:
         model = trained.merge_and_unload()
@@ -218,20 +228,22 @@ def train(
     return model
 
 
-def newest_checkpoint(folder: Path, schedules: Mapping[float, Schedule], method: str = "skipdecode") -> Path | None:
+def newest_checkpoint(folder: Path, record: Mapping[str, Any]) -> Path | None:
     """The newest whole checkpoint in ``folder`` (a kill may have cut the very last one short), or None.
 
     Raises:
-        ValueError: it was trained for other budgets, or by another method.
+        ValueError: it belongs to a run of which ``record`` does not hold; the message names what differs.
     """
     whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
     if not whole:
         return None
     newest = max(whole, key=lambda path: int(path.name.split("-")[-1]))
-    config = newest / "config.json"  # adapters alone (LoRA) come without one
-    if config.exists() and json.loads(config.read_text(encoding="utf-8")).get(CONFIG_KEY) != entry(schedules, method):
+    path = folder / RECORD
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    differs = [name.replace("_", " ") for name in record if known.get(name) != record[name]]
+    if differs:
         raise ValueError(
-            f"{newest} was trained for other budgets or by another method: give another --output, or --fresh to drop it"
+            f"{newest} is of a run with another {', '.join(differs)}: give another --output, or --fresh to drop it"
         )
     return newest
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SPLITS = ("train", "validation", "test")
-
 
 class TaskError(ValueError):
     """Data that is missing or not in the task's form."""
@@ -87,14 +85,15 @@ def read_split(
         path = next((path for name in files if (path := source / name).exists()), source / files[0])
         where, rows = str(path), read_rows(path)
     for number, row in enumerate(rows, 2 if where.endswith(".csv") else 1):
-        form = next((form for form in forms if _has_text(row, form)), None)
+        form = next((form for form in forms if has_text(row, form)), None)
         if form is None:
             wanted = " or ".join(" and ".join(columns) for columns in forms)
             raise TaskError(f"{where}, row {number}: needs text under the columns {wanted}")
         yield {name: row[column] for column, name in form.items()}
 
 
-def _has_text(row: Any, columns: Iterable[str]) -> bool:
+def has_text(row: Any, columns: Iterable[str]) -> bool:
+    """Whether there is more than white space under all these columns."""
     return isinstance(row, Mapping) and all(isinstance(row.get(c), str) and row[c].strip() for c in columns)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from .base import Example, Task, TaskError, gather, read_rows
+from .base import Example, Task, TaskError, examples, has_text, read_rows
 
 NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
 
@@ -29,14 +29,11 @@ class Jsonl(Task):
             if split == "train":
                 raise TaskError(f"{folder} holds no train.jsonl or train.csv")
             return []
-        pairs = []
-        for number, row in enumerate(read_rows(path), 1):
-            if not isinstance(row, dict) or not all(isinstance(row.get(k), str) for k in ("prompt", "response")):
+        rows = list(read_rows(path))
+        for number, row in enumerate(rows, 1):
+            if not has_text(row, ("prompt", "response")):
                 raise TaskError(f"{path}, row {number}: needs text under prompt and response")
-            pairs.append((row["prompt"], row["response"]))
-        if split == "train":
-            return [Example(prompt, (response,)) for prompt, response in pairs]
-        return gather(iter(pairs))
+        return examples(((row["prompt"], row["response"]) for row in rows), split)
 
     @staticmethod
     def _file(folder: Path, split: str) -> Path | None:
