@@ -32,6 +32,11 @@ def budget(speedup: float, num_layers: int) -> tuple[int, int]:
     return most, min(max(round_half_up(total - most), 1), most)
 
 
+def flat_depth(speedup: float, num_layers: int) -> int:
+    """The depth that holds at every step: ``L / speedup``, at least one layer."""
+    return max(round_half_up(num_layers / speedup), 1)
+
+
 def share_of_max(speedup: float) -> float:
     """``max / (max + min)``: it falls from 2/3 at 2x to 0.6 at 5x, the line through the paper's own budgets."""
     return min(max(2 / 3 - 0.02 * (speedup - 2), 0.6), 2 / 3)

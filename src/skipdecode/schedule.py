@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .budget import budget, target
-from .decay import DECAYS, mix, remaining, round_half_up
+from .budget import budget, flat_depth, target
+from .decay import DECAYS, mix, remaining
 from .order import ORDERS, ranking
 
 
@@ -210,7 +210,7 @@ class Schedule:
             return cls.full(num_layers)
         most, least = budget(speedup, num_layers)
         if options.get("decay") == "constant":
-            most = least = max(round_half_up(num_layers / speedup), 1)
+            most = least = flat_depth(speedup, num_layers)
         return cls(num_layers, most, least, horizon, **options)
 
     @property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .static import Static, from_shrunk, kept
+from ..budget import flat_depth
+from .static import Static, from_shrunk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,4 +20,4 @@ class Scratch(Static):
     def prepare(self, model: PreTrainedModel, speedup: float) -> PreTrainedModel:
         """A new small model; nothing of the given one but its form."""
         count = model.config.get_text_config(decoder=True).num_hidden_layers
-        return from_shrunk(model, range(kept(count, speedup)))
+        return from_shrunk(model, range(flat_depth(speedup, count)))

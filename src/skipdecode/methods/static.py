@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..decay import round_half_up
+from ..budget import flat_depth
 from ..schedule import Schedule
 from .base import Method
 
@@ -23,7 +23,7 @@ class Static(Method):
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
         """Of the pruned model: all it has."""
-        return Schedule.full(kept(num_layers, speedup))
+        return Schedule.full(flat_depth(speedup, num_layers))
 
     def prepare(self, model: PreTrainedModel, speedup: float) -> PreTrainedModel:
         """The pruned model, with the weights of the layers it keeps."""
@@ -31,13 +31,8 @@ class Static(Method):
         return prune(model, Schedule.full(count).layers(count) if speedup == 1 else _layers(count, speedup))
 
 
-def kept(num_layers: int, speedup: float) -> int:
-    """How many layers are left."""
-    return max(round_half_up(num_layers / speedup), 1)
-
-
 def _layers(num_layers: int, speedup: float) -> tuple[int, ...]:
-    depth = kept(num_layers, speedup)
+    depth = flat_depth(speedup, num_layers)
     return Schedule(num_layers, depth, depth, horizon=1, decay="constant", order="top").layers(depth)
 
 

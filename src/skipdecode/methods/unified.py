@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..decay import round_half_up
+from ..budget import flat_depth
 from ..schedule import Schedule
 from .base import Method
 
@@ -17,5 +17,5 @@ class Unified(Method):
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
         """``L / speedup`` layers at every step."""
-        depth = max(round_half_up(num_layers / speedup), 1)
+        depth = flat_depth(speedup, num_layers)
         return Schedule(num_layers, depth, depth, horizon=1, decay="constant", order="even")
