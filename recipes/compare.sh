@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Every method from the same start with the same data and steps, then one table: recipes/compare.sh START DATA_DIR OUTPUT_DIR
-# START is stage 1 of recipes/e2e.sh: a model that has never skipped. A killed run, started again, goes on.
+# START is stage 1 of recipes/e2e.sh: a model that has never skipped. A killed run, started again, goes on; other STEPS
+# want another OUTPUT_DIR.
 set -euo pipefail
 start=$(realpath "$1") data=$(realpath "$2") out=$(realpath -m "$3")
 cd "$(dirname "$0")/.."

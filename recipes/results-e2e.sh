@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything under results/ that is about E2E, from random weights: recipes/results-e2e.sh DATA RUNS [RESULTS]
-# Hours on two cores. Finished models, rows and tables are kept: a killed run, started again, goes on.
+# Hours on two cores. Finished models, rows and tables are kept: a killed run, started again, goes on. A changed recipe wants other
+# RUNS: what is finished there is not looked at again.
 set -euo pipefail
 data=$(realpath "$1") runs=$(realpath -m "$2") results=$(realpath -m "${3:-results}")
 cd "$(dirname "$0")/.."

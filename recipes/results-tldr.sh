@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Reddit TL;DR, from a small pretrained model to the table: recipes/results-tldr.sh DATA RUNS [RESULTS]
 # DATA holds train.jsonl, valid.jsonl, test.jsonl. START is any causal LM; ours is an 8-layer GPT-Neo of 3.4 M parameters, pretrained on
-# TinyStories. Finished models, rows and tables are kept: a killed run, started again, goes on.
+# TinyStories. Finished models, rows and tables are kept: a killed run, started again, goes on. A changed recipe wants other RUNS.
 set -euo pipefail
 data=$(realpath "$1") runs=$(realpath -m "$2") results=$(realpath -m "${3:-results}")
 start=$(realpath "${START:?START is the pretrained model to begin with}")
