@@ -34,13 +34,15 @@ lengths=$(tail -n 1 "$runs/lengths.json" | "$python" -c "import json; print(*jso
 # 2. One checkpoint for every budget, distilled from its own full depth; then from the texts it writes there with 4
 # beams, which keeps all budgets at the same texts. Depths last, fitted to the lengths it has come to write.
 same=("${task[@]}" --warmup-steps 30 --eval-steps 0)
-budgets=(--speedups 1,2,3,4,5 --weights 1,1,1,1,2 --distill 0.5)
-train distilled "$runs/full" "${same[@]}" --data "$runs/titles" --lengths "$lengths" "${budgets[@]}" --max-steps 500
+budgets=(--speedups 1,2,3,4,5 --distill 0.5)
+train distilled "$runs/full" "${same[@]}" --data "$runs/titles" --lengths "$lengths" "${budgets[@]}" \
+    --weights 1,1,1,1,2 --max-steps 500
 [ -f "$runs/some.jsonl" ] || head -n 4000 "$data/train.jsonl" > "$runs/some.jsonl"
 [ -f "$runs/texts.jsonl" ] || "$skipdecode" generate "$runs/distilled" "${task[@]}" --input "$runs/some.jsonl" --full \
     --num-beams 4 --max-new-tokens 40 --batch-size 64 --output "$runs/texts.jsonl"
 "$python" recipes/own_texts.py "$data/train.jsonl" "$runs/texts.jsonl" summary "$runs/own-texts/train.jsonl" 0 1
-train own "$runs/distilled" "${same[@]}" --data "$runs/own-texts" "${budgets[@]}" --max-steps 400
+train own "$runs/distilled" "${same[@]}" --data "$runs/own-texts" --lengths "$lengths" "${budgets[@]}" \
+    --weights 1,1,1,1,3 --max-steps 800
 for speedup in 2 3 4 5; do
     [ -f "$runs/schedule-$speedup.json" ] || "$skipdecode" calibrate "$runs/own" "${task[@]}" --data "$data" \
         --speedup $speedup --rows 390 --save --output "$runs/schedule-$speedup.json"
