@@ -83,7 +83,7 @@ def draw_tradeoff(rows: Sequence[Mapping[str, Any]], metrics: Sequence[tuple[str
     for (name, label), line in zip(metrics, panels, strict=True):
         for panel, (x, title) in zip(line, axes_of, strict=True):
             for number, (method, points) in enumerate(_by_method(rows).items()):
-                ordered = sorted(points, key=lambda row: row[x])
+                ordered = sorted(points, key=lambda row: row["target"])
                 panel.plot(
                     [row[x] for row in ordered],
                     [row[name] for row in ordered],
@@ -95,7 +95,7 @@ def draw_tradeoff(rows: Sequence[Mapping[str, Any]], metrics: Sequence[tuple[str
             panel.axhline(rows[0][name], color="grey", lw=0.8, ls=":")
             panel.set(xlabel=title)
         line[0].set(ylabel=label)
-    panels[0][0].legend(fontsize=8)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
     figure.suptitle(note, fontsize=8, color="grey")
     figure.savefig(path, dpi=130)
     plt.close(figure)
