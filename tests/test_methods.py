@@ -128,6 +128,7 @@ def test_a_small_model_from_scratch_has_the_form_alone(model):
     assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
     name = "model.decoder.layers.0.fc1.weight"
     assert not torch.equal(ours[name], theirs[name])
+    assert get_method("scratch").prepare(small, 1) is small  # trained on
 
 
 # --- CALM

@@ -18,6 +18,8 @@ class Scratch(Static):
     label = "small model from scratch"
 
     def prepare(self, model: PreTrainedModel, speedup: float) -> PreTrainedModel:
-        """A new small model; nothing of the given one but its form."""
+        """A new small model; nothing of the given one but its form. At 1x, such a model itself, to train on."""
+        if speedup == 1:
+            return model
         count = model.config.get_text_config(decoder=True).num_hidden_layers
         return from_shrunk(model, range(flat_depth(speedup, count)))
