@@ -12,8 +12,9 @@ import time
 import pytest
 
 from skipdecode import jobs
+from skipdecode.errors import InputError
 from skipdecode.generation import Cost, Row
-from skipdecode.inputs import InputError, read_items
+from skipdecode.inputs import read_items
 from skipdecode.tasks import get_task
 from tiny import TEXTS, run, save_checkpoint
 

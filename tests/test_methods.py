@@ -7,6 +7,7 @@ import torch
 
 import skipdecode
 from families import FAMILIES, build
+from skipdecode.errors import ScheduleError
 from skipdecode.fitting import achieved, batch_lengths, fit
 from skipdecode.gate import decoder_layers
 from skipdecode.generation import generate_ids
@@ -15,7 +16,7 @@ from skipdecode.methods.static import prune
 from skipdecode.objectives import Distillation, Objective, response_loss
 from skipdecode.prompts import encode_prompts
 from skipdecode.readout import read_out
-from skipdecode.schedule import Schedule, ScheduleError
+from skipdecode.schedule import Schedule
 from tiny import TEXTS, save_checkpoint
 
 LENGTHS = [44, 39, 40, 36, 35, 32, 25]

@@ -9,7 +9,8 @@ from unittest import mock
 
 import pytest
 
-from skipdecode.tasks import TaskError, get_task
+from skipdecode.errors import TaskError
+from skipdecode.tasks import get_task
 from skipdecode.tasks.cnn_dm import CnnDm
 from skipdecode.tasks.reddit_tldr import RedditTldr
 

@@ -368,7 +368,7 @@ def test_from_scratch_trains_its_own_tokenizer(data, tmp_path):
         (["--lengths", "a"], "numbers with commas"),
         (["--order", "x"], "order"),
         (["--decay", "x"], "decay"),
-        (["--scheduler", "x"], "SchedulerType"),
+        (["--scheduler", "x"], "--scheduler is one of"),
         (["--horizon", 0], "horizon"),
         (["--batch-size", 0], "batch-size"),
         (["--distill", 0.5, "--distill-on", "x"], "distilled"),

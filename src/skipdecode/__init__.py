@@ -7,13 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cache import SkipCache
+    from .errors import ScheduleError, SkipDecodeError
     from .gate import attach, detach, teacher_forced
     from .generation import generate
     from .loading import load
-    from .schedule import Schedule, ScheduleError
+    from .schedule import Schedule
 
 __version__ = "0.1.0"
-__all__ = ["Schedule", "ScheduleError", "SkipCache", "attach", "detach", "generate", "load", "teacher_forced"]
+__all__ = [
+    "Schedule",
+    "ScheduleError",
+    "SkipCache",
+    "SkipDecodeError",
+    "attach",
+    "detach",
+    "generate",
+    "load",
+    "teacher_forced",
+]
 
 _HOMES = {
     "SkipCache": "cache",
@@ -23,7 +34,8 @@ _HOMES = {
     "generate": "generation",
     "load": "loading",
     "Schedule": "schedule",
-    "ScheduleError": "schedule",
+    "ScheduleError": "errors",
+    "SkipDecodeError": "errors",
 }
 
 

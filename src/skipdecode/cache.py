@@ -7,7 +7,8 @@ from typing import Any, NoReturn
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from .schedule import Schedule, ScheduleError
+from .errors import CacheError, ScheduleError
+from .schedule import Schedule
 from .trained import default
 
 
@@ -20,7 +21,7 @@ class SkipCache(DynamicCache):
 
     Raises:
         ScheduleError: the schedule does not fit the model, or there is none.
-        RuntimeError: (while decoding) going deeper again on a cache whose layers were retired.
+        CacheError: (while decoding) going deeper again on a cache whose layers were retired.
 
     Attributes:
         step_depths: layers run by each decode step so far.
@@ -36,7 +37,7 @@ class SkipCache(DynamicCache):
             raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {len(self.layers)}")
         chunked = getattr(model.generation_config, "prefill_chunk_size", None)
         if chunked is not None and not schedule.is_full:
-            raise ValueError(
+            raise CacheError(
                 "chunked prefill hides where the prompt ends: set generation_config.prefill_chunk_size to None"
             )
         self.schedule = schedule
@@ -54,7 +55,7 @@ class SkipCache(DynamicCache):
             self._refuse("a prompt, or a chunk of one,")
 
     def _refuse(self, what: str) -> NoReturn:
-        raise RuntimeError(
+        raise CacheError(
             f"{what} came after the prompt, but layers of this cache are retired. A second turn, a reused prefix, "
             "chunked prefill or speculative verification has to start with a new SkipCache and the whole text."
         )
@@ -90,7 +91,7 @@ class SkipCache(DynamicCache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store and return what attention needs; a layer that the next step skips keeps nothing."""
         if not self._columns or self._columns[layer_idx] == 0:
-            raise RuntimeError(
+            raise CacheError(
                 f"layer {layer_idx} ran though the schedule skips it: call skipdecode.attach(model) on this very model"
             )
         before = self._layer_bytes(layer_idx)
@@ -123,9 +124,7 @@ class SkipCache(DynamicCache):
     def activate_past_recording(self) -> None:
         """Refused: assisted decoding rolls the cache back and goes deeper again."""
         if not self.schedule.is_full:
-            raise RuntimeError(
-                "assisted (speculative) decoding needs every layer's keys and values: leave SkipCache out"
-            )
+            raise CacheError("assisted (speculative) decoding needs every layer's keys and values: leave SkipCache out")
         super().activate_past_recording()
 
     @property
@@ -136,7 +135,7 @@ class SkipCache(DynamicCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Refused once a schedule skips: a rolled-back position would run deeper than its cache."""
         if not self.schedule.is_full:
-            raise RuntimeError("a SkipCache cannot be cropped: retired layers hold nothing to go back to")
+            raise CacheError("a SkipCache cannot be cropped: retired layers hold nothing to go back to")
         super().crop(tokens_to_remove)
 
     # --- what it holds

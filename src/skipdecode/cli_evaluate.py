@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from .console import UsageError, budgets, err, out, say
+from .console import budgets, err, out, say
+from .errors import UsageError
 
 
 def evaluate(

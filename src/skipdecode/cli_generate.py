@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from .console import UsageError, err, say
+from .console import err, say
+from .errors import UsageError
 
 
 def generate(
@@ -86,6 +87,8 @@ def generate(
         raise UsageError("--temperature, --top-p and --top-k go with --do-sample")
 
     from . import jobs
+    from .files import write
+    from .provenance import fingerprint, identity
 
     journal = None
     target = Path(output)
@@ -99,8 +102,8 @@ def generate(
         if overwrite:
             target.with_name(target.name + ".partial").unlink(missing_ok=True)
         prompts = [item.prompt for item in items]
-        job = jobs.fingerprint(
-            jobs.identity(resolve(model)), prompts, plan.to_dict() if plan else None, options, seed, dtype, batch_size
+        job = fingerprint(
+            identity(resolve(model)), prompts, plan.to_dict() if plan else None, options, seed, dtype, batch_size
         )
         journal = jobs.Journal(target, job)
         if journal.rows:
@@ -124,7 +127,7 @@ def generate(
         )
     text = jobs.lines(items, rows)
     if journal:
-        jobs.write(target, text)
+        write(target, "".join(f"{line}\n" for line in text))
         journal.finish()
     else:
         sys.stdout.write("".join(f"{line}\n" for line in text))

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 from typer import Argument, Exit, Option
 
-from .console import UsageError, budgets, err, out, say
+from .console import budgets, err, out, say
+from .errors import UsageError
 
 
 def schedule(

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from .console import UsageError, budgets, numbers, say
+from .console import budgets, numbers, say
+from .errors import UsageError
 
 
 def train(
@@ -133,9 +134,9 @@ def train(
 
     from . import loading, trained
     from .fitting import batch_lengths, fit
-    from .jobs import fingerprint, identity
     from .objectives import Distillation
     from .prompts import encode_response
+    from .provenance import fingerprint, identity
     from .training import arguments, checkpointing_option, newest_checkpoint
     from .training import train as run
 
@@ -144,7 +145,8 @@ def train(
     layers = config.get_text_config(decoder=True).num_hidden_layers
     for k in wanted:
         Schedule.for_speedup(k, layers, horizon or 64, **form)
-    SchedulerType(scheduler)
+    if scheduler not in set(SchedulerType):
+        raise UsageError(f"--scheduler is one of {', '.join(SchedulerType)}, not {scheduler!r}")
     if distill:
         Distillation(distill, distill_on)
     if fixed is not None and fixed.num_layers != layers:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 from rich.console import Console
 
+from .errors import UsageError
+
 #: Results go to standard output, everything said about them to standard error.
 out = Console()
 err = Console(stderr=True, highlight=False)
-
-
-class UsageError(ValueError):
-    """Something the user can put right."""
 
 
 def say(message: str) -> None:
@@ -23,9 +22,12 @@ def say(message: str) -> None:
 def numbers(text: str) -> tuple[float, ...]:
     """``"1,2.5,5"`` as numbers. Raises UsageError."""
     try:
-        return tuple(float(part) for part in text.split(","))
+        values = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(f"numbers with commas between are wanted, like 1,2,3, not {text!r}") from None
+        values = ()
+    if not values or not all(map(math.isfinite, values)):
+        raise UsageError(f"numbers with commas between are wanted, like 1,2,3, not {text!r}")
+    return values
 
 
 def budgets(text: str) -> tuple[float, ...]:

@@ -12,15 +12,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import __version__, trained
 from .benchmark import alternate, machine
+from .errors import UsageError
+from .files import write
 from .fitting import fit
 from .generation import Generated, Plan, generate_ids
-from .jobs import fingerprint, identity, write
 from .loading import load, resolve
 from .losses import batches_of, loss_by_position
 from .methods import get_method
 from .methods.calm import Calm
 from .metrics import DEFAULT, Metric, bootstrap
 from .prompts import encode_prompts
+from .provenance import fingerprint, identity
 from .schedule import Schedule
 from .tasks import Example, Task, evenly
 
@@ -41,7 +43,7 @@ class Arm:
 def arms(methods: str, model: str, speedups: Sequence[float]) -> list[Arm]:
     """What ``skipdecode,d3,d3=DIR,static=DIR-{speedup}`` asks for; the full model comes first, once.
 
-    A method without a checkpoint of its own runs on ``model``. Raises ValueError for what no method is called, and for
+    A method without a checkpoint of its own runs on ``model``. Raises UsageError for what no method is called, and for
     methods that need a checkpoint per budget and are not given one.
     """
     wanted = [part.strip().partition("=") for part in methods.split(",") if part.strip()]
@@ -52,7 +54,7 @@ def arms(methods: str, model: str, speedups: Sequence[float]) -> list[Arm]:
         if name == "full":
             continue
         if not method.shared and "{speedup}" not in own:
-            raise ValueError(f"{name} is a model per budget: give {name}=DIR-{{speedup}}")
+            raise UsageError(f"{name} is a model per budget: give {name}=DIR-{{speedup}}")
         # On a checkpoint of its own, a method that serves every budget is worth a row at full depth too.
         own_full = method.shared and name != "calm" and own not in ("", full)
         again = sum(name == other for other, _, _ in wanted) > 1 and bool(own)
@@ -61,7 +63,7 @@ def arms(methods: str, model: str, speedups: Sequence[float]) -> list[Arm]:
                 key = f"{name}-{k:g}x" + ("-trained" if again else "")
                 result.append(Arm(name, k, own.replace("{speedup}", f"{k:g}") or model, key))
     if len({arm.key for arm in result}) < len(result):
-        raise ValueError("--methods names a method twice: it may stand once alone and once with a checkpoint")
+        raise UsageError("--methods names a method twice: it may stand once alone and once with a checkpoint")
     return result
 
 
@@ -141,7 +143,7 @@ class Evaluation:
                 self.on_start(arm)
                 row = {"job": job} | self._measure(arm, reference)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write(path, [json.dumps(row, ensure_ascii=False)])
+                write(path, json.dumps(row, ensure_ascii=False) + "\n")
             if arm is reference:
                 self._reference_texts = row["texts"]
             yield row

@@ -8,7 +8,8 @@ from typing import Any
 
 from .budget import share_of_max
 from .decay import round_half_up
-from .schedule import Schedule, ScheduleError
+from .errors import ScheduleError
+from .schedule import Schedule
 
 #: How near the achieved ratio comes where whole layers allow it.
 TOLERANCE = 0.01

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from .cache import SkipCache
-from .schedule import Schedule, ScheduleError
+from .errors import CacheError, ModelError, ScheduleError
+from .schedule import Schedule
 
 PREPARE = "prepare_inputs_for_generation"
 
@@ -90,20 +91,20 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The model's stack of decoder layers, whatever the family calls it.
 
     Raises:
-        ValueError: encoder-decoder models, and models whose stack cannot be told.
+        ModelError: encoder-decoder models, and models whose stack cannot be told.
     """
     config = getattr(model, "config", None)
     if config is None:
-        raise ValueError(f"{type(model).__name__} has no config: SkipDecode works on transformers' causal LMs")
+        raise ModelError(f"{type(model).__name__} has no config: SkipDecode works on transformers' causal LMs")
     if config.is_encoder_decoder:
-        raise ValueError(
+        raise ModelError(
             f"{type(model).__name__} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs"
         )
     count = config.get_text_config(decoder=True).num_hidden_layers
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     stacks = [m for m in stacks if len({type(layer) for layer in m}) == 1 and hasattr(m[0], "forward")]
     if len(stacks) != 1:
-        raise ValueError(
+        raise ModelError(
             f"{type(model).__name__} should hold one stack of {count} like decoder layers; {len(stacks)} were found"
         )
     return stacks[0]
@@ -158,7 +159,7 @@ def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int, len
     layers = decoder_layers(model)
     gate = layers[0].__dict__.get("forward")
     if not isinstance(gate, Gate):
-        raise ValueError("the model has no gates: call skipdecode.attach(model) first")
+        raise ModelError("the model has no gates: call skipdecode.attach(model) first")
     if schedule.num_layers != len(layers):
         raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {len(layers)}")
     before, gate.plan.columns = gate.plan.columns, schedule.columns(prompt_length, length)
@@ -196,4 +197,4 @@ def _refuse_packed(kwargs: dict[str, Any]) -> None:
     if not packed and isinstance(positions, Tensor) and positions.ndim == 2:
         packed = bool((((positions[:, :-1] == 0) & (positions[:, 1:] == 1)).sum(1) > 1).any())
     if packed:
-        raise ValueError("packed (padding-free) batches cannot skip layers: give one sequence per row, left-padded")
+        raise CacheError("packed (padding-free) batches cannot skip layers: give one sequence per row, left-padded")

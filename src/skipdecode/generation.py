@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from .cache import SkipCache
+from .errors import UsageError
 from .gate import attach
 from .prompts import encode_prompts
 from .schedule import Schedule
@@ -129,7 +130,7 @@ def generate_batch(
     clock = _Clock()
     processors = LogitsProcessorList([*options.pop("logits_processor", []), clock])
     if options.setdefault("num_return_sequences", 1) != 1:
-        raise ValueError("one text per prompt is generated: repeat the prompt instead of num_return_sequences")
+        raise UsageError("one text per prompt is generated: repeat the prompt instead of num_return_sequences")
     options.setdefault("pad_token_id", pad)
     options.setdefault("use_cache", True)  # a checkpoint saved in training may say otherwise
     start = time.perf_counter()
@@ -190,7 +191,7 @@ def generate(
 
     Raises:
         ScheduleError: a schedule that does not fit the model.
-        ValueError: a prompt and ``max_new_tokens`` need more positions than the model has.
+        UsageError: a prompt and ``max_new_tokens`` need more positions than the model has.
 
     Example:
         >>> model, tokenizer = skipdecode.load("demo")
@@ -214,7 +215,7 @@ def generate_ids(
     room = positions(model)
     longest = max(map(len, prompts), default=0) + options.get("max_new_tokens", 0)
     if room is not None and longest > room:
-        raise ValueError(f"the longest prompt and max_new_tokens need {longest} positions, the model has {room}")
+        raise UsageError(f"the longest prompt and max_new_tokens need {longest} positions, the model has {room}")
     result = Generated(Cost(model.config.get_text_config(decoder=True).num_hidden_layers))
     rows: dict[int, Row] = {}
     for indices, batch, cost in batches(model, tokenizer, dict(enumerate(prompts)), plan, batch_size, **options):

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from .cache import SkipCache
 from .collation import Collator
+from .errors import UsageError
 from .gate import attach, decoder_layers, teacher_forced
 from .loading import resolve
 from .schedule import Schedule
@@ -40,7 +41,7 @@ class SkipLM(HFLM):
         options: as ``hf`` takes them.
 
     Raises:
-        ValueError: encoder-decoder models, a model spread over several devices, a schedule that does not fit.
+        UsageError: encoder-decoder models, a model spread over several devices, a schedule that does not fit.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class SkipLM(HFLM):
     ) -> None:
         for name in ("parallelize", "tp_plan"):
             if options.get(name):
-                raise ValueError(f"{name} spreads a model over several devices, which is not supported: leave it out")
+                raise UsageError(f"{name} spreads a model over several devices, which is not supported: leave it out")
         if isinstance(schedule, str):
             schedule = Schedule.load(schedule)
         options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")  # hf's is cuda, there or not
@@ -65,7 +66,7 @@ class SkipLM(HFLM):
     def _get_backend(self, *args: Any, **kwargs: Any) -> None:
         super()._get_backend(*args, **kwargs)
         if self.backend != "causal":  # said before the weights are loaded
-            raise ValueError("the skipdecode backend works on decoder-only causal LMs, not on encoder-decoder models")
+            raise UsageError("the skipdecode backend works on decoder-only causal LMs, not on encoder-decoder models")
 
     def _loglikelihood_tokens(
         self,
@@ -76,7 +77,7 @@ class SkipLM(HFLM):
         """(log-probability, whether greedy decoding would write it) of each (texts, context ids, continuation ids)."""
         room = self.max_length + 1  # the last token is predicted, not fed
         if not all(context and 0 < len(continuation) < room for _, context, continuation in requests):
-            raise ValueError(f"a request is a context and a continuation of 1 to {self.max_length} tokens")
+            raise UsageError(f"a request is a context and a continuation of 1 to {self.max_length} tokens")
         cut = sum(len(context) + len(continuation) > room for _, context, continuation in requests)
         if cut:
             logger.warning("%d contexts were cut on the left to fit in %d tokens", cut, self.max_length)

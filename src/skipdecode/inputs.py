@@ -11,13 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .tasks import Task, TaskError
+from .errors import InputError, TaskError
+from .tasks import Task
 
 FORMATS = ("jsonl", "csv", "text")
-
-
-class InputError(ValueError):
-    """Input that holds nothing to generate from."""
 
 
 @dataclass

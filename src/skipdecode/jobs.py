@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -12,14 +11,11 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .errors import JobError
 from .generation import Cost, Row, batches, positions
 from .inputs import Item
 from .prompts import encode_prompts
 from .schedule import Schedule
-
-
-class JobError(ValueError):
-    """An output that belongs to another job."""
 
 
 class Journal:
@@ -79,17 +75,6 @@ class Journal:
         self.path.unlink()
 
 
-def identity(model: str) -> list[Any]:
-    """A hub name; for a folder also the sizes and times of its files, so that a retrained model is another one."""
-    files = sorted(path for path in Path(model).glob("*") if path.is_file())
-    return [model, *((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)]
-
-
-def fingerprint(*parts: Any) -> str:
-    """What makes two jobs the same: input rows, model, schedule and options."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
 def check_lengths(items: Sequence[Item], ids: Sequence[Sequence[int]], limit: int | None, new_tokens: int) -> None:
     """Mark the rows that the model has no positions for."""
     for item, row in zip(items, ids, strict=True):
@@ -142,10 +127,3 @@ def lines(items: Sequence[Item], rows: dict[int, Row]) -> list[str]:
         for i, item in enumerate(items)
     ]
     return [json.dumps(line, ensure_ascii=False) for line in made]
-
-
-def write(path: Path, text: Sequence[str]) -> None:
-    """All of the output or none of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
-    os.replace(temporary, path)

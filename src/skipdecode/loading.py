@@ -10,14 +10,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from .errors import ModelError
 from .gate import attach
 from .prompts import for_decoding, train_tokenizer
 
 DEMO = Path(__file__).parent / "checkpoint"
-
-
-class ModelError(ValueError):
-    """A model that is not there or cannot be used."""
 
 
 def resolve(name: str) -> str:

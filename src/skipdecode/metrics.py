@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .errors import MissingExtra, ModelError
+
 Array = NDArray[np.float64]
 
 
@@ -97,7 +99,7 @@ class BertScore(_Mean):
     label = "BERTScore"
 
     def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-        """F1 (0 to 1; an empty text has 0). Raises ValueError if the model cannot be loaded."""
+        """F1 (0 to 1; an empty text has 0). Raises ModelError if the model cannot be loaded."""
         bert_score = _package("bert_score", "bertscore")
         result = np.zeros((len(texts), 1))
         # What is empty scores 0; bert-score would ask the tokenizer for a method that transformers 5 no longer has.
@@ -109,9 +111,9 @@ class BertScore(_Mean):
         try:
             _, _, f1 = bert_score.score(candidates, targets, model_type=self.model, num_layers=self._layer())
         except OverflowError:
-            raise ValueError(f"{self.model}: its tokenizer_config.json must say model_max_length") from None
+            raise ModelError(f"{self.model}: its tokenizer_config.json must say model_max_length") from None
         except (OSError, ValueError, AssertionError) as error:
-            raise ValueError(
+            raise ModelError(
                 f"BERTScore cannot load {self.model}; give the directory of an encoder with its tokenizer, or a name "
                 f"that the hub or its cache has: {error}"
             ) from None
@@ -154,4 +156,4 @@ def _package(name: str, extra: str = "eval") -> Any:
     try:
         return import_module(name)
     except ImportError:
-        raise ImportError(f"{name.split('.')[0]} is missing: pip install skipdecode[{extra}]") from None
+        raise MissingExtra(f"{name.split('.')[0]} is missing: pip install skipdecode[{extra}]") from None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, mse_loss
 
+from .errors import UsageError
 from .gate import attach, decoder_layers, teacher_forced
 from .schedule import Schedule
 
@@ -56,9 +57,9 @@ class Distillation(Objective):
 
     def __init__(self, weight: float, what: str = "logits", teacher: nn.Module | None = None) -> None:
         if what not in DISTILLED:
-            raise ValueError(f"what is distilled is {' or '.join(DISTILLED)}, not {what!r}")
+            raise UsageError(f"what is distilled is {' or '.join(DISTILLED)}, not {what!r}")
         if not 0 < weight <= 1:
-            raise ValueError(f"a distillation weight is above 0 and at most 1, not {weight}")
+            raise UsageError(f"a distillation weight is above 0 and at most 1, not {weight}")
         self.weight = weight
         self.what = what
         self.teacher = None if teacher is None else attach(teacher.eval())

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from .errors import ModelError
+
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
     """Token ids with the tokenizer's own special tokens, less an end-of-sequence it may put last."""
@@ -17,10 +19,10 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -
 def encode_response(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
     """Ids of each (prompt, response)'s response, set off from its prompt by a space, closed by end-of-sequence.
 
-    Raises ValueError for a tokenizer that has no end-of-sequence token: a model could not learn to stop.
+    Raises ModelError for a tokenizer that has no end-of-sequence token: a model could not learn to stop.
     """
     if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no end-of-sequence token: set one before training")
+        raise ModelError("the tokenizer has no end-of-sequence token: set one before training")
     texts = [response if prompt[-1:].isspace() else f" {response}" for prompt, response in pairs]
     return [
         [*row, tokenizer.eos_token_id] for row in tokenizer(texts, add_special_tokens=False, padding=False)["input_ids"]

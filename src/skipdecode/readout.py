@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .errors import ModelError
 from .gate import decoder_layers
 
 ReadOut = Callable[[Tensor], Tensor]
@@ -19,7 +20,7 @@ def read_out(model: nn.Module) -> ReadOut:
     The modules are those that a pass calls after its last decoder layer; a trial pass checks that they make its logits.
 
     Raises:
-        ValueError: the model does more than that between its last layer and its logits (soft-capping, say).
+        ModelError: the model does more than that between its last layer and its logits (soft-capping, say).
     """
     last = decoder_layers(model)[-1]
     tail: list[nn.Module] = []
@@ -48,7 +49,7 @@ def read_out(model: nn.Module) -> ReadOut:
     with torch.no_grad():
         again = _through(tail, seen[0])
     if again.shape != logits.shape or not torch.allclose(again, logits, rtol=1e-4, atol=1e-4):
-        raise ValueError(
+        raise ModelError(
             f"{type(model).__name__} does more than norm and LM head after its last layer: early exits cannot read it"
         )
     return lambda hidden: _through(tail, hidden)

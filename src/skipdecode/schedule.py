@@ -13,11 +13,8 @@ from typing import Any
 
 from .budget import budget, flat_depth, target
 from .decay import DECAYS, mix, remaining
+from .errors import ScheduleError
 from .order import ORDERS, ranking
-
-
-class ScheduleError(ValueError):
-    """A schedule that contradicts itself or does not fit the model."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .schedule import Schedule, ScheduleError
+from .errors import ScheduleError
+from .schedule import Schedule
 
 CONFIG_KEY = "skipdecode"
 

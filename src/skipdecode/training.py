@@ -18,13 +18,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 from transformers.trainer_callback import ProgressCallback
 
 from .collation import Collator, encode
+from .errors import JobError, TaskError
+from .files import write
 from .gate import attach, teacher_forced
 from .generation import generate, positions
-from .jobs import write
 from .objectives import Objective, response_loss
 from .prompts import encode_prompts
 from .schedule import Schedule
-from .tasks import Example, Task, TaskError
+from .tasks import Example, Task
 from .trained import CONFIG_KEY, entry
 
 #: Beside the checkpoints: what makes the run what it is.
@@ -217,7 +218,7 @@ def train(
     )
     if record is not None and trainer.is_world_process_zero():
         Path(settings.output_dir).mkdir(parents=True, exist_ok=True)
-        write(Path(settings.output_dir) / RECORD, [json.dumps(record, indent=2)])
+        write(Path(settings.output_dir) / RECORD, json.dumps(record, indent=2) + "\n")
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     if lora_rank:
         model = trained.merge_and_unload()
@@ -232,7 +233,7 @@ def newest_checkpoint(folder: Path, record: Mapping[str, Any]) -> Path | None:
     """The newest whole checkpoint in ``folder`` (a kill may have cut the very last one short), or None.
 
     Raises:
-        ValueError: it belongs to a run of which ``record`` does not hold; the message names what differs.
+        JobError: it belongs to a run of which ``record`` does not hold; the message names what differs.
     """
     whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
     if not whole:
@@ -242,7 +243,7 @@ def newest_checkpoint(folder: Path, record: Mapping[str, Any]) -> Path | None:
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     differs = [name.replace("_", " ") for name in record if known.get(name) != record[name]]
     if differs:
-        raise ValueError(
+        raise JobError(
             f"{newest} is of a run with another {', '.join(differs)}: give another --output, or --fresh to drop it"
         )
     return newest

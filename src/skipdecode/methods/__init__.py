@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..errors import UsageError
 from .base import Method
 from .calm import Calm
 from .d3 import D3
@@ -20,9 +21,9 @@ METHODS: dict[str, Method] = {
 
 
 def get_method(name: str) -> Method:
-    """The method called ``name``. Raises ValueError for a name that is none."""
+    """The method called ``name``. Raises UsageError for a name that is none."""
     if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}; known are {', '.join(METHODS)}")
+        raise UsageError(f"unknown method {name!r}; known are {', '.join(METHODS)}")
     return METHODS[name]
 
 

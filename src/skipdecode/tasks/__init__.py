@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .base import Example, Task, TaskError, evenly
+from ..errors import TaskError
+from .base import Example, Task, evenly
 from .cnn_dm import CnnDm
 from .e2e import E2E
 from .jsonl import Jsonl
@@ -25,4 +26,4 @@ def get_task(name: str, words: int | None = None) -> Task:
     return replace(task, words=words)
 
 
-__all__ = ["TASKS", "Example", "Task", "TaskError", "evenly", "get_task"]
+__all__ = ["TASKS", "Example", "Task", "evenly", "get_task"]

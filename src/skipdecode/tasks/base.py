@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
-class TaskError(ValueError):
-    """Data that is missing or not in the task's form."""
+from ..errors import MissingExtra, TaskError
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ def _from_hub(name: str, split: str, config: str | None) -> Iterable[Mapping[str
     try:
         import datasets
     except ImportError:
-        raise ImportError(f"{name} is no folder, and the hub needs datasets: pip install skipdecode[train]") from None
+        raise MissingExtra(f"{name} is no folder, and the hub needs datasets: pip install skipdecode[train]") from None
     try:
         try:
             return datasets.load_dataset(name, config, split=split)

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from .base import Example, Task, TaskError, examples, read_split, squeeze
+from ..errors import TaskError
+from .base import Example, Task, examples, read_split, squeeze
 
 FILES = {"train": "trainset.csv", "validation": "devset.csv", "test": "testset_w_refs.csv"}
 FORMS = (

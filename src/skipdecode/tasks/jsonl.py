@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from .base import Example, Task, TaskError, examples, has_text, read_rows
+from ..errors import TaskError
+from .base import Example, Task, examples, has_text, read_rows
 
 NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
 

@@ -1,0 +1,129 @@
+"""The one place that writes files of ours: whole or not at all, only over what is ours, under a lock with a name."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from .errors import FileError, JobError
+
+
+def write(path: str | Path, content: str | bytes, *, ours: Callable[[bytes], bool] | None = None) -> None:
+    """All of ``content`` or none of it, on the disk when this returns.
+
+    A temporary file beside ``path`` is filled, flushed to the disk and renamed over it. A symbolic link stays one: its
+    target is written. Pipes and devices are written to as they are.
+
+    Args:
+        path: the file; its folder must be there.
+        content: text is written as UTF-8.
+        ours: given what is there now, says whether it may be replaced; None: anything may.
+
+    Raises:
+        FileError: ``path`` is a folder, its folder is missing, or what is there is not ours.
+        OSError: the disk is full, read-only, or not the user's to write to. What was there is still there.
+    """
+    target = Path(os.path.realpath(path))
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    check_target(path, ours=ours)
+    if target.exists() and not target.is_file():
+        target.write_bytes(data)
+        return
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if target.exists():
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(target.parent)
+
+
+def check_target(path: str | Path, *, ours: Callable[[bytes], bool] | None = None) -> None:
+    """What :func:`write` would refuse, said before the work is done. Raises FileError."""
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise FileError(f"{path} is a folder: give a file")
+    if not target.parent.is_dir():
+        raise FileError(f"{path} cannot be written: there is no folder {target.parent}")
+    if ours is not None and target.is_file() and not ours(target.read_bytes()):
+        raise FileError(f"{path} is there and was not written by skipdecode: move it away, or give another name")
+
+
+def sync_folder(folder: Path) -> None:
+    """Names in ``folder``, new and gone, are on the disk when this returns (where the system can say so)."""
+    with suppress(OSError):  # Windows opens no folders
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def locked(path: str | Path, what: str | None = None) -> Iterator[None]:
+    """Hold ``path`` against other processes; the lock goes with the process, however it ends.
+
+    Raises:
+        JobError: another process (the message gives its number and command) holds it.
+    """
+    target = Path(os.path.realpath(path))
+    note = target.with_name(f".{target.name}.lock")
+    # Not shared between threads either: two jobs of one process on one output are two jobs.
+    lock = FileLock(note, thread_local=False)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise JobError(f"{what or path} is in use by {_owner(note)}: wait for it, or stop it first") from None
+    try:
+        with suppress(OSError):  # Windows lets nobody write to a locked file: it then has no name
+            note.write_text(f"process {os.getpid()} on {socket.gethostname()} ({' '.join(sys.argv)[:200]})\n")
+        yield
+    finally:
+        note.unlink(missing_ok=True)  # while it is held: whoever waits for this file sees that it is gone
+        lock.release()
+
+
+def _owner(note: Path) -> str:
+    try:
+        return note.read_text(encoding="utf-8", errors="replace").strip() or "another process"
+    except OSError:
+        return "another process"
+
+
+def parse_json(text: str | bytes, what: str | Path) -> Any:
+    """The value that ``text`` holds; ``what`` names it in the message.
+
+    Raises:
+        FileError: it is not JSON, not UTF-8, or nested so deep that it cannot be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise FileError(f"{what} is nested too deep to be read") from None
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise FileError(f"{what} is not JSON: {error}") from None
+
+
+def read_json(path: str | Path) -> Any:
+    """The value in a JSON file. Raises FileError, which names the file."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise FileError(f"{path} cannot be read: {error.strerror}") from None
+    return parse_json(data.removeprefix(b"\xef\xbb\xbf"), path)
