@@ -150,7 +150,7 @@ def uncached(model: PreTrainedModel, schedule: Schedule, sequences: Tensor, prom
     """One teacher-forced pass over whole sequences, without a cache."""
     width, length = prompt_mask.shape[1], sequences.shape[1]
     mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(sequences), length - width)], dim=1)
-    with teacher_forced(model, schedule, width, length):
+    with teacher_forced(model, schedule, width):
         return model(sequences, attention_mask=mask, position_ids=positions(mask), use_cache=False, **options)
 
 

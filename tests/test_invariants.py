@@ -36,7 +36,8 @@ from families import (
     window,
 )
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
-from skipdecode.gate import Gate, decoder_layers, is_attached
+from skipdecode.gate import Gate, is_attached
+from skipdecode.stack import decoder_layers
 
 FULL = Schedule.full(LAYERS)
 TOLERANCE = 1e-5  # fp32, relative to the logits' scale
@@ -149,10 +150,10 @@ def test_a_copy_is_independent(name: str) -> None:
     before, twin = run(model, inputs, TOP), copy.deepcopy(model)
     gates = [layer.forward for layer in decoder_layers(twin)]
     assert all(
-        isinstance(g, Gate) and g.forward.__self__ is m for g, m in zip(gates, decoder_layers(twin), strict=True)
+        isinstance(g, Gate) and g.found.__self__ is m for g, m in zip(gates, decoder_layers(twin), strict=True)
     )
-    with teacher_forced(model, TOP, 1, 4):
-        assert gates[0].plan.columns is None
+    with teacher_forced(model, TOP, 1):
+        assert gates[0].gates.teacher() is None
     assert same(run(twin, inputs, TOP), before)
     with torch.no_grad():
         for parameter in twin.parameters():
@@ -308,7 +309,7 @@ def test_a_training_step_costs_the_columns_it_runs(name: str, schedule: str) -> 
             uncached(model, plan, sequences, mask).logits.square().mean().backward()
         return counter.get_total_flops()
 
-    columns = SCHEDULES[schedule].columns(WIDTH, length)
+    columns = SCHEDULES[schedule].positions_per_layer(WIDTH, length)
     assert sum(columns) < LAYERS * length
     per_layer = [
         layer_flops(model, i, len(mask), length, length) - layer_flops(model, i, len(mask), n, n)
@@ -391,7 +392,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
 
     def gradients() -> dict[str, Tensor]:
         model.zero_grad()
-        with teacher_forced(model, TOP, WIDTH, sequences.shape[1]):
+        with teacher_forced(model, TOP, WIDTH):
             logits = uncached(model, TOP, sequences, inputs["attention_mask"]).logits[:, WIDTH - 1 : -1]
             nn.functional.cross_entropy(logits.flatten(0, 1), sequences[:, WIDTH:].flatten()).backward()
         return {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}

@@ -90,7 +90,7 @@ def test_packed_positions_are_refused(name: str, rows: int) -> None:
     model, length = attach(build(name)), 10
     packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]] * rows)
     ids = torch.randint(2, 128, (rows, length))
-    with teacher_forced(model, TOP, 4, length), pytest.raises(ValueError, match=r"packed.*one sequence per row"):
+    with teacher_forced(model, TOP, 4), pytest.raises(ValueError, match=r"packed.*one sequence per row"):
         model(ids, position_ids=packed, use_cache=False)
     with pytest.raises(ValueError, match=r"packed.*one sequence per row"):
         model(ids, position_ids=packed, past_key_values=SkipCache(model, TOP))
@@ -100,7 +100,7 @@ def test_packed_positions_are_refused(name: str, rows: int) -> None:
 def test_packed_sequence_lengths_are_refused(model: PreTrainedModel) -> None:
     """The lengths that flash attention takes say the same."""
     lengths = torch.tensor([0, 4, 10], dtype=torch.int32)
-    with teacher_forced(model, TOP, 4, 10), pytest.raises(ValueError, match="packed"):
+    with teacher_forced(model, TOP, 4), pytest.raises(ValueError, match="packed"):
         model(torch.randint(2, 128, (1, 10)), cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, use_cache=False)
 
 
@@ -137,7 +137,7 @@ def test_a_schedule_for_another_depth_is_refused(model: PreTrainedModel) -> None
     wrong = Schedule(LAYERS + 1, 4, 2, horizon=4)
     with pytest.raises(ScheduleError, match="for 9 layers, the model has 8"):
         SkipCache(model, wrong)
-    with pytest.raises(ScheduleError, match="for 9 layers, the model has 8"), teacher_forced(model, wrong, 2, 4):
+    with pytest.raises(ScheduleError, match="for 9 layers, the model has 8"), teacher_forced(model, wrong, 2):
         pass
 
 
@@ -153,5 +153,5 @@ def test_a_model_without_gates_is_refused(name: str) -> None:
     model = build(name)
     with pytest.raises(RuntimeError, match=r"skipdecode\.attach\(model\)"):
         model.generate(**prompts(), past_key_values=SkipCache(model, TOP), max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"skipdecode\.attach\(model\)"), teacher_forced(model, TOP, 2, 4):
+    with pytest.raises(ValueError, match=r"skipdecode\.attach\(model\)"), teacher_forced(model, TOP, 2):
         pass

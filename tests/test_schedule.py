@@ -89,9 +89,9 @@ def test_layers_are_nested(schedule: Schedule) -> None:
 
 @given(schedules(), st.integers(1, 10), st.integers(1, 35))
 def test_columns_are_the_prefix_that_each_layer_runs(schedule: Schedule, prompt_length: int, length: int) -> None:
-    """columns() agrees with asking each column for its layers; what a layer runs is a prefix."""
+    """positions_per_layer() agrees with asking each position for its layers; what a layer runs is a prefix."""
     depths = column_depths(schedule, prompt_length, length)
-    for layer, count in enumerate(schedule.columns(prompt_length, length)):
+    for layer, count in enumerate(schedule.positions_per_layer(prompt_length, length)):
         assert [c for c, depth in enumerate(depths) if layer in schedule.layers(depth)] == list(range(count))
 
 
@@ -166,7 +166,7 @@ def test_horizon_of_one_is_min_depth_at_once() -> None:
 
 def test_full_runs_everything() -> None:
     """The full schedule runs each layer on each column; so does a speed-up of 1."""
-    assert Schedule.full(5).columns(3, 9) == [9] * 5
+    assert Schedule.full(5).positions_per_layer(3, 9) == [9] * 5
     assert Schedule.full(5).is_full
     assert not Schedule(5, 5, 4, 2).is_full
     assert Schedule.for_speedup(1, 5, horizon=8) == Schedule.full(5)

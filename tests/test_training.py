@@ -124,7 +124,7 @@ def test_a_step_costs_less_than_a_full_one(checkpoint, tmp_path):
             trainer.compute_loss(model, batch).backward()
         flops[name] = counter.get_total_flops()
         edge, width = batch["prompt_length"], batch["input_ids"].shape[1]
-    columns = sum(Schedule.for_speedup(4, 8, horizon=6).columns(edge, width))
+    columns = sum(Schedule.for_speedup(4, 8, horizon=6).positions_per_layer(edge, width))
     # Products with the weights fall exactly so; attention falls faster, the head not at all.
     assert flops["4x"] < flops["full"]
     assert flops["4x"] / flops["full"] == pytest.approx(columns / (8 * width), rel=0.15)

@@ -9,11 +9,11 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .fitting import achieved
-from .gate import decoder_layers
 from .generation import Plan, generate_ids
 from .losses import loss_by_position
 from .prompts import encode_prompts
 from .schedule import Schedule
+from .stack import decoder_layers
 
 
 @dataclass(frozen=True)

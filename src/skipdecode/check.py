@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, PreTrainedModel
 
 from .cache import SkipCache
-from .gate import attach, decoder_layers, detach, teacher_forced
+from .gate import attach, detach, teacher_forced
 from .schedule import Schedule
+from .stack import decoder_layers
 
 #: Largest difference of logits, relative to their scale, that counts as equal in float32.
 TOLERANCE = 1e-5
@@ -94,7 +95,7 @@ def incremental_is_teacher_forced(model: PreTrainedModel, schedule: Schedule, ba
     run = batch.generate(model, SkipCache(model, schedule))
     width, text = batch.ids.shape[1], run.sequences[:, :-1]
     mask = torch.cat([batch.mask, batch.mask.new_ones(len(text), text.shape[1] - width)], 1)
-    with teacher_forced(model, schedule, width, text.shape[1]):
+    with teacher_forced(model, schedule, width):
         logits = model(
             text, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), use_cache=False
         ).logits

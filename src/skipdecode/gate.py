@@ -1,4 +1,4 @@
-"""Each decoder layer's ``forward`` runs, runs on a prefix of the columns, or passes the hidden states on.
+"""Each decoder layer's ``forward`` runs, runs on a prefix of the positions, or passes the hidden states on.
 
 The gate sits on the layer *instance*: no model subclass, no copied modelling code, state-dict keys stay as they are.
 It acts only when a forward pass carries a :class:`~skipdecode.cache.SkipCache` or runs inside :func:`teacher_forced`.
@@ -7,6 +7,7 @@ It acts only when a forward pass carries a :class:`~skipdecode.cache.SkipCache` 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,137 +16,235 @@ import torch
 from torch import Tensor, nn
 
 from .cache import SkipCache
-from .errors import CacheError, ModelError, ScheduleError
+from .errors import CacheError, ModelError
+from .prefix import Prefix, packed
 from .schedule import Schedule
+from .stack import check_cache, decoder_layers, fitted, lenders
 
 PREPARE = "prepare_inputs_for_generation"
 
 
-class Gate:
+class Stand:
+    """Stands in for a method of one module instance, and remembers what it found there."""
+
+    def __init__(self, module: nn.Module, name: str, gates: GateState) -> None:
+        self.found: Callable[..., Any] = getattr(module, name)
+        self.shadows = name in module.__dict__  # an instance attribute (accelerate's hooks), to be put back
+        self.gates = gates
+        functools.update_wrapper(self, self.found, updated=())  # ``generate`` and the Trainer read signatures
+
+
+class Gate(Stand):
     """Stands in for one layer's ``forward``."""
 
-    def __init__(self, forward: Callable[..., Any], shadowed: Any, index: int, plan: Plan) -> None:
-        self.forward = forward
-        self.shadowed = shadowed  # an instance-level forward found there (accelerate's hooks), to be put back
+    def __init__(self, layer: nn.Module, gates: GateState, index: int) -> None:
+        super().__init__(layer, "forward", gates)
         self.index = index
-        self.plan = plan
 
+    # Depths change from step to step: a compiled model leaves its graph here, and the layer's own frame is compiled.
+    @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output on the columns it runs; the other columns' hidden states unchanged."""
+        """The layer's output on the positions it runs; the other positions' hidden states unchanged."""
+        gates = self.gates
+        cache = _find_cache(args, kwargs)
+        plan = gates.teacher() if cache is None else cache
+        if plan is None:
+            return self.found(*args, **kwargs)
+        if cache is not None and cache.gates is not gates:
+            raise CacheError("this SkipCache was made for another model: make one with SkipCache(model, schedule)")
         hidden = args[0] if args else kwargs["hidden_states"]
-        width = hidden.shape[1]
-        cache = next((v for v in (*args, *kwargs.values()) if isinstance(v, SkipCache)), None)
+        axis = gates.axis(hidden)
+        width = hidden.shape[axis]
+        count = plan.begin_layer(self.index, width)
+        if self.index == 0 and width > 1 and packed(kwargs):  # once a pass: to look into ids waits for the device
+            raise CacheError("packed (padding-free) batches cannot skip layers: give one sequence per row, left-padded")
+        if width != plan.width:
+            # The model has dropped all but the last positions; which of those does this layer run?
+            if self.index not in gates.borrowers:
+                raise CacheError(f"layer {self.index} is given {width} of {plan.width} positions: it cannot skip")
+            count = max(count - (plan.width - width), 0)
+        if count == 0:
+            if not gates.form_is_known:
+                self._learn_form(Prefix(width, 1, plan.width), args, kwargs)
+            return gates.like_output(hidden)
+        if count < width:
+            args, kwargs = Prefix(width, count, plan.width).of_call(self.found, args, kwargs)
+        output = self.found(*args, **kwargs)
         if cache is not None:
-            columns = cache.begin_layer(self.index, width)
-        elif self.plan.columns is not None:
-            columns = self.plan.columns[self.index]
-        else:
-            return self.forward(*args, **kwargs)
-        if width > 1 and self.index == 0:  # once a pass: to look into position ids waits for the device
-            _refuse_packed(kwargs)
-        if columns == 0:
-            return self.plan.like_output(hidden)
-        if columns < width:
-            args, kwargs = _prefix(args, width, columns), _prefix(kwargs, width, columns)
-        output = self.forward(*args, **kwargs)
-        self.plan.extras = len(output) - 1 if isinstance(output, tuple) else None
-        if columns == width:
+            cache.end_layer(self.index)
+        gates.learn_form(output)
+        if count == width:
             return output
         ran = output[0] if isinstance(output, tuple) else output
-        return self.plan.like_output(torch.cat([ran, hidden[:, columns:].to(ran.device)], dim=1))
+        rest = hidden.narrow(axis, count, width - count)
+        return gates.like_output(torch.cat([ran, rest.to(ran.device)], dim=axis))
+
+    def _learn_form(self, one: Prefix, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the layer on one position, for nothing but what it returns beside its hidden states."""
+        args, kwargs = one.of_call(self.found, args, kwargs)
+        args = tuple(None if isinstance(v, SkipCache) else v for v in args)
+        kwargs = {k: None if isinstance(v, SkipCache) else v for k, v in kwargs.items()}
+        with torch.no_grad(), torch.random.fork_rng():
+            self.gates.learn_form(self.found(*args, **kwargs))
 
 
-class PromptGuard:
+class PassGuard(Stand):
+    """Stands in for the model's ``forward``: notices a pass that loses the cache, or never asks it."""
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output."""
+        cache = _find_cache(args, kwargs)
+        expected = self.gates.expected.pop(threading.get_ident(), None)
+        if expected is not None and cache is not expected:
+            raise CacheError(
+                "the SkipCache was dropped on the way to the model (PEFT's prompt learning does so): merge the adapter "
+                "or leave SkipCache out"
+            )
+        passes = 0 if cache is None else cache.passes
+        output = self.found(*args, **kwargs)
+        if cache is not None and cache.passes == passes:
+            raise CacheError(
+                "no layer asked the SkipCache, so none was skipped (gradient checkpointing in training mode drops "
+                "caches: call model.eval(); else this model does not work with SkipDecode)"
+            )
+        return output
+
+
+class PromptGuard(Stand):
     """Stands in for ``prepare_inputs_for_generation``, which alone is told that a pass belongs to a prompt."""
-
-    def __init__(self, prepare: Callable[..., Any], shadowed: Any) -> None:
-        functools.update_wrapper(self, prepare)  # ``generate`` reads the signature
-        self.prepare = prepare
-        self.shadowed = shadowed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model inputs, if the cache can take them."""
         cache = kwargs.get("past_key_values")
+        if not isinstance(cache, SkipCache):
+            return self.found(*args, **kwargs)
+        if kwargs.get("use_cache") is False:
+            raise CacheError("with use_cache=False every step runs the whole text anew: leave it out, or SkipCache")
         # A decode step is told its length, 1. (Before 5.23, a chunk of a prompt is told nothing at all.)
-        prompt = kwargs.get("is_first_iteration") or kwargs.get("next_sequence_length") is None
-        if prompt and isinstance(cache, SkipCache):
+        if kwargs.get("is_first_iteration") or kwargs.get("next_sequence_length") is None:
             cache.begin_prompt()
-        return self.prepare(*args, **kwargs)
+        inputs = self.found(*args, **kwargs)
+        self.gates.expected[threading.get_ident()] = cache
+        return inputs
 
 
-class Plan:
+class GateState:
     """What the gates of one model share."""
 
-    def __init__(self) -> None:
-        #: Columns each layer runs in a teacher-forced pass; None outside one.
-        self.columns: list[int] | None = None
-        #: What a layer returns beside its hidden states (older families return a tuple); None: nothing, a tensor.
-        self.extras: int | None = None
+    def __init__(self, borrowers: frozenset[int]) -> None:
+        #: Layers that attend to another layer's keys and values.
+        self.borrowers = borrowers
+        #: Teacher-forced passes under way, by thread.
+        self.forced: dict[int, Teacher] = {}
+        #: The cache that the next forward pass of a thread must carry.
+        self.expected: dict[int, SkipCache] = {}
+        self.form_is_known = False
+        self._extras: int | None = None  # what layers return beside hidden states (a tuple); None: a tensor alone
+
+    def teacher(self) -> Teacher | None:
+        """What governs a pass without a cache in this thread."""
+        forced = self.forced.get(threading.get_ident())
+        # Autograd recomputes checkpointed layers in threads of its own.
+        if forced is None and self.forced and torch._C._current_graph_task_id() != -1:
+            if len(self.forced) > 1:
+                raise CacheError("several threads train one model with gradient checkpointing: train in one")
+            forced = next(iter(self.forced.values()))
+        return forced
+
+    def learn_form(self, output: Any) -> None:
+        """Note what a layer returned."""
+        self._extras = len(output) - 1 if isinstance(output, tuple) else None
+        self.form_is_known = True
 
     def like_output(self, hidden: Tensor) -> Any:
         """``hidden`` in the form that the layers of this model return."""
-        return hidden if self.extras is None else (hidden, *[None] * self.extras)
+        return hidden if self._extras is None else (hidden, *[None] * self._extras)
+
+    @staticmethod
+    def axis(hidden: Tensor) -> int:
+        """Where the positions are in hidden states (batch, positions, size) or (streams, batch, positions, size)."""
+        return hidden.ndim - 2
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The model's stack of decoder layers, whatever the family calls it.
+class Teacher:
+    """The plan of an uncached pass: the same questions that a SkipCache answers."""
 
-    Raises:
-        ModelError: encoder-decoder models, and models whose stack cannot be told.
-    """
-    config = getattr(model, "config", None)
-    if config is None:
-        raise ModelError(f"{type(model).__name__} has no config: SkipDecode works on transformers' causal LMs")
-    if config.is_encoder_decoder:
-        raise ModelError(
-            f"{type(model).__name__} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs"
-        )
-    count = config.get_text_config(decoder=True).num_hidden_layers
-    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    stacks = [m for m in stacks if len({type(layer) for layer in m}) == 1 and hasattr(m[0], "forward")]
-    if len(stacks) != 1:
-        raise ModelError(
-            f"{type(model).__name__} should hold one stack of {count} like decoder layers; {len(stacks)} were found"
-        )
-    return stacks[0]
+    def __init__(self, schedule: Schedule, prompt_length: int) -> None:
+        self.schedule = schedule
+        self.prompt_length = prompt_length
+        self.width = 0
+        self._positions: dict[int, list[int]] = {}  # by width: recomputation asks again
+
+    def begin_layer(self, index: int, width: int) -> int:
+        """How many of the pass's positions the layer runs, a prefix."""
+        if index == 0 or self.width < width:
+            self.width = width
+        if self.width not in self._positions:
+            self._positions[self.width] = self.schedule.positions_per_layer(self.prompt_length, self.width)
+        return self._positions[self.width][index]
 
 
 def attach(model: nn.Module) -> nn.Module:
     """Put a gate on every decoder layer. Inert until a :class:`SkipCache` comes through. Returns the model.
+
+    Raises:
+        ModelError: the model cannot skip layers exactly; the message says why.
 
     Example:
         >>> attach(model)
         >>> model.generate(**inputs, past_key_values=SkipCache(model, Schedule.for_speedup(3, 24, horizon=64)))
     """
     layers = decoder_layers(model)
-    if not is_attached(model):
-        plan = Plan()
-        for index, layer in enumerate(layers):
-            layer.forward = Gate(layer.forward, layer.__dict__.get("forward"), index, plan)
+    gates = next((stand.gates for _, _, stand in _stands(model)), None)
+    if gates is None:
+        check_cache(model)
+        gates = GateState(frozenset(lenders(model.config)))
+    for index, layer in enumerate(layers):
+        if not _stands_on(layer):
+            layer.forward = Gate(layer, gates, index)
+    # A wrapper put around an attached model (PEFT's) has entrances of its own.
+    if not _stands_on(model):
+        model.forward = PassGuard(model, "forward", gates)
         if hasattr(model, PREPARE):
-            setattr(model, PREPARE, PromptGuard(getattr(model, PREPARE), model.__dict__.get(PREPARE)))
+            setattr(model, PREPARE, PromptGuard(model, PREPARE, gates))
     return model
 
 
 def detach(model: nn.Module) -> nn.Module:
     """Take the gates off; the model is as it was found. Returns the model."""
-    for module, name in [*((layer, "forward") for layer in decoder_layers(model)), (model, PREPARE)]:
-        ours = module.__dict__.get(name)
-        if isinstance(ours, (Gate, PromptGuard)):
+    for module, name, stand in list(_stands(model)):
+        if stand.shadows or name not in ("forward", PREPARE):  # accelerate keeps what it found under another name
+            setattr(module, name, stand.found)
+        else:
             delattr(module, name)
-            if ours.shadowed is not None:
-                setattr(module, name, ours.shadowed)
     return model
 
 
 def is_attached(model: nn.Module) -> bool:
     """Whether the model's layers carry gates."""
-    return isinstance(decoder_layers(model)[0].__dict__.get("forward"), Gate)
+    return bool(_stands_on(decoder_layers(model)[0]))
+
+
+def _stands(model: nn.Module) -> Iterator[tuple[nn.Module, str, Stand]]:
+    """All that stands on the model and its modules, below accelerate's hooks too: (module, attribute, it)."""
+    for module in model.modules():
+        for name, stand in _stands_on(module):
+            yield module, name, stand
+
+
+def _stands_on(module: nn.Module) -> list[tuple[str, Stand]]:
+    return [(name, value) for name, value in vars(module).items() if isinstance(value, Stand)]
+
+
+def _find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SkipCache | None:
+    """The cache of a pass, wherever the family puts it."""
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, SkipCache)), None)
 
 
 @contextmanager
-def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int, length: int) -> Iterator[None]:
-    """Inside, an uncached pass over ``length`` columns runs each layer on just the columns that decoding would.
+def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int) -> Iterator[None]:
+    """Inside, an uncached pass of this thread runs each layer on just the positions that decoding would.
 
     With gradient checkpointing keep the backward pass inside as well: before 5.23, transformers' recomputation comes
     through the gates.
@@ -153,48 +252,22 @@ def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int, len
     Args:
         model: an attached model.
         schedule: must have as many layers as the model.
-        prompt_length: width in columns of the left-padded prompt block.
-        length: columns in all.
+        prompt_length: width in positions of the left-padded prompt block.
+
+    Raises:
+        ScheduleError: the schedule is for another number of layers.
+        ModelError: the model is not attached.
     """
-    layers = decoder_layers(model)
-    gate = layers[0].__dict__.get("forward")
-    if not isinstance(gate, Gate):
+    gates = next((stand.gates for _, _, stand in _stands(model)), None)
+    if gates is None:
         raise ModelError("the model has no gates: call skipdecode.attach(model) first")
-    if schedule.num_layers != len(layers):
-        raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {len(layers)}")
-    before, gate.plan.columns = gate.plan.columns, schedule.columns(prompt_length, length)
+    thread = threading.get_ident()
+    before = gates.forced.get(thread)
+    gates.forced[thread] = Teacher(fitted(schedule, model.config), prompt_length)
     try:
         yield
     finally:
-        gate.plan.columns = before
-
-
-def _prefix(value: Any, width: int, n: int) -> Any:
-    """Keep the first ``n`` of ``width`` columns in whatever a layer is given besides its cache.
-
-    Hidden states and position embeddings (batch, width, …), position ids (batch, width), masks (batch, heads, width,
-    width), biases per key (batch and heads, 1, width).
-    """
-    if isinstance(value, Tensor):
-        if value.ndim == 4:
-            return value[..., :n, :n]
-        if value.ndim == 3 and value.shape[1] == 1 and value.shape[2] == width:
-            return value[..., :n]
-        if value.ndim >= 2 and value.shape[1] == width:
-            return value[:, :n]
-        return value[:n] if value.ndim == 1 and value.shape[0] == width else value
-    if isinstance(value, dict):
-        return {key: _prefix(item, width, n) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_prefix(item, width, n) for item in value)
-    return value
-
-
-def _refuse_packed(kwargs: dict[str, Any]) -> None:
-    """Several sequences in one row have no common prompt edge: no prefix of the columns belongs to a layer."""
-    positions = kwargs.get("position_ids")
-    packed = any(key.startswith("cu_seq_lens") and value is not None for key, value in kwargs.items())
-    if not packed and isinstance(positions, Tensor) and positions.ndim == 2:
-        packed = bool((((positions[:, :-1] == 0) & (positions[:, 1:] == 1)).sum(1) > 1).any())
-    if packed:
-        raise CacheError("packed (padding-free) batches cannot skip layers: give one sequence per row, left-padded")
+        if before is None:
+            del gates.forced[thread]
+        else:
+            gates.forced[thread] = before

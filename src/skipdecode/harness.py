@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 from .cache import SkipCache
 from .collation import Collator
 from .errors import UsageError
-from .gate import attach, decoder_layers, teacher_forced
+from .gate import attach, teacher_forced
 from .loading import resolve
 from .schedule import Schedule
+from .stack import decoder_layers
 from .trained import choose
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class SkipLM(HFLM):
         inputs: dict[str, Tensor] = {key: value.to(self.device) for key, value in batch.items()}
         precision = self.mixed_precision_dtype
         with (
-            teacher_forced(self.model, self.schedule, prompt, inputs["input_ids"].shape[1]),
+            teacher_forced(self.model, self.schedule, prompt),
             torch.autocast(self.device.type, precision, enabled=precision is not None),
         ):
             logits = self.model(**inputs, use_cache=False, logits_to_keep=targets.shape[1]).logits

@@ -41,8 +41,7 @@ def loss_by_position(
     counts: list[int] = []
     for batch in batches:
         labels = batch["labels"][:, 1:]
-        width = batch["input_ids"].shape[1]
-        with teacher_forced(model, schedule, batch["prompt_length"], width):
+        with teacher_forced(model, schedule, batch["prompt_length"]):
             logits = model(
                 input_ids=batch["input_ids"],
                 attention_mask=batch["attention_mask"],

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, mse_loss
 
 from .errors import UsageError
-from .gate import attach, decoder_layers, teacher_forced
+from .gate import attach, teacher_forced
 from .schedule import Schedule
+from .stack import decoder_layers
 
 DISTILLED = ("logits", "hidden")
 
@@ -76,7 +77,7 @@ class Distillation(Objective):
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
         training = teacher.training
         teacher.eval()
-        with torch.no_grad(), teacher_forced(teacher, full, 1, inputs["input_ids"].shape[1]):
+        with torch.no_grad(), teacher_forced(teacher, full, 1):
             self._target = self._read(teacher(**inputs, use_cache=False))
         teacher.train(training)
 

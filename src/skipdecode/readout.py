@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import ModelError
-from .gate import decoder_layers
+from .stack import decoder_layers
 
 ReadOut = Callable[[Tensor], Tensor]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -139,13 +139,13 @@ class Schedule:
         t = 1.0 if self.prompt_decay == 1 else (self.prompt_decay - distance) / (self.prompt_decay - 1)
         return mix(1 - t, self.num_layers, self.max_depth)
 
-    def columns(self, prompt_length: int, length: int) -> list[int]:
-        """For each layer, how many of ``length`` columns it runs, the first ``prompt_length`` being prompt: a prefix.
+    def positions_per_layer(self, prompt_length: int, length: int) -> list[int]:
+        """For each layer, how many of ``length`` positions it runs, the first ``prompt_length`` being prompt: a prefix.
 
-        A layer runs a column if its rank is below the column's depth; depths never increase, so counting is enough.
+        A layer runs a position if its rank is below the position's depth; depths never increase, so counting is enough.
         """
         inside = min(prompt_length, length)
-        depths = [self.prompt_depth(prompt_length - column) for column in range(inside)]
+        depths = [self.prompt_depth(prompt_length - position) for position in range(inside)]
         depths += [self.depth(step) for step in range(length - inside)]
         falling = [-depth for depth in depths]
         counts = {layer: bisect_left(falling, -rank) for rank, layer in enumerate(self.ranking)}
@@ -232,6 +232,10 @@ class Schedule:
         """The explicit list: step ``g`` runs ``depths[g]`` layers, the last one holds from there on."""
         _require(bool(depths), "depths must hold at least one number")
         return cls(num_layers, depths[0], depths[-1], len(depths), decay="list", depths=tuple(depths), **options)
+
+    def replace(self, **changes: Any) -> Schedule:
+        """This schedule with other values in some of its fields."""
+        return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON has them."""

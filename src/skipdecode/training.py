@@ -91,7 +91,7 @@ class SkipTrainer(Trainer):
     def _gates(self, model: nn.Module, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
         schedule = self._evaluated or self.objective.schedule or self._drawn()
         bare = self.accelerator.unwrap_model(model)
-        return teacher_forced(bare, schedule, inputs["prompt_length"], inputs["input_ids"].shape[1])
+        return teacher_forced(bare, schedule, inputs["prompt_length"])
 
     def _drawn(self) -> Schedule:
         """A function of the seed and the step alone, so that a resumed run draws what the killed one would have."""

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ..gate import attach, decoder_layers
+from ..gate import attach
 from ..readout import ReadOut, read_out
+from ..stack import decoder_layers
 from .multi_exit import MultiExit
 
 #: Temperature of the threshold's decay, the paper's.
@@ -138,10 +139,10 @@ class _Exit:
 def watch(model: nn.Module) -> None:
     """Let ConfidenceCaches act inside the gates of this model; without one it runs as before."""
     gates: list[Any] = [layer.forward for layer in decoder_layers(attach(model))]
-    if isinstance(gates[0].forward, _Exit):
+    if isinstance(gates[0].found, _Exit):
         return
     for index, gate in enumerate(gates):
-        gate.forward = _Exit(gate.forward, index, len(gates))
+        gate.found = _Exit(gate.found, index, len(gates))
 
     def finished_rows(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")

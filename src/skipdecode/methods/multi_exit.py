@@ -34,9 +34,9 @@ class MultiExit(Method):
 def _exits(model: PreTrainedModel) -> Objective:
     import torch
 
-    from ..gate import decoder_layers
     from ..objectives import Objective, token_loss
     from ..readout import read_out
+    from ..stack import decoder_layers
 
     count = len(decoder_layers(model))
     reader = read_out(model)

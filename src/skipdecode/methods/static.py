@@ -38,7 +38,7 @@ def _layers(num_layers: int, speedup: float) -> tuple[int, ...]:
 
 def prune(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """A model of the same family that has only these of ``model``'s layers, in network order."""
-    from ..gate import decoder_layers
+    from ..stack import decoder_layers
 
     stack = decoder_layers(model)
     prefix = next(name for name, module in model.named_modules() if module is stack)

@@ -1,0 +1,98 @@
+"""What a model must be to skip layers exactly: one stack of decoder layers, each fed by the one before it alone."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from .errors import ModelError, ScheduleError
+from .schedule import Schedule
+
+
+def text_config(config: Any) -> Any:
+    """The part of a config that describes the decoder (a multimodal config holds several parts)."""
+    return config.get_text_config(decoder=True)
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The model's stack of decoder layers, whatever the family calls it.
+
+    Raises:
+        ModelError: encoder-decoder models, and models whose stack cannot be told.
+    """
+    config = getattr(model, "config", None)
+    if config is None:
+        raise ModelError(f"{type(model).__name__} has no config: SkipDecode works on transformers' causal LMs")
+    if config.is_encoder_decoder:
+        raise ModelError(
+            f"{type(model).__name__} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs"
+        )
+    count = text_config(config).num_hidden_layers
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count and _is_stack(m)]
+    # A list inside another's layers (experts, say) is part of a layer.
+    inner = {id(part) for stack in stacks for part in stack.modules() if part is not stack}
+    stacks = [stack for stack in stacks if id(stack) not in inner]
+    if len(stacks) != 1:
+        raise ModelError(
+            f"{type(model).__name__} should hold one stack of {count} decoder layers that take hidden states; "
+            f"{len(stacks)} were found"
+        )
+    return stacks[0]
+
+
+def _is_stack(layers: nn.ModuleList) -> bool:
+    """Whether each takes a hidden state first, as a decoder layer does."""
+    return all(next(iter(inspect.signature(layer.forward).parameters), "") == "hidden_states" for layer in layers)
+
+
+def check_cache(model: nn.Module) -> None:
+    """Raises ModelError for a model that keeps its state elsewhere than in transformers' cache of the config."""
+    name = type(model).__name__
+    parameters = inspect.signature(model.forward).parameters
+    if "past_key_values" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        raise ModelError(f"{name} takes no past_key_values: its state is not in a cache that could follow a schedule")
+
+
+def lenders(config: Any) -> dict[int, int]:
+    """Layer -> the lower layer whose keys and values it attends to instead of its own; empty where none does.
+
+    Raises ModelError where the config says that layers share keys, but not which.
+    """
+    config = text_config(config)
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is None:
+        if getattr(config, "num_kv_shared_layers", None):
+            raise ModelError("which layers share their keys is only told by a newer transformers: upgrade it")
+        return {}
+    sources, kinds = getattr(config, "kv_source_layers", None), getattr(config, "layer_types", None)
+    found = {}
+    for layer, mode in enumerate(modes):
+        if not str(mode).startswith("reuse"):
+            continue
+        if sources is not None:
+            found[layer] = sources[layer]
+        else:
+            found[layer] = max(i for i in range(layer) if modes[i] == "store" and kinds[i] == kinds[layer])
+    return found
+
+
+def fitted(schedule: Schedule, config: Any) -> Schedule:
+    """``schedule`` for a model of this config: a layer whose keys others borrow runs as long as its borrowers.
+
+    The depths stay as they are; where the order ranks a borrower before its lender, the lender moves up.
+
+    Raises:
+        ScheduleError: it is for another number of layers.
+    """
+    count = text_config(config).num_hidden_layers
+    if schedule.num_layers != count:
+        raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {count}")
+    borrowed = lenders(config)
+    order: dict[int, None] = {}
+    for layer in schedule.ranking:
+        if layer in borrowed:
+            order.setdefault(borrowed[layer])
+        order.setdefault(layer)
+    return schedule if tuple(order) == schedule.ranking else schedule.replace(order=tuple(order))
