@@ -3,31 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    DynamicCache,
+    FalconH1Config,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
+    Glm4MoeConfig,
     GPT2Config,
     GPTNeoConfig,
     GPTNeoXConfig,
+    GptOssConfig,
+    GraniteMoeHybridConfig,
+    JambaConfig,
     LlamaConfig,
     LogitsProcessor,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     Phi3Config,
     PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
-from skipdecode import Schedule, SkipCache, attach, teacher_forced
+from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
+from skipdecode.cache import held_bytes
+from skipdecode.stack import decoder_layers, fitted
 
 LAYERS = 8
 WINDOW = 6
@@ -56,6 +72,25 @@ _GPT_NEO = {
     "resid_dropout": 0.0,
     "attention_dropout": 0.0,
 }
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+# Layers with keys among layers whose state is a recurrence, in no regular pattern.
+_HYBRID = ["full_attention" if i in (1, 4, 6) else "linear_attention" for i in range(LAYERS)]
+_LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 4,
+}
+_SHARED = {"num_kv_shared_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
+_PER_LAYER = {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
@@ -84,9 +119,54 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "phi": (PhiConfig, _MODERN),
     "phi3": (Phi3Config, _MODERN),
     "phi3-sliding": (Phi3Config, {**_MODERN, "sliding_window": WINDOW}),
+    # Experts; latent attention.
+    "mixtral": (MixtralConfig, {**_MODERN, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": (Qwen3MoeConfig, {**_MODERN, **_MOE, "head_dim": 8, "num_experts": 4}),
+    "gpt-oss": (
+        GptOssConfig,
+        {**_MODERN, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    ),
+    "glm4-moe": (Glm4MoeConfig, {**_MODERN, **_MOE, "head_dim": 8, "n_routed_experts": 4, "first_k_dense_replace": 1}),
+    "deepseek-v3": (
+        DeepseekV3Config,
+        {**_MODERN, **_MOE, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+        | {"first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16}
+        | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "head_dim": 4},
+    ),
+    # Recurrent layers between attention, or beside it in every layer; layers of two classes.
+    "qwen3.5": (Qwen3_5TextConfig, {**_MODERN, **_LINEAR, "head_dim": 8, "layer_types": _HYBRID}),
+    "granite4-hybrid": (
+        GraniteMoeHybridConfig,
+        {**_MODERN, **_MAMBA, "num_local_experts": 0, "shared_intermediate_size": 32, "layer_types": _HYBRID},
+    ),
+    "falcon-h1": (FalconH1Config, {**_MODERN, **_MAMBA, "head_dim": 8, "mamba_d_ssm": 64}),
+    "jamba": (
+        JambaConfig,
+        {**_MODERN, "num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 3, "attn_layer_offset": 1}
+        | {"mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+    ),
+    # Inputs of their own per layer; upper layers borrow the keys of lower ones.
+    "gemma3n": (
+        Gemma3nTextConfig,
+        {**_GEMMA, **_PER_LAYER, **_SHARED, "sliding_window": WINDOW, "laurel_rank": 4}
+        | {"altup_num_inputs": 3, "intermediate_size": [48] * LAYERS, "activation_sparsity_pattern": [0.0] * LAYERS},
+    ),
+    "gemma4": (
+        Gemma4TextConfig,
+        {**_GEMMA, **_PER_LAYER, "num_kv_shared_layers": 0, "layer_types": _SHARED["layer_types"]}
+        | {"sliding_window": WINDOW, "global_head_dim": 8},
+    ),
+    "gemma4-shared": (
+        Gemma4TextConfig,
+        {**_GEMMA, **_PER_LAYER, **_SHARED, "sliding_window": WINDOW, "global_head_dim": 8},
+    ),
 }
 
-_EAGER_ONLY = {"gemma2", "gpt-neo"}  # transformers gives them no SDPA
+_EAGER_ONLY = {"gemma2", "gpt-neo", "gpt-oss"}  # transformers gives them no SDPA
+#: Where larger weights make float32 itself lose more than the tolerance, cached or not: long products, recurrences.
+_SCALES = {"qwen3.5": 0.1, "jamba": 0.1, "deepseek-v3": 0.15}
+#: Families whose layers do nothing but attend to keys of their own and multiply by fixed weights: their costs are formulas.
+DENSE = tuple(FAMILIES)[: tuple(FAMILIES).index("mixtral")]
 ATTENTIONS = [
     (name, kind) for name in FAMILIES for kind in ("eager", "sdpa") if kind == "eager" or name not in _EAGER_ONLY
 ]
@@ -115,7 +195,7 @@ def build(name: str, attention: str | None = None) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(noise, alpha=0.1) if parameter.ndim < 2 else parameter.copy_(0.2 * noise)
+            parameter.add_(noise, alpha=0.1) if parameter.ndim < 2 else parameter.copy_(_SCALES.get(name, 0.2) * noise)
     return model
 
 
@@ -150,8 +230,44 @@ def uncached(model: PreTrainedModel, schedule: Schedule, sequences: Tensor, prom
     """One teacher-forced pass over whole sequences, without a cache."""
     width, length = prompt_mask.shape[1], sequences.shape[1]
     mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(sequences), length - width)], dim=1)
+    told = {"position_ids": positions(mask)} if "position_ids" in signature(model.forward).parameters else {}
     with teacher_forced(model, schedule, width):
-        return model(sequences, attention_mask=mask, position_ids=positions(mask), use_cache=False, **options)
+        return model(sequences, attention_mask=mask, use_cache=False, **told, **options)
+
+
+@contextmanager
+def replaced_by_its_input(model: PreTrainedModel, schedule: Schedule, prompt: int, length: int) -> Iterator[None]:
+    """The reference: every layer of the stock model runs whole, then gets its input back where it should not have run.
+
+    Nothing of ours is used but the number of positions: no gates, no cache, no cutting. Layers look back only, so what
+    they did on the later positions, undone, cannot be seen.
+    """
+    counts = fitted(schedule, model.config).positions_per_layer(prompt, length)
+    hooks = []
+    for layer, count in zip(decoder_layers(model), counts, strict=True):
+
+        def undo(module: nn.Module, args: Any, kwargs: Any, output: Any, count: int = count) -> Any:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            kept = count - (length - hidden.shape[-2])  # a model may drop positions whose logits nobody asks for
+            made = output[0] if isinstance(output, tuple) else output
+            mixed = torch.cat([made[..., : max(kept, 0), :], hidden[..., max(kept, 0) :, :]], dim=-2)
+            return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
+
+        hooks.append(layer.register_forward_hook(undo, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def reference_logits(model: PreTrainedModel, schedule: Schedule, sequences: Tensor, prompt_mask: Tensor) -> Tensor:
+    """The reference's logits of each generated token, uncached: (batch, new tokens, vocabulary)."""
+    width, sequences = prompt_mask.shape[1], sequences[:, :-1]
+    mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(sequences), sequences.shape[1] - width)], dim=1)
+    told = {"position_ids": positions(mask)} if "position_ids" in signature(model.forward).parameters else {}
+    with torch.no_grad(), replaced_by_its_input(detach(model), schedule, width, sequences.shape[1]):
+        return model(sequences, attention_mask=mask, use_cache=False, **told).logits[:, width - 1 :]
 
 
 def new_token_logits(model: PreTrainedModel, schedule: Schedule, sequences: Tensor, prompt_mask: Tensor) -> Tensor:
@@ -197,18 +313,10 @@ def heads(model: PreTrainedModel) -> tuple[int, int, int]:
 class Probe(LogitsProcessor):
     """Notes what a cache holds after each pass of ``generate``."""
 
-    def __init__(self, cache: SkipCache) -> None:
+    def __init__(self, cache: DynamicCache) -> None:
         self.cache = cache
-        self.lengths: list[list[int]] = []  # per pass, per layer
-        self.layer_bytes: list[list[int]] = []
-        self.kv_bytes: list[int] = []
-        self.tensors: list[list[bool]] = []
+        self.layer_bytes: list[list[int]] = []  # per pass, per layer
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        layers = self.cache.layers
-        held = [[x for x in (layer.keys, layer.values) if x is not None] for layer in layers]
-        self.lengths.append([layer.get_seq_length() for layer in layers])
-        self.layer_bytes.append([sum(x.nbytes for x in tensors) for tensors in held])
-        self.tensors.append([bool(tensors) for tensors in held])
-        self.kv_bytes.append(self.cache.kv_bytes)
+        self.layer_bytes.append([held_bytes(layer) for layer in self.cache.layers])
         return scores

@@ -15,6 +15,7 @@ from transformers.generation import BaseStreamer
 
 from families import (
     ATTENTIONS,
+    DENSE,
     FAMILIES,
     LAYERS,
     LENGTHS,
@@ -30,14 +31,16 @@ from families import (
     heads,
     new_token_logits,
     prompts,
+    reference_logits,
     row,
     run,
     uncached,
     window,
 )
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
+from skipdecode.cache import cache_bytes
 from skipdecode.gate import Gate, is_attached
-from skipdecode.stack import decoder_layers
+from skipdecode.stack import decoder_layers, fitted, lenders
 
 FULL = Schedule.full(LAYERS)
 TOLERANCE = 1e-5  # fp32, relative to the logits' scale
@@ -51,13 +54,14 @@ every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCH
 
 
 def check_teacher_forced(model: PreTrainedModel, schedule: Schedule, inputs: dict[str, Tensor]) -> None:
-    """Cached step-by-step logits equal those of one uncached pass; and differ from the full model's."""
+    """Cached step-by-step logits are those of one uncached pass, and the reference's; not the full model's."""
     output = run(model, inputs, schedule)
     mask = inputs["attention_mask"]
     steps = torch.stack(output.logits, dim=1)
     assert steps.shape[1] == NEW
     assert distance(steps, new_token_logits(model, schedule, output.sequences, mask)) < TOLERANCE
     assert distance(steps, new_token_logits(model, FULL, output.sequences, mask)) > 0.01
+    assert distance(steps, reference_logits(model, schedule, output.sequences, mask)) < TOLERANCE
 
 
 @every_attention
@@ -149,9 +153,7 @@ def test_a_copy_is_independent(name: str) -> None:
     model, inputs = attach(build(name)), prompts()
     before, twin = run(model, inputs, TOP), copy.deepcopy(model)
     gates = [layer.forward for layer in decoder_layers(twin)]
-    assert all(
-        isinstance(g, Gate) and g.found.__self__ is m for g, m in zip(gates, decoder_layers(twin), strict=True)
-    )
+    assert all(isinstance(g, Gate) and g.found.__self__ is m for g, m in zip(gates, decoder_layers(twin), strict=True))
     with teacher_forced(model, TOP, 1):
         assert gates[0].gates.teacher() is None
     assert same(run(twin, inputs, TOP), before)
@@ -198,9 +200,38 @@ def test_a_finished_row_does_not_disturb_the_others(name: str) -> None:
 @every_family
 @every_schedule
 def test_the_cache_holds_what_will_still_run_and_nothing_else(name: str, schedule: Schedule) -> None:
-    """After each pass: a layer of the next step holds all columns (or its window), every other layer no tensor."""
+    """After each pass: a layer of the next step holds just what the stock cache would, every other layer no tensor."""
     model, inputs = attach(build(name)), prompts()
-    cache = SkipCache(model, schedule)
+    cache, stock = SkipCache(model, schedule), DynamicCache(config=model.config)
+    probes = [Probe(cache), Probe(stock)]
+    for probe in probes:
+        model.generate(
+            **inputs,
+            past_key_values=probe.cache,
+            max_new_tokens=NEW,
+            do_sample=False,
+            logits_processor=LogitsProcessorList([probe]),
+        )
+    held, peak = [0] * LAYERS, 0
+    plan = cache.schedule  # lenders of keys may stand before their borrowers in it
+    for number in range(NEW):
+        runs = range(LAYERS) if number == 0 else plan.layers(plan.depth(number - 1))
+        keeps = plan.layers(plan.depth(number))
+        for layer in runs:
+            held[layer] = probes[1].layer_bytes[number][layer] if layer in keeps else 0
+            peak = max(peak, sum(held))
+        assert probes[0].layer_bytes[number] == held
+    assert cache.kv_bytes == sum(held) == cache_bytes(cache)
+    assert cache.peak_kv_bytes == peak
+    assert cache.get_seq_length() == WIDTH + STEPS
+    assert cache.step_depths == [schedule.depth(g) for g in range(STEPS)]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_bytes_are_those_of_the_keys_and_values(name: str) -> None:
+    """All positions of a row (or its window's), keys and values, in float32; and they fall when a layer retires."""
+    model, inputs = attach(build(name)), prompts()
+    cache = SkipCache(model, TOP)
     probe = Probe(cache)
     model.generate(
         **inputs,
@@ -210,27 +241,27 @@ def test_the_cache_holds_what_will_still_run_and_nothing_else(name: str, schedul
         logits_processor=LogitsProcessorList([probe]),
     )
     _, kv_heads, size = heads(model)
-    column = 2 * 4 * len(LENGTHS) * kv_heads * size  # bytes: keys and values, fp32, a column of the batch
+    column = 2 * 4 * len(LENGTHS) * kv_heads * size
+    for number, held in enumerate(probe.layer_bytes):
+        length, keeps = WIDTH + number, TOP.layers(TOP.depth(number))
+        limits = [window(model, layer) for layer in range(LAYERS)]
+        kept = [length if limit is None else min(length, limit - 1) for limit in limits]
+        assert held == [kept[layer] * column if layer in keeps else 0 for layer in range(LAYERS)]
+        if number > 0 and TOP.depth(number) < TOP.depth(number - 1):
+            assert sum(held) < sum(probe.layer_bytes[number - 1])
 
-    held, peak = [0] * LAYERS, 0
-    for number in range(NEW):
-        runs = range(LAYERS) if number == 0 else schedule.layers(schedule.depth(number - 1))
-        keeps = schedule.layers(schedule.depth(number))
-        length = WIDTH + number
-        for layer in runs:
-            limit = window(model, layer)
-            kept = length if limit is None else min(length, limit - 1)
-            held[layer] = kept * column if layer in keeps else 0
-            peak = max(peak, sum(held))
-        assert probe.layer_bytes[number] == held
-        assert probe.kv_bytes[number] == sum(held)
-        assert probe.tensors[number] == [layer in keeps for layer in range(LAYERS)]
-        assert [probe.lengths[number][layer] for layer in keeps] == [length] * len(keeps)
-        retired = number > 0 and schedule.depth(number) < schedule.depth(number - 1)
-        assert not retired or probe.kv_bytes[number] < probe.kv_bytes[number - 1], "KV falls when a layer retires"
-    assert cache.peak_kv_bytes == peak
-    assert cache.get_seq_length() == WIDTH + STEPS
-    assert cache.step_depths == [schedule.depth(g) for g in range(STEPS)]
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "shared" in name or name == "gemma3n"])
+@every_schedule
+def test_lenders_of_keys_run_as_long_as_their_borrowers(name: str, schedule: Schedule) -> None:
+    """Whatever the order: the depths are those asked for, and no layer runs without the one whose keys it reads."""
+    model = attach(build(name))
+    plan, borrowed = SkipCache(model, schedule).schedule, lenders(model.config)
+    assert borrowed == {4: 2, 5: 3, 6: 2, 7: 3}
+    for step in range(schedule.horizon + 1):
+        assert plan.depth(step) == schedule.depth(step)
+        running = plan.layers(plan.depth(step))
+        assert all(borrowed[layer] in running for layer in running if layer in borrowed)
 
 
 # --- 6: going deeper again (more in test_refusals.py)
@@ -282,7 +313,7 @@ def decode_flops(model: PreTrainedModel, cache: Any) -> list[int]:
     return flops
 
 
-@every_family
+@pytest.mark.parametrize("name", DENSE)
 def test_a_decode_step_saves_exactly_the_skipped_layers(name: str) -> None:
     """FLOPs are affine in depth: a step costs the stock model's less its skipped layers; the prompt the same."""
     model = attach(build(name, "eager"))
@@ -296,6 +327,35 @@ def test_a_decode_step_saves_exactly_the_skipped_layers(name: str) -> None:
 
 
 @every_family
+@pytest.mark.parametrize("schedule", ["top", "prompt"])
+def test_a_pass_costs_each_layer_the_positions_it_runs(name: str, schedule: str) -> None:
+    """Forward: each layer costs what it costs in a stock pass over just its own positions, counted, not computed."""
+    model, length = build(name, "eager"), 24
+    mask = prompts()["attention_mask"]
+    sequences = torch.randint(2, 128, (len(mask), length))
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def flops(plan: Schedule, width: int = length) -> list[int]:
+        with torch.no_grad(), FlopCounterMode(display=False, depth=10) as counter:
+            uncached(model, plan, sequences[:, :width], mask)
+        counts = counter.get_flop_counts()
+        owners = [f"{type(model).__name__}.{names[id(layer)]}" for layer in decoder_layers(model)]
+        return [sum(counts[owner].values()) for owner in owners]
+
+    attach(model)
+    plan = fitted(SCHEDULES[schedule], model.config)
+    counts = plan.positions_per_layer(WIDTH, length)
+    assert sum(counts) < LAYERS * length
+    alone = {width: flops(FULL, width) for width in {*counts} if width > WIDTH}
+    alone[WIDTH] = flops(FULL, WIDTH)
+    for layer, (count, ran) in enumerate(zip(counts, flops(plan), strict=True)):
+        if count >= WIDTH:
+            assert ran == alone[count][layer]
+        else:
+            assert ran < alone[WIDTH][layer]
+
+
+@pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("schedule", ["top", "prompt"])
 def test_a_training_step_costs_the_columns_it_runs(name: str, schedule: str) -> None:
     """Forward plus backward: three times each layer's products over its own columns, and the rest of the model."""

@@ -55,6 +55,7 @@ class SkipCache(DynamicCache):
         self.peak_kv_bytes = 0
         self.passes = 0
         self.width = 0  # positions of the pass under way
+        self.shape: tuple[int, ...] | None = None  # of its ids: (batch, positions)
         self._length = 0  # positions seen, those of the pass under way included
         self._positions: list[int] = []  # that each layer runs in the pass under way
         self._keep: frozenset[int] = frozenset(range(len(self.layers)))  # layers that the next step still runs

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,7 +54,7 @@ class Gate(Stand):
         if cache is not None and cache.gates is not gates:
             raise CacheError("this SkipCache was made for another model: make one with SkipCache(model, schedule)")
         hidden = args[0] if args else kwargs["hidden_states"]
-        axis = gates.axis(hidden)
+        axis = gates.axis(hidden, plan.shape)
         width = hidden.shape[axis]
         count = plan.begin_layer(self.index, width)
         if self.index == 0 and width > 1 and packed(kwargs):  # once a pass: to look into ids waits for the device
@@ -65,13 +66,15 @@ class Gate(Stand):
             count = max(count - (plan.width - width), 0)
         if count == 0:
             if not gates.form_is_known:
-                self._learn_form(Prefix(width, 1, plan.width), args, kwargs)
+                self._learn_form(Prefix(width, 1, plan.width, axis), args, kwargs)
             return gates.like_output(hidden)
         if count < width:
-            args, kwargs = Prefix(width, count, plan.width).of_call(self.found, args, kwargs)
+            args, kwargs = Prefix(width, count, plan.width, axis).of_call(self.found, args, kwargs)
         output = self.found(*args, **kwargs)
         if cache is not None:
             cache.end_layer(self.index)
+        if not gates.form_is_known and not gates.borrowers and any(isinstance(v, UserDict) and v for v in kwargs.values()):
+            raise ModelError("layers of this model lend each other states that its config does not tell: it cannot skip")
         gates.learn_form(output)
         if count == width:
             return output
@@ -101,6 +104,8 @@ class PassGuard(Stand):
                 "the SkipCache was dropped on the way to the model (PEFT's prompt learning does so): merge the adapter "
                 "or leave SkipCache out"
             )
+        if (plan := self.gates.teacher() if cache is None else cache) is not None:
+            plan.shape = _shape(args, kwargs)
         passes = 0 if cache is None else cache.passes
         output = self.found(*args, **kwargs)
         if cache is not None and cache.passes == passes:
@@ -140,6 +145,7 @@ class GateState:
         #: The cache that the next forward pass of a thread must carry.
         self.expected: dict[int, SkipCache] = {}
         self.form_is_known = False
+        self._axis: int | None = None  # of the positions in hidden states that have streams beside them
         self._extras: int | None = None  # what layers return beside hidden states (a tuple); None: a tensor alone
 
     def teacher(self) -> Teacher | None:
@@ -161,10 +167,22 @@ class GateState:
         """``hidden`` in the form that the layers of this model return."""
         return hidden if self._extras is None else (hidden, *[None] * self._extras)
 
-    @staticmethod
-    def axis(hidden: Tensor) -> int:
-        """Where the positions are in hidden states (batch, positions, size) or (streams, batch, positions, size)."""
-        return hidden.ndim - 2
+    def axis(self, hidden: Tensor, shape: tuple[int, ...] | None) -> int:
+        """Where the positions of hidden states are, in a pass over ids of ``shape`` (batch, positions).
+
+        (batch, positions, size) in most families; Gemma 3n has streams before these, DeepSeek-V4 after them.
+        """
+        if hidden.ndim == 3:
+            return 1
+        fits = [axis for axis in range(1, hidden.ndim - 1) if hidden.shape[axis - 1 : axis + 1] == shape]
+        if len(fits) == 1:
+            self._axis = fits[0]
+        if self._axis is None:
+            raise CacheError(
+                f"hidden states of shape {tuple(hidden.shape)} do not show where their positions are: call the model "
+                "itself, not its decoder; or first with another number of rows"
+            )
+        return self._axis
 
 
 class Teacher:
@@ -174,6 +192,7 @@ class Teacher:
         self.schedule = schedule
         self.prompt_length = prompt_length
         self.width = 0
+        self.shape: tuple[int, ...] | None = None  # of the pass's ids: (batch, positions)
         self._positions: dict[int, list[int]] = {}  # by width: recomputation asks again
 
     def begin_layer(self, index: int, width: int) -> int:
@@ -195,10 +214,11 @@ def attach(model: nn.Module) -> nn.Module:
         >>> attach(model)
         >>> model.generate(**inputs, past_key_values=SkipCache(model, Schedule.for_speedup(3, 24, horizon=64)))
     """
-    layers = decoder_layers(model)
     gates = next((stand.gates for _, _, stand in _stands(model)), None)
     if gates is None:
         check_cache(model)
+    layers = decoder_layers(model)
+    if gates is None:
         gates = GateState(frozenset(lenders(model.config)))
     for index, layer in enumerate(layers):
         if not _stands_on(layer):
@@ -235,6 +255,12 @@ def _stands(model: nn.Module) -> Iterator[tuple[nn.Module, str, Stand]]:
 
 def _stands_on(module: nn.Module) -> list[tuple[str, Stand]]:
     return [(name, value) for name, value in vars(module).items() if isinstance(value, Stand)]
+
+
+def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    """(batch, positions) of what a pass is given: ids, or embeddings."""
+    given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
+    return next((tuple(value.shape[:2]) for value in given if isinstance(value, Tensor)), None)
 
 
 def _find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SkipCache | None:

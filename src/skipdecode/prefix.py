@@ -23,6 +23,7 @@ class Prefix:
     width: int
     queries: int
     keys: int
+    hidden_axis: int = 1
 
     @property
     def seen(self) -> int:
@@ -52,9 +53,9 @@ class Prefix:
         if value.ndim >= 3 and any(word in name for word in ("mask", "bias", "alibi")):
             # (batch, heads, queries, keys), or (batch and heads, 1, keys): one row stands for all queries.
             if shape[-1] != self.keys or shape[-2] not in (1, self.width):
-                raise CacheError(
-                    f"{name} of shape {tuple(shape)} does not show its {self.keys} positions: it has no prefix"
-                )
+                if "mask" not in name:  # a bias for all positions there may be, which the layer cuts itself
+                    return value
+                raise CacheError(f"{name} of shape {tuple(shape)} does not show its {self.keys} positions")
             return value[..., : self.seen] if shape[-2] == 1 else value[..., : self.queries, : self.seen]
         if value.ndim <= 2 and (
             "mask" in name or not (value.is_floating_point() or value.is_complex())
@@ -62,12 +63,10 @@ class Prefix:
             return value[..., : self.seen] if shape[-1:] == (self.keys,) else value
         if not (value.is_floating_point() or value.is_complex()):  # (sections, batch, positions)
             return value[..., : self.queries] if shape[-1] == self.width else value
-        axis = self.axis(value)
+        # Hidden states, and embeddings of any kind (…, positions, size).
+        axes = (self.hidden_axis, value.ndim - 2) if value.ndim > 3 else (value.ndim - 2, 1)
+        axis = next((axis for axis in axes if 0 <= axis < value.ndim and shape[axis] == self.width), None)
         return value if axis is None else value.narrow(axis, 0, self.queries)
-
-    def axis(self, value: Tensor) -> int | None:
-        """Where the positions of hidden states (…, positions, size) or (batch, positions, streams, size) are."""
-        return next((axis for axis in (value.ndim - 2, 1) if axis >= 0 and value.shape[axis] == self.width), None)
 
 
 class _SharedPrefix(UserDict[Any, Any]):

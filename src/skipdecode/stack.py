@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
 
 from .errors import ModelError, ScheduleError
 from .schedule import Schedule
@@ -48,11 +49,19 @@ def _is_stack(layers: nn.ModuleList) -> bool:
 
 
 def check_cache(model: nn.Module) -> None:
-    """Raises ModelError for a model that keeps its state elsewhere than in transformers' cache of the config."""
-    name = type(model).__name__
-    parameters = inspect.signature(model.forward).parameters
-    if "past_key_values" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    """Raises ModelError for a model that looks ahead, or keeps its state elsewhere than in transformers' own cache."""
+    inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    if inner is None:
+        return
+    name = type(inner).__name__
+    if getattr(inner.config, "is_decoder", True) is False or getattr(inner.config, "is_causal", True) is False:
+        raise ModelError(f"{name} looks ahead (its config says is_decoder or is_causal false): no state of it is final")
+    if "shared" in (getattr(text_config(inner.config), "indexer_types", None) or ()):
+        raise ModelError(f"layers of {name} reuse the positions that the layer below selected: none can be skipped")
+    if "past_key_values" not in inspect.signature(inner.forward).parameters:
         raise ModelError(f"{name} takes no past_key_values: its state is not in a cache that could follow a schedule")
+    if isinstance(inner, GenerationMixin) and not inner._supports_default_dynamic_cache():
+        raise ModelError(f"{name} keeps a cache of its own kind, which cannot follow a schedule")
 
 
 def lenders(config: Any) -> dict[int, int]:
