@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -43,7 +42,7 @@ from transformers import (
 
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.cache import held_bytes
-from skipdecode.stack import decoder_layers, fitted
+from skipdecode.check import undone
 
 LAYERS = 8
 WINDOW = 6
@@ -164,8 +163,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 
 _EAGER_ONLY = {"gemma2", "gpt-neo", "gpt-oss"}  # transformers gives them no SDPA
 #: Where larger weights make float32 itself lose more than the tolerance, cached or not: long products, recurrences.
-_SCALES = {"qwen3.5": 0.1, "jamba": 0.1, "deepseek-v3": 0.15}
-#: Families whose layers do nothing but attend to keys of their own and multiply by fixed weights: their costs are formulas.
+_SCALES = {"qwen3.5": 0.05, "jamba": 0.1, "deepseek-v3": 0.15}
+#: Families whose layers do nothing but attend to keys of their own and multiply by fixed weights: costs are formulas.
 DENSE = tuple(FAMILIES)[: tuple(FAMILIES).index("mixtral")]
 ATTENTIONS = [
     (name, kind) for name in FAMILIES for kind in ("eager", "sdpa") if kind == "eager" or name not in _EAGER_ONLY
@@ -235,38 +234,12 @@ def uncached(model: PreTrainedModel, schedule: Schedule, sequences: Tensor, prom
         return model(sequences, attention_mask=mask, use_cache=False, **told, **options)
 
 
-@contextmanager
-def replaced_by_its_input(model: PreTrainedModel, schedule: Schedule, prompt: int, length: int) -> Iterator[None]:
-    """The reference: every layer of the stock model runs whole, then gets its input back where it should not have run.
-
-    Nothing of ours is used but the number of positions: no gates, no cache, no cutting. Layers look back only, so what
-    they did on the later positions, undone, cannot be seen.
-    """
-    counts = fitted(schedule, model.config).positions_per_layer(prompt, length)
-    hooks = []
-    for layer, count in zip(decoder_layers(model), counts, strict=True):
-
-        def undo(module: nn.Module, args: Any, kwargs: Any, output: Any, count: int = count) -> Any:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            kept = count - (length - hidden.shape[-2])  # a model may drop positions whose logits nobody asks for
-            made = output[0] if isinstance(output, tuple) else output
-            mixed = torch.cat([made[..., : max(kept, 0), :], hidden[..., max(kept, 0) :, :]], dim=-2)
-            return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
-
-        hooks.append(layer.register_forward_hook(undo, with_kwargs=True))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def reference_logits(model: PreTrainedModel, schedule: Schedule, sequences: Tensor, prompt_mask: Tensor) -> Tensor:
     """The reference's logits of each generated token, uncached: (batch, new tokens, vocabulary)."""
     width, sequences = prompt_mask.shape[1], sequences[:, :-1]
     mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(sequences), sequences.shape[1] - width)], dim=1)
     told = {"position_ids": positions(mask)} if "position_ids" in signature(model.forward).parameters else {}
-    with torch.no_grad(), replaced_by_its_input(detach(model), schedule, width, sequences.shape[1]):
+    with torch.no_grad(), undone(detach(model), schedule, width, sequences):
         return model(sequences, attention_mask=mask, use_cache=False, **told).logits[:, width - 1 :]
 
 

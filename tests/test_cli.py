@@ -7,9 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import skipdecode
-from skipdecode import Schedule, gate
+from skipdecode import Schedule, cache, gate, prefix
+from skipdecode.check import CHECKS
 from tiny import run, save_checkpoint
 
 
@@ -43,19 +45,44 @@ def test_check_proves_a_sound_model(checkpoint):
     done = run("check", checkpoint, "--json")
     findings = json.loads(done.stdout)
     assert done.returncode == 0, findings
-    assert len(findings) == 4
+    assert len(findings) == len(CHECKS)
     assert all(finding["held"] for finding in findings)
 
 
-def test_check_fails_where_skipping_is_broken(checkpoint, monkeypatch):
-    """A gate that lets skipped layers run on, one that forgets the passed-on columns: neither passes."""
-    plan = gate.Plan.like_output
-    monkeypatch.setattr(gate.Plan, "like_output", lambda self, hidden: plan(self, hidden * 1.01))
+@pytest.mark.parametrize(
+    ("place", "name", "fault"),
+    [
+        (gate.GateState, "like_output", lambda right, self, hidden: right(self, hidden * 1.01)),
+        (gate.GateState, "like_output", lambda right, self, hidden: right(self, hidden * 0)),
+        (cache.SkipCache, "begin_layer", lambda right, self, index, width: right(self, index, width) or width),
+        (prefix.Prefix, "of_call", lambda right, self, forward, args, kwargs: (args, kwargs)),
+    ],
+    ids=["scaled", "forgotten", "skipped-layers-run", "uncut"],
+)
+def test_check_fails_where_skipping_is_broken(checkpoint, monkeypatch, place, name, fault):
+    """Hidden states passed on wrongly or not at all, layers that run though skipped, arguments uncut."""
+    right = getattr(place, name)
+    monkeypatch.setattr(place, name, lambda *arguments: fault(right, *arguments))
     done = run("check", checkpoint, "--json")
     assert done.returncode == 1
     held = {finding["claim"]: finding["held"] for finding in json.loads(done.stdout)}
     assert held["inert at full depth"]
-    assert not held["cached decoding = teacher-forced pass"]
+    assert not all(held.values())
+
+
+@pytest.mark.parametrize("claim", ["a second run writes the same", "a used cache is refused"])
+def test_check_finds_what_a_run_leaves_behind(checkpoint, monkeypatch, claim):
+    """A model with noise in it; a guard that lets a second prompt in."""
+    if claim == "a used cache is refused":
+        monkeypatch.setattr(cache.SkipCache, "begin_prompt", lambda self: None)
+        monkeypatch.setattr(cache.SkipCache, "_refuse", lambda self, what: None)
+    else:
+        model, _ = skipdecode.load(str(checkpoint))
+        model.get_input_embeddings().register_forward_hook(lambda m, args, output: output + torch.randn_like(output))
+        monkeypatch.setattr("skipdecode.loading.load", lambda *args, **kwargs: (model, None))
+    done = run("check", checkpoint, "--json")
+    assert done.returncode == 1
+    assert not {finding["claim"]: finding["held"] for finding in json.loads(done.stdout)}[claim]
 
 
 def test_check_takes_schedules_that_begin_at_full_depth(checkpoint):

@@ -458,7 +458,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
         return {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
 
     plain = gradients()
-    for reentrant in (False, True):
+    # Where layers lend each other keys, transformers' own gradients are wrong with reentrant checkpoints.
+    for reentrant in (False,) if lenders(model.config) else (False, True):
         # transformers 5.23 changed the name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": reentrant})

@@ -23,6 +23,10 @@ class ModelError(SkipDecodeError):
     """A model that is not there, is damaged, or cannot skip layers exactly."""
 
 
+class UnsupportedModel(ModelError):
+    """A model that cannot skip layers exactly, because of what it is."""
+
+
 class TaskError(SkipDecodeError):
     """Data that is missing or not in the task's form."""
 

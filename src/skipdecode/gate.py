@@ -11,16 +11,16 @@ import threading
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from .cache import SkipCache
-from .errors import CacheError, ModelError
+from .errors import CacheError, ModelError, UnsupportedModel
 from .prefix import Prefix, packed
 from .schedule import Schedule
-from .stack import check_cache, decoder_layers, fitted, lenders
+from .stack import check_kind, decoder_layers, fitted, lenders
 
 PREPARE = "prepare_inputs_for_generation"
 
@@ -32,7 +32,9 @@ class Stand:
         self.found: Callable[..., Any] = getattr(module, name)
         self.shadows = name in module.__dict__  # an instance attribute (accelerate's hooks), to be put back
         self.gates = gates
-        functools.update_wrapper(self, self.found, updated=())  # ``generate`` and the Trainer read signatures
+        functools.update_wrapper(
+            cast(Any, self), self.found, updated=()
+        )  # ``generate`` and the Trainer read signatures
 
 
 class Gate(Stand):
@@ -73,8 +75,8 @@ class Gate(Stand):
         output = self.found(*args, **kwargs)
         if cache is not None:
             cache.end_layer(self.index)
-        if not gates.form_is_known and not gates.borrowers and any(isinstance(v, UserDict) and v for v in kwargs.values()):
-            raise ModelError("layers of this model lend each other states that its config does not tell: it cannot skip")
+        if not gates.form_is_known and not gates.borrowers:
+            _check_nothing_is_lent(kwargs)
         gates.learn_form(output)
         if count == width:
             return output
@@ -208,7 +210,7 @@ def attach(model: nn.Module) -> nn.Module:
     """Put a gate on every decoder layer. Inert until a :class:`SkipCache` comes through. Returns the model.
 
     Raises:
-        ModelError: the model cannot skip layers exactly; the message says why.
+        UnsupportedModel: the model cannot skip layers exactly; the message says why.
 
     Example:
         >>> attach(model)
@@ -216,7 +218,7 @@ def attach(model: nn.Module) -> nn.Module:
     """
     gates = next((stand.gates for _, _, stand in _stands(model)), None)
     if gates is None:
-        check_cache(model)
+        check_kind(model)
     layers = decoder_layers(model)
     if gates is None:
         gates = GateState(frozenset(lenders(model.config)))
@@ -255,6 +257,11 @@ def _stands(model: nn.Module) -> Iterator[tuple[nn.Module, str, Stand]]:
 
 def _stands_on(module: nn.Module) -> list[tuple[str, Stand]]:
     return [(name, value) for name, value in vars(module).items() if isinstance(value, Stand)]
+
+
+def _check_nothing_is_lent(kwargs: dict[str, Any]) -> None:
+    if any(isinstance(value, UserDict) and value for value in kwargs.values()):
+        raise UnsupportedModel("layers lend each other states of which the config says nothing: none can be skipped")
 
 
 def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .errors import ModelError
+from .errors import ModelError, UnsupportedModel
 from .gate import attach
 from .prompts import for_decoding, train_tokenizer
 
@@ -62,6 +62,8 @@ def load(
         )
         tokenizer = AutoTokenizer.from_pretrained(resolve(name), revision=revision)
         return attach(model.to(device).eval()), for_decoding(tokenizer)
+    except UnsupportedModel:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{name} cannot be loaded: {_first_line(error)}") from error
 
@@ -81,7 +83,7 @@ def read_config(name: str, revision: str | None = None) -> Any:
     except (OSError, KeyError, ValueError) as error:
         raise ModelError(f"no model could be read at {name}: {_first_line(error)}") from error
     if config.is_encoder_decoder:
-        raise ModelError(f"{name} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs")
+        raise UnsupportedModel(f"{name} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs")
     return config
 
 

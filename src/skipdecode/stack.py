@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from .errors import ModelError, ScheduleError
+from .errors import ModelError, ScheduleError, UnsupportedModel
 from .schedule import Schedule
 
 
@@ -21,13 +21,13 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The model's stack of decoder layers, whatever the family calls it.
 
     Raises:
-        ModelError: encoder-decoder models, and models whose stack cannot be told.
+        UnsupportedModel: encoder-decoder models, and models whose stack cannot be told.
     """
     config = getattr(model, "config", None)
     if config is None:
-        raise ModelError(f"{type(model).__name__} has no config: SkipDecode works on transformers' causal LMs")
+        raise UnsupportedModel(f"{type(model).__name__} has no config: SkipDecode works on transformers' causal LMs")
     if config.is_encoder_decoder:
-        raise ModelError(
+        raise UnsupportedModel(
             f"{type(model).__name__} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs"
         )
     count = text_config(config).num_hidden_layers
@@ -36,7 +36,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     inner = {id(part) for stack in stacks for part in stack.modules() if part is not stack}
     stacks = [stack for stack in stacks if id(stack) not in inner]
     if len(stacks) != 1:
-        raise ModelError(
+        raise UnsupportedModel(
             f"{type(model).__name__} should hold one stack of {count} decoder layers that take hidden states; "
             f"{len(stacks)} were found"
         )
@@ -48,20 +48,29 @@ def _is_stack(layers: nn.ModuleList) -> bool:
     return all(next(iter(inspect.signature(layer.forward).parameters), "") == "hidden_states" for layer in layers)
 
 
-def check_cache(model: nn.Module) -> None:
-    """Raises ModelError for a model that looks ahead, or keeps its state elsewhere than in transformers' own cache."""
+def check_kind(model: nn.Module) -> None:
+    """Whether the model only looks back, and keeps its state in transformers' cache and nowhere else.
+
+    Raises:
+        UnsupportedModel: it does not; the message says what it does instead.
+    """
     inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if inner is None:
         return
-    name = type(inner).__name__
-    if getattr(inner.config, "is_decoder", True) is False or getattr(inner.config, "is_causal", True) is False:
-        raise ModelError(f"{name} looks ahead (its config says is_decoder or is_causal false): no state of it is final")
-    if "shared" in (getattr(text_config(inner.config), "indexer_types", None) or ()):
-        raise ModelError(f"layers of {name} reuse the positions that the layer below selected: none can be skipped")
+    name, config = type(inner).__name__, inner.config
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(f"{name} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs")
     if "past_key_values" not in inspect.signature(inner.forward).parameters:
-        raise ModelError(f"{name} takes no past_key_values: its state is not in a cache that could follow a schedule")
+        raise UnsupportedModel(
+            f"{name} takes no past_key_values: its state is in no cache that could follow a schedule"
+        )
     if isinstance(inner, GenerationMixin) and not inner._supports_default_dynamic_cache():
-        raise ModelError(f"{name} keeps a cache of its own kind, which cannot follow a schedule")
+        raise UnsupportedModel(f"{name} keeps a cache of its own kind, which cannot follow a schedule")
+    causal = {getattr(part, "is_causal", None) for part in inner.modules()}
+    if True not in causal and (False in causal or getattr(config, "is_decoder", True) is False):
+        raise UnsupportedModel(f"{name} looks ahead: every new token changes all its states (is_decoder=False)")
+    if "shared" in (getattr(text_config(config), "indexer_types", None) or ()):
+        raise UnsupportedModel(f"layers of {name} reuse what the layer below selected: none can be skipped")
 
 
 def lenders(config: Any) -> dict[int, int]:
@@ -75,7 +84,7 @@ def lenders(config: Any) -> dict[int, int]:
         if getattr(config, "num_kv_shared_layers", None):
             raise ModelError("which layers share their keys is only told by a newer transformers: upgrade it")
         return {}
-    sources, kinds = getattr(config, "kv_source_layers", None), getattr(config, "layer_types", None)
+    sources, kinds = getattr(config, "kv_source_layers", None), config.layer_types
     found = {}
     for layer, mode in enumerate(modes):
         if not str(mode).startswith("reuse"):
