@@ -33,7 +33,7 @@ def wishes(draw: st.DrawFn) -> tuple[int, float, list[int], dict[str, object]]:
 @settings(max_examples=50, deadline=None)
 @given(wishes())
 def test_a_fall_is_kept_wherever_one_comes_near(wish: tuple[int, float, list[int], dict[str, object]]) -> None:
-    """F3: a constant depth comes only where no fall is within NEAR, and then it is the nearer one; never an increase."""
+    """F3: a constant depth comes only where no fall is within NEAR and it is nearer; nothing ever increases."""
     layers, speedup, lengths, form = wish
     plan = fit(layers, speedup, lengths, **form)
     assert {name: getattr(plan, name) for name in form} == form
