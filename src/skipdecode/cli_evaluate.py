@@ -89,7 +89,7 @@ def evaluate(
     from .benchmark import machine
     from .metrics import DEFAULT, BertScore
     from .plots import draw_losses, draw_tradeoff
-    from .report import brief, save
+    from .report import brief, notes, save
 
     metrics = (*DEFAULT, BertScore(bert_score)) if bert_score else DEFAULT
     for metric in metrics:  # a library or an encoder that is missing shows before a model is loaded
@@ -120,10 +120,10 @@ def evaluate(
         "command": shlex.join(["skipdecode", *(_short(part) for part in sys.argv[1:])]),
         "rows": f"{len(examples)} {split} inputs of {task}, greedy, batch {batch_size}",
         "machine": machine(device),
-        "clock": f"medians of {repeats} rounds over {min(timing_rows, len(examples))} inputs, "
-        "each method alternating with the full model",
+        "rounds": f"{repeats}, the full model and the method in turn",
         "vs full": f"paired bootstrap over inputs, {samples} samples",
     }
+    about |= notes(results)
     save(results, names, about, output)
     draw_tradeoff(results, names, output / "tradeoff.png", about["machine"])
     draw_losses(results, output / "losses.png", about["machine"])
@@ -134,6 +134,9 @@ def evaluate(
     for line in cells:
         table.add_row(*line)
     out.print(table)
+    for name in ("*", "rough"):
+        if name in about:
+            say(f"{name}: {about[name]}")
     say(f"wrote table.md, table.csv, table.json, tradeoff.png and losses.png to {output}")
     if as_json:
         print(json.dumps({"about": about, "rows": results}))

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import __version__, trained
-from .benchmark import alternate, machine
+from .benchmark import alternate, compare, forced, machine, typical_steps
 from .errors import UsageError
 from .files import write
 from .fitting import fit
@@ -95,13 +95,17 @@ class Bench:
         self.max_new_tokens = self.max_new_tokens or self.task.max_new_tokens
 
     def run(
-        self, model: PreTrainedModel, tokens: PreTrainedTokenizerBase, examples: Sequence[Example], plan: Plan
+        self,
+        model: PreTrainedModel,
+        tokens: PreTrainedTokenizerBase,
+        examples: Sequence[Example],
+        plan: Plan,
+        **options: Any,
     ) -> Generated:
-        """Texts for these examples' prompts."""
+        """Texts for these examples' prompts; ``options`` go before the bench's own."""
         ids = encode_prompts(tokens, [example.prompt for example in examples])
-        return generate_ids(
-            model, tokens, ids, plan, self.batch_size, max_new_tokens=self.max_new_tokens, **self.options
-        )
+        options = {"max_new_tokens": self.max_new_tokens} | self.options | options
+        return generate_ids(model, tokens, ids, plan, self.batch_size, **options)
 
     def fingerprint(self) -> str:
         """What makes two measurements the same: rows, settings, machine and versions."""
@@ -129,6 +133,7 @@ class Evaluation:
         self._loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
         self._lengths: list[int] = []
         self._reference_texts: list[str] = []
+        self._steps = 1
 
     def rows(self, wanted: Sequence[Arm]) -> Iterator[dict[str, Any]]:
         """One finished row per arm, in their order; the first is the full model that all are paired with."""
@@ -145,7 +150,7 @@ class Evaluation:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write(path, json.dumps(row, ensure_ascii=False) + "\n")
             if arm is reference:
-                self._reference_texts = row["texts"]
+                self._reference_texts, self._steps = row["texts"], row["timed_steps"]
             yield row
 
     def _load(self, name: str, reference: Arm) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -169,12 +174,13 @@ class Evaluation:
             return None, {}
         if isinstance(method, Calm):
             return self._calm(method, arm, reference)
-        known = trained.schedules(model.config) if trained.method(model.config) == arm.method else {}
+        known = trained.schedules_of(model.config, arm.method)
         plan = known.get(arm.speedup)
         if plan is None:
             lengths = self._lengths_of(reference)
-            if known and arm.method == "skipdecode":  # the form it was trained in, as generation takes it
-                plan = fit(layers, arm.speedup, lengths, **known[max(known)].form)
+            form = trained.fastest({k: plan for k, plan in known.items() if not plan.is_full})
+            if form and arm.method == "skipdecode":  # what it was trained in, as generation takes it
+                plan = fit(layers, arm.speedup, lengths, **form.form)
             else:
                 plan = method.schedule(layers, arm.speedup, lengths)
         return plan, {"schedule": plan.to_dict()}
@@ -229,20 +235,28 @@ class Evaluation:
             batches = batches_of(bench.held_out, tokens, model, bench.batch_size)
             loss, row["loss_by_position"] = loss_by_position(model, batches, schedule)
             row["loss"] = round(loss, 4)
-        timed = evenly(bench.examples, bench.timing_rows)
+        if arm is reference:
+            self._steps = typical_steps(result.lengths)
+        timed, same = evenly(bench.examples, bench.timing_rows), forced(self._steps)
         runs: dict[str, Callable[[], Generated]] = {
-            "full": lambda: bench.run(full, full_tokens, timed, None),
-            "arm": lambda: bench.run(model, tokens, timed, plan),
+            "full": lambda: bench.run(full, full_tokens, timed, None, **same),
+            "arm": lambda: bench.run(model, tokens, timed, plan, **same),
         }
+        if arm is reference:
+            del runs["arm"]
         timing = alternate(runs, bench.repeats)
-        per_1k = {name: 1e3 * t.seconds / t.cost.tokens for name, t in timing.items()}
+        clock = compare(timing["full"], timing.get("arm", timing["full"]), bench.repeats)
         return row | {
-            "seconds_per_1k_tokens": round(per_1k["arm"], 4),
-            "full_seconds_per_1k_tokens": round(per_1k["full"], 4),
-            "clock_ratio": round(per_1k["full"] / per_1k["arm"], 3),
-            "step_ms": round(timing["arm"].step_ms, 3),
-            "full_step_ms": round(timing["full"].step_ms, 3),
-            "decode_clock_ratio": round(timing["full"].step_ms / timing["arm"].step_ms, 3),
+            "timed_steps": self._steps,
+            "timed_rows": clock.rows,
+            "timed_batches": clock.batches,
+            "timed_layer_ratio": round(clock.layer_ratio, 3),
+            "seconds_per_1k_tokens": round(clock.seconds_per_1k, 4),
+            "full_seconds_per_1k_tokens": round(clock.full_seconds_per_1k, 4),
+            "clock_ratio": round(clock.ratio, 3),
+            "step_ms": round(clock.step_ms, 3),
+            "full_step_ms": round(clock.full_step_ms, 3),
+            "decode_clock_ratio": round(clock.decode_ratio, 3),
             "texts": texts,
         }
 

@@ -36,7 +36,7 @@ def draw_schedule(schedule: Schedule, path: Path, length: int | None = None) -> 
 def draw_demo(schedules: Mapping[float, Schedule], timings: Mapping[float, Timing], path: Path, note: str) -> None:
     """The staircases of all speeds, and target against layers and clock."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    steps = max(t.cost.steps for t in timings.values())
+    steps = max(max(t.result.lengths) for t in timings.values())
     for speedup, schedule in schedules.items():
         left.step(range(steps), [schedule.depth(g) for g in range(steps)], where="post", label=f"{speedup:g}x", lw=2)
     left.set(
@@ -78,7 +78,7 @@ def draw_tradeoff(rows: Sequence[Mapping[str, Any]], metrics: Sequence[tuple[str
     )
     axes_of = (
         ("layer_ratio", "times fewer layers run (achieved)"),
-        ("clock_ratio", "times faster per token (wall clock)"),
+        ("clock_ratio", "times faster for the same prompts and steps (wall clock)"),
     )
     for (name, label), line in zip(metrics, panels, strict=True):
         for panel, (x, title) in zip(line, axes_of, strict=True):

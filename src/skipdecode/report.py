@@ -8,12 +8,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .benchmark import remarks, shown
+
 Row = Mapping[str, Any]
 
 
 def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
     """Heads and cells of what fits a terminal."""
-    heads = ["method", "target", "achieved", *(label for _, label in metrics), "s/1k tok", "clock", "peak KV"]
+    heads = [
+        "method",
+        "target",
+        "achieved",
+        *(label for _, label in metrics),
+        "s/1k tok",
+        "layers timed",
+        "clock",
+        "peak KV",
+    ]
     cells = [
         [
             row["label"],
@@ -21,7 +32,8 @@ def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list
             f"{row['layer_ratio']:.2f}x",
             *(f"{row[name]:.2f} ({row[f'{name}_difference']:+.2f})" for name, _ in metrics),
             f"{row['seconds_per_1k_tokens']:.2f}",
-            f"{row['clock_ratio']:.2f}x",
+            f"{row['timed_layer_ratio']:.2f}x",
+            shown(row["clock_ratio"], row["timed_layer_ratio"]),
             f"{row['peak_kv_bytes'] / 1e6:.1f} MB",
         ]
         for row in rows
@@ -32,11 +44,12 @@ def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list
 def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
     """Heads and cells. ``metrics`` are (name, label); an interval is that of the difference from the full model.
 
-    Ratios say how many times less than the full model: layers that the batch ran, seconds per token, decode steps.
+    Ratios say how many times less than the full model: layers that the batch ran; in equal numbers of timed steps
+    layers, seconds of all and of a decode step.
     """
     heads = ["method", "target", "layers", "achieved", "per token"]
     heads += [cell for _, label in metrics for cell in (label, "vs full (95%)")]
-    heads += ["loss", "s / 1k tokens", "clock", "decode clock", "peak KV"]
+    heads += ["loss", "s / 1k tokens", "layers timed", "clock", "decode clock", "peak KV"]
     cells = []
     for row in rows:
         line = [row["label"], f"{row['target']:g}x", f"{row['layers']:.2f}"]
@@ -47,11 +60,25 @@ def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[li
         line.append(f"{row['loss']:.3f}" if "loss" in row else "")
         line += [
             f"{row['seconds_per_1k_tokens']:.2f}",
-            f"{row['clock_ratio']:.2f}x",
-            f"{row['decode_clock_ratio']:.2f}x",
+            f"{row['timed_layer_ratio']:.2f}x",
+            shown(row["clock_ratio"], row["timed_layer_ratio"]),
+            shown(row["decode_clock_ratio"], row["timed_layer_ratio"]),
         ]
         cells.append([*line, f"{row['peak_kv_bytes'] / 1e6:.1f} MB"])
     return heads, cells
+
+
+def notes(rows: Sequence[Row]) -> dict[str, str]:
+    """How these rows were timed, and what has to be known of their clock."""
+    first = rows[0]
+    figures = [
+        shown(row[name], row["timed_layer_ratio"]) for row in rows for name in ("clock_ratio", "decode_clock_ratio")
+    ]
+    timed = (
+        f"{first['timed_steps']} decode steps for each of the same {first['timed_rows']} inputs, end-of-sequence held "
+        "off; each method in turn with the full model, medians"
+    )
+    return {"clock": timed} | remarks(figures, first["timed_rows"], min(row["timed_batches"] for row in rows))
 
 
 def markdown(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], note: str) -> str:
