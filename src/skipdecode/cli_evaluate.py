@@ -23,7 +23,9 @@ MANY = 10_000_000
 
 def evaluate(
     model: Annotated[str, Argument(help="Directory, hub name or 'demo': the full model, and SkipDecode's checkpoint.")],
-    data: Annotated[Path, Option(help="Folder with the task's files, or a hub name.")] = Path("."),
+    data: Annotated[
+        Path, Option(help="Folder with the task's files, a hub name, or a file of rows (prompts are enough).")
+    ] = Path("."),
     task: Annotated[str, Option(help="e2e, reddit_tldr, cnn_dm, or jsonl for any data.")] = "jsonl",
     speedups: Annotated[str, Option(help="Target speed-ups.")] = "1,2,3,4,5",
     methods: Annotated[
@@ -35,19 +37,22 @@ def evaluate(
     ] = "skipdecode",
     output: Annotated[Path, Option(help="Folder for tables, plots, texts and finished rows.")] = Path("evaluation"),
     split: Annotated[str, Option(help="test or validation.")] = "test",
-    rows: Annotated[int | None, Option(min=1, help="Score only the first so many inputs.")] = None,
+    rows: Annotated[int | None, Option(min=1, max=MANY, help="Score only the first so many inputs.")] = None,
     held_out_rows: Annotated[
-        int, Option(min=1, help="Validation inputs for lengths, CALM's threshold and the loss by position.")
+        int, Option(min=1, max=MANY, help="Validation inputs for lengths, CALM's threshold and the loss by position.")
     ] = 256,
-    words: Annotated[int | None, Option(min=1, help="Summaries: cut a source after so many words.")] = None,
-    batch_size: Annotated[int, Option(min=1, help="Rows decoded together.")] = 32,
-    max_new_tokens: Annotated[int | None, Option(min=1, help="Default: the task's.")] = None,
-    timing_rows: Annotated[int, Option(min=1, help="Inputs that are timed.")] = 64,
-    repeats: Annotated[int, Option(min=1, help="Rounds timed, the full model and the method in turn.")] = 5,
-    samples: Annotated[int, Option(min=1, help="Corpora resampled for the intervals.")] = 1000,
+    words: Annotated[int | None, Option(min=1, max=MANY, help="Summaries: cut a source after so many words.")] = None,
+    batch_size: Annotated[int, Option(min=1, max=MANY, help="Rows decoded together.")] = 32,
+    max_new_tokens: Annotated[int | None, Option(min=1, max=MANY, help="Default: the task's.")] = None,
+    timing_rows: Annotated[int, Option(min=1, max=MANY, help="Inputs that are timed.")] = 64,
+    repeats: Annotated[int, Option(min=1, max=1000, help="Rounds timed, the full model and the method in turn.")] = 5,
+    samples: Annotated[int, Option(min=1, max=100_000, help="Corpora resampled for the intervals.")] = 1000,
     bert_score: Annotated[str | None, Option(help="Add BERTScore with this encoder: directory or hub name.")] = None,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, Option(help="cpu, cuda, …; a GPU if there is one.")] = None,
+    overwrite: Annotated[
+        bool, Option("--overwrite", help="Replace rows and tables of other settings or models in OUTPUT.")
+    ] = False,
     as_json: Annotated[bool, Option("--json", help="The rows as JSON on the last line.")] = False,
 ) -> None:
     """Quality, achieved layer ratio, wall clock and memory, one row per method and budget, paired with the full model.
@@ -63,10 +68,10 @@ def evaluate(
     wanted = budgets(speedups)
     if split not in ("test", "validation"):
         raise UsageError(f"--split is test or validation, not {split!r}")
-    examples = the_task.read(data, split)[:rows]
+    examples = (_from_file(the_task, data) if data.is_file() else the_task.read(data, split))[:rows]
     if not examples:
         raise UsageError(f"{data} holds no {split} rows")
-    held_out = evenly(the_task.read(data, "validation"), held_out_rows)
+    held_out = [] if data.is_file() else evenly(the_task.read(data, "validation"), held_out_rows)
     if not held_out or split == "validation":
         say("lengths and thresholds come from the scored rows: there is no other held-out split")
         held_out = held_out or evenly(examples, held_out_rows)
@@ -82,16 +87,23 @@ def evaluate(
     if device:
         check_device(device)
     output.mkdir(parents=True, exist_ok=True)
+    scored = all(example.references for example in examples)
+    if not scored:
+        say("not every row has a reference: texts are compared with the full model's own (agreement)")
+        if bert_score:
+            raise UsageError("--bert-score compares with references: every row needs one")
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
 
     from .benchmark import machine
-    from .metrics import DEFAULT, BertScore
+    from .files import locked
+    from .metrics import DEFAULT, Agreement, BertScore, Metric
     from .plots import draw_losses, draw_tradeoff
-    from .report import brief, notes, save
+    from .report import FILES, brief, check, notes, save
 
-    metrics = (*DEFAULT, BertScore(bert_score)) if bert_score else DEFAULT
+    metrics: tuple[Metric, ...] = DEFAULT if scored else (Agreement(),)
+    metrics += (BertScore(bert_score),) if bert_score else ()
     for metric in metrics:  # a library or an encoder that is missing shows before a model is loaded
         metric.score(["a text"], [["a text"]])
     bench = Bench(
@@ -110,7 +122,12 @@ def evaluate(
     described = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*described, console=err, transient=True) as progress:
         bar = progress.add_task("evaluate", total=len(selected))
-        evaluation = Evaluation(bench, output, lambda arm: progress.update(bar, description=arm.key))
+        evaluation = Evaluation(
+            bench, output, lambda arm: progress.update(bar, description=arm.key), overwrite=overwrite, say=say
+        )
+        job = evaluation.job(selected[0], selected[0])
+        check(output, job, overwrite)
+        evaluation.check(selected)
         results = []
         for row in evaluation.rows(selected):
             results.append(row)
@@ -124,9 +141,11 @@ def evaluate(
         "vs full": f"paired bootstrap over inputs, {samples} samples",
     }
     about |= notes(results)
-    save(results, names, about, output)
-    draw_tradeoff(results, names, output / "tradeoff.png", about["machine"])
-    draw_losses(results, output / "losses.png", about["machine"])
+    with locked(output / "table.json", timeout=60):
+        check(output, job, overwrite)
+        save(results, names, about, output, job)
+        draw_tradeoff(results, names, output / "tradeoff.png", about["machine"])
+        draw_losses(results, output / "losses.png", about["machine"])
     heads, cells = brief(results, names)
     table = Table(box=None, pad_edge=False)
     for number, head in enumerate(heads):
@@ -137,7 +156,7 @@ def evaluate(
     for name in ("*", "rough"):
         if name in about:
             say(f"{name}: {about[name]}")
-    say(f"wrote table.md, table.csv, table.json, tradeoff.png and losses.png to {output}")
+    say(f"wrote {', '.join(name for name in FILES if (output / name).exists())} to {output}")
     if as_json:
         print(json.dumps({"about": about, "rows": results}))
 

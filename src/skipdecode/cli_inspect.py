@@ -40,6 +40,10 @@ def schedule(
 
     if (model is None) == (layers is None):
         raise UsageError("give either MODEL or --layers")
+    if png:
+        from .plots import check_picture, draw_schedule
+
+        check_picture(png)
     if layers is not None:
         plan = Schedule.for_speedup(
             2 if speedup is None else speedup, layers, horizon or 64, order=order or "top", decay=decay or "linear"
@@ -55,8 +59,6 @@ def schedule(
         plan.save(save)
         say(f"wrote {save}")
     if png:
-        from .plots import draw_schedule
-
         draw_schedule(plan, png, length)
         say(f"wrote {png}")
     if as_json:
@@ -148,13 +150,14 @@ def demo(
     from .generation import generate
     from .inputs import read_items
     from .loading import DEMO, load
-    from .plots import draw_demo
+    from .plots import check_picture, draw_demo
     from .tasks import get_task
     from .trained import choose
 
     wanted = budgets(speedups)
     if 1 not in wanted:
         raise UsageError("--speedups needs 1 among them: it is what the others are compared with")
+    check_picture(png)
     task = get_task("e2e")
     items = [item for item in read_items(str(input or DEMO / "inputs.csv"), task) if item.error is None]
     prompts = [item.prompt for item in items]
