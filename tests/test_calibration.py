@@ -47,9 +47,9 @@ def trained_with(source: Path, folder: Path, schedules: dict[float, Schedule], m
     return folder
 
 
-def calibrate(model: Path, data: Path, folder: Path, *more: object, tokens: int = 40) -> Any:
+def calibrate(model: Path, data: Path, folder: Path, *more: object, tokens: int = 24) -> Any:
     """The verb, its schedule beside the model."""
-    common = ("--data", data, "--output", folder / "schedule.json", "--max-new-tokens", tokens, "--batch-size", 4)
+    common = ("--data", data, "--output", folder / "schedule.json", "--max-new-tokens", tokens, "--batch-size", 7)
     return run("calibrate", model, *common, "--json", *more)
 
 
@@ -68,7 +68,7 @@ def test_what_was_trained_keeps_its_form_and_its_depths(
 ) -> None:
     """F3: the horizon moves, and only where none gives the ratio do the depths; then a line says so."""
     model = trained_with(six, tmp_path / "model", {3.0: plan})
-    done = calibrate(model, prompts, tmp_path, "--speedup", 3, "--save", "--force", tokens=60)
+    done = calibrate(model, prompts, tmp_path, "--speedup", 3, "--save", "--force")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     new = trained.schedules(AutoConfig.from_pretrained(model))[3.0]

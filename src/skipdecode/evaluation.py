@@ -254,13 +254,15 @@ class Evaluation:
         for _ in range(9):
             nines = (low + high) / 2
             threshold = 1 - 10**-nines
-            cost = self.bench.run(model, tokens, some, method.decoder(model, threshold, horizon)).cost
+            cost = self.bench.run(
+                model, tokens, some, method.decoder(model, threshold, horizon, **self.bench.options)
+            ).cost
             ratio = cost.num_layers / cost.row_depth
             tried.append((abs(ratio / arm.speedup - 1), threshold, ratio))
             low, high = (low, nines) if ratio < arm.speedup else (nines, high)
         _, threshold, ratio = min(tried)
         found = {"threshold": threshold, "threshold_horizon": horizon, "held_out_token_ratio": round(ratio, 3)}
-        return method.decoder(model, threshold, horizon), found
+        return method.decoder(model, threshold, horizon, **self.bench.options), found
 
     def _measure(self, arm: Arm, reference: Arm) -> dict[str, Any]:
         bench, method = self.bench, get_method(arm.method)
