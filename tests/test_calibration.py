@@ -59,7 +59,7 @@ def calibrate(model: Path, data: Path, folder: Path, *more: object, tokens: int 
         Schedule(6, 3, 1, 44),
         Schedule(6, 3, 1, 44, order="bottom", decay="exponential", rate=2.0),
         Schedule(6, 3, 2, 20, order=(0, 5, 1, 4, 2, 3), decay="cosine", prompt_decay=3),
-        Schedule(6, 3, 2, 20, warmup=2, decay="step", stairs=3),
+        Schedule(6, 4, 1, 20, warmup=0, decay="step", stairs=3),
     ],
     ids=lambda plan: plan.decay,
 )
