@@ -6,7 +6,7 @@ set -euo pipefail
 data=$(realpath "$1") runs=$(realpath -m "$2") results=$(realpath -m "${3:-results}")
 cd "$(dirname "$0")/.."
 skipdecode=${SKIPDECODE:-.venv/bin/skipdecode} python=${PYTHON:-.venv/bin/python}
-evaluate() { "$skipdecode" evaluate "$@" --task e2e --data "$data" --speedups 1,2,3,4,5; }
+evaluate() { "$skipdecode" evaluate "$@" --overwrite --task e2e --data "$data" --speedups 1,2,3,4,5; }
 
 recipes/e2e.sh "$data" "$runs"
 recipes/compare.sh "$runs/full" "$data" "$runs/compare"
@@ -26,6 +26,6 @@ again() { # NAME SPEEDUPS
 }
 for name in skipdecode unified; do again $name 1,2,3,4,5; done
 for name in static-3 static-5 scratch-3 scratch-5; do again $name 1; done
-"$skipdecode" evaluate "$c/own/skipdecode" --task e2e --data "$data" --speedups 3,5 --output "$results/e2e-methods-own" \
+"$skipdecode" evaluate --overwrite "$c/own/skipdecode" --task e2e --data "$data" --speedups 3,5 --output "$results/e2e-methods-own" \
     --methods "skipdecode,unified=$c/own/unified,static=$c/own/static-{speedup},scratch=$c/own/scratch-{speedup}"
 "$python" recipes/experiments.py "$runs/full" "$data" "$runs/experiments" "$results/e2e-experiments"

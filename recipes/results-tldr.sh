@@ -62,7 +62,7 @@ for speedup in 2 3 4 5; do
 done
 
 # One checkpoint at every budget against its own full depth, then all methods against the model that never skipped.
-evaluate() { "$skipdecode" evaluate "$@" "${task[@]}" --data "$data"; }
+evaluate() { "$skipdecode" evaluate "$@" --overwrite "${task[@]}" --data "$data"; }
 evaluate "$runs/own" --speedups 1,2,3,4,5 --output "$results/tldr"
 r=$runs
 methods=skipdecode=$r/skipdecode,multi_exit=$r/multi_exit,calm=$r/multi_exit,unified=$r/unified,d3=$r/d3,hsd=$r/hsd

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import sys
+import threading
 
 import pytest
 from transformers import AutoConfig
@@ -11,9 +14,9 @@ from transformers import AutoConfig
 import skipdecode
 from skipdecode import Schedule, trained
 from skipdecode.calibration import rank_layers, trials
-from skipdecode.evaluation import Evaluation, arms
+from skipdecode.evaluation import Bench, Evaluation, arms
 from skipdecode.losses import batches_of, loss_by_position
-from skipdecode.tasks import Example
+from skipdecode.tasks import Example, Jsonl
 from tiny import TEXTS, run, save_checkpoint
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
@@ -38,8 +41,16 @@ def options(data, output, *more):
     return ("--data", data, "--output", output, *common, *more)
 
 
-def test_one_row_per_method_and_budget_all_saved_and_drawn(checkpoint, data, tmp_path):
+def test_one_row_per_method_and_budget_all_saved_and_drawn(checkpoint, tmp_path):
+    """Scored against the full model's own texts: what is random still has texts that others can repeat."""
     methods = "skipdecode,multi_exit,calm,unified,d3,hsd"
+    model, tokenizer = skipdecode.load(str(checkpoint))
+    prompts = [e.prompt for e in EXAMPLES]
+    full = skipdecode.generate(model, tokenizer, prompts, full=True, max_new_tokens=12, do_sample=False)
+    data = tmp_path / "data"
+    data.mkdir()
+    rows = [{"prompt": p, "response": f"{row.text} {p}"} for p, row in zip(prompts, full.rows, strict=True)]
+    (data / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = run("evaluate", checkpoint, *options(data, tmp_path, "--speedups", "1,2,4", "--methods", methods, "--json"))
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
@@ -51,7 +62,8 @@ def test_one_row_per_method_and_budget_all_saved_and_drawn(checkpoint, data, tmp
     assert full["bleu_difference"] == full["rouge_l_difference"] == 0
     assert full["bleu_interval"] == [0, 0]
     for row in rows[1:]:
-        assert row["bleu_interval"][0] <= row["bleu_difference"] <= row["bleu_interval"][1] or row["bleu"] < 1
+        assert 1 < row["bleu"] < 100
+        assert row["bleu_interval"][0] <= row["bleu_difference"] <= row["bleu_interval"][1]
         assert row["layer_ratio"] == pytest.approx(8 / row["layers"], rel=1e-2)
         assert row["seconds_per_1k_tokens"] > 0
         assert "untrained" in row["label"]
@@ -61,6 +73,7 @@ def test_one_row_per_method_and_budget_all_saved_and_drawn(checkpoint, data, tmp
             assert row["layer_ratio"] == row["token_layer_ratio"] > 1.5
             assert row["peak_kv_bytes"] <= full["peak_kv_bytes"]
             assert len(row["loss_by_position"]) > 3
+    assert any(row["bleu_interval"][0] < row["bleu_difference"] < 0 for row in rows)
     table = list(csv.DictReader((tmp_path / "table.csv").open()))
     assert [float(r["bleu"]) for r in table] == [r["bleu"] for r in rows]
     assert (tmp_path / "table.md").read_text().count("\n| ") == len(rows) + 1
@@ -74,14 +87,17 @@ def test_a_finished_row_is_not_run_again(checkpoint, data, tmp_path, monkeypatch
     before = (tmp_path / "table.csv").read_text()
     (tmp_path / "rows" / "skipdecode-4x.json").unlink()
     measure, ran = Evaluation._measure, []
-    (tmp_path / "rows" / "full-1x.json").write_text('{"job": "cut short by a k')
+    path = tmp_path / "rows" / "full-1x.json"
+    path.write_text(path.read_text()[:200])  # cut short by a kill
     monkeypatch.setattr(Evaluation, "_measure", lambda self, arm, ref: ran.append(arm.key) or measure(self, arm, ref))
     assert run(*common).returncode == 0
     assert ran == ["full-1x", "skipdecode-4x"]
     after = (tmp_path / "table.csv").read_text()
     assert [row.split(",")[:9] for row in after.splitlines()] == [row.split(",")[:9] for row in before.splitlines()]
-    # Another setting is another measurement.
-    assert run(*common, "--rows", 5).returncode == 0
+    # Another setting is another measurement, and no reason to lose this one (F15).
+    assert run(*common, "--rows", 5).returncode == 2
+    assert len(ran) == 2
+    assert run(*common, "--rows", 5, "--overwrite").returncode == 0
     assert len(ran) == 5
 
 
@@ -136,6 +152,11 @@ def test_early_exits_share_a_training(name, checkpoint, data, tmp_path):
         (("--speedups", "1,x"), "numbers"),
         (("--split", "train"), "--split is test or validation"),
         (("--methods", "d3=/nowhere/at/all"), "no model"),
+        (("--speedups", "nan"), "numbers"),
+        (("--speedups", "inf"), "numbers"),
+        (("--rows", 0), "rows"),
+        (("--samples", 10**9), "samples"),
+        (("--repeats", -1), "repeats"),
         (("--words", 5), "only summaries"),
         (("--methods", "static"), "a model per budget"),
         (("--methods", "d3,d3"), "twice"),
@@ -148,10 +169,133 @@ def test_early_exits_share_a_training(name, checkpoint, data, tmp_path):
 def test_what_the_user_can_put_right_is_said_before_a_model_is_loaded(
     checkpoint, data, tmp_path, more, words, monkeypatch
 ):
-    monkeypatch.setattr("skipdecode.loading.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("skipdecode.evaluation.load", lambda *a, **k: pytest.fail("a model was loaded"))
     done = run("evaluate", checkpoint, *options(data, tmp_path, *more))
     assert done.returncode == 2
     assert words in done.stderr
+
+
+CUT = {
+    "empty": lambda row: b"",
+    "half": lambda row: row[: len(row) // 2],
+    "null": lambda row: b"null",
+    "list": lambda row: b"[1, 2]",
+    "no texts": lambda row: json.dumps({k: v for k, v in json.loads(row).items() if k != "texts"}).encode(),
+    "other types": lambda row: json.dumps(json.loads(row) | {"texts": 3}).encode(),
+    "another digit": lambda row: json.dumps(json.loads(row) | {"layers": 9.9}).encode(),
+    "deep": lambda row: b"[" * 100_000,
+    "not UTF-8": lambda row: b"\xff" + row,
+}
+
+
+@pytest.fixture(scope="module")
+def evaluated(checkpoint, data, tmp_path_factory):
+    """A folder with two finished rows, and the command that filled it."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    command = ("evaluate", checkpoint, *options(data, folder, "--speedups", "2"))
+    assert run(*command).returncode == 0
+    return folder, command
+
+
+@pytest.mark.parametrize("damage", CUT)
+def test_a_damaged_row_is_measured_again_and_said(evaluated, damage):
+    """G: never a traceback, never half a row."""
+    folder, command = evaluated
+    path = folder / "rows" / "skipdecode-2x.json"
+    whole = path.read_bytes()
+    path.write_bytes(CUT[damage](whole))
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    assert "skipdecode-2x.json is damaged" in " ".join(done.stderr.split())
+    assert json.loads(path.read_bytes())["texts"] == json.loads(whole)["texts"]
+
+
+def test_other_settings_replace_nothing_unasked(evaluated, checkpoint, data, tmp_path):
+    """F15: neither rows nor tables, those of a person least of all; said before a model is loaded."""
+    folder, command = evaluated
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for more in (("--max-new-tokens", 11), ("--methods", "full=" + str(save_checkpoint(tmp_path / "other")))):
+        done = run(*command, *more)
+        assert done.returncode == 2
+        assert "--overwrite" in done.stderr
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    mine = tmp_path / "mine"
+    for name, content in (("table.csv", "my own"), ("table.json", "{}"), ("table.json", "my own")):
+        mine.mkdir(exist_ok=True)
+        (mine / name).write_text(content)
+        done = run("evaluate", checkpoint, *options(data, mine, "--speedups", "2"))
+        assert done.returncode == 2
+        assert (mine / name).read_text() == content
+    # A method more is no other setting: what is there stays and counts.
+    assert run(*command, "--methods", "skipdecode,d3").returncode == 0
+    assert all(path.read_bytes() == before[path] for path in before if path.parent.name == "rows")
+
+
+def test_two_processes_fill_one_folder(checkpoint, data, tmp_path, monkeypatch):
+    """F16: a row is measured once; the other waits for it, says for whom, and takes it."""
+    measure, ran, held = Evaluation._measure, [], threading.Event()
+
+    def slow(self, arm, reference):
+        ran.append(arm.key)
+        held.wait(60)
+        return measure(self, arm, reference)
+
+    monkeypatch.setattr(Evaluation, "_measure", slow)
+    bench = Bench(Jsonl(), EXAMPLES[:4], EXAMPLES[:4], max_new_tokens=4, timing_rows=4, repeats=1, samples=5)
+    said, rows = [], {}
+
+    def work(name):
+        wanted = arms(name, str(checkpoint), (2,))
+
+        def say(line):
+            said.append(line)
+            held.set()
+
+        rows[name] = list(Evaluation(bench, tmp_path, say=say).rows(wanted))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in ("d3", "unified")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(ran) == ["d3-2x", "full-1x", "unified-2x"]
+    assert f"process {os.getpid()}" in said[0]
+    assert rows["d3"][0] == rows["unified"][0]
+    assert not list(tmp_path.rglob("*.lock"))
+
+
+def test_prompts_alone_are_evaluated_by_agreement(checkpoint, tmp_path):
+    """H: how much of the full model's own texts a budget repeats; no reference is needed."""
+    (tmp_path / "prompts.txt").write_text("".join(f"{e.prompt}\n" for e in EXAMPLES))
+    more = ("--speedups", "1.2,4", "--json")
+    done = run("evaluate", checkpoint, *options(tmp_path / "prompts.txt", tmp_path / "out", *more))
+    assert done.returncode == 0, done.stderr
+    full, *rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert full["agreement"] == 100
+    assert all(0 <= row["agreement"] < 100 and "bleu" not in row and "loss" not in row for row in rows)
+    assert rows[0]["agreement"] > rows[1]["agreement"]
+    assert "agreement" in (tmp_path / "out" / "table.md").read_text()
+    assert not (tmp_path / "out" / "losses.png").exists()
+
+
+@pytest.mark.parametrize(("name", "words"), [("", "is a folder"), ("plot", "picture"), ("no/plot.png", "no folder")])
+def test_a_picture_needs_a_name_of_its_kind(tmp_path, name, words):
+    """F16: ``--png DIR`` wrote DIR.png."""
+    (tmp_path / "a").mkdir()
+    for command in (("schedule", "--layers", 8), ("demo", "demo", "--repeats", 1)):
+        done = run(*command, "--png", tmp_path / "a" / name)
+        assert done.returncode == 2
+        assert words in done.stderr
+    assert [path.name for path in tmp_path.rglob("*")] == ["a"]
+
+
+def test_a_missing_library_names_its_extra(monkeypatch):
+    """B6: what to install, not which module was not found."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "skipdecode.plots", raising=False)
+    done = run("schedule", "--layers", 8, "--png", "s.png")
+    assert done.returncode == 2
+    assert "pip install 'skipdecode[cli]'" in done.stderr
 
 
 def test_arms_take_the_budget_into_their_paths():
@@ -204,12 +348,23 @@ def test_calibration_achieves_the_ratio_on_what_the_model_writes(checkpoint, dat
 def test_a_saved_calibration_is_what_every_verb_then_takes(data, tmp_path):
     local = save_checkpoint(tmp_path / "model")
     for speedup in (2, 3):
-        more = ("--speedup", speedup, "--output", tmp_path / f"{speedup}.json", "--max-new-tokens", 20, "--save")
+        more = (
+            "--speedup",
+            speedup,
+            "--output",
+            tmp_path / f"{speedup}.json",
+            "--max-new-tokens",
+            20,
+            "--save",
+            "--force",
+        )
         assert run("calibrate", local, "--data", data, *more).returncode == 0
     config = AutoConfig.from_pretrained(local)
     assert trained.schedules(config) == {k: Schedule.load(tmp_path / f"{k:g}.json") for k in (2.0, 3.0)}
     assert trained.choose(config, 3) == Schedule.load(tmp_path / "3.json")
-    assert "local" in run("calibrate", "demo", "--data", data, "--save").stderr
+    done = run("calibrate", "demo", "--data", data, "--save")
+    assert done.returncode == 2
+    assert "local" in done.stderr
 
 
 def test_the_search_ranks_every_layer_and_keeps_the_best_at_each_step(checkpoint):

@@ -94,7 +94,7 @@ def test_what_cannot_be_scored_is_refused(monkeypatch):
     for package in ("sacrebleu", "rouge_score", "rouge_score.rouge_scorer", "bert_score"):
         monkeypatch.setitem(sys.modules, package, None)
     for metric, extra in zip((*DEFAULT, BertScore("any")), ("eval", "eval", "bertscore"), strict=True):
-        with pytest.raises(ImportError, match=rf"pip install skipdecode\[{extra}\]"):
+        with pytest.raises(ImportError, match=rf"pip install 'skipdecode\[{extra}\]'"):
             metric.score(["a"], [["a"]])
 
 

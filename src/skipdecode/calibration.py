@@ -8,12 +8,17 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .errors import UsageError
 from .fitting import achieved
-from .generation import Plan, generate_ids
+from .generation import generate_ids
 from .losses import loss_by_position
+from .metrics import DEFAULT, Agreement
 from .prompts import encode_prompts
 from .schedule import Schedule
 from .stack import decoder_layers
+
+#: How far a score may fall by calibration before it is not saved unasked.
+POINTS = 1.0
 
 
 @dataclass(frozen=True)
@@ -68,12 +73,61 @@ def trials(num_layers: int, warmup: int = 1) -> int:
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """A fitted schedule; the layer ratio it achieved when its model wrote with it, and those batches' decode steps."""
+class Written:
+    """What a model wrote with a schedule: the layer ratio it achieved, decode steps of each batch, texts in order."""
 
     schedule: Schedule
     layer_ratio: float
     lengths: tuple[int, ...]
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was written before and after, and by the full model."""
+
+    before: Written
+    after: Written
+    full: Written
+
+    @property
+    def schedule(self) -> Schedule:
+        """The fitted one."""
+        return self.after.schedule
+
+    def quality(self, references: Sequence[Sequence[str]]) -> dict[str, Quality]:
+        """Each score by its label: of the rows that have references, and everyone's agreement with full depth.
+
+        Args:
+            references: of each row, in the order of the prompts; none where there are none.
+        """
+        scored = [i for i, texts in enumerate(references) if texts]
+        found = {}
+        for metric in DEFAULT if scored else ():
+            found[metric.label] = Quality(
+                *(
+                    metric.score([each.texts[i] for i in scored], [references[i] for i in scored])
+                    for each in (self.full, self.before, self.after)
+                )
+            )
+        full = [[text] for text in self.full.texts]
+        agreed = (Agreement().score(each.texts, full) for each in (self.full, self.before, self.after))
+        return found | {"agreement with full depth": Quality(*agreed)}
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One score, 0 to 100, of the full model, of the schedule there was, and of the fitted one."""
+
+    full: float
+    before: float
+    after: float
+
+
+def fallen(quality: Mapping[str, Quality]) -> dict[str, Quality]:
+    """Scores that fell by more than POINTS; where there are scores against references, agreement does not count."""
+    judged = list(quality)[: max(len(quality) - 1, 1)]
+    return {label: quality[label] for label in judged if quality[label].before - quality[label].after > POINTS}
 
 
 def calibrate(
@@ -82,10 +136,12 @@ def calibrate(
     prompts: Sequence[str],
     fit: Callable[[Sequence[int]], Schedule],
     speedup: float,
+    before: Schedule,
     *,
+    keep: bool = False,
     batch_size: int = 32,
     tolerance: float = 0.03,
-    rounds: int = 4,
+    rounds: int = 3,
     on_batch: Callable[[Any], object] | None = None,
     **options: Any,
 ) -> Calibration:
@@ -94,28 +150,46 @@ def calibrate(
     Args:
         model, tokenizer: as loaded.
         prompts: like those the schedule will meet; batches are made of similar lengths.
-        fit: lengths -> schedule, :func:`skipdecode.fitting.fit` with its first arguments bound.
+        fit: lengths -> schedule: :func:`skipdecode.fitting.fit` or ``refit`` with the other arguments bound.
         speedup: the layer ratio wanted.
+        before: what the model is decoded with now; its texts stand beside those of the fitted schedule.
+        keep: ``before`` is the answer if it is near enough: what was trained is not moved without need.
         batch_size: lengths are those of whole batches, so it matters.
         tolerance: how far the achieved ratio may be off.
-        rounds: how often it may write at most. The best round counts.
+        rounds: how many fitted schedules it may write with at most. The best one counts.
         on_batch: is told each batch's cost.
         options: as ``model.generate`` names them.
+
+    Raises:
+        UsageError: no round at all, or no prompts.
     """
+    if rounds < 1 or not prompts:
+        raise UsageError("calibration needs prompts, and at least one round")
     ids = encode_prompts(tokenizer, prompts)
-    plan: Plan = None
-    lengths: Sequence[int] = ()
-    best: Calibration | None = None
+    tried: dict[Schedule, Written] = {}
+
+    def write(schedule: Schedule) -> Written:
+        if schedule not in tried:
+            result = generate_ids(model, tokenizer, ids, schedule, batch_size, on_batch, **options)
+            texts = tuple(" ".join(row.text.split()) for row in result.rows)
+            ratio = achieved(schedule, result.lengths) if sum(result.lengths) else 1.0
+            tried[schedule] = Written(schedule, ratio, tuple(result.lengths), texts)
+        return tried[schedule]
+
+    def off(written: Written) -> float:
+        return abs(written.layer_ratio / speedup - 1)
+
+    full, old = write(Schedule.full(before.num_layers)), write(before)
+    if keep and off(old) <= tolerance:
+        return Calibration(old, old, full)
+    found: list[Written] = []
+    last = full
     for _ in range(rounds):
-        result = generate_ids(model, tokenizer, ids, plan, batch_size, on_batch, **options)
-        lengths = result.lengths
-        if isinstance(plan, Schedule):
-            found = Calibration(plan, achieved(plan, lengths), tuple(lengths))
-            if best is None or abs(found.layer_ratio / speedup - 1) < abs(best.layer_ratio / speedup - 1):
-                best = found
-            if abs(found.layer_ratio / speedup - 1) <= tolerance:
-                return found
-        plan = fit(lengths)
-    if best is None:
-        raise ValueError("at least two rounds are needed: one to learn the lengths, one to check")
-    return best
+        schedule = fit(last.lengths)
+        if schedule in [each.schedule for each in found]:
+            break  # it would write the same again
+        last = write(schedule)
+        found.append(last)
+        if off(last) <= tolerance:
+            break
+    return Calibration(old, min(found, key=off), full)

@@ -59,7 +59,8 @@ def generate(
     from .loading import read_config, resolve
     from .schedule import Schedule
     from .tasks import get_task
-    from .trained import choose, schedules
+    from .trained import choose
+    from .trained import method as trained_by
 
     if sum((speedup is not None, schedule is not None, full)) > 1:
         raise UsageError("give one of --speedup, --schedule and --full")
@@ -67,7 +68,7 @@ def generate(
     # All of this is checked before the weights are loaded.
     config = read_config(model)
     plan = None if full else choose(config, speedup, Schedule.load(schedule) if schedule else None)
-    if plan is not None and not schedules(config):
+    if plan is not None and trained_by(config) == "full":
         say(f"{model} was not trained for skipping: its texts will be poor (skipdecode train; or --full)")
     items = read_items(input, the_task, format)
     names = {

@@ -41,6 +41,10 @@ def schedule(
 
     if (model is None) == (layers is None):
         raise UsageError("give either MODEL or --layers")
+    if png:
+        from .plots import check_picture, draw_schedule
+
+        check_picture(png)
     if layers is not None:
         plan = Schedule.for_speedup(
             2 if speedup is None else speedup, layers, horizon or 64, order=order or "top", decay=decay or "linear"
@@ -56,8 +60,6 @@ def schedule(
         plan.save(save)
         say(f"wrote {save}")
     if png:
-        from .plots import draw_schedule
-
         draw_schedule(plan, png, length)
         say(f"wrote {png}")
     if as_json:
@@ -144,51 +146,66 @@ def demo(
     show: Annotated[int, Option(min=0, help="Inputs shown side by side.")] = 3,
     as_json: Annotated[bool, Option("--json", help="The numbers as JSON on the last line.")] = False,
 ) -> None:
-    """Write the same inputs at 1x to 5x, timed alternately; show texts, seconds, layers; draw it."""
+    """Write the same inputs at 1x to 5x; time equal numbers of steps alternately; show texts, seconds, layers; draw it.
+
+    The texts are those that the model ends by itself. All speeds are then timed over as many decode steps as the
+    median batch takes at 1x: whose texts are shorter is no faster for it.
+    """
     from rich.markup import escape
     from rich.progress import Progress
     from rich.table import Table
 
-    from .benchmark import alternate, machine
+    from .benchmark import alternate, compare, forced, machine, remarks, shown, typical_steps
     from .generation import generate
     from .inputs import read_items
     from .loading import DEMO, load
-    from .plots import draw_demo
+    from .plots import check_picture, draw_demo
     from .tasks import get_task
     from .trained import choose
 
     wanted = budgets(speedups)
     if 1 not in wanted:
         raise UsageError("--speedups needs 1 among them: it is what the others are compared with")
+    check_picture(png)
     task = get_task("e2e")
     items = [item for item in read_items(str(input or DEMO / "inputs.csv"), task) if item.error is None]
     prompts = [item.prompt for item in items]
     network, tokenizer = load(model)
     plans = {k: choose(network.config, k) for k in wanted}
     common: dict[str, Any] = {"batch_size": batch_size, "max_new_tokens": task.max_new_tokens, "do_sample": False}
-    runs = {k: partial(generate, network, tokenizer, prompts, schedule=plan, **common) for k, plan in plans.items()}
     with Progress(*Progress.get_default_columns(), console=err, transient=True) as progress:
-        bar = progress.add_task("timing alternately", total=(repeats + 1) * len(runs))
+        bar = progress.add_task("writing, then timing alternately", total=(repeats + 2) * len(plans))
+        written = {}
+        for k, plan in plans.items():
+            written[k] = generate(network, tokenizer, prompts, schedule=plan, **common)
+            progress.advance(bar)
+        steps = typical_steps(written[1].lengths)
+        common |= forced(steps)
+        runs = {k: partial(generate, network, tokenizer, prompts, schedule=plan, **common) for k, plan in plans.items()}
         timings = alternate(runs, repeats, on_run=lambda: progress.advance(bar))
     for i, item in enumerate(items[:show]):
         out.print(f"\n[bold]{escape(item.columns['mr'])}[/]", highlight=False)
-        for speedup, timing in timings.items():
-            out.print(f"  [cyan]{speedup:g}x[/]  {escape(timing.result.rows[i].text)}", highlight=False)
-    base = timings[1]
-    table = Table(title=f"\n{len(items)} inputs, batch {batch_size}, medians of {repeats} rounds timed alternately")
+        for speedup, own in written.items():
+            out.print(f"  [cyan]{speedup:g}x[/]  {escape(own.rows[i].text)}", highlight=False)
+    clocks = {speedup: compare(timings[1], timing, repeats) for speedup, timing in timings.items()}
+    table = Table(
+        title=f"\n{len(items)} inputs, batch {batch_size}, {steps} steps each at every speed, "
+        f"medians of {repeats} rounds"
+    )
     for name in ("target", "layers", "fewer", "seconds", "wall clock", "ms/step", "decoding", "peak KV"):
         table.add_column(name, justify="right")
-    numbers = []
+    numbers, figures = [], []
     for speedup, timing in timings.items():
-        cost, total, decoding = timing.cost, base.seconds / timing.seconds, base.step_ms / timing.step_ms
+        cost, clock, texts = timing.cost, clocks[speedup], written[speedup].cost
+        figures += [shown(clock.ratio, clock.layer_ratio), shown(clock.decode_ratio, clock.layer_ratio)]
         table.add_row(
             f"{speedup:g}x",
             f"{cost.average_depth:.2f}",
             f"{cost.layer_ratio:.2f}x",
             f"{timing.seconds:.3f}",
-            f"{total:.2f}x",
+            figures[-2],
             f"{timing.step_ms:.2f}",
-            f"[bold]{decoding:.2f}x[/]",
+            f"[bold]{figures[-1]}[/]",
             f"{cost.peak_kv_bytes / 1e6:.1f} MB",
         )
         numbers.append(
@@ -199,13 +216,17 @@ def demo(
                 "tokens": cost.tokens,
                 "steps": cost.steps,
                 "seconds": round(timing.seconds, 4),
-                "wall_clock_ratio": round(total, 3),
+                "wall_clock_ratio": round(clock.ratio, 3),
                 "step_ms": round(timing.step_ms, 3),
-                "decoding_ratio": round(decoding, 3),
+                "decoding_ratio": round(clock.decode_ratio, 3),
+                "texts_layer_ratio": round(texts.layer_ratio, 3),
+                "texts_tokens": texts.tokens,
                 "peak_kv_bytes": cost.peak_kv_bytes,
             }
         )
     out.print(table)
+    for name, remark in remarks(figures, len(items), clocks[1].batches).items():
+        out.print(f"{name}: {remark}", highlight=False, markup=False)
     out.print(f"[dim]{machine()}[/]", highlight=False)
     draw_demo(plans, timings, png, machine())
     say(f"wrote {png}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,16 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import __version__, trained
-from .benchmark import alternate, machine
-from .errors import UsageError
-from .files import write
+from .benchmark import alternate, compare, forced, machine, typical_steps
+from .errors import FileError, JobError, UsageError
+from .files import check_target, locked, read_json, write
 from .fitting import fit
 from .generation import Generated, Plan, generate_ids
 from .loading import load, resolve
 from .losses import batches_of, loss_by_position
 from .methods import get_method
 from .methods.calm import Calm
-from .metrics import DEFAULT, Metric, bootstrap
+from .metrics import DEFAULT, Agreement, Metric, bootstrap
 from .prompts import encode_prompts
 from .provenance import fingerprint, identity
 from .schedule import Schedule
@@ -95,13 +96,17 @@ class Bench:
         self.max_new_tokens = self.max_new_tokens or self.task.max_new_tokens
 
     def run(
-        self, model: PreTrainedModel, tokens: PreTrainedTokenizerBase, examples: Sequence[Example], plan: Plan
+        self,
+        model: PreTrainedModel,
+        tokens: PreTrainedTokenizerBase,
+        examples: Sequence[Example],
+        plan: Plan,
+        **options: Any,
     ) -> Generated:
-        """Texts for these examples' prompts."""
+        """Texts for these examples' prompts; ``options`` go before the bench's own."""
         ids = encode_prompts(tokens, [example.prompt for example in examples])
-        return generate_ids(
-            model, tokens, ids, plan, self.batch_size, max_new_tokens=self.max_new_tokens, **self.options
-        )
+        options = {"max_new_tokens": self.max_new_tokens} | self.options | options
+        return generate_ids(model, tokens, ids, plan, self.batch_size, **options)
 
     def fingerprint(self) -> str:
         """What makes two measurements the same: rows, settings, machine and versions."""
@@ -116,37 +121,94 @@ class Bench:
 class Evaluation:
     """Runs arms, keeps each finished one in ``folder``: started again after a kill, it does only the rest.
 
+    Two processes may fill one folder: a row is one's at a time, and the other waits for it.
+
     Args:
         bench: what to measure on.
         folder: gets ``rows/KEY.json``, the texts among them.
         on_start: is told each arm that really runs.
+        overwrite: replace finished rows of other settings.
+        say: is told of rows that are damaged or held by another process.
     """
 
-    def __init__(self, bench: Bench, folder: Path, on_start: Callable[[Arm], object] = lambda arm: None) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        folder: Path,
+        on_start: Callable[[Arm], object] = lambda arm: None,
+        *,
+        overwrite: bool = False,
+        say: Callable[[str], object] = lambda line: None,
+    ) -> None:
         self.bench = bench
         self.folder = folder
         self.on_start = on_start
+        self.overwrite = overwrite
+        self.say = say
         self._loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
         self._lengths: list[int] = []
         self._reference_texts: list[str] = []
+        self._steps = 1
+
+    def job(self, arm: Arm, reference: Arm) -> str:
+        """What makes two rows the same: settings, arm, and the models' files."""
+        models = [identity(resolve(name)) for name in (arm.model, reference.model)]
+        return fingerprint(self.bench.fingerprint(), asdict(arm), models)
+
+    def check(self, wanted: Sequence[Arm]) -> None:
+        """What :meth:`rows` would refuse, said before a model is loaded.
+
+        Raises:
+            FileError: a row cannot be written.
+            JobError: a finished row of other settings is there, and ``overwrite`` is not set.
+        """
+        if (self.folder / "rows").is_dir():
+            for arm in wanted:
+                check_target(self._path(arm))
+                self._finished(arm, self.job(arm, wanted[0]))
 
     def rows(self, wanted: Sequence[Arm]) -> Iterator[dict[str, Any]]:
         """One finished row per arm, in their order; the first is the full model that all are paired with."""
         reference = wanted[0]
-        same = self.bench.fingerprint()
         for arm in wanted:
-            path = self.folder / "rows" / f"{arm.key}.json"
-            models = [identity(resolve(name)) for name in (arm.model, reference.model)]
-            job = fingerprint(same, asdict(arm), models)
-            row = _read(path)
-            if row.get("job") != job:
-                self.on_start(arm)
-                row = {"job": job} | self._measure(arm, reference)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write(path, json.dumps(row, ensure_ascii=False) + "\n")
+            path, job = self._path(arm), self.job(arm, reference)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with ExitStack() as stack:
+                try:
+                    stack.enter_context(locked(path))
+                except JobError as held:
+                    self.say(f"{held}. Waiting")
+                    stack.enter_context(locked(path, timeout=-1))
+                row = self._finished(arm, job)
+                if row is None:
+                    self.on_start(arm)
+                    text = json.dumps(_sealed({"job": job} | self._measure(arm, reference)), ensure_ascii=False)
+                    write(path, text + "\n")
+                    row = json.loads(text)
             if arm is reference:
-                self._reference_texts = row["texts"]
+                self._reference_texts, self._steps = row["texts"], row["timed_steps"]
             yield row
+
+    def _path(self, arm: Arm) -> Path:
+        return self.folder / "rows" / f"{arm.key}.json"
+
+    def _finished(self, arm: Arm, job: str) -> dict[str, Any] | None:
+        """The row of this very job, if it is there and whole. Raises JobError for another job's."""
+        path = self._path(arm)
+        if not path.exists():
+            return None
+        try:
+            row = read_json(path)
+        except FileError:
+            row = None
+        if not isinstance(row, dict) or row != _sealed(row):
+            self.say(f"{path} is damaged or of an earlier version: it is measured again")
+            return None
+        if row["job"] != job and not self.overwrite:
+            raise JobError(
+                f"{path} was measured with other settings or another model: give another --output, or --overwrite"
+            )
+        return row if row["job"] == job else None
 
     def _load(self, name: str, reference: Arm) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         if name not in self._loaded:
@@ -169,12 +231,13 @@ class Evaluation:
             return None, {}
         if isinstance(method, Calm):
             return self._calm(method, arm, reference)
-        known = trained.schedules(model.config) if trained.method(model.config) == arm.method else {}
+        known = trained.schedules_of(model.config, arm.method)
         plan = known.get(arm.speedup)
         if plan is None:
             lengths = self._lengths_of(reference)
-            if known and arm.method == "skipdecode":  # the form it was trained in, as generation takes it
-                plan = fit(layers, arm.speedup, lengths, **known[max(known)].form)
+            form = trained.fastest({k: plan for k, plan in known.items() if not plan.is_full})
+            if form and arm.method == "skipdecode":  # what it was trained in, as generation takes it
+                plan = fit(layers, arm.speedup, lengths, **form.form)
             else:
                 plan = method.schedule(layers, arm.speedup, lengths)
         return plan, {"schedule": plan.to_dict()}
@@ -191,13 +254,15 @@ class Evaluation:
         for _ in range(9):
             nines = (low + high) / 2
             threshold = 1 - 10**-nines
-            cost = self.bench.run(model, tokens, some, method.decoder(model, threshold, horizon)).cost
+            cost = self.bench.run(
+                model, tokens, some, method.decoder(model, threshold, horizon, **self.bench.options)
+            ).cost
             ratio = cost.num_layers / cost.row_depth
             tried.append((abs(ratio / arm.speedup - 1), threshold, ratio))
             low, high = (low, nines) if ratio < arm.speedup else (nines, high)
         _, threshold, ratio = min(tried)
         found = {"threshold": threshold, "threshold_horizon": horizon, "held_out_token_ratio": round(ratio, 3)}
-        return method.decoder(model, threshold, horizon), found
+        return method.decoder(model, threshold, horizon, **self.bench.options), found
 
     def _measure(self, arm: Arm, reference: Arm) -> dict[str, Any]:
         bench, method = self.bench, get_method(arm.method)
@@ -224,34 +289,44 @@ class Evaluation:
             "peak_kv_bytes": cost.peak_kv_bytes,
         }
         row |= self._scores(texts, self._reference_texts or texts) | written
-        if not isinstance(method, Calm):
+        answered = [example for example in bench.held_out if example.references]
+        if answered and not isinstance(method, Calm):
             schedule = plan if isinstance(plan, Schedule) else Schedule.full(cost.num_layers)
-            batches = batches_of(bench.held_out, tokens, model, bench.batch_size)
+            batches = batches_of(answered, tokens, model, bench.batch_size)
             loss, row["loss_by_position"] = loss_by_position(model, batches, schedule)
             row["loss"] = round(loss, 4)
-        timed = evenly(bench.examples, bench.timing_rows)
+        if arm is reference:
+            self._steps = typical_steps(result.lengths)
+        timed, same = evenly(bench.examples, bench.timing_rows), forced(self._steps)
         runs: dict[str, Callable[[], Generated]] = {
-            "full": lambda: bench.run(full, full_tokens, timed, None),
-            "arm": lambda: bench.run(model, tokens, timed, plan),
+            "full": lambda: bench.run(full, full_tokens, timed, None, **same),
+            "arm": lambda: bench.run(model, tokens, timed, plan, **same),
         }
+        if arm is reference:
+            del runs["arm"]
         timing = alternate(runs, bench.repeats)
-        per_1k = {name: 1e3 * t.seconds / t.cost.tokens for name, t in timing.items()}
+        clock = compare(timing["full"], timing.get("arm", timing["full"]), bench.repeats)
         return row | {
-            "seconds_per_1k_tokens": round(per_1k["arm"], 4),
-            "full_seconds_per_1k_tokens": round(per_1k["full"], 4),
-            "clock_ratio": round(per_1k["full"] / per_1k["arm"], 3),
-            "step_ms": round(timing["arm"].step_ms, 3),
-            "full_step_ms": round(timing["full"].step_ms, 3),
-            "decode_clock_ratio": round(timing["full"].step_ms / timing["arm"].step_ms, 3),
+            "timed_steps": self._steps,
+            "timed_rows": clock.rows,
+            "timed_batches": clock.batches,
+            "timed_layer_ratio": round(clock.layer_ratio, 3),
+            "seconds_per_1k_tokens": round(clock.seconds_per_1k, 4),
+            "full_seconds_per_1k_tokens": round(clock.full_seconds_per_1k, 4),
+            "clock_ratio": round(clock.ratio, 3),
+            "step_ms": round(clock.step_ms, 3),
+            "full_step_ms": round(clock.full_step_ms, 3),
+            "decode_clock_ratio": round(clock.decode_ratio, 3),
             "texts": texts,
         }
 
     def _scores(self, texts: Sequence[str], stock: Sequence[str]) -> dict[str, Any]:
         """Each metric, how far it is from the full model's, and the 95% interval of that."""
-        references = [example.references for example in self.bench.examples]
-        count = len(references)
+        count = len(texts)
         result: dict[str, Any] = {}
         for metric in self.bench.metrics:
+            own = isinstance(metric, Agreement)
+            references = [[text] for text in stock] if own else [example.references for example in self.bench.examples]
             mine, theirs = metric.rows(texts, references), metric.rows(stock, references)
             score, base = metric.corpus(mine.sum(0), count), metric.corpus(theirs.sum(0), count)
             low, high = bootstrap(metric, mine, theirs, self.bench.samples)
@@ -263,9 +338,6 @@ class Evaluation:
         return result
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A finished row, or nothing: a kill may have cut it short."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, json.JSONDecodeError):
-        return {}
+def _sealed(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with a checksum: a kill, a full disk or a stray edit shows."""
+    return row | {"checksum": fingerprint({name: value for name, value in row.items() if name != "checksum"})}

@@ -76,8 +76,13 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def locked(path: str | Path, what: str | None = None) -> Iterator[None]:
+def locked(path: str | Path, what: str | None = None, timeout: float = 0) -> Iterator[None]:
     """Hold ``path`` against other processes; the lock goes with the process, however it ends.
+
+    Args:
+        path: the file; the lock lies beside it while it is held.
+        what: its name in the message.
+        timeout: seconds to wait for another process; -1 waits as long as it takes.
 
     Raises:
         JobError: another process (the message gives its number and command) holds it.
@@ -87,7 +92,7 @@ def locked(path: str | Path, what: str | None = None) -> Iterator[None]:
     # Not shared between threads either: two jobs of one process on one output are two jobs.
     lock = FileLock(note, thread_local=False)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=timeout)
     except Timeout:
         raise JobError(f"{what or path} is in use by {_owner(note)}: wait for it, or stop it first") from None
     try:

@@ -2,27 +2,78 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+import logging
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from .budget import share_of_max
-from .decay import round_half_up
+from .decay import mix, remaining, round_half_up
 from .errors import ScheduleError
 from .schedule import Schedule
 
 #: How near the achieved ratio comes where whole layers allow it.
 TOLERANCE = 0.01
+#: How far a falling depth may be off before a constant one, if that is nearer, takes its place.
+NEAR = 0.05
+
+logger = logging.getLogger(__name__)
+
+
+class Lengths:
+    """Decode steps of batches, sorted once, so that a schedule's layers are counted by its levels, not step by step.
+
+    Raises:
+        ScheduleError: a length that is no whole number of at least 0, or no steps at all.
+    """
+
+    def __init__(self, lengths: Iterable[int]) -> None:
+        self.ordered = list(lengths)
+        if any(type(n) is not int or n < 0 for n in self.ordered):
+            raise ScheduleError("lengths are numbers of decode steps: whole, and at least 0")
+        self.ordered.sort()
+        self.sums = [0, *accumulate(self.ordered)]
+        if not self.sums[-1]:
+            raise ScheduleError("no decode step was taken: there are no lengths to fit to")
+
+    @property
+    def typical(self) -> int:
+        """The 90th percentile, at least 1."""
+        return max(self.ordered[min(9 * len(self.ordered) // 10, len(self.ordered) - 1)], 1)
+
+    def before(self, step: int) -> int:
+        """How many of all steps come before ``step`` in their batch."""
+        short = bisect_right(self.ordered, step)
+        return self.sums[short] + step * (len(self.ordered) - short)
+
+    def ratio(self, schedule: Schedule) -> float:
+        """Times fewer layers than the full model's."""
+        # Depth d is run by the steps before the one at which the schedule falls below d.
+        deeper = sum(self.before(_fall(schedule, depth)) for depth in range(schedule.min_depth + 1, _top(schedule) + 1))
+        return schedule.num_layers * self.sums[-1] / (schedule.min_depth * self.sums[-1] + deeper)
+
+
+def _top(schedule: Schedule) -> int:
+    return schedule.max_depth if schedule.horizon > 1 else schedule.min_depth
+
+
+def _fall(schedule: Schedule, depth: int) -> int:
+    """The first step that runs fewer than ``depth`` layers, which is above ``min_depth``."""
+    if schedule.depths is not None:
+        return bisect_right(schedule.depths, -depth, key=lambda value: -value)
+    s = schedule
+
+    def below(step: int) -> bool:
+        return mix(remaining(s.decay, step, s.horizon, s.rate, s.stairs), s.max_depth, s.min_depth) < depth
+
+    return bisect_left(range(s.horizon), True, key=below)
 
 
 def achieved(schedule: Schedule, lengths: Sequence[int]) -> float:
     """Times fewer layers that decode steps run than the full model's, over batches of ``lengths`` steps each."""
-    steps = sum(lengths)
-    if not steps:
-        raise ScheduleError("no decode step was taken: there are no lengths to fit to")
-    counts = Counter(lengths)
-    ran = sum(times * schedule.average_depth(length) * length for length, times in counts.items() if length)
-    return schedule.num_layers * steps / ran
+    return Lengths(lengths).ratio(schedule)
 
 
 def batch_lengths(tokens: Sequence[int], batch_size: int) -> list[int]:
@@ -37,8 +88,10 @@ def batch_lengths(tokens: Sequence[int], batch_size: int) -> list[int]:
 def fit(num_layers: int, speedup: float, lengths: Sequence[int], **options: Any) -> Schedule:
     """The schedule of the paper's form (max, min, linear decay) that achieves ``speedup`` over ``lengths``.
 
-    Among the depths and horizons that come within 1%, the one whose max has nearest to the paper's share of max + min
-    and whose horizon is nearest to the 90th percentile of lengths; if none does, the one that comes nearest.
+    Form goes first. Among the falling depths and horizons that come within 1%, the one whose max has nearest to the
+    paper's share of max + min and whose horizon is nearest to the 90th percentile of lengths; else the falling one
+    that comes nearest. A constant depth is taken only with ``decay="constant"``, or (a logged warning says so) where
+    it is nearer and no falling one comes within 5%.
 
     Args:
         num_layers: decoder layers of the model.
@@ -53,42 +106,101 @@ def fit(num_layers: int, speedup: float, lengths: Sequence[int], **options: Any)
         raise ScheduleError(f"a speed-up is 1 to the number of layers ({num_layers}), not {speedup}")
     if speedup == 1:
         return Schedule.full(num_layers)
-    ordered = sorted(lengths)
-    typical = max(ordered[min(9 * len(ordered) // 10, len(ordered) - 1)], 1) if ordered else 1
-    flat = options.get("decay") == "constant"
-    # Two dozen at most: texts of a thousand tokens need no finer choice.
+    measured = Lengths(lengths)
+    least = max(options.get("warmup", 1) if options.get("order", "top") == "top" else 1, 1)
+
+    def error(schedule: Schedule) -> float:
+        return abs(measured.ratio(schedule) / speedup - 1)
+
+    flats = [Schedule(num_layers, depth, depth, 1, **options) for depth in range(least, num_layers + 1)]
+    flat = min(flats, key=error, default=None)
+    fall = None if options.get("decay") == "constant" else _fit_fall(num_layers, speedup, measured, least, options)
+    if fall is not None and (flat is None or error(fall) <= max(NEAR, error(flat))):
+        return fall
+    if flat is None:
+        raise ScheduleError(f"no depths of {num_layers} layers come near {speedup}x with warm-up {least}")
+    if options.get("decay") != "constant":
+        logger.warning(
+            "at %gx, %d layers have no falling depths that come near: a constant depth of %d",
+            speedup,
+            num_layers,
+            flat.max_depth,
+        )
+    return flat
+
+
+def _fit_fall(
+    num_layers: int, speedup: float, lengths: Lengths, least: int, options: dict[str, Any]
+) -> Schedule | None:
+    """The falling schedule of the best form within 1%, else the one that comes nearest."""
+    typical, middle, wanted = lengths.typical, num_layers / speedup, share_of_max(speedup)
+    # Two dozen horizons at most: texts of a thousand tokens need no finer choice.
     widest = round_half_up(1.2 * typical) + 1
     horizons = range(max(typical // 3, 2), max(widest, 2) + 1, max(widest // 24, 1))
-    wanted = 0.5 if flat else share_of_max(speedup)
-    least = options.get("warmup", 1) if options.get("order", "top") == "top" else 1
-    middle = num_layers / speedup
-    best: tuple[tuple[bool, float], Schedule] | None = None
-    for most in range(max(int(middle), least, 1), min(int(2 * middle) + 2, num_layers) + 1):
-        for low in range(max(least, 1), most + 1):
-            if (flat and low != most) or abs((most + low) / 2 / middle - 1) > 0.35:
-                continue
-            for horizon in (1,) if most == low else horizons:
-                schedule = Schedule(num_layers, most, low, horizon, **options)
-                error = abs(achieved(schedule, lengths) / speedup - 1)
-                form = abs(most / (most + low) - wanted) + 0.5 * abs(horizon / typical - 1)
-                rank = (True, error) if error > TOLERANCE else (False, form)
+    best: tuple[tuple[float, float], Schedule] | None = None
+    pairs = [
+        (most, low)
+        for most in range(max(int(middle), least + 1), min(int(2 * middle) + 2, num_layers) + 1)
+        for low in range(least, most)
+        if abs((most + low) / 2 / middle - 1) <= 0.35
+    ]
+    for finest in (False, True):  # if none of them is within 1%, every horizon up to twice the texts
+        for most, low in pairs:
+            first = Schedule(num_layers, most, low, horizons[0], **options)
+            for schedule in (
+                _horizons(first, speedup, lengths, horizons[0], max(2 * typical, 2))
+                if finest
+                else [replace(first, horizon=horizon) for horizon in horizons]
+            ):
+                error = abs(lengths.ratio(schedule) / speedup - 1)
+                form = abs(most / (most + low) - wanted) + 0.5 * abs(schedule.horizon / typical - 1)
+                rank = (0, form) if error <= TOLERANCE else (error, form)
                 if best is None or rank < best[0]:
                     best = rank, schedule
-    if best is None:
-        raise ScheduleError(f"no depths of {num_layers} layers come near {speedup}x with warm-up {least}")
-    return best[1]
+        if best is not None and best[0][0] == 0:
+            break
+    return best and best[1]
+
+
+def _horizons(schedule: Schedule, speedup: float, lengths: Lengths, low: int, high: int) -> list[Schedule]:
+    """Of this schedule over ``low`` to ``high`` tokens, the two on either side of ``speedup``.
+
+    The longer the horizon, the less is saved: the ratio never grows with it.
+    """
+    span = range(low, high + 1)
+    at = bisect_left(span, True, key=lambda horizon: lengths.ratio(replace(schedule, horizon=horizon)) < speedup)
+    return [replace(schedule, horizon=span[i]) for i in (at - 1, at) if 0 <= i < len(span)]
+
+
+def refit(schedule: Schedule, speedup: float, lengths: Sequence[int]) -> Schedule | None:
+    """The same depths over the horizon at which they achieve ``speedup`` within 1%; None if there is no such horizon.
+
+    The schedule itself if it does already: nothing that was trained is moved without need.
+
+    Raises:
+        ScheduleError: no lengths.
+    """
+    measured = Lengths(lengths)
+    moved = [schedule]
+    if schedule.depths is None and schedule.max_depth > schedule.min_depth:
+        moved += _horizons(schedule, speedup, measured, 2, 4 * measured.ordered[-1] + 2)
+    errors = [abs(measured.ratio(each) / speedup - 1) for each in moved]
+    if errors[0] <= TOLERANCE:
+        return schedule
+    best = min(range(len(moved)), key=errors.__getitem__)
+    return moved[best] if errors[best] <= TOLERANCE else None
 
 
 def bisect_ratio(
     at: Callable[[float], Schedule], low: float, high: float, speedup: float, lengths: Sequence[int]
 ) -> Schedule:
     """The schedule ``at(x)`` whose achieved ratio is nearest to ``speedup``, if the ratio grows with x."""
-    tried: list[Schedule] = []
+    measured = Lengths(lengths)
+    tried: list[tuple[float, Schedule]] = []
     for _ in range(40):
         middle = (low + high) / 2
-        tried.append(at(middle))
-        if achieved(tried[-1], lengths) < speedup:
-            low = middle
-        else:
-            high = middle
-    return min(tried, key=lambda schedule: abs(achieved(schedule, lengths) / speedup - 1))
+        schedule = at(middle)
+        ratio = measured.ratio(schedule)
+        tried.append((abs(ratio / speedup - 1), schedule))
+        low, high = (middle, high) if ratio < speedup else (low, middle)
+    return min(tried, key=lambda pair: pair[0])[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import MissingExtra, ModelError
+from .errors import MissingExtra, ModelError, UsageError
 
 Array = NDArray[np.float64]
 
@@ -34,9 +35,9 @@ class Metric(ABC):
         """The score of ``n`` rows whose statistics sum to ``totals`` (k,)."""
 
     def score(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-        """The score of all texts. Raises ValueError if there are none."""
+        """The score of all texts. Raises UsageError if there are none."""
         if not texts:
-            raise ValueError(f"{self.label} of no texts")
+            raise UsageError(f"{self.label} of no texts")
         rows = self.rows(texts, references)
         return self.corpus(rows.sum(axis=0), len(rows))
 
@@ -80,6 +81,28 @@ class RougeL(_Mean):
         scorer = _package("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=True)
         pairs = zip(texts, references, strict=True)
         return np.array([[scorer.score_multi(refs, text)["rougeL"].fmeasure] for text, refs in pairs])
+
+
+class Agreement(_Mean):
+    """How much of another system's texts (the full model's) these repeat: ROUGE-L over words of any script.
+
+    No reference is needed. Nothing is stemmed or lower-cased, and equal texts agree wholly, empty ones too.
+    """
+
+    name = "agreement"
+    label = "agreement"
+
+    def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
+        """The F-measure (0 to 1)."""
+        scorer = _package("rouge_score.rouge_scorer").RougeScorer(["rougeL"], tokenizer=self)
+        pairs = zip(texts, references, strict=True)
+        return np.array(
+            [[1.0 if text in refs else scorer.score_multi(refs, text)["rougeL"].fmeasure] for text, refs in pairs]
+        )
+
+    def tokenize(self, text: str) -> list[str]:
+        """Words, and marks one by one."""
+        return re.findall(r"\w+|[^\w\s]", text)
 
 
 @dataclass(frozen=True)
@@ -156,4 +179,4 @@ def _package(name: str, extra: str = "eval") -> Any:
     try:
         return import_module(name)
     except ImportError:
-        raise MissingExtra(f"{name.split('.')[0]} is missing: pip install skipdecode[{extra}]") from None
+        raise MissingExtra(f"{name.split('.')[0]} is missing: pip install 'skipdecode[{extra}]'") from None

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from .benchmark import Timing
+from .errors import MissingExtra, UsageError
+from .files import check_target, write
+from .schedule import Schedule
+
+try:
+    import matplotlib
+except ImportError:
+    raise MissingExtra("plots need matplotlib: pip install 'skipdecode[cli]'") from None
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-
-from .benchmark import Timing
-from .schedule import Schedule
 
 FULL, RUN, SKIP = "#334155", "#2563eb", "#e2e8f0"
 MARKERS = "*osD^vPX<>"
+
+
+def check_picture(path: Path) -> None:
+    """What a picture cannot be written to, said before the work.
+
+    Raises:
+        FileError: a folder, or a file in a folder that is not there.
+        UsageError: a name whose ending is no picture's.
+    """
+    check_target(path)
+    kinds = plt.Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise UsageError(f"{path} does not end like a picture: .png, .pdf or .svg, say")
+
+
+def _save(figure: Figure, path: Path, dpi: int) -> None:
+    check_picture(path)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=dpi, format=path.suffix.removeprefix(".").lower())
+    plt.close(figure)
+    write(path, content.getvalue())
 
 
 def draw_schedule(schedule: Schedule, path: Path, length: int | None = None) -> None:
@@ -29,14 +57,13 @@ def draw_schedule(schedule: Schedule, path: Path, length: int | None = None) -> 
     axes.set_title(
         f"{schedule.average_depth(length):.1f} of {schedule.num_layers} layers on average: {ratio:.2f}x fewer"
     )
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
+    _save(figure, path, 140)
 
 
 def draw_demo(schedules: Mapping[float, Schedule], timings: Mapping[float, Timing], path: Path, note: str) -> None:
     """The staircases of all speeds, and target against layers and clock."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    steps = max(t.cost.steps for t in timings.values())
+    steps = max(max(t.result.lengths) for t in timings.values())
     for speedup, schedule in schedules.items():
         left.step(range(steps), [schedule.depth(g) for g in range(steps)], where="post", label=f"{speedup:g}x", lw=2)
     left.set(
@@ -57,8 +84,7 @@ def draw_demo(schedules: Mapping[float, Schedule], timings: Mapping[float, Timin
     right.set_title("what it gave")
     right.legend()
     figure.suptitle(note, fontsize=8, color="grey")
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
+    _save(figure, path, 140)
 
 
 def _grid(axes: Axes, schedule: Schedule, length: int) -> None:
@@ -78,7 +104,7 @@ def draw_tradeoff(rows: Sequence[Mapping[str, Any]], metrics: Sequence[tuple[str
     )
     axes_of = (
         ("layer_ratio", "times fewer layers run (achieved)"),
-        ("clock_ratio", "times faster per token (wall clock)"),
+        ("clock_ratio", "times faster for the same prompts and steps (wall clock)"),
     )
     for (name, label), line in zip(metrics, panels, strict=True):
         for panel, (x, title) in zip(line, axes_of, strict=True):
@@ -97,12 +123,16 @@ def draw_tradeoff(rows: Sequence[Mapping[str, Any]], metrics: Sequence[tuple[str
         line[0].set(ylabel=label)
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
     figure.suptitle(note, fontsize=8, color="grey")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    _save(figure, path, 130)
 
 
 def draw_losses(rows: Sequence[Mapping[str, Any]], path: Path, note: str) -> None:
-    """Teacher-forced loss by position in the response, SkipDecode's budgets against the full model."""
+    """Teacher-forced loss by position in the response, SkipDecode's budgets against the full model.
+
+    Nothing is drawn where no row has a loss: prompts without responses have none.
+    """
+    if not any("loss_by_position" in row for row in rows):
+        return
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     for row in rows:
         if row["method"] in ("full", "skipdecode") and "loss_by_position" in row:
@@ -113,8 +143,7 @@ def draw_losses(rows: Sequence[Mapping[str, Any]], path: Path, note: str) -> Non
     axes.set(xlabel="position in the response", ylabel="loss (nats per token)")
     axes.legend(fontsize=8)
     figure.suptitle(note, fontsize=8, color="grey")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    _save(figure, path, 130)
 
 
 def _by_method(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from .benchmark import remarks, shown
+from .errors import FileError, JobError
+from .files import check_target, read_json, write
 
 Row = Mapping[str, Any]
 
 
 def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
     """Heads and cells of what fits a terminal."""
-    heads = ["method", "target", "achieved", *(label for _, label in metrics), "s/1k tok", "clock", "peak KV"]
+    heads = [
+        "method",
+        "target",
+        "achieved",
+        *(label for _, label in metrics),
+        "s/1k tok",
+        "layers timed",
+        "clock",
+        "peak KV",
+    ]
     cells = [
         [
             row["label"],
@@ -21,7 +35,8 @@ def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list
             f"{row['layer_ratio']:.2f}x",
             *(f"{row[name]:.2f} ({row[f'{name}_difference']:+.2f})" for name, _ in metrics),
             f"{row['seconds_per_1k_tokens']:.2f}",
-            f"{row['clock_ratio']:.2f}x",
+            f"{row['timed_layer_ratio']:.2f}x",
+            shown(row["clock_ratio"], row["timed_layer_ratio"]),
             f"{row['peak_kv_bytes'] / 1e6:.1f} MB",
         ]
         for row in rows
@@ -32,11 +47,12 @@ def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list
 def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
     """Heads and cells. ``metrics`` are (name, label); an interval is that of the difference from the full model.
 
-    Ratios say how many times less than the full model: layers that the batch ran, seconds per token, decode steps.
+    Ratios say how many times less than the full model: layers that the batch ran; in equal numbers of timed steps
+    layers, seconds of all and of a decode step.
     """
     heads = ["method", "target", "layers", "achieved", "per token"]
     heads += [cell for _, label in metrics for cell in (label, "vs full (95%)")]
-    heads += ["loss", "s / 1k tokens", "clock", "decode clock", "peak KV"]
+    heads += ["loss", "s / 1k tokens", "layers timed", "clock", "decode clock", "peak KV"]
     cells = []
     for row in rows:
         line = [row["label"], f"{row['target']:g}x", f"{row['layers']:.2f}"]
@@ -47,11 +63,25 @@ def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[li
         line.append(f"{row['loss']:.3f}" if "loss" in row else "")
         line += [
             f"{row['seconds_per_1k_tokens']:.2f}",
-            f"{row['clock_ratio']:.2f}x",
-            f"{row['decode_clock_ratio']:.2f}x",
+            f"{row['timed_layer_ratio']:.2f}x",
+            shown(row["clock_ratio"], row["timed_layer_ratio"]),
+            shown(row["decode_clock_ratio"], row["timed_layer_ratio"]),
         ]
         cells.append([*line, f"{row['peak_kv_bytes'] / 1e6:.1f} MB"])
     return heads, cells
+
+
+def notes(rows: Sequence[Row]) -> dict[str, str]:
+    """How these rows were timed, and what has to be known of their clock."""
+    first = rows[0]
+    figures = [
+        shown(row[name], row["timed_layer_ratio"]) for row in rows for name in ("clock_ratio", "decode_clock_ratio")
+    ]
+    timed = (
+        f"{first['timed_steps']} decode steps for each of the same {first['timed_rows']} inputs, end-of-sequence held "
+        "off; each method in turn with the full model, medians"
+    )
+    return {"clock": timed} | remarks(figures, first["timed_rows"], min(row["timed_batches"] for row in rows))
 
 
 def markdown(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], note: str) -> str:
@@ -69,21 +99,52 @@ def markdown(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], note: str)
     return "\n".join([line(heads), line(rule), *map(line, cells), "", note, ""])
 
 
-def save(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], about: Mapping[str, Any], folder: Path) -> None:
-    """Write ``table.md``, ``table.csv`` and ``table.json`` to ``folder``; ``about`` says how they were measured."""
-    rows = [{name: value for name, value in row.items() if name not in ("job", "texts")} for row in rows]
+#: What :func:`save` writes, and the plots beside it.
+FILES = ("table.md", "table.csv", "table.json", "tradeoff.png", "losses.png")
+
+
+def check(folder: Path, job: str, overwrite: bool) -> None:
+    """Whether the tables in ``folder`` are those of ``job``, measured before, or there are none.
+
+    Raises:
+        FileError: one of them cannot be written.
+        JobError: they are of other settings, or not ours, and ``overwrite`` is not set.
+    """
+    for name in FILES:
+        check_target(folder / name)
+    if overwrite or not any((folder / name).exists() for name in FILES):
+        return
+    try:
+        table = read_json(folder / "table.json")
+    except FileError:
+        table = None
+    if not isinstance(table, dict) or table.get("job") != job:
+        raise JobError(
+            f"{folder} holds tables or plots of other settings, or of another model: "
+            "give another --output, or --overwrite"
+        )
+
+
+def save(
+    rows: Sequence[Row], metrics: Sequence[tuple[str, str]], about: Mapping[str, Any], folder: Path, job: str
+) -> None:
+    """Write ``table.md``, ``table.csv`` and ``table.json`` to ``folder``.
+
+    ``about`` says how they were measured, and ``job`` is the full model's row: both together what they belong to.
+    """
+    rows = [{name: value for name, value in row.items() if name not in ("job", "checksum", "texts")} for row in rows]
     rows = [{**row, "model": Path(row["model"]).name} for row in rows]  # whose disk it lay on says nothing to others
-    folder.mkdir(parents=True, exist_ok=True)
     note = "\n".join(f"{name}: {value}  " for name, value in about.items())
-    (folder / "table.md").write_text(markdown(rows, metrics, note), encoding="utf-8")
+    write(folder / "table.md", markdown(rows, metrics, note))
     flat = [{k: v for k, v in row.items() if not isinstance(v, (dict, list))} for row in rows]
     for values, row in zip(flat, rows, strict=True):
         for name, _ in metrics:
             values[f"{name}_low"], values[f"{name}_high"] = row[f"{name}_interval"]
-    with (folder / "table.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in flat for name in row)))
-        writer.writeheader()
-        writer.writerows(flat)
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, list(dict.fromkeys(name for row in flat for name in row)))
+    writer.writeheader()
+    writer.writerows(flat)
+    write(folder / "table.csv", file.getvalue())
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    about_text = json.dumps(dict(about), ensure_ascii=False)
-    (folder / "table.json").write_text(f'{{"about": {about_text},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    head = f'"about": {json.dumps(dict(about), ensure_ascii=False)},\n"job": {json.dumps(job)}'
+    write(folder / "table.json", f'{{{head},\n"rows": [\n{lines}\n]}}\n')

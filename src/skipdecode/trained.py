@@ -1,11 +1,18 @@
-"""What a checkpoint says of its training, under one key of its config: the method, and a schedule per speed-up."""
+"""What a checkpoint says of its training, under one key of its config: the method, and a schedule per speed-up.
+
+Schedules that were calibrated later stand among the trained ones, and ``calibrated`` names the method each of them is
+for. A model that was calibrated but never trained has no ``method``.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from .errors import ScheduleError
+from .errors import FileError, ScheduleError
+from .files import locked, read_json, write
 from .schedule import Schedule
 
 CONFIG_KEY = "skipdecode"
@@ -15,7 +22,7 @@ def entry(schedules: Mapping[float, Schedule], method: str = "skipdecode") -> di
     """What the config says of a model trained with these (target speed-up -> schedule); None for the full model."""
     if method == "full" or (method == "skipdecode" and all(schedule.is_full for schedule in schedules.values())):
         return None
-    return {"method": method, "schedules": {f"{k:g}": schedule.to_dict() for k, schedule in sorted(schedules.items())}}
+    return {"method": method, "schedules": {_key(k): schedule.to_dict() for k, schedule in sorted(schedules.items())}}
 
 
 def method(config: Any) -> str:
@@ -36,9 +43,48 @@ def schedules(config: Any) -> dict[float, Schedule]:
     return {float(k): Schedule.from_dict(schedule) for k, schedule in values["schedules"].items()}
 
 
+def schedules_of(config: Any, method_name: str) -> dict[float, Schedule]:
+    """Those of :func:`schedules` that the model was trained with by this method, or that were calibrated for it."""
+    known = schedules(config)
+    if method(config) == method_name:
+        return known
+    fitted = _entry(config).get("calibrated")
+    return {k: plan for k, plan in known.items() if isinstance(fitted, dict) and fitted.get(_key(k)) == method_name}
+
+
+def save_calibrated(folder: Path, speedup: float, schedule: Schedule, method_name: str) -> None:
+    """Put one calibrated schedule into a model directory's config: all else in it stays as it is at that moment.
+
+    Raises:
+        FileError: the config is no JSON object.
+        JobError: another process has been writing to it for a minute.
+        ScheduleError: the model was trained by another method.
+        OSError: the disk is full or read-only; the config is as it was.
+    """
+    path = folder / "config.json"
+    with locked(path, timeout=60):
+        values = read_json(path)
+        if not isinstance(values, dict):
+            raise FileError(f"{path} is no JSON object")
+        before = values.get(CONFIG_KEY) or {}
+        if not isinstance(before, dict) or not isinstance(before.get("schedules", {}), dict):
+            raise ScheduleError(f"{path} says something of {CONFIG_KEY!r} that cannot be read: {before}")
+        if before.get("method", method_name) != method_name:
+            raise ScheduleError(f"{folder} was trained by {before['method']}: its schedules are not {method_name}'s")
+        values[CONFIG_KEY] = before | {
+            "schedules": before.get("schedules", {}) | {_key(speedup): schedule.to_dict()},
+            "calibrated": before.get("calibrated", {}) | {_key(speedup): method_name},
+        }
+        write(path, json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
 def default(config: Any) -> Schedule | None:
     """The fastest schedule that the config carries, or None."""
-    known = schedules(config)
+    return fastest(schedules(config))
+
+
+def fastest(known: Mapping[float, Schedule]) -> Schedule | None:
+    """The schedule of the greatest speed-up, or None."""
     return known[max(known)] if known else None
 
 
@@ -57,6 +103,12 @@ def choose(config: Any, speedup: float | None = None, schedule: Schedule | None 
     if schedule.num_layers != layers:
         raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {layers}")
     return schedule
+
+
+def _key(speedup: float) -> str:
+    """``3`` and ``2.5`` as people write them, every digit of what is longer."""
+    short = f"{speedup:g}"
+    return short if float(short) == speedup else repr(float(speedup))
 
 
 def _entry(config: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from ..errors import ModelError, UsageError
 from ..gate import attach
 from ..readout import ReadOut, read_out
 from ..stack import decoder_layers
@@ -31,7 +32,7 @@ class Calm(MultiExit):
     label = "CALM-DEC"
 
     def decoder(
-        self, model: PreTrainedModel, threshold: float, horizon: int
+        self, model: PreTrainedModel, threshold: float, horizon: int, **options: Any
     ) -> Callable[[PreTrainedModel], DynamicCache]:
         """Makes a cache per batch that exits by confidence.
 
@@ -40,10 +41,22 @@ class Calm(MultiExit):
             threshold: the paper's lambda, 0 to 1; nine tenths of it and a tenth that decays over ``horizon`` tokens is
                 what the margin must exceed (its equation 5).
             horizon: tokens.
+            options: those that ``model.generate`` will be given: its ``eos_token_id`` goes before the model's own.
+
+        Raises:
+            ModelError: a layer of the model keeps a state in place of keys and values, or its layers cannot be read.
+            UsageError: a horizon below 1.
         """
+        if not horizon >= 1:
+            raise UsageError(f"the threshold decays over a horizon of at least 1 token, not {horizon}")
+        if not all(hasattr(layer, "keys") for layer in DynamicCache(config=model.config).layers):
+            raise ModelError(
+                f"{type(model).__name__} has recurrent layers: one that a token leaves out keeps no state for the next"
+            )
         watch(model)
-        reader = read_out(model)
-        return partial(ConfidenceCache, reader=reader, threshold=threshold, horizon=horizon)
+        ends = options.get("eos_token_id", model.generation_config.eos_token_id)
+        stops = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        return partial(ConfidenceCache, reader=read_out(model), threshold=threshold, horizon=horizon, stops=stops)
 
 
 class ConfidenceCache(DynamicCache):
@@ -55,13 +68,14 @@ class ConfidenceCache(DynamicCache):
         peak_kv_bytes: most bytes of keys and values held at once.
     """
 
-    def __init__(self, model: PreTrainedModel, reader: ReadOut, threshold: float, horizon: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, reader: ReadOut, threshold: float, horizon: int, stops: list[int]
+    ) -> None:
         super().__init__(config=model.config)
         self.reader = reader
         self.threshold = threshold
         self.horizon = horizon
-        ends = model.generation_config.eos_token_id
-        self.stops: list[int] = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        self.stops = stops  # token ids that end a row
         self.step_depths: list[int] = []
         self.row_steps = 0
         self.peak_kv_bytes = 0

@@ -1,0 +1,256 @@
+"""Calibration keeps what was trained, says what it costs, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from skipdecode import Schedule, trained
+from skipdecode.calibration import POINTS, Quality, fallen
+from skipdecode.fitting import refit
+from skipdecode.metrics import Agreement
+from tiny import TEXTS, run, save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of eight layers that was never trained to skip."""
+    return save_checkpoint(tmp_path_factory.mktemp("eight"))
+
+
+@pytest.fixture(scope="module")
+def six(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of six layers."""
+    return save_checkpoint(tmp_path_factory.mktemp("six"), layers=6)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows that have prompts and nothing else."""
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text[:9]}) + "\n" for text in TEXTS))
+    return path
+
+
+def trained_with(source: Path, folder: Path, schedules: dict[float, Schedule], method: str = "skipdecode") -> Path:
+    """A copy of the checkpoint whose config says that it was trained with these."""
+    shutil.copytree(source, folder)
+    values = json.loads((folder / "config.json").read_text()) | {"skipdecode": trained.entry(schedules, method)}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def calibrate(model: Path, data: Path, folder: Path, *more: object, tokens: int = 24) -> Any:
+    """The verb, its schedule beside the model."""
+    common = ("--data", data, "--output", folder / "schedule.json", "--max-new-tokens", tokens, "--batch-size", 7)
+    return run("calibrate", model, *common, "--json", *more)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Schedule(6, 3, 1, 44),
+        Schedule(6, 3, 1, 44, order="bottom", decay="exponential", rate=2.0),
+        Schedule(6, 3, 2, 20, order=(0, 5, 1, 4, 2, 3), decay="cosine", prompt_decay=3),
+        Schedule(6, 4, 1, 20, warmup=0, decay="step", stairs=3),
+    ],
+    ids=lambda plan: plan.decay,
+)
+def test_what_was_trained_keeps_its_form_and_its_depths(
+    six: Path, prompts: Path, tmp_path: Path, plan: Schedule
+) -> None:
+    """F3: the horizon moves, and only where none gives the ratio do the depths; then a line says so."""
+    model = trained_with(six, tmp_path / "model", {3.0: plan})
+    done = calibrate(model, prompts, tmp_path, "--speedup", 3, "--save", "--force")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    new = trained.schedules(AutoConfig.from_pretrained(model))[3.0]
+    assert new == Schedule.load(tmp_path / "schedule.json") == Schedule.from_dict(found["schedule"])
+    assert new.form == plan.form
+    assert new.horizon > 1
+    assert new.max_depth > new.min_depth
+    moved = (new.max_depth, new.min_depth) != (plan.max_depth, plan.min_depth)
+    assert moved == ("the depths moved" in done.stderr)
+    assert not moved or refit(plan, 3, found["lengths"]) is None
+
+
+def test_another_speedup_takes_the_form_of_the_fastest_trained(six: Path, prompts: Path, tmp_path: Path) -> None:
+    """F3: as every other verb does."""
+    plan = Schedule(6, 3, 2, 20, order="bottom", decay="cosine", prompt_decay=3)
+    model = trained_with(six, tmp_path / "model", {2.4: plan})
+    assert calibrate(model, prompts, tmp_path, "--speedup", 2).returncode == 0
+    assert Schedule.load(tmp_path / "schedule.json").form == plan.form
+    assert calibrate(model, prompts, tmp_path, "--speedup", 2, "--order", "even", "--decay", "linear").returncode == 0
+    assert Schedule.load(tmp_path / "schedule.json").form == plan.form | {"order": "even", "decay": "linear"}
+    assert calibrate(model, prompts, tmp_path, "--speedup", 2, "--decay", "constant").returncode == 0
+    assert Schedule.load(tmp_path / "schedule.json").max_depth == 3
+
+
+def test_what_fits_already_stays(six: Path, prompts: Path, tmp_path: Path) -> None:
+    """Calibrated once, nothing is left to move."""
+    assert calibrate(six, prompts, tmp_path, "--speedup", 2).returncode == 0
+    first = Schedule.load(tmp_path / "schedule.json")
+    model = trained_with(six, tmp_path / "model", {2.0: first})
+    assert calibrate(model, prompts, tmp_path, "--speedup", 2).returncode == 0
+    assert Schedule.load(tmp_path / "schedule.json") == first
+
+
+def test_quality_stands_beside_the_ratio(eight: Path, prompts: Path, tmp_path: Path) -> None:
+    """F3: prompts alone give agreement with full depth's texts; references give the task's scores as well."""
+    done = calibrate(eight, prompts, tmp_path, "--speedup", 2)
+    assert done.returncode == 0, done.stderr
+    quality = json.loads(done.stdout.splitlines()[-1])["quality"]
+    assert list(quality) == ["agreement with full depth"]
+    assert quality["agreement with full depth"]["full"] == 100
+    rows = [{"prompt": text[:9], **({"response": text[10:]} if i % 2 else {})} for i, text in enumerate(TEXTS)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": ""}]))
+    done = calibrate(eight, tmp_path / "rows.jsonl", tmp_path, "--speedup", 2)
+    assert done.returncode == 0, done.stderr
+    assert list(json.loads(done.stdout.splitlines()[-1])["quality"]) == [
+        "BLEU",
+        "ROUGE-L",
+        "agreement with full depth",
+    ]
+    assert "no prompt" in done.stderr  # the bad row is named
+    for word in ("full depth", "before", "after", "BLEU"):
+        assert word in done.stdout
+
+
+def test_a_worse_schedule_is_saved_only_by_force(eight: Path, prompts: Path, tmp_path: Path) -> None:
+    """F3: both numbers and the remedy in one line; the file is there for training with it."""
+    model = trained_with(eight, tmp_path / "model", {4.0: Schedule(8, 8, 7, 200)})
+    config = (model / "config.json").read_bytes()
+    done = calibrate(model, prompts, tmp_path, "--speedup", 4, "--save")
+    assert done.returncode == 2
+    each = json.loads(done.stdout.splitlines()[-1])["quality"]["agreement with full depth"]
+    assert each["before"] - each["after"] > POINTS
+    last = done.stderr.splitlines()[-1]
+    assert f"from {each['before']:.2f} to {each['after']:.2f}" in last
+    assert "--force" in last
+    assert (model / "config.json").read_bytes() == config
+    plan = Schedule.load(tmp_path / "schedule.json")
+    assert calibrate(model, prompts, tmp_path, "--speedup", 4, "--save", "--force").returncode == 0
+    assert trained.schedules(AutoConfig.from_pretrained(model))[4.0] == plan
+
+
+def test_scores_judge_where_there_are_references() -> None:
+    """Agreement falls whenever a text changes, better ones too."""
+    worse, same = Quality(90, 60, 60 - POINTS - 0.1), Quality(90, 60, 60 - POINTS)
+    assert list(fallen({"BLEU": same, "ROUGE-L": worse, "agreement": worse})) == ["ROUGE-L"]
+    assert not fallen({"BLEU": same, "ROUGE-L": same, "agreement": worse})
+    assert list(fallen({"agreement": worse})) == ["agreement"]
+
+
+def test_equal_texts_agree_whatever_their_script() -> None:
+    """Empty ones and those without a Latin letter too, which ROUGE's own tokenizer does not see."""
+    texts = ["", "猫が座った。", "the cat", "?!"]
+    assert Agreement().score(texts, [[text] for text in texts]) == 100
+    assert 0 < Agreement().score(["кот сидел"], [["кот лежал"]]) < 100
+    assert Agreement().score([""], [["the cat"]]) == 0
+
+
+def test_a_calibrated_model_is_not_a_trained_one(eight: Path, prompts: Path, tmp_path: Path) -> None:
+    """F4: ``generate`` still says that its texts will be poor, and takes the calibrated schedule."""
+    model = shutil.copytree(eight, tmp_path / "model")
+    assert calibrate(model, prompts, tmp_path, "--speedup", 2, "--save", "--force").returncode == 0
+    config = AutoConfig.from_pretrained(model)
+    plan = Schedule.load(tmp_path / "schedule.json")
+    assert trained.method(config) == "full"
+    assert trained.schedules(config) == trained.schedules_of(config, "skipdecode") == {2.0: plan}
+    assert trained.choose(config, 2) == plan
+    assert trained.schedules_of(config, "unified") == {}
+    done = run("generate", model, "--speedup", 2, "--max-new-tokens", 3, stdin=b"the cat\n")
+    assert done.returncode == 0
+    assert "not trained for skipping" in done.stderr
+    # Where it was trained, calibrating keeps that.
+    model = trained_with(eight, tmp_path / "trained", {2.0: plan, 3.0: plan})
+    assert calibrate(model, prompts, tmp_path, "--speedup", 3, "--save", "--force").returncode == 0
+    assert trained.method(AutoConfig.from_pretrained(model)) == "skipdecode"
+
+
+def test_schedules_saved_at_once_all_survive(eight: Path, tmp_path: Path) -> None:
+    """F4: each takes the config as it is at that moment, and adds its own; what others put there stays."""
+    model = trained_with(eight, tmp_path / "model", {2.0: Schedule(8, 5, 3, 40)})
+    speedups = [2.5, 3.0, 3.123456789, 4.0, 5.0, 6.0]
+    plans = {k: Schedule(8, 4, 1, 10 + i) for i, k in enumerate(speedups)}
+    threads = [
+        threading.Thread(target=trained.save_calibrated, args=(model, k, plan, "skipdecode"))
+        for k, plan in plans.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    config = AutoConfig.from_pretrained(model)
+    assert trained.schedules(config) == plans | {2.0: Schedule(8, 5, 3, 40)}
+    assert config.hidden_size == 32
+    assert not [path for path in model.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace"])
+def test_a_failing_disk_leaves_the_config_whole(
+    eight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """F4, B9: full or read-only at the worst moment."""
+    model = shutil.copytree(eight, tmp_path / "model")
+    before = (model / "config.json").read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, name, full)
+        with pytest.raises(OSError, match="No space left"):
+            trained.save_calibrated(model, 2, Schedule(8, 5, 3, 40), "skipdecode")
+    assert (model / "config.json").read_bytes() == before
+    assert not [path for path in model.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("content", ["my notes", '{"a": 1}', "", "[" * 100_000])
+def test_a_file_that_is_no_schedule_is_not_replaced(eight: Path, prompts: Path, tmp_path: Path, content: str) -> None:
+    """F15: schedule.json is the default name, and may be anyone's; said before a model is loaded."""
+    (tmp_path / "schedule.json").write_text(content)
+    done = calibrate(eight, prompts, tmp_path, "--speedup", 2)
+    assert done.returncode == 2
+    assert "schedule.json" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert (tmp_path / "schedule.json").read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--speedup", "nan"), "speedup"),
+        (("--speedup", 1), "above 1"),
+        (("--speedup", 9), "number of layers"),
+        (("--decay", "steep"), "decay must be"),
+        (("--order", "search"), "responses"),
+        (("--force",), "--save"),
+        (("--rows", 0), "rows"),
+        (("--method", "unified", "--decay", "linear"), "SkipDecode's"),
+    ],
+)
+def test_what_the_user_can_put_right_is_said_first(
+    eight: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[object, ...], words: str
+) -> None:
+    """Exit code 2, and no model is loaded."""
+    monkeypatch.setattr("skipdecode.loading.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    done = calibrate(eight, prompts, tmp_path, *more)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_a_trained_list_of_depths_has_no_form_to_fit(eight: Path, prompts: Path, tmp_path: Path) -> None:
+    """F3: it is not silently made linear."""
+    model = trained_with(eight, tmp_path / "model", {2.0: Schedule.from_depths(8, (6, 6, 2))})
+    done = calibrate(model, prompts, tmp_path, "--speedup", 3)
+    assert done.returncode == 2
+    assert "--decay" in done.stderr
+    assert calibrate(model, prompts, tmp_path, "--speedup", 3, "--decay", "linear").returncode == 0
