@@ -109,9 +109,9 @@ def generate(
 
     def work(journal: jobs.Journal | None) -> tuple[str, dict[str, Any]]:
         """The texts as JSONL, and what they cost and scored."""
-        if all(item.error for item in items):
-            rows, cost = {}, Cost(layers)
-        else:
+        rows: dict[int, Row] = {}
+        cost = Cost(layers)
+        if any(item.error is None for item in items):
             rows, cost = _rows(items, model, plan, dtype, device, journal, batch_size=batch_size, seed=seed, **options)
         summary = cost.summary() | {
             "bad_rows": sum(item.error is not None for item in items),

@@ -169,7 +169,7 @@ def _batch(entry: dict[str, Any]) -> tuple[dict[int, Row], Cost] | None:
         cost = Cost(**entry["cost"])
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
-    return (rows, cost) if rows and all(_plain(value) for value in (*rows.values(), cost)) else None
+    return (rows, cost) if rows and _plain(cost) and all(map(_plain, rows.values())) else None
 
 
 def _plain(value: Row | Cost) -> bool:
