@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
-from .console import err, say
+from .console import drop_output, err, say
 from .errors import FileError, UsageError
 
 if TYPE_CHECKING:
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from .inputs import Item
     from .jobs import Journal
     from .schedule import Schedule
+
+
+#: More tokens, rows in a batch or words than anybody means: a slip that would run for ever or fill the memory.
+MOST = 1_000_000
 
 
 def generate(
@@ -32,25 +36,27 @@ def generate(
         str,
         Option(help="e2e, reddit_tldr and cnn_dm apply their prompt format; jsonl takes prompts as they are."),
     ] = "jsonl",
-    words: Annotated[int | None, Option(min=1, help="Summaries: cut a source after so many words.")] = None,
+    words: Annotated[int | None, Option(min=1, max=MOST, help="Summaries: cut a source after so many words.")] = None,
     speedup: Annotated[
         float | None, Option(help="How many times fewer layers to aim at (default: the checkpoint's schedule, else 2).")
     ] = None,
     schedule: Annotated[Path | None, Option(help="A schedule's JSON file instead.")] = None,
     full: Annotated[bool, Option("--full", help="The unmodified model.")] = False,
     format: Annotated[str | None, Option(help="jsonl, csv or text, if the input's name does not tell.")] = None,
-    batch_size: Annotated[int, Option(min=1, help="Rows decoded together.")] = 32,
-    max_new_tokens: Annotated[int | None, Option(min=1, help="Default: the task's (e2e 80, jsonl 128).")] = None,
-    min_new_tokens: Annotated[int | None, Option(min=0)] = None,
+    batch_size: Annotated[int, Option(min=1, max=MOST, help="Rows decoded together.")] = 32,
+    max_new_tokens: Annotated[
+        int | None, Option(min=1, max=MOST, help="Default: the task's (e2e 80, jsonl 128).")
+    ] = None,
+    min_new_tokens: Annotated[int | None, Option(min=0, max=MOST)] = None,
     do_sample: Annotated[bool, Option("--do-sample", help="Sample instead of taking the likeliest token.")] = False,
-    temperature: Annotated[float | None, Option(min=0)] = None,
-    top_p: Annotated[float | None, Option(min=0, max=1)] = None,
-    top_k: Annotated[int | None, Option(min=0)] = None,
-    num_beams: Annotated[int | None, Option(min=1)] = None,
-    length_penalty: Annotated[float | None, Option()] = None,
-    repetition_penalty: Annotated[float | None, Option(min=0)] = None,
-    no_repeat_ngram_size: Annotated[int | None, Option(min=0)] = None,
-    seed: Annotated[int, Option(help="For sampling.")] = 0,
+    temperature: Annotated[float | None, Option(min=0.001, max=1000)] = None,
+    top_p: Annotated[float | None, Option(min=1e-6, max=1)] = None,
+    top_k: Annotated[int | None, Option(min=0, max=MOST)] = None,
+    num_beams: Annotated[int | None, Option(min=1, max=1000)] = None,
+    length_penalty: Annotated[float | None, Option(min=-10, max=10)] = None,
+    repetition_penalty: Annotated[float | None, Option(min=0.001, max=1000)] = None,
+    no_repeat_ngram_size: Annotated[int | None, Option(min=0, max=MOST)] = None,
+    seed: Annotated[int, Option(min=0, help="For sampling.")] = 0,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, Option(help="cpu, cuda, …; a GPU if there is one.")] = None,
     overwrite: Annotated[
@@ -63,7 +69,7 @@ def generate(
     skipdecode generate demo --task e2e --input testset_w_refs.csv --output texts.jsonl --speedup 5
     """
     from .inputs import read_items
-    from .loading import read_config, resolve
+    from .loading import check_device, read_config, resolve
     from .schedule import Schedule
     from .tasks import get_task
     from .trained import choose, schedules
@@ -92,6 +98,14 @@ def generate(
     options: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
     if not do_sample and {"temperature", "top_p", "top_k"} & set(options):
         raise UsageError("--temperature, --top-p and --top-k go with --do-sample")
+    if length_penalty is not None and (num_beams or 1) == 1:
+        raise UsageError("--length-penalty goes with --num-beams")
+    if min_new_tokens and min_new_tokens > options["max_new_tokens"]:
+        raise UsageError(f"--min-new-tokens {min_new_tokens} is more than --max-new-tokens {options['max_new_tokens']}")
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise UsageError(f"--dtype is auto, float32, bfloat16 or float16, not {dtype}")
+    if device is not None:
+        check_device(device)
 
     from . import jobs
     from .files import check_target, is_stream
@@ -188,6 +202,7 @@ def _write_stream(output: str, text: str) -> None:
         else:
             write(output, text)
     except OSError as error:
+        drop_output()
         raise FileError(f"the texts could not be written ({error.strerror}): give --output FILE to keep them") from None
 
 

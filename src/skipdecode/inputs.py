@@ -101,6 +101,8 @@ def _holds_text(value: object) -> bool:
 
 def _bytes(source: str) -> bytes:
     if source == "-":
+        if sys.stdin is None:
+            raise InputError("standard input is closed: give --input FILE")
         return sys.stdin.buffer.read()
     try:
         return Path(source).read_bytes()
