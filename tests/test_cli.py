@@ -21,11 +21,11 @@ from tiny import run, save_checkpoint
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), positions=256)
 
 
-def test_schedule_shows_saves_and_draws(tmp_path):
+def test_schedule_shows_saves_and_draws(tmp_path: Path) -> None:
     plan = Schedule.for_speedup(3, 24, 40)
     files = ("--png", tmp_path / "s.png", "--save", tmp_path / "s.json")
     done = run("schedule", "--speedup", 3, "--layers", 24, "--horizon", 40, *files)
@@ -38,7 +38,7 @@ def test_schedule_shows_saves_and_draws(tmp_path):
     assert Schedule.from_json(run("schedule", "--speedup", 3, "--layers", 24, "--horizon", 40, "--json").stdout) == plan
 
 
-def test_schedules_and_help_need_no_torch():
+def test_schedules_and_help_need_no_torch() -> None:
     """The first answer comes at once: torch and transformers are imported by the verbs that use them."""
     code = (
         "import sys, skipdecode.cli, skipdecode.schedule; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
@@ -46,7 +46,7 @@ def test_schedules_and_help_need_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_check_proves_a_sound_model(checkpoint):
+def test_check_proves_a_sound_model(checkpoint: Path) -> None:
     done = run("check", checkpoint, "--json")
     findings = json.loads(done.stdout)
     assert done.returncode == 0, findings
@@ -54,8 +54,8 @@ def test_check_proves_a_sound_model(checkpoint):
     assert all(finding["held"] for finding in findings)
 
 
-def test_check_fails_where_skipping_is_broken(checkpoint, monkeypatch):
-    """A gate that lets skipped layers run on, one that forgets the passed-on columns: neither passes."""
+def test_check_fails_where_skipping_is_broken(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gate that changes what the columns of skipped layers carry does not pass."""
     plan = gate.Plan.like_output
     monkeypatch.setattr(gate.Plan, "like_output", lambda self, hidden: plan(self, hidden * 1.01))
     done = run("check", checkpoint, "--json")
@@ -65,12 +65,12 @@ def test_check_fails_where_skipping_is_broken(checkpoint, monkeypatch):
     assert not held["cached decoding = teacher-forced pass"]
 
 
-def test_check_takes_schedules_that_begin_at_full_depth(checkpoint):
+def test_check_takes_schedules_that_begin_at_full_depth(checkpoint: Path) -> None:
     done = run("check", checkpoint, "--speedup", 1.2, "--json")
     assert done.returncode == 0, done.stdout
 
 
-def test_a_checkpoint_saved_without_a_cache_still_decodes_with_one(checkpoint, tmp_path):
+def test_a_checkpoint_saved_without_a_cache_still_decodes_with_one(checkpoint: Path, tmp_path: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         values = json.loads((checkpoint / name).read_text()) | {"use_cache": False}
         (tmp_path / name).write_text(json.dumps(values))
@@ -81,7 +81,7 @@ def test_a_checkpoint_saved_without_a_cache_still_decodes_with_one(checkpoint, t
     assert run("check", tmp_path).returncode == 0
 
 
-def test_demo_times_every_speed_and_draws(checkpoint, tmp_path):
+def test_demo_times_every_speed_and_draws(checkpoint: Path, tmp_path: Path) -> None:
     picture = tmp_path / "demo.png"
     done = run("demo", checkpoint, "--repeats", 1, "--speedups", "1,2,4", "--png", picture, "--json")
     assert done.returncode == 0, done.stderr
@@ -94,13 +94,13 @@ def test_demo_times_every_speed_and_draws(checkpoint, tmp_path):
     assert picture.stat().st_size > 10_000
 
 
-def test_demo_needs_the_full_speed_to_compare_with(checkpoint):
+def test_demo_needs_the_full_speed_to_compare_with(checkpoint: Path) -> None:
     done = run("demo", checkpoint, "--speedups", "2,3")
     assert done.returncode == 2
     assert "needs 1 among them" in done.stderr
 
 
-def test_library_and_command_line_write_the_same(checkpoint, tmp_path):
+def test_library_and_command_line_write_the_same(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("the cat\nthe dog sat\n")
     options = ("--max-new-tokens", 7, "--speedup", 2)
     done = run("generate", checkpoint, "--input", tmp_path / "in.txt", *options)
@@ -111,7 +111,7 @@ def test_library_and_command_line_write_the_same(checkpoint, tmp_path):
     assert [json.loads(line)["text"] for line in done.stdout.splitlines()] == [row.text for row in result.rows]
 
 
-def test_full_is_the_stock_model(checkpoint):
+def test_full_is_the_stock_model(checkpoint: Path) -> None:
     model, tokenizer = skipdecode.load(str(checkpoint))
     texts = ["the cat", "the dog sat"]
     full = skipdecode.generate(model, tokenizer, texts, full=True, max_new_tokens=9, do_sample=False)
@@ -123,7 +123,7 @@ def test_full_is_the_stock_model(checkpoint):
     assert full.cost.layer_ratio == 1
 
 
-def test_more_positions_than_the_model_has_is_named(checkpoint):
+def test_more_positions_than_the_model_has_is_named(checkpoint: Path) -> None:
     model, tokenizer = skipdecode.load(str(checkpoint))
     with pytest.raises(ValueError, match="model has 256"):
         skipdecode.generate(model, tokenizer, ["the cat"], max_new_tokens=300)

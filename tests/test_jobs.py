@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain, product
@@ -34,20 +34,20 @@ from tiny import TEXTS, run, save_checkpoint
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-def write_rows(path, prompts):
+def write_rows(path: Path, prompts: Sequence[str]) -> Path:
     path.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts), encoding="utf-8")
     return path
 
 
-def read_rows(path):
+def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_output_keeps_the_inputs_order_and_says_what_it_cost(checkpoint, tmp_path):
+def test_output_keeps_the_inputs_order_and_says_what_it_cost(checkpoint: Path, tmp_path: Path) -> None:
     source, target = write_rows(tmp_path / "in.jsonl", TEXTS), tmp_path / "out.jsonl"
     options = ("--max-new-tokens", 9, "--batch-size", 4, "--speedup", 2, "--json")
     done = run("generate", checkpoint, "--input", source, "--output", target, *options)
@@ -68,7 +68,7 @@ def test_a_killed_job_goes_on_where_it_was(checkpoint: Path, tmp_path: Path) -> 
 
     F5: while the first runs, a second is refused, at once and with the first one's number, and disturbs nothing.
     """
-    prompts = [f"{text} {i}" for i in range(12) for text in TEXTS[:4]]
+    prompts = [f"{text} {i}" for i in range(6) for text in TEXTS[:4]]
     source, target = write_rows(tmp_path / "in.jsonl", prompts), tmp_path / "out.jsonl"
     arguments = ["generate", checkpoint, "--input", source, "--max-new-tokens", 40, "--batch-size", 2]
     process = subprocess.Popen(
@@ -511,7 +511,7 @@ TestJournal = JournalMachine.TestCase
 TestJournal.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
 
 
-def test_bad_rows_become_errors_with_their_line_number(checkpoint, tmp_path):
+def test_bad_rows_become_errors_with_their_line_number(checkpoint: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     long = " ".join(TEXTS * 9)
     lines = [
@@ -545,7 +545,7 @@ def test_bad_rows_become_errors_with_their_line_number(checkpoint, tmp_path):
     assert json.loads(done.stdout.splitlines()[-1])["bad_rows"] == 7
 
 
-def test_csv_rows_keep_their_line_numbers_across_quoted_newlines(tmp_path):
+def test_csv_rows_keep_their_line_numbers_across_quoted_newlines(tmp_path: Path) -> None:
     source = tmp_path / "in.csv"
     source.write_bytes(b'prompt,x\n"two\nlines",1\nbad \xff,2\nplain,3\n,4\n')
     items = read_items(str(source), get_task("jsonl"))
@@ -555,7 +555,7 @@ def test_csv_rows_keep_their_line_numbers_across_quoted_newlines(tmp_path):
     assert items[3].error == "no prompt"
 
 
-def test_csv_rows_end_at_line_breaks_only(tmp_path):
+def test_csv_rows_end_at_line_breaks_only(tmp_path: Path) -> None:
     """Not at the other characters that Python's splitlines takes for one; blank lines count but are no rows."""
     source = tmp_path / "in.csv"
     source.write_text("prompt\none\u2028two\x0bthree\n\nfour\n", encoding="utf-8")
@@ -577,14 +577,19 @@ def test_a_job_whose_every_row_is_bad_fails(checkpoint: Path, tmp_path: Path) ->
     assert run("generate", checkpoint, "--format", "jsonl", "--input", source).returncode == 1
 
 
-@pytest.mark.parametrize("options", [["--do-sample", "--top-p", 0.9, "--seed", 3], ["--num-beams", 2], ["--full"]])
-def test_a_resumed_job_writes_what_an_unbroken_one_does(checkpoint, tmp_path, options):
+@pytest.mark.parametrize(
+    "options", [["--do-sample", "--top-p", 0.9, "--seed", 3], ["--do-sample", "--num-beams", 2], ["--full"]]
+)
+def test_a_resumed_job_writes_what_an_unbroken_one_does(
+    checkpoint: Path, tmp_path: Path, options: list[object]
+) -> None:
     """Also when it samples: each batch has a seed of its own."""
     source, whole, cut = write_rows(tmp_path / "in.jsonl", TEXTS), tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     common = ["generate", checkpoint, "--input", source, "--max-new-tokens", 8, "--batch-size", 4, *options]
-    add, kept = jobs.Journal.add, []
+    add = jobs.Journal.add
+    kept: list[object] = []
 
-    def add_twice(self, *batch):
+    def add_twice(self: jobs.Journal, *batch: Any) -> None:
         if len(kept) == 2:
             raise KeyboardInterrupt
         kept.append(batch)
@@ -598,7 +603,7 @@ def test_a_resumed_job_writes_what_an_unbroken_one_does(checkpoint, tmp_path, op
     assert cut.read_bytes() == whole.read_bytes()
 
 
-def test_a_schedule_file_is_followed(checkpoint, tmp_path):
+def test_a_schedule_file_is_followed(checkpoint: Path, tmp_path: Path) -> None:
     from skipdecode import Schedule
 
     Schedule.from_depths(8, [5, 3, 2]).save(tmp_path / "plan.json")
@@ -608,7 +613,7 @@ def test_a_schedule_file_is_followed(checkpoint, tmp_path):
     assert json.loads(done.stdout.splitlines()[-1])["average_depth"] == 3
 
 
-def test_e2e_inputs_repeat_but_are_generated_once(tmp_path):
+def test_e2e_inputs_repeat_but_are_generated_once(tmp_path: Path) -> None:
     source = tmp_path / "set.csv"
     rows = ["name[Aromi], food[English]", "name[Zizzi]", "name[Aromi], food[English]"]
     source.write_text("mr,ref\n" + "".join(f'"{mr}",text {i}\n' for i, mr in enumerate(rows)), encoding="utf-8")
@@ -617,7 +622,7 @@ def test_e2e_inputs_repeat_but_are_generated_once(tmp_path):
     assert items[0].references == ["text 0", "text 2"]
 
 
-def test_standard_input_and_output(checkpoint):
+def test_standard_input_and_output(checkpoint: Path) -> None:
     done = run("generate", checkpoint, "--max-new-tokens", 4, stdin=b"the cat\nthe dog\n")
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["prompt"] for line in done.stdout.splitlines()] == ["the cat", "the dog"]
@@ -645,15 +650,17 @@ def test_standard_input_and_output(checkpoint):
         (["train", "--data", "missing"], "MODEL or --from-config"),
     ],
 )
-def test_what_the_user_can_put_right_is_one_line_and_exit_code_2(checkpoint, tmp_path, arguments, words):
+def test_what_the_user_can_put_right_is_one_line_and_exit_code_2(
+    checkpoint: Path, tmp_path: Path, arguments: list[str], words: str
+) -> None:
     from skipdecode import Schedule
 
     write_rows(tmp_path / "in.jsonl", TEXTS)
     (tmp_path / "empty.jsonl").write_text("")
     Schedule.for_speedup(2, 24, 16).save(tmp_path / "plan.json")
-    names = {"MODEL": checkpoint, "IN": tmp_path / "in.jsonl", "EMPTY": tmp_path / "empty.jsonl"}
-    names["PLAN"] = tmp_path / "plan.json"
-    done = run(*[names.get(a, a) for a in arguments])
+    given = {"MODEL": checkpoint, "IN": tmp_path / "in.jsonl", "EMPTY": tmp_path / "empty.jsonl"}
+    given["PLAN"] = tmp_path / "plan.json"
+    done = run(*[given.get(a, a) for a in arguments])
     message = done.stderr
     assert done.returncode == 2, message
     assert words in " ".join(message.split())
@@ -661,7 +668,7 @@ def test_what_the_user_can_put_right_is_one_line_and_exit_code_2(checkpoint, tmp
     assert "Loading weights" not in done.stderr
 
 
-def test_input_without_the_column_is_refused(tmp_path):
+def test_input_without_the_column_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "in.csv"
     source.write_text("text\nhello\n")
     with pytest.raises(InputError, match="no column prompt"):

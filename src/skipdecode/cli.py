@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -133,7 +134,9 @@ def _signals() -> Iterator[None]:
     def stop(number: int, _: object) -> NoReturn:
         raise Stopped(number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    # Only the main thread may set handlers; a command run in another one is not what signals are for.
+    main_thread = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if main_thread else ()
     before = [signal.signal(number, stop) for number in numbers]
     try:
         yield
