@@ -121,7 +121,7 @@ def test_a_schedule_may_be_a_file(loaded: Loaded, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     Schedule.from_depths(8, [5, 3, 2]).save(path)
     for schedule in (path, str(path)):
-        options = {"max_new_tokens": 4, "min_new_tokens": 4}
+        options: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4}
         assert skipdecode.generate(*loaded, TEXTS[:2], schedule=schedule, **options).cost.layer_steps == 5 + 3 + 2
 
 
@@ -288,8 +288,9 @@ def test_sampling_ends_after_every_other_warper(loaded: Loaded) -> None:
     """F6: with top-k 1 there is one choice left, and it is the greedy one."""
     greedy = texts(skipdecode.generate(*loaded, TEXTS[:3], speedup=2, max_new_tokens=8))
     options: dict[str, Any] = {"speedup": 2, "max_new_tokens": 8, "do_sample": True, "seed": 5}
-    for extra in ({"top_k": 1}, {"top_k": 1, "renormalize_logits": True}, {"temperature": 1e-4, "top_k": 0}):
-        assert texts(skipdecode.generate(*loaded, TEXTS[:3], **options, **extra)) == greedy
+    extras: list[dict[str, Any]] = [{"top_k": 1}, {"top_k": 1, "renormalize_logits": True}, {"temperature": 1e-4}]
+    for extra in extras:
+        assert texts(skipdecode.generate(*loaded, TEXTS[:3], **(options | extra))) == greedy
 
 
 def test_sampled_beams_repeat_with_their_batch(loaded: Loaded) -> None:
