@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +26,7 @@ from transformers import (
 import skipdecode
 from skipdecode import Schedule
 from skipdecode.errors import SkipDecodeError, UsageError
-from skipdecode.generation import Generated, Sampling, cache_bytes, generate_ids
+from skipdecode.generation import Generated, batches, cache_bytes, generate_ids
 from tiny import TEXTS, run, save_checkpoint
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -217,8 +215,6 @@ def test_a_rows_sample_depends_on_its_seed_and_number_alone(
     ids: list[list[int]] = tokenizer(TEXTS)["input_ids"]
     some = {key: ids[key] for key in order[:3]}
     plan = Schedule.for_speedup(2, 8, 64)
-    from skipdecode.generation import batches
-
     for keys, rows, _ in batches(model, tokenizer, some, plan, batch_size, **options):
         assert [row.text for row in rows] == [together[key] for key in keys]
 
@@ -307,17 +303,6 @@ def test_a_watermark_and_a_seed_are_not_taken_together(loaded: Loaded) -> None:
     """F6: both want to be the last to touch the scores."""
     with pytest.raises(UsageError, match="watermarking_config"):
         skipdecode.generate(*loaded, "the cat", seed=0, watermarking_config={"bias": 2.0}, **SAMPLED)
-
-
-def test_draws_are_the_same_in_every_process() -> None:
-    """F6: a resumed job goes on with the numbers of the first."""
-    code = (
-        "import torch; from skipdecode.generation import Sampling\n"
-        "print([Sampling(7, [3, 4]).construct_processor(50, 'cpu')(None, torch.zeros(2, 50)).argmax(-1).tolist()])"
-    )
-    here = [Sampling(7, [3, 4]).construct_processor(50, "cpu")(None, torch.zeros(2, 50)).argmax(-1).tolist()]
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == str(here)
 
 
 # --- what a cache holds

@@ -67,10 +67,12 @@ def test_a_killed_job_goes_on_where_it_was(checkpoint: Path, tmp_path: Path) -> 
     """SIGKILL in the middle: the second run redoes no finished row and ends with the text of an unbroken run.
 
     F5: while the first runs, a second is refused, at once and with the first one's number, and disturbs nothing.
+    F6: it samples: what is drawn is the same in every process.
     """
     prompts = [f"{text} {i}" for i in range(6) for text in TEXTS[:4]]
     source, target = write_rows(tmp_path / "in.jsonl", prompts), tmp_path / "out.jsonl"
     arguments = ["generate", checkpoint, "--input", source, "--max-new-tokens", 40, "--batch-size", 2]
+    arguments += ["--do-sample", "--seed", 5]
     process = subprocess.Popen(
         [sys.executable, "-m", "skipdecode.cli", *map(str, arguments), "--output", str(target)], stderr=subprocess.PIPE
     )
