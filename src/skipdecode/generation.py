@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +18,12 @@ from transformers import (
     PreTrainedTokenizerBase,
     StopStringCriteria,
 )
-from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
 from .cache import SkipCache
 from .errors import UsageError
 from .gate import attach
 from .prompts import encode_prompts
+from .sampling import Sampling, stable_hash
 from .schedule import Schedule
 from .trained import choose
 
@@ -139,51 +138,6 @@ class _Clock(LogitsProcessor):
             self.first = time.perf_counter()
         self.calls += 1
         return scores
-
-
-@dataclass
-class Sampling(BaseWatermarkingConfig):
-    """Draws each row's tokens with numbers that depend on the seed and the row alone, not on its batch.
-
-    ``model.generate`` lets nobody else process the scores after temperature, top-k and the like; hence a "watermark"
-    that marks nothing.
-
-    Attributes:
-        seed: of the job.
-        rows: the number of each row of the batch in the job.
-    """
-
-    seed: int
-    rows: Sequence[int]
-
-    def validate(self) -> None:
-        """Nothing can be wrong."""
-
-    def construct_processor(self, vocab_size: int, device: Any) -> LogitsProcessor:
-        """What ``model.generate`` calls last."""
-        return _Draw([torch.Generator(device).manual_seed(_hash(self.seed, row)) for row in self.rows])
-
-
-class _Draw(LogitsProcessor):
-    """Leaves of each row's scores (rows, vocabulary) one token, drawn from their softmax."""
-
-    def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        self.generators = generators
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        probabilities = scores.softmax(-1)
-        # The largest of p / (exponential noise) is token i with probability p_i: what torch.multinomial does.
-        noise = [
-            torch.empty_like(row).exponential_(generator=g) for row, g in zip(scores, self.generators, strict=True)
-        ]
-        chosen = (probabilities / torch.stack(noise)).argmax(-1, keepdim=True)
-        # Not just 0: NaN stays NaN, and ends the job as it would without us.
-        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0 * probabilities.gather(1, chosen))
-
-
-def _hash(*parts: int) -> int:
-    """63 bits, the same in every process."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
 def generate_batch(
@@ -375,7 +329,7 @@ def batches(
             # Beams are drawn for all rows at once: there it is the batch that is the same when run again.
             own = {} if _beams(model, options) > 1 else {"watermarking_config": Sampling(seed, keys)}
             with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-                torch.manual_seed(_hash(seed, *keys))
+                torch.manual_seed(stable_hash(seed, *keys))
                 rows, cost = generate_batch(model, tokenizer, chosen, plan, **options | own)
         yield keys, rows, cost
 
