@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import skipdecode
-from skipdecode import Schedule, cache, gate, prefix
+from skipdecode import Schedule, cache, gate, generation, inputs, prefix
 from skipdecode.check import CHECKS
+from skipdecode.cli import main
+from skipdecode.errors import UsageError
 from tiny import run, save_checkpoint
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), positions=256)
 
 
-def test_schedule_shows_saves_and_draws(tmp_path):
+def test_schedule_shows_saves_and_draws(tmp_path: Path) -> None:
     plan = Schedule.for_speedup(3, 24, 40)
     files = ("--png", tmp_path / "s.png", "--save", tmp_path / "s.json")
     done = run("schedule", "--speedup", 3, "--layers", 24, "--horizon", 40, *files)
@@ -33,7 +40,7 @@ def test_schedule_shows_saves_and_draws(tmp_path):
     assert Schedule.from_json(run("schedule", "--speedup", 3, "--layers", 24, "--horizon", 40, "--json").stdout) == plan
 
 
-def test_schedules_and_help_need_no_torch():
+def test_schedules_and_help_need_no_torch() -> None:
     """The first answer comes at once: torch and transformers are imported by the verbs that use them."""
     code = (
         "import sys, skipdecode.cli, skipdecode.schedule; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
@@ -41,7 +48,7 @@ def test_schedules_and_help_need_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_check_proves_a_sound_model(checkpoint):
+def test_check_proves_a_sound_model(checkpoint: Path) -> None:
     done = run("check", checkpoint, "--json")
     findings = json.loads(done.stdout)
     assert done.returncode == 0, findings
@@ -59,7 +66,9 @@ def test_check_proves_a_sound_model(checkpoint):
     ],
     ids=["scaled", "forgotten", "skipped-layers-run", "uncut"],
 )
-def test_check_fails_where_skipping_is_broken(checkpoint, monkeypatch, place, name, fault):
+def test_check_fails_where_skipping_is_broken(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, place: type, name: str, fault: Any
+) -> None:
     """Hidden states passed on wrongly or not at all, layers that run though skipped, arguments uncut."""
     right = getattr(place, name)
     monkeypatch.setattr(place, name, lambda *arguments: fault(right, *arguments))
@@ -71,7 +80,7 @@ def test_check_fails_where_skipping_is_broken(checkpoint, monkeypatch, place, na
 
 
 @pytest.mark.parametrize("claim", ["a second run writes the same", "a used cache is refused"])
-def test_check_finds_what_a_run_leaves_behind(checkpoint, monkeypatch, claim):
+def test_check_finds_what_a_run_leaves_behind(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, claim: str) -> None:
     """A model with noise in it; a guard that lets a second prompt in."""
     if claim == "a used cache is refused":
         monkeypatch.setattr(cache.SkipCache, "begin_prompt", lambda self: None)
@@ -85,12 +94,12 @@ def test_check_finds_what_a_run_leaves_behind(checkpoint, monkeypatch, claim):
     assert not {finding["claim"]: finding["held"] for finding in json.loads(done.stdout)}[claim]
 
 
-def test_check_takes_schedules_that_begin_at_full_depth(checkpoint):
+def test_check_takes_schedules_that_begin_at_full_depth(checkpoint: Path) -> None:
     done = run("check", checkpoint, "--speedup", 1.2, "--json")
     assert done.returncode == 0, done.stdout
 
 
-def test_a_checkpoint_saved_without_a_cache_still_decodes_with_one(checkpoint, tmp_path):
+def test_a_checkpoint_saved_without_a_cache_still_decodes_with_one(checkpoint: Path, tmp_path: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         values = json.loads((checkpoint / name).read_text()) | {"use_cache": False}
         (tmp_path / name).write_text(json.dumps(values))
@@ -101,7 +110,7 @@ def test_a_checkpoint_saved_without_a_cache_still_decodes_with_one(checkpoint, t
     assert run("check", tmp_path).returncode == 0
 
 
-def test_demo_times_every_speed_and_draws(checkpoint, tmp_path):
+def test_demo_times_every_speed_and_draws(checkpoint: Path, tmp_path: Path) -> None:
     picture = tmp_path / "demo.png"
     done = run("demo", checkpoint, "--repeats", 1, "--speedups", "1,2,4", "--png", picture, "--json")
     assert done.returncode == 0, done.stderr
@@ -114,13 +123,13 @@ def test_demo_times_every_speed_and_draws(checkpoint, tmp_path):
     assert picture.stat().st_size > 10_000
 
 
-def test_demo_needs_the_full_speed_to_compare_with(checkpoint):
+def test_demo_needs_the_full_speed_to_compare_with(checkpoint: Path) -> None:
     done = run("demo", checkpoint, "--speedups", "2,3")
     assert done.returncode == 2
     assert "needs 1 among them" in done.stderr
 
 
-def test_library_and_command_line_write_the_same(checkpoint, tmp_path):
+def test_library_and_command_line_write_the_same(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("the cat\nthe dog sat\n")
     options = ("--max-new-tokens", 7, "--speedup", 2)
     done = run("generate", checkpoint, "--input", tmp_path / "in.txt", *options)
@@ -131,7 +140,7 @@ def test_library_and_command_line_write_the_same(checkpoint, tmp_path):
     assert [json.loads(line)["text"] for line in done.stdout.splitlines()] == [row.text for row in result.rows]
 
 
-def test_full_is_the_stock_model(checkpoint):
+def test_full_is_the_stock_model(checkpoint: Path) -> None:
     model, tokenizer = skipdecode.load(str(checkpoint))
     texts = ["the cat", "the dog sat"]
     full = skipdecode.generate(model, tokenizer, texts, full=True, max_new_tokens=9, do_sample=False)
@@ -143,7 +152,195 @@ def test_full_is_the_stock_model(checkpoint):
     assert full.cost.layer_ratio == 1
 
 
-def test_more_positions_than_the_model_has_is_named(checkpoint):
+def test_more_positions_than_the_model_has_is_named(checkpoint: Path) -> None:
     model, tokenizer = skipdecode.load(str(checkpoint))
     with pytest.raises(ValueError, match="model has 256"):
         skipdecode.generate(model, tokenizer, ["the cat"], max_new_tokens=300)
+
+
+def in_error(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Make reading the input fail with ``error``."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(inputs, "read_items", fail)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("deep inside"), OSError("no number"), KeyError("x"), ModuleNotFoundError(name="mine")]
+)
+def test_a_fault_of_ours_keeps_its_traceback(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """B6: it is not taken for something that the user can mend."""
+    in_error(monkeypatch, error)
+    with pytest.raises(type(error)) as raised:
+        run("generate", checkpoint)
+    assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (UsageError("do this instead"), "skipdecode: do this instead"),
+        (OSError(28, "No space left on device", "out"), "No space left on device: 'out'"),
+        (
+            ModuleNotFoundError("no", name="matplotlib.pyplot"),
+            "matplotlib is not installed: pip install 'skipdecode[cli]'",
+        ),
+        (ModuleNotFoundError("no", name="datasets"), "datasets is not installed: pip install 'skipdecode[train]'"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    """B6, H: exit code 2 and the remedy, also for a missing extra; ``SKIPDECODE_DEBUG`` shows where it came from."""
+    in_error(monkeypatch, error)
+    done = run("generate", checkpoint)
+    assert done.returncode == 2
+    assert words in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    monkeypatch.setenv("SKIPDECODE_DEBUG", "1")
+    with pytest.raises(type(error)):
+        run("generate", checkpoint)
+
+
+def test_the_command_line_without_its_extra_says_what_to_install() -> None:
+    """H: a base install has no typer."""
+    code = "import sys; sys.modules['typer'] = None; import skipdecode.cli"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "skipdecode: the command line needs typer and rich: pip install 'skipdecode[cli]'\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("to_file", [True, False])
+def test_a_stopped_job_says_how_it_goes_on(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int, to_file: bool
+) -> None:
+    """H: one line, the exit code that shells expect, and a journal that the same command goes on from."""
+    source, target = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_text("the cat\nthe dog sat\n")
+    command = ["generate", checkpoint, "--input", source, "--batch-size", 1, "--max-new-tokens", 2]
+    command += ["--output", target] if to_file else []
+    batch, handlers = generation.generate_batch, (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    calls: list[object] = []
+
+    def stopped(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            os.kill(os.getpid(), number)
+        return batch(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "generate_batch", stopped)
+        done = run(*command)
+    assert done.returncode == code
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"skipdecode: stopped by {signal.Signals(number).name}")
+    assert ("the same command goes on from here" in last) == to_file
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    if to_file:
+        again = run(*command)
+        assert again.returncode == 0
+        assert "1 rows were done before" in again.stderr
+        assert target.read_text().count("\n") == 2
+
+
+class Streams:
+    """The command line in this process with other streams than a terminal's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+
+    def run(self, *arguments: object, **streams: Any) -> int:
+        """Its exit code, with ``sys.stdin``, ``sys.stdout`` and ``sys.stderr`` as given."""
+        self.monkeypatch.setattr(sys, "argv", ["skipdecode", *map(str, arguments)])
+        for name, stream in streams.items():
+            self.monkeypatch.setattr(sys, name, stream)
+        with pytest.raises(SystemExit) as stop:
+            main()
+        self.monkeypatch.undo()
+        return int(stop.value.code or 0)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    """Gives streams back when the test ends."""
+    return Streams(monkeypatch)
+
+
+def test_closed_streams_are_named_before_the_work(checkpoint: Path, tmp_path: Path, streams: Streams) -> None:
+    """G: a shell's ``<&-``, ``>&-``, ``2>&-``."""
+    source = tmp_path / "in.txt"
+    source.write_text("the cat\n")
+    words = io.StringIO()
+    assert streams.run("generate", checkpoint, stdin=None, stderr=words) == 2
+    assert "standard input is closed: give --input FILE" in words.getvalue()
+    words = io.StringIO()
+    assert streams.run("generate", checkpoint, "--input", source, stdout=None, stderr=words) == 2
+    assert "standard output is closed: give --output FILE" in words.getvalue()
+    assert "Loading weights" not in words.getvalue()
+    texts = io.StringIO()
+    options = ("--input", source, "--max-new-tokens", 2)
+    assert streams.run("generate", checkpoint, *options, stdout=texts, stderr=None) == 0
+    assert len(json.loads(texts.getvalue())) == 4  # nothing of what is said about it
+
+
+def test_an_ascii_terminal_gets_utf8(checkpoint: Path, streams: Streams) -> None:
+    """G: after all the work it could not be written."""
+    written = io.BytesIO()
+    out = io.TextIOWrapper(written, encoding="ascii")
+    source = io.TextIOWrapper(io.BytesIO("the café\n".encode()))
+    assert streams.run("generate", checkpoint, "--max-new-tokens", 2, stdin=source, stdout=out) == 0
+    assert json.loads(written.getvalue().decode("utf-8"))["prompt"] == "the café"
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_texts_that_nobody_takes_are_not_lost_in_silence(checkpoint: Path, streams: Streams, full: bool) -> None:
+    """G: a full device, and a reader that has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = io.StringIO()
+    source = io.TextIOWrapper(io.BytesIO(b"the cat\n"))
+    with open("/dev/full" if full else os.dup(writer), "w") as out:
+        assert streams.run("generate", checkpoint, "--max-new-tokens", 2, stdin=source, stdout=out, stderr=words) == 2
+    last = words.getvalue().splitlines()[-1]
+    assert last.startswith("skipdecode: the texts could not be written (")
+    assert last.endswith("give --output FILE to keep them")
+    os.close(writer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--temperature", 0, "--do-sample"], "temperature"),
+        (["--temperature", "nan", "--do-sample"], "temperature"),
+        (["--top-p", 0, "--do-sample"], "top-p"),
+        (["--top-p", 1.5, "--do-sample"], "top-p"),
+        (["--top-k", -1, "--do-sample"], "top-k"),
+        (["--length-penalty", "1e18"], "length-penalty"),
+        (["--length-penalty", 1e4, "--num-beams", 2], "length-penalty"),
+        (["--length-penalty", 2], "goes with --num-beams"),
+        (["--repetition-penalty", 0], "repetition-penalty"),
+        (["--repetition-penalty", -1], "repetition-penalty"),
+        (["--num-beams", 0], "num-beams"),
+        (["--num-beams", 100_000], "num-beams"),
+        (["--max-new-tokens", 2_000_000_000], "max-new-tokens"),
+        (["--min-new-tokens", 9, "--max-new-tokens", 8], "--min-new-tokens 9 is more than --max-new-tokens 8"),
+        (["--no-repeat-ngram-size", 2_000_000_000], "no-repeat-ngram-size"),
+        (["--batch-size", 2_000_000_000], "batch-size"),
+        (["--seed", -1], "seed"),
+        (["--dtype", "Tensor"], "dtype"),
+        (["--device", "nope"], "device"),
+        (["--words", 10**9], "words"),
+    ],
+)
+def test_numbers_that_no_option_can_mean_are_refused(checkpoint: Path, arguments: list[object], words: str) -> None:
+    """G: one message, exit code 2, before weights are loaded."""
+    done = run("generate", checkpoint, *arguments, stdin=b"the cat\n")
+    assert done.returncode == 2, done.stderr
+    assert words in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert "Loading weights" not in done.stderr

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from itertools import chain, product
+from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from skipdecode import jobs
-from skipdecode.errors import InputError
+from skipdecode import generation, jobs, loading
+from skipdecode.errors import FileError, InputError, JobError
 from skipdecode.generation import Cost, Row
 from skipdecode.inputs import read_items
 from skipdecode.tasks import get_task
@@ -20,20 +34,20 @@ from tiny import TEXTS, run, save_checkpoint
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-def write_rows(path, prompts):
+def write_rows(path: Path, prompts: Sequence[str]) -> Path:
     path.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts), encoding="utf-8")
     return path
 
 
-def read_rows(path):
+def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_output_keeps_the_inputs_order_and_says_what_it_cost(checkpoint, tmp_path):
+def test_output_keeps_the_inputs_order_and_says_what_it_cost(checkpoint: Path, tmp_path: Path) -> None:
     source, target = write_rows(tmp_path / "in.jsonl", TEXTS), tmp_path / "out.jsonl"
     options = ("--max-new-tokens", 9, "--batch-size", 4, "--speedup", 2, "--json")
     done = run("generate", checkpoint, "--input", source, "--output", target, *options)
@@ -49,22 +63,35 @@ def test_output_keeps_the_inputs_order_and_says_what_it_cost(checkpoint, tmp_pat
     assert not target.with_name("out.jsonl.partial").exists()
 
 
-def test_a_killed_job_goes_on_where_it_was(checkpoint, tmp_path):
-    """SIGKILL in the middle: the second run redoes no finished row and ends with the text of an unbroken run."""
-    prompts = [f"{text} {i}" for i in range(12) for text in TEXTS[:4]]
+def test_a_killed_job_goes_on_where_it_was(checkpoint: Path, tmp_path: Path) -> None:
+    """SIGKILL in the middle: the second run redoes no finished row and ends with the text of an unbroken run.
+
+    F5: while the first runs, a second is refused, at once and with the first one's number, and disturbs nothing.
+    F6: it samples: what is drawn is the same in every process.
+    """
+    prompts = [f"{text} {i}" for i in range(6) for text in TEXTS[:4]]
     source, target = write_rows(tmp_path / "in.jsonl", prompts), tmp_path / "out.jsonl"
     arguments = ["generate", checkpoint, "--input", source, "--max-new-tokens", 40, "--batch-size", 2]
+    arguments += ["--do-sample", "--seed", 5]
     process = subprocess.Popen(
         [sys.executable, "-m", "skipdecode.cli", *map(str, arguments), "--output", str(target)], stderr=subprocess.PIPE
     )
     partial = target.with_name("out.jsonl.partial")
-    deadline = time.time() + 120
-    while time.time() < deadline and (not partial.exists() or partial.read_bytes().count(b"\n") < 4):
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    try:
+        wait_for(lambda: partial.exists() and partial.read_bytes().count(b"\n") >= 4, process)
+        process.send_signal(signal.SIGSTOP)  # so that it is in the middle for as long as this takes
+        written = partial.read_bytes()
+        for options in ([], ["--full", "--overwrite"]):
+            second = run(*arguments, *options, "--output", target)
+            assert second.returncode == 2
+            assert f"{target} is in use by process {process.pid} " in second.stderr
+            assert "Loading weights" not in second.stderr
+        assert partial.read_bytes() == written
+    finally:
+        process.kill()
+        process.communicate()
     assert not target.exists()
-    kept = [json.loads(line) for line in partial.read_bytes().splitlines()[1:4]]
+    kept = [json.loads(line[:-10]) for line in partial.read_bytes().splitlines(keepends=True)[1:4]]
     # What a kill in the middle of a write leaves behind.
     with partial.open("ab") as file:
         file.write(b'{"rows": {"0": {"te')
@@ -79,41 +106,414 @@ def test_a_killed_job_goes_on_where_it_was(checkpoint, tmp_path):
     whole = tmp_path / "whole.jsonl"
     assert run(*arguments, "--output", whole).returncode == 0
     assert whole.read_bytes() == target.read_bytes()
+    assert names(tmp_path) == ["in.jsonl", "out.jsonl", "whole.jsonl"]
 
 
-def test_a_journal_of_another_job_is_refused(checkpoint, tmp_path):
+def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 120) -> None:
+    """Until ``ready``; fails if the process ends before, or takes too long."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert process.poll() is None, "the job ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def names(folder: Path) -> list[str]:
+    """What lies in ``folder``, hidden files too."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+class Killed(BaseException):
+    """Ends a job in this process where a kill would."""
+
+
+class Breaker:
+    """Counts the calls of what a job does to the disk, and kills it at the ``last`` one, before or after the call."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, last: int, after: bool) -> None:
+        self.calls, self.last, self.after = 0, last, after
+        for where, name in ((os, "fsync"), (os, "replace"), (Path, "unlink"), (os, "truncate")):
+            patch.setattr(where, name, self.around(getattr(where, name)))
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any, **options: Any) -> Any:
+            self.calls += 1
+            if self.calls == self.last and not self.after:
+                raise Killed
+            value = function(*arguments, **options)
+            if self.calls == self.last:
+                raise Killed
+            return value
+
+        return called
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_kill_between_any_two_writes_loses_and_repeats_nothing(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    """G, B5: the same command just goes on, and only the batch under way is computed again.
+
+    With ``--overwrite`` the old output stays until the new one is whole.
+    """
+    source, whole = write_rows(tmp_path / "in.jsonl", TEXTS[:4]), tmp_path / "whole.jsonl"
+    common = ["generate", checkpoint, "--input", source, "--max-new-tokens", 2, "--batch-size", 2, "--json"]
+    computed: list[int] = []
+    batch = generation.generate_batch
+
+    def counted(model: Any, tokenizer: Any, prompts: Any, *arguments: Any, **options: Any) -> Any:
+        computed.append(len(prompts))
+        return batch(model, tokenizer, prompts, *arguments, **options)
+
+    network = loading.load(str(checkpoint))
+    monkeypatch.setattr(loading, "load", lambda *_, **__: network)
+    monkeypatch.setattr(generation, "generate_batch", counted)
+    assert run(*common, "--output", whole).returncode == 0
+    summary: dict[str, Any] = {}
+    target, moments = tmp_path / "out" / "out.jsonl", 0
+    target.parent.mkdir()
+    for last, after in product(range(1, 100), (False, True)):
+        if overwrite:
+            target.write_bytes(b"old")
+        computed.clear()
+        command = [*common, "--output", target, *(["--overwrite"] if overwrite else [])]
+        with pytest.MonkeyPatch.context() as patch:
+            breaker = Breaker(patch, last, after)
+            with suppress(Killed):
+                done = run(*command)
+        if breaker.calls < last:
+            assert done.returncode == 0, done.stderr
+            break
+        moments += 1
+        assert not target.exists() or target.read_bytes() in (b"old", whole.read_bytes())
+        assert target.exists() or not overwrite
+        anew = overwrite and computed == [2, 2] and not target.with_name("out.jsonl.partial").exists()
+        done = run(*command)
+        assert done.returncode == 0 or (not overwrite and "already there" in done.stderr), done.stderr
+        assert target.read_bytes() == whole.read_bytes()
+        assert names(target.parent) == ["out.jsonl"]
+        if done.returncode == 0:
+            summary = json.loads(done.stdout.splitlines()[-1])
+            assert (summary["rows"], summary["bad_rows"]) == (4, 0)
+        # Killed when nothing was left to do, --overwrite means the whole job anew.
+        assert computed in ([[2] * 4] if anew else [[2, 2], [2, 2, 2]])
+        target.unlink()
+    assert moments > 10
+
+
+def test_overwrite_can_be_killed_and_goes_on(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B5: the finished batches of the same command are kept; those of another command are dropped only when asked."""
+    source, target = write_rows(tmp_path / "in.jsonl", TEXTS[:4]), tmp_path / "out.jsonl"
+    target.write_text("old")
+    common = ["generate", checkpoint, "--input", source, "--output", target, "--max-new-tokens", 3, "--batch-size", 2]
+    add = jobs.Journal.add
+
+    def add_one(self: jobs.Journal, *batch: Any) -> None:
+        if self.rows:
+            raise Killed
+        add(self, *batch)
+
+    with pytest.MonkeyPatch.context() as patch, suppress(Killed):
+        patch.setattr(jobs.Journal, "add", add_one)
+        run(*common, "--overwrite")
+    assert target.read_text() == "old"
+    other = run(*common, "--seed", 1)
+    assert other.returncode == 2
+    assert "another input, model or options" in other.stderr
+    same = run(*common)
+    assert same.returncode == 2
+    assert "already there" in same.stderr
+    done = run(*common, "--overwrite")
+    assert done.returncode == 0
+    assert "2 rows were done before" in done.stderr
+    assert len(read_rows(target)) == 4
+
+
+def test_what_a_job_is(checkpoint: Path, tmp_path: Path) -> None:
+    """F7: an output in the model's folder, another name of it, a note beside the weights: still the same job.
+
+    Other weights are another job.
+    """
+    model = tmp_path / "m"
+    shutil.copytree(checkpoint, model)
+    source, target = write_rows(tmp_path / "in.jsonl", TEXTS[:4]), model / "texts.jsonl"
+    options = ["--input", source, "--output", target, "--max-new-tokens", 3, "--batch-size", 2]
+    add = jobs.Journal.add
+
+    def begin(name: object) -> None:
+        def add_one(self: jobs.Journal, *batch: Any) -> None:
+            if self.rows:
+                raise Killed
+            add(self, *batch)
+
+        with pytest.MonkeyPatch.context() as patch, suppress(Killed):
+            patch.setattr(jobs.Journal, "add", add_one)
+            run("generate", name, *options)
+
+    (tmp_path / "link").symlink_to("m")
+    for first, again in ((model, model), (model, f"{tmp_path}/./m/"), (tmp_path / "link", model)):
+        begin(first)
+        (model / "notes.txt").write_text(f"{again}")
+        done = run("generate", again, *options)
+        assert done.returncode == 0, done.stderr
+        assert "2 rows were done before" in done.stderr
+        target.unlink()
+    begin(model)
+    os.utime(model / "model.safetensors", (1, 1))
+    done = run("generate", model, *options)
+    assert done.returncode == 2
+    assert "another input, model or options" in done.stderr
+
+
+@pytest.mark.parametrize("content", [b"my diary\n", b'{"job": "x"}\n', b"\x00" * 99])
+def test_a_file_that_is_no_journal_is_left_alone(checkpoint: Path, tmp_path: Path, content: bytes) -> None:
+    """F15: recognised by its content, also with ``--overwrite``."""
+    source, target = write_rows(tmp_path / "in.jsonl", TEXTS[:2]), tmp_path / "out.jsonl"
+    other = tmp_path / "out.jsonl.partial"
+    other.write_bytes(content)
+    (tmp_path / "out.jsonl.tmp").write_bytes(content)
+    for options in ([], ["--overwrite"]):
+        done = run("generate", checkpoint, "--input", source, "--output", target, "--max-new-tokens", 2, *options)
+        assert done.returncode == 2
+        assert f"{other} is not a journal of skipdecode" in done.stderr
+    assert other.read_bytes() == content
+    assert names(tmp_path) == ["in.jsonl", "out.jsonl.partial", "out.jsonl.tmp"]
+
+
+@pytest.mark.parametrize("name", ["o", "o.partial", "link"])
+def test_the_input_is_never_written_over(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    """F15: the output, its journal, and a link to either."""
+    source, target = write_rows(tmp_path / name, TEXTS[:2]) if name != "link" else tmp_path / name, tmp_path / "o"
+    if name == "link":
+        write_rows(target, TEXTS[:2])
+        source.symlink_to("o")
+    before = source.read_bytes()
+    done = run("generate", checkpoint, "--input", source, "--output", target, "--overwrite")
+    assert done.returncode == 2
+    assert "is the input" in done.stderr
+    assert source.read_bytes() == before
+
+
+def test_pipes_and_devices_are_written_to(checkpoint: Path, tmp_path: Path) -> None:
+    """F15: no ``--overwrite`` is asked for, nothing is left beside them, and they stay what they are."""
+    source, pipe = write_rows(tmp_path / "in.jsonl", TEXTS[:2]), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    common = ["generate", checkpoint, "--input", source, "--max-new-tokens", 2]
+    got: list[bytes] = []
+    reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    assert run(*common, "--output", pipe, "--overwrite").returncode == 0
+    reader.join(10)
+    assert got[0].count(b"\n") == 2
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert run(*common, "--output", os.devnull).returncode == 0
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+    assert names(tmp_path) == ["in.jsonl", "pipe"]
+
+
+def test_a_link_stays_one(checkpoint: Path, tmp_path: Path) -> None:
+    """F15: its target is written, and the journal is the target's."""
+    source, link = write_rows(tmp_path / "in.jsonl", TEXTS[:2]), tmp_path / "link"
+    link.symlink_to("there.jsonl")
+    assert run("generate", checkpoint, "--input", source, "--output", link, "--max-new-tokens", 2).returncode == 0
+    assert link.is_symlink()
+    assert len(read_rows(tmp_path / "there.jsonl")) == 2
+    assert names(tmp_path) == ["in.jsonl", "link", "there.jsonl"]
+
+
+def test_a_journal_of_another_job_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     source, target = write_rows(tmp_path / "in.jsonl", TEXTS), tmp_path / "out.jsonl"
-    jobs.Journal(target, "another").add([0], [Row("x", 1, "stop")], Cost(8))
+    with jobs.Journal(target, "another") as journal:
+        journal.add([0], [Row("x", 1, "stop")], Cost(8))
     done = run("generate", checkpoint, "--input", source, "--output", target)
     assert done.returncode == 2
     assert "another input, model or options" in done.stderr
 
 
-def test_a_journal_without_a_finished_batch_stops_nobody(tmp_path):
-    jobs.Journal(tmp_path / "out.jsonl", "one")
-    assert jobs.Journal(tmp_path / "out.jsonl", "other").rows == {}
+def test_a_job_without_a_finished_batch_leaves_and_stops_nothing(tmp_path: Path) -> None:
+    jobs.Journal(tmp_path / "out.jsonl", "one").close()
+    assert names(tmp_path) == []
+    header = seal([b'{"skipdecode journal": 1, "job": "one"}'])
+    (tmp_path / "out.jsonl.partial").write_bytes(header)
+    with jobs.Journal(tmp_path / "out.jsonl", "other") as journal:
+        assert journal.rows == {}
 
 
-def test_journal_loses_only_the_torn_line(tmp_path):
-    """Cut at every byte: what is read back is a prefix of the batches written, and appending goes on from there."""
-    target = tmp_path / "out.jsonl"
-    journal = jobs.Journal(target, "job")
+def seal(payloads: list[bytes]) -> bytes:
+    """Lines as a journal has them: a checksum of all payloads so far at the end of each."""
+    data, sofar = b"", 0
+    for payload in payloads:
+        sofar = zlib.crc32(payload, sofar)
+        data += payload + b" %08x\n" % sofar
+    return data
+
+
+ROW = {"text": "x", "tokens": 1, "finish_reason": "stop"}
+COST = asdict(Cost(4))
+GOOD = {"rows": {"1": ROW}, "cost": COST}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"7",
+        b"null",
+        b"[]",
+        b"{}",
+        b"{broken",
+        b"[" * 100_000,
+        json.dumps(GOOD | {"rows": []}).encode(),
+        json.dumps(GOOD | {"rows": {}}).encode(),
+        json.dumps(GOOD | {"rows": {"one": ROW}}).encode(),
+        json.dumps(GOOD | {"rows": {"1": 7}}).encode(),
+        json.dumps(GOOD | {"rows": {"1": ROW | {"more": 1}}}).encode(),
+        json.dumps(GOOD | {"rows": {"1": {"text": "x"}}}).encode(),
+        json.dumps(GOOD | {"rows": {"1": ROW | {"text": 7}}}).encode(),
+        json.dumps(GOOD | {"rows": {"1": ROW | {"tokens": "7"}}}).encode(),
+        json.dumps(GOOD | {"rows": {"1": ROW | {"tokens": True}}}).encode(),
+        json.dumps(GOOD | {"rows": {"1": ROW | {"tokens": -1}}}).encode(),
+        json.dumps(GOOD | {"rows": {"0": ROW}}).encode(),
+        json.dumps({"rows": {"1": ROW}}).encode(),
+        json.dumps(GOOD | {"cost": COST | {"seconds": None}}).encode(),
+        json.dumps(GOOD | {"cost": COST | {"seconds": float("nan")}}).encode(),
+        json.dumps({"output": 7}).encode(),
+        json.dumps({"output": "x", "summary": 7}).encode(),
+    ],
+)
+def test_a_line_of_another_shape_is_cut_off_though_its_checksum_is_right(tmp_path: Path, line: bytes) -> None:
+    """F14, G: what follows it is done again; the lines before are kept, and the file goes on from there."""
+    head, first = b'{"skipdecode journal": 1, "job": "job"}', json.dumps(GOOD | {"rows": {"0": ROW}}).encode()
+    path = tmp_path / "out.jsonl.partial"
+    path.write_bytes(seal([head, first, line, json.dumps(GOOD | {"rows": {"2": ROW}}).encode()]))
+    with jobs.Journal(tmp_path / "out.jsonl", "job") as journal:
+        assert journal.rows == {0: Row("x", 1, "stop")}
+        assert len(journal.costs) == 1
+        assert journal.summary is None
+        journal.add([1], [Row("x", 1, "stop")], Cost(4))
+    assert path.read_bytes() == seal([head, first, json.dumps(GOOD).encode()])
+
+
+def test_a_cut_journal_loses_only_the_torn_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F14: cut at every byte: what is read back is a prefix of the batches written, and it goes on from there."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # thousands of them, and nobody pulls the plug
+    target, path = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     rows = [Row(f"text {i} é", i, "stop") for i in range(3)]
-    for i, row in enumerate(rows):
-        journal.add([i], [row], Cost(4, rows=1, tokens=i, steps=1, layer_steps=2))
-    data = journal.path.read_bytes()
-    for cut in range(0, len(data), 11):
-        journal.path.write_bytes(data[:cut])
-        again = jobs.Journal(target, "job")
-        n = len(again.rows)
-        assert again.rows == dict(enumerate(rows[:n]))
-        assert len(again.costs) == n == max(data[:cut].count(b"\n") - 1, 0)
-        for i in range(n, 3):
-            again.add([i], [rows[i]], Cost(4, rows=1, tokens=i, steps=1, layer_steps=2))
-        assert again.path.read_bytes() == data
+
+    def add(journal: jobs.Journal, i: int) -> None:
+        journal.add([i], [rows[i]], Cost(4, rows=1, tokens=i, steps=1, layer_steps=2))
+
+    with jobs.Journal(target, "job") as journal:
+        for i in range(3):
+            add(journal, i)
+    data = path.read_bytes()
+    for cut in range(len(data) + 1):
+        path.write_bytes(data[:cut])
+        with jobs.Journal(target, "job") as again:
+            n = len(again.rows)
+            assert again.rows == dict(enumerate(rows[:n]))
+            assert len(again.costs) == n == max(data[:cut].count(b"\n") - 1, 0)
+            for i in range(n, 3):
+                add(again, i)
+        assert path.read_bytes() == data
 
 
-def test_bad_rows_become_errors_with_their_line_number(checkpoint, tmp_path):
+class JournalMachine(RuleBasedStateMachine):
+    """F5, F14: whatever happens to a journal, it holds a prefix of what was added, in order, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.output = self.folder / "out"
+        self.path = self.folder / "out.partial"
+        self.batches: list[tuple[list[int], list[Row], Cost]] = []  # the model: what the journal holds
+        self.journal: jobs.Journal | None = jobs.Journal(self.output, "job")
+
+    def teardown(self) -> None:
+        if self.journal:
+            self.journal.close()
+        shutil.rmtree(self.folder)
+
+    @precondition(lambda self: self.journal is not None)
+    @rule(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=3))
+    def add(self, texts: list[str]) -> None:
+        assert self.journal is not None
+        first = len(self.journal.rows)
+        batch = ([first + i for i in range(len(texts))], [Row(t, len(t), "stop") for t in texts], Cost(4, len(texts)))
+        self.journal.add(*batch)
+        self.batches.append(batch)
+
+    @precondition(lambda self: self.journal is not None)
+    @rule()
+    def close(self) -> None:
+        assert self.journal is not None
+        self.journal.close()
+        self.journal = None
+
+    @precondition(lambda self: self.journal is not None and self.batches)
+    @rule(data=st.data())
+    def kill_while_the_last_batch_is_written(self, data: st.DataObject) -> None:
+        self.close()
+        lines = self.path.read_bytes().splitlines(keepends=True)  # what is damaged may follow the good ones
+        kept, last = b"".join(lines[: len(self.batches)]), lines[len(self.batches)]
+        self.path.write_bytes(kept + last[: data.draw(st.integers(0, len(last) - 1))])
+        self.batches.pop()
+
+    @precondition(lambda self: self.journal is None and self.path.exists() and self.path.stat().st_size)
+    @rule(data=st.data())
+    def flip_a_byte(self, data: st.DataObject) -> None:
+        content = bytearray(self.path.read_bytes())
+        where = data.draw(st.integers(0, len(content) - 1))
+        content[where] ^= data.draw(st.integers(1, 255))
+        lines = bytes(self.path.read_bytes()[:where]).count(b"\n")
+        self.path.write_bytes(content)
+        del self.batches[max(lines - 1, 0) :]
+
+    @precondition(lambda self: self.journal is None and self.path.exists())
+    @rule(data=st.data())
+    def double_a_line(self, data: st.DataObject) -> None:
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        if lines and lines[-1].endswith(b"\n"):
+            which = data.draw(st.integers(0, len(lines) - 1))
+            self.path.write_bytes(b"".join([*lines[: which + 1], *lines[which:]]))
+            del self.batches[which:]
+
+    @precondition(lambda self: self.journal is None)
+    @rule()
+    def reopen(self) -> None:
+        try:
+            self.journal = jobs.Journal(self.output, "job")
+        except FileError:  # a byte of its very beginning was hit: no longer known as ours, and left alone
+            assert not self.path.read_bytes().startswith(jobs.MAGIC)
+            self.path.unlink()
+            assert not self.batches
+
+    @precondition(lambda self: self.journal is not None)
+    @rule()
+    def a_second_one_is_refused(self) -> None:
+        with pytest.raises(JobError, match=f"in use by process {os.getpid()} "):
+            jobs.Journal(self.output, "job")
+
+    @precondition(lambda self: self.journal is None and self.batches)
+    @rule()
+    def another_job_is_refused(self) -> None:
+        # A damaged first line cannot tell whose the rest was.
+        with pytest.raises(JobError, match="another input, model or options"):
+            jobs.Journal(self.output, "another job")
+
+    @invariant()
+    def holds_what_the_model_does(self) -> None:
+        if self.journal is not None:
+            pairs = [zip(keys, rows, strict=True) for keys, rows, _ in self.batches]
+            assert self.journal.rows == dict(chain.from_iterable(pairs))
+            assert self.journal.costs == [cost for _, _, cost in self.batches]
+
+
+TestJournal = JournalMachine.TestCase
+TestJournal.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+
+
+def test_bad_rows_become_errors_with_their_line_number(checkpoint: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     long = " ".join(TEXTS * 9)
     lines = [
@@ -147,7 +547,7 @@ def test_bad_rows_become_errors_with_their_line_number(checkpoint, tmp_path):
     assert json.loads(done.stdout.splitlines()[-1])["bad_rows"] == 7
 
 
-def test_csv_rows_keep_their_line_numbers_across_quoted_newlines(tmp_path):
+def test_csv_rows_keep_their_line_numbers_across_quoted_newlines(tmp_path: Path) -> None:
     source = tmp_path / "in.csv"
     source.write_bytes(b'prompt,x\n"two\nlines",1\nbad \xff,2\nplain,3\n,4\n')
     items = read_items(str(source), get_task("jsonl"))
@@ -157,7 +557,7 @@ def test_csv_rows_keep_their_line_numbers_across_quoted_newlines(tmp_path):
     assert items[3].error == "no prompt"
 
 
-def test_csv_rows_end_at_line_breaks_only(tmp_path):
+def test_csv_rows_end_at_line_breaks_only(tmp_path: Path) -> None:
     """Not at the other characters that Python's splitlines takes for one; blank lines count but are no rows."""
     source = tmp_path / "in.csv"
     source.write_text("prompt\none\u2028two\x0bthree\n\nfour\n", encoding="utf-8")
@@ -165,21 +565,33 @@ def test_csv_rows_end_at_line_breaks_only(tmp_path):
     assert [(item.line, item.prompt) for item in items] == [(2, "one\u2028two\x0bthree"), (4, "four")]
 
 
-def test_brackets_in_a_bad_row_are_no_markup(checkpoint, tmp_path):
-    (tmp_path / "in.csv").write_text('mr\n"bad [/x] worse"\n', encoding="utf-8")
-    done = run("generate", checkpoint, "--task", "e2e", "--input", tmp_path / "in.csv")
-    assert done.returncode == 0, done.stderr
+def test_a_job_whose_every_row_is_bad_fails(checkpoint: Path, tmp_path: Path) -> None:
+    """B11: exit code 1, with the errors in the output; brackets in a row are no markup; no weights are loaded."""
+    source, target = tmp_path / "in.csv", tmp_path / "out.jsonl"
+    source.write_text('mr\n"bad [/x] worse"\n', encoding="utf-8")
+    done = run("generate", checkpoint, "--task", "e2e", "--input", source, "--output", target)
+    assert done.returncode == 1
     assert "[/x]" in done.stderr
+    assert "Loading weights" not in done.stderr
+    assert "line 2: not a meaning representation" in read_rows(target)[0]["error"]
+    assert names(tmp_path) == ["in.csv", "out.jsonl"]
+    source.write_text(json.dumps({"prompt": " ".join(TEXTS * 9)}))
+    assert run("generate", checkpoint, "--format", "jsonl", "--input", source).returncode == 1
 
 
-@pytest.mark.parametrize("options", [["--do-sample", "--top-p", 0.9, "--seed", 3], ["--num-beams", 2], ["--full"]])
-def test_a_resumed_job_writes_what_an_unbroken_one_does(checkpoint, tmp_path, options):
+@pytest.mark.parametrize(
+    "options", [["--do-sample", "--top-p", 0.9, "--seed", 3], ["--do-sample", "--num-beams", 2], ["--full"]]
+)
+def test_a_resumed_job_writes_what_an_unbroken_one_does(
+    checkpoint: Path, tmp_path: Path, options: list[object]
+) -> None:
     """Also when it samples: each batch has a seed of its own."""
     source, whole, cut = write_rows(tmp_path / "in.jsonl", TEXTS), tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     common = ["generate", checkpoint, "--input", source, "--max-new-tokens", 8, "--batch-size", 4, *options]
-    add, kept = jobs.Journal.add, []
+    add = jobs.Journal.add
+    kept: list[object] = []
 
-    def add_twice(self, *batch):
+    def add_twice(self: jobs.Journal, *batch: Any) -> None:
         if len(kept) == 2:
             raise KeyboardInterrupt
         kept.append(batch)
@@ -193,7 +605,7 @@ def test_a_resumed_job_writes_what_an_unbroken_one_does(checkpoint, tmp_path, op
     assert cut.read_bytes() == whole.read_bytes()
 
 
-def test_a_schedule_file_is_followed(checkpoint, tmp_path):
+def test_a_schedule_file_is_followed(checkpoint: Path, tmp_path: Path) -> None:
     from skipdecode import Schedule
 
     Schedule.from_depths(8, [5, 3, 2]).save(tmp_path / "plan.json")
@@ -203,7 +615,7 @@ def test_a_schedule_file_is_followed(checkpoint, tmp_path):
     assert json.loads(done.stdout.splitlines()[-1])["average_depth"] == 3
 
 
-def test_e2e_inputs_repeat_but_are_generated_once(tmp_path):
+def test_e2e_inputs_repeat_but_are_generated_once(tmp_path: Path) -> None:
     source = tmp_path / "set.csv"
     rows = ["name[Aromi], food[English]", "name[Zizzi]", "name[Aromi], food[English]"]
     source.write_text("mr,ref\n" + "".join(f'"{mr}",text {i}\n' for i, mr in enumerate(rows)), encoding="utf-8")
@@ -212,7 +624,7 @@ def test_e2e_inputs_repeat_but_are_generated_once(tmp_path):
     assert items[0].references == ["text 0", "text 2"]
 
 
-def test_standard_input_and_output(checkpoint):
+def test_standard_input_and_output(checkpoint: Path) -> None:
     done = run("generate", checkpoint, "--max-new-tokens", 4, stdin=b"the cat\nthe dog\n")
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["prompt"] for line in done.stdout.splitlines()] == ["the cat", "the dog"]
@@ -230,7 +642,7 @@ def test_standard_input_and_output(checkpoint):
         (["generate", "MODEL", "--input", "IN", "--speedup", "2", "--full"], "one of --speedup"),
         (["generate", "MODEL", "--input", "IN", "--task", "nope"], "unknown task"),
         (["generate", "MODEL", "--input", "IN", "--output", "no/such/out.jsonl"], "no folder"),
-        (["generate", "MODEL", "--input", "IN", "--output", "IN"], "already there"),
+        (["generate", "MODEL", "--input", "IN", "--output", "PLAN"], "already there"),
         (["generate", "MODEL", "--input", "IN", "--top-p", "0.5"], "go with --do-sample"),
         (["generate", "MODEL", "--input", "IN", "--batch-size", "0"], "--batch-size"),
         (["check", "./nowhere"], "nowhere"),
@@ -240,15 +652,17 @@ def test_standard_input_and_output(checkpoint):
         (["train", "--data", "missing"], "MODEL or --from-config"),
     ],
 )
-def test_what_the_user_can_put_right_is_one_line_and_exit_code_2(checkpoint, tmp_path, arguments, words):
+def test_what_the_user_can_put_right_is_one_line_and_exit_code_2(
+    checkpoint: Path, tmp_path: Path, arguments: list[str], words: str
+) -> None:
     from skipdecode import Schedule
 
     write_rows(tmp_path / "in.jsonl", TEXTS)
     (tmp_path / "empty.jsonl").write_text("")
     Schedule.for_speedup(2, 24, 16).save(tmp_path / "plan.json")
-    names = {"MODEL": checkpoint, "IN": tmp_path / "in.jsonl", "EMPTY": tmp_path / "empty.jsonl"}
-    names["PLAN"] = tmp_path / "plan.json"
-    done = run(*[names.get(a, a) for a in arguments])
+    given = {"MODEL": checkpoint, "IN": tmp_path / "in.jsonl", "EMPTY": tmp_path / "empty.jsonl"}
+    given["PLAN"] = tmp_path / "plan.json"
+    done = run(*[given.get(a, a) for a in arguments])
     message = done.stderr
     assert done.returncode == 2, message
     assert words in " ".join(message.split())
@@ -256,7 +670,7 @@ def test_what_the_user_can_put_right_is_one_line_and_exit_code_2(checkpoint, tmp
     assert "Loading weights" not in done.stderr
 
 
-def test_input_without_the_column_is_refused(tmp_path):
+def test_input_without_the_column_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "in.csv"
     source.write_text("text\nhello\n")
     with pytest.raises(InputError, match="no column prompt"):

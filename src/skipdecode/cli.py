@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError:
+    raise SystemExit("skipdecode: the command line needs typer and rich: pip install 'skipdecode[cli]'") from None
 
 from .cli_evaluate import calibrate, evaluate
 from .cli_generate import generate
 from .cli_inspect import check, demo, schedule
 from .cli_train import train
+from .console import drop_output
 from .errors import SkipDecodeError, UsageError
+
+#: Which extra of ours brings a library.
+EXTRAS = {
+    "rich": "cli",
+    "matplotlib": "cli",
+    "sacrebleu": "eval",
+    "rouge_score": "eval",
+    "bert_score": "bertscore",
+    "accelerate": "train",
+    "datasets": "train",
+    "peft": "lora",
+    "lm_eval": "harness",
+}
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -24,7 +45,16 @@ def skipdecode() -> None:
     """Faster generation with language models by running fewer layers."""
 
 
-def _in_range(verb: Callable[..., None]) -> Callable[..., None]:
+class Stopped(BaseException):
+    """Raised where a signal found the command; no KeyboardInterrupt, which others would answer."""
+
+    def __init__(self, number: int) -> None:
+        self.name = signal.Signals(number).name
+        self.code = 128 + number
+        self.goes_on = False
+
+
+def _run(verb: Callable[..., None]) -> Callable[..., None]:
     """The verb, with numbers that no option can mean refused before it starts: NaN, infinities, over 2**31."""
 
     @wraps(verb)
@@ -32,32 +62,87 @@ def _in_range(verb: Callable[..., None]) -> Callable[..., None]:
         for name, value in values.items():
             if isinstance(value, (int, float)) and not abs(value) < 2**31:
                 raise UsageError(f"--{name.replace('_', '-')} must be a number between -2**31 and 2**31, not {value}")
-        verb(**values)
+        try:
+            verb(**values)
+        except Stopped as stop:
+            stop.goes_on = verb in (generate, train, evaluate) and str(values["output"]) != "-"
+            raise
 
     return checked
 
 
 for verb in (demo, generate, train, calibrate, evaluate, check, schedule):
-    app.command()(_in_range(verb))
+    app.command()(_run(verb))
 
 
 def main() -> None:
     """Entry point.
 
-    What the user can mend (a SkipDecodeError, or what the operating system refuses) ends with one line and exit code
-    2, an interrupt with one line and 130. Everything else is a fault of ours and keeps its traceback;
-    ``SKIPDECODE_DEBUG=1`` shows all of them.
+    What the user can mend (a SkipDecodeError, a missing extra, or what the operating system refuses) ends with one line
+    and exit code 2, SIGINT and SIGTERM with one line and 130 or 143. Everything else is a fault of ours and keeps its
+    traceback; ``SKIPDECODE_DEBUG=1`` shows all of them.
     """
     # The hub's retries are its own affair; ours is the one line that says the model is not there.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    with _streams(), _signals():
+        try:
+            try:
+                app()
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+        except (SkipDecodeError, OSError, ModuleNotFoundError) as error:
+            line = _line(error)
+            if line is None or os.environ.get("SKIPDECODE_DEBUG"):
+                raise
+            _end(line, 2)
+        except Stopped as stop:
+            _end(f"stopped by {stop.name}" + "; the same command goes on from here" * stop.goes_on, stop.code)
+
+
+def _line(error: Exception) -> str | None:
+    """What to tell the user; None for a fault of ours."""
+    if isinstance(error, SkipDecodeError) or (isinstance(error, OSError) and error.errno is not None):
+        return str(error)
+    library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return f"{library} is not installed: pip install 'skipdecode[{EXTRAS[library]}]'" if library in EXTRAS else None
+
+
+def _end(line: str, code: int) -> NoReturn:
+    print(f"skipdecode: {line}", file=sys.stderr)
+    drop_output()
+    raise SystemExit(code) from None
+
+
+@contextmanager
+def _streams() -> Iterator[None]:
+    """Texts leave in UTF-8 whatever the terminal is; what would be said on a closed standard error is dropped."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
+    if sys.stderr is not None:
+        yield
+        return
+    with open(os.devnull, "w") as sys.stderr:  # print would take standard output in its place
+        yield
+    sys.stderr = None
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """SIGINT and SIGTERM raise :class:`Stopped`, so that files are closed and locks given back."""
+
+    def stop(number: int, _: object) -> NoReturn:
+        raise Stopped(number)
+
+    # Only the main thread may set handlers; a command run in another one is not what signals are for.
+    main_thread = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if main_thread else ()
+    before = [signal.signal(number, stop) for number in numbers]
     try:
-        app()
-    except (SkipDecodeError, OSError) as error:
-        system = isinstance(error, OSError) and error.errno is not None
-        if os.environ.get("SKIPDECODE_DEBUG") or not (system or isinstance(error, SkipDecodeError)):
-            raise
-        print(f"skipdecode: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

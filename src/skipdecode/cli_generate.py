@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument, Exit, Option
 
-from .console import err, say
-from .errors import UsageError
+from .console import drop_output, err, say
+from .errors import FileError, UsageError
+
+if TYPE_CHECKING:
+    from .generation import Cost, Row
+    from .inputs import Item
+    from .jobs import Journal
+    from .schedule import Schedule
+
+
+#: More tokens, rows in a batch or words than anybody means: a slip that would run for ever or fill the memory.
+MOST = 1_000_000
 
 
 def generate(
@@ -25,29 +36,31 @@ def generate(
         str,
         Option(help="e2e, reddit_tldr and cnn_dm apply their prompt format; jsonl takes prompts as they are."),
     ] = "jsonl",
-    words: Annotated[int | None, Option(min=1, help="Summaries: cut a source after so many words.")] = None,
+    words: Annotated[int | None, Option(min=1, max=MOST, help="Summaries: cut a source after so many words.")] = None,
     speedup: Annotated[
         float | None, Option(help="How many times fewer layers to aim at (default: the checkpoint's schedule, else 2).")
     ] = None,
     schedule: Annotated[Path | None, Option(help="A schedule's JSON file instead.")] = None,
     full: Annotated[bool, Option("--full", help="The unmodified model.")] = False,
     format: Annotated[str | None, Option(help="jsonl, csv or text, if the input's name does not tell.")] = None,
-    batch_size: Annotated[int, Option(min=1, help="Rows decoded together.")] = 32,
-    max_new_tokens: Annotated[int | None, Option(min=1, help="Default: the task's (e2e 80, jsonl 128).")] = None,
-    min_new_tokens: Annotated[int | None, Option(min=0)] = None,
+    batch_size: Annotated[int, Option(min=1, max=MOST, help="Rows decoded together.")] = 32,
+    max_new_tokens: Annotated[
+        int | None, Option(min=1, max=MOST, help="Default: the task's (e2e 80, jsonl 128).")
+    ] = None,
+    min_new_tokens: Annotated[int | None, Option(min=0, max=MOST)] = None,
     do_sample: Annotated[bool, Option("--do-sample", help="Sample instead of taking the likeliest token.")] = False,
-    temperature: Annotated[float | None, Option(min=0)] = None,
-    top_p: Annotated[float | None, Option(min=0, max=1)] = None,
-    top_k: Annotated[int | None, Option(min=0)] = None,
-    num_beams: Annotated[int | None, Option(min=1)] = None,
-    length_penalty: Annotated[float | None, Option()] = None,
-    repetition_penalty: Annotated[float | None, Option(min=0)] = None,
-    no_repeat_ngram_size: Annotated[int | None, Option(min=0)] = None,
-    seed: Annotated[int, Option(help="For sampling.")] = 0,
+    temperature: Annotated[float | None, Option(min=0.001, max=1000)] = None,
+    top_p: Annotated[float | None, Option(min=1e-6, max=1)] = None,
+    top_k: Annotated[int | None, Option(min=0, max=MOST)] = None,
+    num_beams: Annotated[int | None, Option(min=1, max=1000)] = None,
+    length_penalty: Annotated[float | None, Option(min=-10, max=10)] = None,
+    repetition_penalty: Annotated[float | None, Option(min=0.001, max=1000)] = None,
+    no_repeat_ngram_size: Annotated[int | None, Option(min=0, max=MOST)] = None,
+    seed: Annotated[int, Option(min=0, help="For sampling.")] = 0,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, Option(help="cpu, cuda, …; a GPU if there is one.")] = None,
     overwrite: Annotated[
-        bool, Option("--overwrite", help="Drop an output, finished or not, that is already there.")
+        bool, Option("--overwrite", help="Replace an output, finished or not, that is already there.")
     ] = False,
     as_json: Annotated[bool, Option("--json", help="The summary as JSON on the last line of standard output.")] = False,
 ) -> None:
@@ -56,7 +69,7 @@ def generate(
     skipdecode generate demo --task e2e --input testset_w_refs.csv --output texts.jsonl --speedup 5
     """
     from .inputs import read_items
-    from .loading import read_config, resolve
+    from .loading import check_device, read_config, resolve
     from .schedule import Schedule
     from .tasks import get_task
     from .trained import choose
@@ -86,65 +99,112 @@ def generate(
     options: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
     if not do_sample and {"temperature", "top_p", "top_k"} & set(options):
         raise UsageError("--temperature, --top-p and --top-k go with --do-sample")
+    if length_penalty is not None and (num_beams or 1) == 1:
+        raise UsageError("--length-penalty goes with --num-beams")
+    if min_new_tokens and min_new_tokens > options["max_new_tokens"]:
+        raise UsageError(f"--min-new-tokens {min_new_tokens} is more than --max-new-tokens {options['max_new_tokens']}")
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise UsageError(f"--dtype is auto, float32, bfloat16 or float16, not {dtype}")
+    if device is not None:
+        check_device(device)
 
     from . import jobs
-    from .files import write
+    from .files import check_target, is_stream
+    from .generation import Cost
     from .provenance import fingerprint, identity
 
-    journal = None
+    layers = config.get_text_config(decoder=True).num_hidden_layers
     target = Path(output)
-    if output != "-":
-        if not target.parent.is_dir():
-            raise UsageError(f"--output {output}: there is no folder {target.parent}")
-        if target.is_dir():
-            raise UsageError(f"--output {output} is a folder: give a file")
-        if target.exists() and not overwrite:
-            raise UsageError(f"{output} is already there: give --overwrite to replace it")
-        if overwrite:
-            target.with_name(target.name + ".partial").unlink(missing_ok=True)
+    to_file = output != "-" and not is_stream(target)
+    if to_file:
+        check_target(target)
+        _refuse_input(input, target)
+    elif output == "-" and sys.stdout is None:
+        raise UsageError("standard output is closed: give --output FILE")
+
+    def work(journal: jobs.Journal | None) -> tuple[str, dict[str, Any]]:
+        """The texts as JSONL, and what they cost and scored."""
+        rows: dict[int, Row] = {}
+        cost = Cost(layers)
+        if any(item.error is None for item in items):
+            rows, cost = _rows(items, model, plan, dtype, device, journal, batch_size=batch_size, seed=seed, **options)
+        summary = cost.summary() | {
+            "bad_rows": sum(item.error is not None for item in items),
+            "target_speedup": 1.0 if plan is None else speedup or plan.target,
+        }
+        scored = [i for i, item in enumerate(items) if item.references and item.error is None]
+        if scored:
+            summary |= _score(the_task, [rows[i].text for i in scored], [items[i].references for i in scored])
+        return "".join(f"{line}\n" for line in jobs.lines(items, rows)), summary
+
+    if to_file:
         prompts = [item.prompt for item in items]
-        job = fingerprint(
-            identity(resolve(model)), prompts, plan.to_dict() if plan else None, options, seed, dtype, batch_size
-        )
-        journal = jobs.Journal(target, job)
-        if journal.rows:
-            say(f"{len(journal.rows)} rows were done before")
-
-    from .loading import load
-
-    network, tokenizer = load(model, dtype=dtype, device=device)
-    ready = len(journal.rows) if journal else 0
-    with _bar(sum(item.error is None for item in items), ready) as progress:
-        rows, cost = jobs.run(
-            items,
-            network,
-            tokenizer,
-            plan,
-            batch_size=batch_size,
-            journal=journal,
-            on_batch=progress,
-            seed=seed,
-            **options,
-        )
-    text = jobs.lines(items, rows)
-    if journal:
-        write(target, "".join(f"{line}\n" for line in text))
-        journal.finish()
+        parts = (prompts, plan.to_dict() if plan else None, options, seed, dtype, batch_size)
+        with jobs.Journal(target, fingerprint(identity(resolve(model)), *parts), replace=overwrite) as journal:
+            if journal.summary is not None:  # killed between its last two writes
+                summary = journal.summary
+                journal.drop()
+            elif target.exists() and not overwrite:
+                raise UsageError(f"{output} is already there: give --overwrite to replace it")
+            else:
+                text, summary = work(journal)
+                journal.finish(text, summary)
     else:
-        sys.stdout.write("".join(f"{line}\n" for line in text))
+        text, summary = work(None)
+        _write_stream(output, text)
     for item in items:
         if item.error:
             err.print(f"line {item.line}: {item.error}", style="yellow", markup=False)
-    summary: dict[str, Any] = cost.summary() | {
-        "bad_rows": sum(item.error is not None for item in items),
-        "target_speedup": 1.0 if plan is None else speedup or plan.target,
-    }
-    scored = [i for i, item in enumerate(items) if item.references and item.error is None]
-    if scored:
-        summary |= _score(the_task, [rows[i].text for i in scored], [items[i].references for i in scored])
-    _show(summary, cost.num_layers)
+    _show(summary, layers)
     if as_json:
         print(json.dumps(summary))
+    if not summary["rows"]:
+        say("no row could be generated")
+        raise Exit(1)
+
+
+def _rows(
+    items: list[Item],
+    model: str,
+    plan: Schedule | None,
+    dtype: str,
+    device: str | None,
+    journal: Journal | None,
+    **options: Any,
+) -> tuple[dict[int, Row], Cost]:
+    """The rows that are not bad, those of the journal included, and their cost."""
+    from . import jobs
+    from .loading import load
+
+    network, tokenizer = load(model, dtype=dtype, device=device)
+    done = len(journal.rows) if journal else 0
+    if done:
+        say(f"{done} rows were done before")
+    with _bar(sum(item.error is None for item in items), done) as progress:
+        return jobs.run(items, network, tokenizer, plan, journal=journal, on_batch=progress, **options)
+
+
+def _refuse_input(source: str, target: Path) -> None:
+    """Neither the output nor its journal may be the file that is read."""
+    real = Path(os.path.realpath(target))
+    for path in (real, real.with_name(real.name + ".partial")):
+        if source != "-" and path.exists() and os.path.exists(source) and path.samefile(source):
+            raise UsageError(f"{path} is the input: give another --output")
+
+
+def _write_stream(output: str, text: str) -> None:
+    """To standard output, a pipe or a device; a reader that has gone must not lose the texts without a word."""
+    from .files import write
+
+    try:
+        if output == "-":
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        else:
+            write(output, text)
+    except OSError as error:
+        drop_output()
+        raise FileError(f"the texts could not be written ({error.strerror}): give --output FILE to keep them") from None
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
+from contextlib import suppress
 
 from rich.console import Console
 
@@ -17,6 +19,12 @@ err = Console(stderr=True, highlight=False)
 def say(message: str) -> None:
     """One line to standard error."""
     print(message, file=sys.stderr)
+
+
+def drop_output() -> None:
+    """What standard output still holds back goes nowhere: Python would try, and fail, once more at its end."""
+    with suppress(OSError, ValueError, AttributeError):  # closed, or no real file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def numbers(text: str) -> tuple[float, ...]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
@@ -36,8 +38,9 @@ def write(path: str | Path, content: str | bytes, *, ours: Callable[[bytes], boo
     target = Path(os.path.realpath(path))
     data = content.encode("utf-8") if isinstance(content, str) else content
     check_target(path, ours=ours)
-    if target.exists() and not target.is_file():
-        target.write_bytes(data)
+    if is_stream(path):
+        with _open_stream(path) as stream:
+            stream.write(data)
         return
     temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
@@ -56,6 +59,8 @@ def write(path: str | Path, content: str | bytes, *, ours: Callable[[bytes], boo
 
 def check_target(path: str | Path, *, ours: Callable[[bytes], bool] | None = None) -> None:
     """What :func:`write` would refuse, said before the work is done. Raises FileError."""
+    if is_stream(path):
+        return
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise FileError(f"{path} is a folder: give a file")
@@ -63,6 +68,25 @@ def check_target(path: str | Path, *, ours: Callable[[bytes], bool] | None = Non
         raise FileError(f"{path} cannot be written: there is no folder {target.parent}")
     if ours is not None and target.is_file() and not ours(target.read_bytes()):
         raise FileError(f"{path} is there and was not written by skipdecode: move it away, or give another name")
+
+
+def is_stream(path: str | Path) -> bool:
+    """Whether ``path`` is a pipe, a device or an open descriptor: written to as it is, with nothing to keep."""
+    return _number(path) is not None or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
+
+
+def _number(path: str | Path) -> int | None:
+    """The descriptor that a name like ``/dev/stdout`` or ``/dev/fd/3`` means."""
+    named = re.fullmatch(r"/(?:dev|proc/self)/(?:(stdin|stdout|stderr)|fd/(\d+))", os.path.abspath(path))
+    if named is None:
+        return None
+    return ("stdin", "stdout", "stderr").index(named[1]) if named[1] else int(named[2])
+
+
+def _open_stream(path: str | Path) -> BinaryIO:
+    number = _number(path)
+    # Opened by its name, a descriptor's file would be cut to nothing.
+    return open(path if number is None else os.dup(number), "wb")
 
 
 def sync_folder(folder: Path) -> None:
@@ -88,7 +112,7 @@ def locked(path: str | Path, what: str | None = None, timeout: float = 0) -> Ite
         JobError: another process (the message gives its number and command) holds it.
     """
     target = Path(os.path.realpath(path))
-    note = target.with_name(f".{target.name}.lock")
+    note = target.with_name(f".{target.name}.skipdecode-lock")
     # Not shared between threads either: two jobs of one process on one output are two jobs.
     lock = FileLock(note, thread_local=False)
     try:
@@ -104,11 +128,15 @@ def locked(path: str | Path, what: str | None = None, timeout: float = 0) -> Ite
         lock.release()
 
 
-def _owner(note: Path) -> str:
-    try:
-        return note.read_text(encoding="utf-8", errors="replace").strip() or "another process"
-    except OSError:
-        return "another process"
+def _owner(note: Path, patience: float = 1.0) -> str:
+    """Who holds a lock; the holder writes its name just after it has taken it."""
+    until = time.monotonic() + patience
+    while time.monotonic() < until:
+        with suppress(OSError):
+            if owner := note.read_text(encoding="utf-8", errors="replace").strip():
+                return owner
+        time.sleep(0.01)
+    return "another process"
 
 
 def parse_json(text: str | bytes, what: str | Path) -> Any:

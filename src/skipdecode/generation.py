@@ -3,22 +3,51 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StopStringCriteria,
+)
 
-from .cache import SkipCache
+from .cache import SkipCache, cache_bytes
 from .errors import UsageError
 from .gate import attach
 from .prompts import encode_prompts
+from .sampling import Sampling, stable_hash
 from .schedule import Schedule
 from .trained import choose
 
 #: How to decode: a schedule, None for the stock model, or what makes each batch's cache for methods of their own.
 Plan = Schedule | Callable[[PreTrainedModel], DynamicCache] | None
+
+_OURS = "it is made from the prompts"
+_MORE = "texts and their cost are returned; for more, give model.generate a SkipCache"
+#: Options of ``model.generate`` that are not taken here, and why.
+REFUSED = {
+    "inputs": _OURS,
+    "input_ids": _OURS,
+    "inputs_embeds": _OURS,
+    "attention_mask": _OURS,
+    "past_key_values": "each batch has a cache of its own",
+    "cache_implementation": "each batch has a cache of its own",
+    "return_dict_in_generate": _MORE,
+    "output_scores": _MORE,
+    "output_logits": _MORE,
+    "output_attentions": _MORE,
+    "output_hidden_states": _MORE,
+    "streamer": "texts come batch by batch; to stream one, give model.generate a SkipCache",
+    "generation_config": "give its values as options",
+    "custom_generate": "it would replace the loop whose steps are counted",
+}
 
 
 @dataclass(frozen=True)
@@ -119,7 +148,7 @@ def generate_batch(
 ) -> tuple[list[Row], Cost]:
     """One batch of token-id prompts; ``plan`` None is the stock model with its ordinary cache.
 
-    ``options`` go to ``model.generate``.
+    ``options`` go to ``model.generate``; greedy unless ``do_sample`` is among them.
     """
     width = max(map(len, prompts))
     pad = tokenizer.pad_token_id
@@ -128,25 +157,41 @@ def generate_batch(
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     cache = _cache(model, plan)
     clock = _Clock()
-    processors = LogitsProcessorList([*options.pop("logits_processor", []), clock])
-    if options.setdefault("num_return_sequences", 1) != 1:
-        raise UsageError("one text per prompt is generated: repeat the prompt instead of num_return_sequences")
-    options.setdefault("pad_token_id", pad)
-    options.setdefault("use_cache", True)  # a checkpoint saved in training may say otherwise
+    # What a checkpoint says of its cache and outputs is for others: the cache is ours, texts are what is wanted.
+    defaults = {
+        "do_sample": False,
+        "num_return_sequences": 1,
+        "pad_token_id": pad,
+        "use_cache": True,
+        "cache_implementation": None,
+    }
+    options = defaults | options
+    options["logits_processor"] = LogitsProcessorList([*(options.get("logits_processor") or []), clock])
+    strings = options.get("stop_strings", model.generation_config.stop_strings)
     start = time.perf_counter()
     output = model.generate(
         ids,
         attention_mask=mask,
         past_key_values=cache,
-        logits_processor=processors,
-        return_dict_in_generate=True,
-        **options,
+        tokenizer=tokenizer if strings else None,
+        **options | {"return_dict_in_generate": True},
     )
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     end = time.perf_counter()
-    stops = _stop_ids(model, options)
-    rows = [_row(tokenizer, new.tolist(), stops) for new in output.sequences[:, width:]]
+    sequences = output.sequences.where(output.sequences >= 0, pad)  # beams without an end are filled up with -1
+    written = sequences[:, width:].tolist()
+    eos = options.get("eos_token_id", model.generation_config.eos_token_id)
+    ends = _ends(written, {eos} if isinstance(eos, int) else set(eos or ()))
+    if strings:
+        stop = StopStringCriteria(tokenizer, strings)
+        for length in range(1, len(written[0]) + 1):
+            for row, met in enumerate(stop(sequences[:, : width + length], None).tolist()):
+                if met:
+                    ends[row] = min(ends[row] or length, length)
+    if options.get("stopping_criteria"):
+        ends = [end or _unpadded(row, pad) for row, end in zip(written, ends, strict=True)]
+    rows = [_row(tokenizer, row, end) for row, end in zip(written, ends, strict=True)]
     steps = clock.calls - 1
     cost = Cost(
         layers,
@@ -158,7 +203,7 @@ def generate_batch(
         layer_steps=sum(getattr(cache, "step_depths", [layers] * steps)),
         row_layers=getattr(cache, "row_layers", 0),
         row_steps=getattr(cache, "row_steps", 0),
-        peak_kv_bytes=getattr(cache, "peak_kv_bytes", None) or _bytes(cache),
+        peak_kv_bytes=getattr(cache, "peak_kv_bytes", None) or cache_bytes(cache),
     )
     return rows, cost
 
@@ -172,34 +217,62 @@ def _cache(model: PreTrainedModel, plan: Plan) -> DynamicCache:
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: str | Iterable[str],
     *,
     speedup: float | None = None,
-    schedule: Schedule | None = None,
+    schedule: Schedule | str | Path | None = None,
     full: bool = False,
     batch_size: int = 32,
+    seed: int | None = None,
     **options: Any,
 ) -> Generated:
     """Generate a text for each prompt.
 
     Args:
-        prompts: texts; batches are made of similar lengths, rows come back in the order given.
-        speedup, schedule: the budget, or (it goes first) the schedule; by default the one in the model's config.
+        prompts: texts (a string is one); batches are made of similar lengths, rows come back in the order given.
+        speedup, schedule: the budget, or (it goes first) the schedule or its file; by default the one in the config.
         full: the unmodified model instead.
         batch_size: rows per ``model.generate`` call.
-        options: as ``model.generate`` names them (``max_new_tokens``, ``do_sample``, ``num_beams``, …).
+        seed: for sampling: a row's text then depends on it and on the row's place in ``prompts``, not on its batch
+            (with beams: on the whole batch). None: torch's global generator.
+        options: as ``model.generate`` names them (``max_new_tokens``, ``do_sample``, ``num_beams``, …). Greedy unless
+            ``do_sample`` is given, whatever the checkpoint's generation_config says.
 
     Raises:
         ScheduleError: a schedule that does not fit the model.
-        UsageError: a prompt and ``max_new_tokens`` need more positions than the model has.
+        UsageError: no prompts, one that is no string or has no token, a prompt and ``max_new_tokens`` that need more
+            positions than the model has, or options that are not taken.
 
     Example:
         >>> model, tokenizer = skipdecode.load("demo")
         >>> result = skipdecode.generate(model, tokenizer, ["name Aromi, food English ->"], speedup=3)
         >>> result.rows[0].text, result.cost.layer_ratio
     """
+    texts = _texts(prompts)
+    if isinstance(schedule, (str, Path)):
+        schedule = Schedule.load(Path(schedule))
+    elif not isinstance(schedule, (Schedule, type(None))):
+        raise UsageError(f"schedule is a Schedule or the path of its JSON file, not {schedule!r}")
+    if full and (speedup is not None or schedule is not None):
+        raise UsageError("give one of speedup, schedule and full")
     chosen = None if full else choose(model.config, speedup, schedule)
-    return generate_ids(model, tokenizer, encode_prompts(tokenizer, prompts), chosen, batch_size, **options)
+    return generate_ids(model, tokenizer, encode_prompts(tokenizer, texts), chosen, batch_size, seed=seed, **options)
+
+
+def _texts(prompts: Any) -> list[str]:
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (Mapping, bytes)):
+        raise UsageError(f"prompts are a string or a list of strings, not {type(prompts).__name__}")
+    texts = list(prompts)
+    if not texts:
+        raise UsageError("no prompts were given")
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise UsageError(f"prompt {number} is no string: {text!r}")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise UsageError(f"prompt {number} holds a lone surrogate, which no tokenizer knows: {text!r}")
+    return texts
 
 
 def generate_ids(
@@ -209,16 +282,21 @@ def generate_ids(
     plan: Plan,
     batch_size: int,
     on_batch: Callable[[Cost], object] | None = None,
+    seed: int | None = None,
     **options: Any,
 ) -> Generated:
     """The same for token-id prompts and any plan; ``on_batch`` is told each batch's cost."""
+    empty = next((number for number, prompt in enumerate(prompts) if not len(prompt)), None)
+    if empty is not None:
+        raise UsageError(f"prompt {empty} has no token to go on from: the tokenizer puts none at the beginning")
     room = positions(model)
-    longest = max(map(len, prompts), default=0) + options.get("max_new_tokens", 0)
+    new = options.get("max_new_tokens") or 0
+    longest = max(max(map(len, prompts), default=0) + new, 0 if new else options.get("max_length") or 0)
     if room is not None and longest > room:
         raise UsageError(f"the longest prompt and max_new_tokens need {longest} positions, the model has {room}")
     result = Generated(Cost(model.config.get_text_config(decoder=True).num_hidden_layers))
     rows: dict[int, Row] = {}
-    for indices, batch, cost in batches(model, tokenizer, dict(enumerate(prompts)), plan, batch_size, **options):
+    for indices, batch, cost in batches(model, tokenizer, dict(enumerate(prompts)), plan, batch_size, seed, **options):
         rows.update(zip(indices, batch, strict=True))
         result.cost += cost
         result.lengths.append(cost.steps)
@@ -237,15 +315,44 @@ def batches(
     seed: int | None = None,
     **options: Any,
 ) -> Iterator[tuple[list[int], list[Row], Cost]]:
-    """(keys, rows, cost) of token-id ``prompts`` by batch; with a ``seed``, a batch samples the same when run again."""
+    """(keys, rows, cost) of token-id ``prompts`` by batch; with a ``seed``, a key samples the same when run again."""
+    _check(model, plan, batch_size, seed, options)
     # Similar lengths share a batch, the longest first: what does not fit in memory shows at once.
     order = sorted(prompts, key=lambda i: (-len(prompts[i]), i))
     for start in range(0, len(order), batch_size):
         keys = order[start : start + batch_size]
-        if seed is not None:
-            torch.manual_seed(seed + keys[0])
-        rows, cost = generate_batch(model, tokenizer, [prompts[i] for i in keys], plan, **options)
+        chosen = [prompts[i] for i in keys]
+        if seed is None or not options.get("do_sample"):
+            rows, cost = generate_batch(model, tokenizer, chosen, plan, **options)
+        else:
+            # Beams are drawn for all rows at once: there it is the batch that is the same when run again.
+            own = {} if _beams(model, options) > 1 else {"watermarking_config": Sampling(seed, keys)}
+            with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+                torch.manual_seed(stable_hash(seed, *keys))
+                rows, cost = generate_batch(model, tokenizer, chosen, plan, **options | own)
         yield keys, rows, cost
+
+
+def _check(model: PreTrainedModel, plan: Plan, batch_size: int, seed: int | None, options: Mapping[str, Any]) -> None:
+    """Raises UsageError for what cannot be."""
+    if type(batch_size) is not int or batch_size < 1:
+        raise UsageError(f"batch_size is a number of rows, 1 or more, not {batch_size!r}")
+    if seed is not None and type(seed) is not int:
+        raise UsageError(f"seed is a whole number, not {seed!r}")
+    for name, reason in REFUSED.items():
+        if options.get(name) is not None and options[name] is not False:
+            raise UsageError(f"{name}: {reason}")
+    if options.get("num_return_sequences", 1) != 1:
+        raise UsageError("one text per prompt is generated: repeat the prompt instead of num_return_sequences")
+    if plan is not None and options.get("use_cache") is False:
+        raise UsageError("use_cache=False leaves a schedule nothing to skip by: it works through the cache")
+    mark = options.get("watermarking_config", model.generation_config.watermarking_config)
+    if seed is not None and mark is not None and options.get("do_sample") and _beams(model, options) == 1:
+        raise UsageError("watermarking_config and seed: both would be the last to touch the scores; leave one out")
+
+
+def _beams(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
+    return options.get("num_beams", model.generation_config.num_beams) or 1
 
 
 def positions(model: PreTrainedModel) -> int | None:
@@ -253,19 +360,17 @@ def positions(model: PreTrainedModel) -> int | None:
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
-def _stop_ids(model: PreTrainedModel, options: dict[str, Any]) -> set[int]:
-    ends = options.get("eos_token_id", model.generation_config.eos_token_id)
-    if ends is None:
-        return set()
-    return set(ends) if isinstance(ends, list) else {ends}
+def _ends(written: Sequence[Sequence[int]], stops: set[int]) -> list[int | None]:
+    """How many of each row's tokens there are up to the first of ``stops``; None if there is none."""
+    return [next((n for n, token in enumerate(row, 1) if token in stops), None) for row in written]
 
 
-def _row(tokenizer: PreTrainedTokenizerBase, new: list[int], stops: set[int]) -> Row:
-    end = next((i for i, token in enumerate(new) if token in stops), None)
-    tokens = len(new) if end is None else end + 1
-    text = tokenizer.decode(new[:tokens], skip_special_tokens=True).strip()
-    return Row(text, tokens, "length" if end is None else "stop")
+def _unpadded(row: Sequence[int], pad: int) -> int | None:
+    """How many tokens there are before the padding at the row's end; None if there is no padding."""
+    length = next((n for n in range(len(row), 0, -1) if row[n - 1] != pad), 0)
+    return length if length < len(row) else None
 
 
-def _bytes(cache: DynamicCache) -> int:
-    return sum(x.nbytes for layer in cache.layers if layer.keys is not None for x in (layer.keys, layer.values))
+def _row(tokenizer: PreTrainedTokenizerBase, new: list[int], end: int | None) -> Row:
+    text = tokenizer.decode(new[:end], skip_special_tokens=True).strip()
+    return Row(text, len(new[:end]), "length" if end is None else "stop")

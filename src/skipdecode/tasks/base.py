@@ -30,6 +30,8 @@ class Task(ABC):
     columns: tuple[str, ...]
     #: Column that holds a reference text, where the data has one.
     reference: str
+    #: For each form that rows come in, what its columns are called here.
+    forms: Sequence[Mapping[str, str]]
     #: Whether inputs repeat, one row per reference, and are meant to be generated once.
     distinct: bool = False
     #: How many new tokens its texts need at most.

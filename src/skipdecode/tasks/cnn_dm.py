@@ -26,6 +26,7 @@ class CnnDm(Task):
     name = "cnn_dm"
     columns = ("article",)
     reference = "highlights"
+    forms = FORMS
     max_new_tokens = 120
 
     def prompt(self, row: Mapping[str, str]) -> str:

@@ -24,6 +24,7 @@ class E2E(Task):
     name = "e2e"
     columns = ("mr",)
     reference = "ref"
+    forms = FORMS
     distinct = True
     max_new_tokens = 80
 

@@ -17,6 +17,7 @@ class Jsonl(Task):
     name = "jsonl"
     columns = ("prompt",)
     reference = "response"
+    forms = ({"prompt": "prompt", "response": "response"},)
     max_new_tokens = 128
 
     def prompt(self, row: Mapping[str, str]) -> str:

@@ -28,6 +28,7 @@ class RedditTldr(Task):
     name = "reddit_tldr"
     columns = ("title", "post")
     reference = "summary"
+    forms = FORMS
     max_new_tokens = 60
 
     def prompt(self, row: Mapping[str, str]) -> str:

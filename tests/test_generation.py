@@ -1,0 +1,340 @@
+"""``skipdecode.generate``: what may be asked, how texts are sampled, where they end."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    StoppingCriteria,
+)
+
+import skipdecode
+from skipdecode import Schedule
+from skipdecode.cache import cache_bytes
+from skipdecode.errors import SkipDecodeError, UsageError
+from skipdecode.generation import Generated, batches, generate_ids
+from tiny import TEXTS, run, save_checkpoint
+
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), positions=256)
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint: Path) -> Loaded:
+    """The tiny model in fp32, and its tokenizer."""
+    return skipdecode.load(str(checkpoint))
+
+
+def texts(result: Generated) -> list[str]:
+    return [row.text for row in result.rows]
+
+
+# --- what may be asked
+
+
+def test_one_string_is_one_prompt(loaded: Loaded) -> None:
+    """F10: not one prompt per character."""
+    one = skipdecode.generate(*loaded, "the cat", max_new_tokens=5)
+    assert texts(one) == texts(skipdecode.generate(*loaded, ["the cat"], max_new_tokens=5))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([], "no prompts"),
+        (["", "the cat"], "prompt 0 has no token"),
+        (["the cat", ""], "prompt 1 has no token"),
+        (["the cat", 7], "prompt 1 is no string: 7"),
+        (["the cat", ["the dog"]], "prompt 1 is no string"),
+        (["the cat", None], "prompt 1 is no string"),
+        (["the cat", "\ud800"], "prompt 1 holds a lone surrogate"),
+        (7, "a string or a list of strings"),
+        (None, "a string or a list of strings"),
+        ({"prompt": "x"}, "a string or a list of strings"),
+    ],
+)
+def test_prompts_that_are_none_are_refused_by_their_index(loaded: Loaded, prompts: Any, words: str) -> None:
+    """F10, G: before any work."""
+    with pytest.raises(UsageError, match=words):
+        skipdecode.generate(*loaded, prompts, max_new_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": -1}, "batch_size"),
+        ({"batch_size": True}, "batch_size"),
+        ({"batch_size": "4"}, "batch_size"),
+        ({"batch_size": 2.0}, "batch_size"),
+        ({"schedule": {"num_layers": 8}}, "schedule is a Schedule or the path of its JSON file"),
+        ({"schedule": "nowhere.json"}, "nowhere.json"),
+        ({"seed": "x"}, "seed"),
+        ({"full": True, "speedup": 2}, "one of speedup, schedule and full"),
+        ({"num_return_sequences": 2}, "num_return_sequences"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate: texts and their cost are returned"),
+        ({"output_scores": True}, "output_scores"),
+        ({"output_attentions": True}, "output_attentions"),
+        ({"past_key_values": DynamicCache()}, "past_key_values: each batch has a cache of its own"),
+        ({"streamer": object()}, "streamer"),
+        ({"attention_mask": torch.ones(1, 1)}, "attention_mask"),
+        ({"input_ids": torch.ones(1, 1)}, "input_ids"),
+        ({"generation_config": object()}, "generation_config"),
+        ({"use_cache": False}, "use_cache=False leaves a schedule nothing"),
+        ({"max_new_tokens": 300}, "model has 256"),
+        ({"max_length": 300, "max_new_tokens": None}, "model has 256"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_with_a_reason(loaded: Loaded, options: Any, words: str) -> None:
+    """F10, G: instead of an IndexError, a KeyError or a TypeError from below."""
+    with pytest.raises((SkipDecodeError, FileNotFoundError), match=words):
+        skipdecode.generate(*loaded, ["the cat"], **({"max_new_tokens": 5} | options))
+
+
+def test_flags_that_ask_for_nothing_are_let_through(loaded: Loaded) -> None:
+    options: dict[str, Any] = {"output_scores": False, "return_dict_in_generate": None, "use_cache": True}
+    assert len(skipdecode.generate(*loaded, ["the cat"], max_new_tokens=2, **options).rows) == 1
+
+
+def test_a_schedule_may_be_a_file(loaded: Loaded, tmp_path: Path) -> None:
+    """F10: as on the command line."""
+    path = tmp_path / "plan.json"
+    Schedule.from_depths(8, [5, 3, 2]).save(path)
+    for schedule in (path, str(path)):
+        options: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4}
+        assert skipdecode.generate(*loaded, TEXTS[:2], schedule=schedule, **options).cost.layer_steps == 5 + 3 + 2
+
+
+def test_a_caches_name_in_the_checkpoint_stops_nobody(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """G: we bring the cache; what generation_config.json says of one is for others."""
+    model, tokenizer = loaded
+    plain = skipdecode.generate(model, tokenizer, TEXTS[:2], speedup=2, max_new_tokens=4)
+    monkeypatch.setattr(model.generation_config, "cache_implementation", "static")
+    assert texts(skipdecode.generate(model, tokenizer, TEXTS[:2], speedup=2, max_new_tokens=4)) == texts(plain)
+    assert skipdecode.generate(model, tokenizer, TEXTS[:2], full=True, max_new_tokens=4).rows
+    assert model.generation_config.cache_implementation == "static"
+
+
+def test_greedy_unless_asked(checkpoint: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """H: one rule for Python and the command line, whatever the checkpoint's generation_config says."""
+    model, tokenizer = loaded
+    monkeypatch.setattr(model.generation_config, "do_sample", True)
+    prompts = ["the cat", "the dog sat"]
+    first = texts(skipdecode.generate(model, tokenizer, prompts, speedup=2, max_new_tokens=8))
+    assert first == texts(skipdecode.generate(model, tokenizer, prompts, speedup=2, max_new_tokens=8))
+    done = run("generate", checkpoint, "--speedup", 2, "--max-new-tokens", 8, stdin="\n".join(prompts).encode())
+    assert [json.loads(line)["text"] for line in done.stdout.splitlines()] == first
+
+
+# --- where texts end
+
+
+@pytest.mark.parametrize("pad_is_end", [False, True])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2, "early_stopping": True}, {"do_sample": True, "seed": 1}])
+def test_a_stop_string_ends_a_text(loaded: Loaded, pad_is_end: bool, options: dict[str, Any]) -> None:
+    """F10: it works; a row has reason ``stop`` if and only if it holds the string, in its last token, unpadded."""
+    model, tokenizer = loaded
+    options = {"max_new_tokens": 12, "eos_token_id": None, "speedup": 2} | options
+    if pad_is_end:  # as GPT-2's: padding after a text then looks like an end of its own
+        end = tokenizer.eos_token_id
+        options |= {"eos_token_id": end, "pad_token_id": end, "min_new_tokens": 12}
+    free = skipdecode.generate(model, tokenizer, TEXTS, **options)
+    assert {(row.finish_reason, row.tokens) for row in free.rows} == {("length", 12)}
+    letters = Counter(letter for row in free.rows for letter in row.text if letter.isascii() and letter.isalpha())
+    stop = letters.most_common(1)[0][0]
+    result = skipdecode.generate(model, tokenizer, TEXTS, stop_strings=[stop], **options)
+    longest = max(len(tokenizer.decode([token])) for token in range(len(tokenizer)))
+    reasons = set()
+    for row, before in zip(result.rows, free.rows, strict=True):
+        reasons.add(row.finish_reason)
+        assert row.finish_reason == ("stop" if stop in row.text else "length")
+        if "num_beams" not in options:
+            assert before.text.startswith(row.text)
+        if row.finish_reason == "stop":
+            assert len(row.text) - row.text.index(stop) <= longest
+            assert (row.tokens < 12) == (len(row.text) < len(before.text)) or "num_beams" in options
+        else:
+            assert row.tokens == 12
+    assert "stop" in reasons
+    assert result.cost.tokens == sum(row.tokens for row in result.rows)
+
+
+def test_padding_after_a_rule_of_the_users_own_is_not_counted(loaded: Loaded) -> None:
+    """F10: what ended a row by a ``stopping_criteria`` is not known, but where is."""
+
+    class After(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            rows, width = input_ids.shape
+            return torch.tensor([row == 0 and width - start >= 3 for row in range(rows)])
+
+    model, tokenizer = loaded
+    start = len(tokenizer("the cat")["input_ids"])
+    options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "stopping_criteria": [After()]}
+    rows = skipdecode.generate(model, tokenizer, ["the cat", "the cat"], full=True, **options).rows
+    assert [(row.tokens, row.finish_reason) for row in rows] == [(3, "stop"), (6, "length")]
+
+
+# --- sampling
+
+
+SAMPLED: dict[str, Any] = {"do_sample": True, "max_new_tokens": 10, "eos_token_id": None}
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.permutations(range(len(TEXTS))), st.integers(1, 9), st.integers(0, 2**40))
+def test_a_rows_sample_depends_on_its_seed_and_number_alone(
+    loaded: Loaded, order: list[int], batch_size: int, seed: int
+) -> None:
+    """F6, B15: not on the batch size, on the neighbours, or on what was drawn before in this process."""
+    model, tokenizer = loaded
+    torch.manual_seed(batch_size)
+    state = torch.get_rng_state()
+    options: dict[str, Any] = SAMPLED | {"temperature": 1.5, "top_k": 50, "seed": seed}
+    together = texts(skipdecode.generate(model, tokenizer, TEXTS, speedup=2, batch_size=64, **options))
+    apart = texts(skipdecode.generate(model, tokenizer, TEXTS, speedup=2, batch_size=batch_size, **options))
+    assert together == apart
+    assert torch.equal(torch.get_rng_state(), state)
+    ids: list[list[int]] = tokenizer(TEXTS)["input_ids"]
+    some = {key: ids[key] for key in order[:3]}
+    plan = Schedule.for_speedup(2, 8, 64)
+    for keys, rows, _ in batches(model, tokenizer, some, plan, batch_size, **options):
+        assert [row.text for row in rows] == [together[key] for key in keys]
+
+
+def test_neighbouring_seeds_and_rows_share_no_texts(loaded: Loaded) -> None:
+    """F6: one prompt many times: seed 0's row 1 is not seed 1's row 0."""
+    prompts = ["the cat"] * 10
+    written = [
+        text
+        for seed in range(4)
+        for text in texts(skipdecode.generate(*loaded, prompts, speedup=2, batch_size=1, seed=seed, **SAMPLED))
+    ]
+    assert len(set(written)) == 40
+
+
+def test_without_a_seed_the_process_decides(loaded: Loaded) -> None:
+    """As in transformers: ``torch.manual_seed`` counts, and a second call draws anew."""
+    once = texts(skipdecode.generate(*loaded, TEXTS[:3], speedup=2, **SAMPLED))
+    assert texts(skipdecode.generate(*loaded, TEXTS[:3], speedup=2, **SAMPLED)) != once
+    torch.manual_seed(0)
+    assert texts(skipdecode.generate(*loaded, TEXTS[:3], speedup=2, **SAMPLED)) == once
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.8}, {"top_k": 3, "temperature": 2.0}])
+def test_samples_follow_the_models_distribution(options: dict[str, Any]) -> None:
+    """F6: over many rows, the first token's counts are those of the warped softmax (chi-squared, 5 sigma)."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=8, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=None)
+    model = GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8)
+    skipdecode.attach(model)
+    rows = 4000
+    prompts = [[1, 2, 3]] * rows
+
+    class Tokenizer:
+        pad_token_id = 0
+
+        def decode(self, ids: Sequence[int], **_: object) -> str:
+            return " ".join(map(str, ids))
+
+    result = generate_ids(
+        model, Tokenizer(), prompts, None, 1000, do_sample=True, max_new_tokens=1, seed=3, pad_token_id=0, **options
+    )
+    with torch.no_grad():
+        logits = model(torch.tensor([[1, 2, 3]])).logits[0, -1] / options.get("temperature", 1)
+    wanted = logits.softmax(-1)
+    if "top_k" in options:
+        wanted[wanted < wanted.topk(3).values[-1]] = 0
+    if "top_p" in options:
+        ranked, index = wanted.sort(descending=True)
+        wanted[index[ranked.cumsum(0) - ranked >= 0.8]] = 0
+    wanted = wanted / wanted.sum()
+    counts = torch.zeros(8)
+    for row in result.rows:
+        counts[int(row.text)] += 1
+    possible = wanted > 0
+    assert counts[~possible].sum() == 0
+    expected = wanted[possible] * rows
+    chi2 = ((counts[possible] - expected) ** 2 / expected).sum().item()
+    degrees = int(possible.sum()) - 1
+    assert degrees >= 2
+    assert chi2 < degrees + 5 * (2 * degrees) ** 0.5
+
+
+def test_sampling_ends_after_every_other_warper(loaded: Loaded) -> None:
+    """F6: with top-k 1 there is one choice left, and it is the greedy one."""
+    greedy = texts(skipdecode.generate(*loaded, TEXTS[:3], speedup=2, max_new_tokens=8))
+    options: dict[str, Any] = {"speedup": 2, "max_new_tokens": 8, "do_sample": True, "seed": 5}
+    extras: list[dict[str, Any]] = [{"top_k": 1}, {"top_k": 1, "renormalize_logits": True}, {"temperature": 1e-4}]
+    for extra in extras:
+        assert texts(skipdecode.generate(*loaded, TEXTS[:3], **(options | extra))) == greedy
+
+
+def test_sampled_beams_repeat_with_their_batch(loaded: Loaded) -> None:
+    """F6: beams draw for the whole batch: the same batch and seed write the same, another seed other texts."""
+    options: dict[str, Any] = SAMPLED | {"num_beams": 3, "temperature": 3.0, "speedup": 2, "batch_size": 2}
+    state = torch.get_rng_state()
+    once = texts(skipdecode.generate(*loaded, TEXTS[:4], seed=0, **options))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert texts(skipdecode.generate(*loaded, TEXTS[:4], seed=0, **options)) == once
+    assert texts(skipdecode.generate(*loaded, TEXTS[:4], seed=1, **options)) != once
+
+
+def test_a_watermark_and_a_seed_are_not_taken_together(loaded: Loaded) -> None:
+    """F6: both want to be the last to touch the scores."""
+    with pytest.raises(UsageError, match="watermarking_config"):
+        skipdecode.generate(*loaded, "the cat", seed=0, watermarking_config={"bias": 2.0}, **SAMPLED)
+
+
+# --- what a cache holds
+
+
+def test_every_state_of_a_cache_is_counted() -> None:
+    """Recurrent and convolution states too: hybrids have layers without keys."""
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    )
+    model = Qwen3NextForCausalLM(config).eval()
+    cache = DynamicCache(config=config)
+    empty = cache_bytes(cache)
+    with torch.no_grad():
+        model(torch.ones(2, 5, dtype=torch.long), past_key_values=cache, use_cache=True)
+    keys = 2 * 2 * 5 * 16 * 4 * 2  # two layers; rows, positions, head size, fp32, keys and values
+    assert empty == 0
+    assert cache_bytes(cache) > keys

@@ -1,0 +1,125 @@
+"""Rows in: each is read, or reported with its line; none is lost without a word."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipdecode.errors import InputError
+from skipdecode.inputs import Item, read_items
+from skipdecode.tasks import TASKS, get_task
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that property tests write over again and again."""
+    return tmp_path_factory.mktemp("inputs")
+
+
+def read(folder: Path, content: bytes, name: str, task: str = "jsonl") -> list[Item]:
+    """The items of a file of this content."""
+    (folder / name).write_bytes(content)
+    return read_items(str(folder / name), get_task(task))
+
+
+@pytest.mark.parametrize("content", [b'[{"prompt": "x"}]', b'\xef\xbb\xbf [\n{"prompt": "x"}\n]', b"[]"])
+@pytest.mark.parametrize("name", ["in.json", "in.jsonl"])
+def test_a_json_array_is_refused(tmp_path: Path, content: bytes, name: str) -> None:
+    """B11: it would be one error per line."""
+    with pytest.raises(InputError, match="is a JSON array: one object per line"):
+        read(tmp_path, content, name)
+
+
+def test_lines_of_text_may_begin_with_a_bracket(tmp_path: Path) -> None:
+    assert [item.prompt for item in read(tmp_path, b"[INST] hello\n[]\n", "in.txt")] == ["[INST] hello", "[]"]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_form_of_a_task_can_be_generated_from(tmp_path: Path, name: str) -> None:
+    """B12: the columns that training and evaluation take, as JSONL and as CSV; the output repeats the row's own."""
+    task = get_task(name)
+    for form in task.forms:
+        row = {column: "name[Aromi], food[English]" if own == "mr" else f"some {own}" for column, own in form.items()}
+        table = io.StringIO()
+        writer = csv.DictWriter(table, row)
+        writer.writeheader()
+        writer.writerow(row)
+        for file, content in (("in.jsonl", json.dumps(row)), ("in.csv", table.getvalue())):
+            (item,) = read(tmp_path, content.encode(), file, name)
+            assert item.error is None
+            assert item.prompt == task.prompt({own: row[column] for column, own in form.items()})
+            assert item.references == [f"some {task.reference}"]
+            assert item.columns == {column: row[column] for column, own in form.items() if own != task.reference}
+
+
+def test_a_csv_of_no_form_names_what_is_wanted_and_what_is_there(tmp_path: Path) -> None:
+    """B12, H: both, so that it can be put right."""
+    with pytest.raises(InputError, match=r"mr or meaning_representation.*has text, label"):
+        read(tmp_path, b"text,label\nx,y\n", "in.csv", "e2e")
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b'prompt\nthe cat\n"the dog\nthe mat\n', 3),
+        (b'prompt\n"the "cat" sat"\nthe mat\n', 2),
+        (b'prompt\n"the dog\nthe mat\n"the log\nthe cat\n', 2),
+        (b'prompt\nthe cat\n"', 3),
+    ],
+)
+def test_a_stray_quote_swallows_no_rows(tmp_path: Path, content: bytes, line: int) -> None:
+    """F16: what is between two stray quotes, or after the last, is not one long prompt."""
+    with pytest.raises(InputError, match=f"begins at line {line} cannot be read: .*quote"):
+        read(tmp_path, content, "in.csv")
+
+
+def test_a_row_with_more_fields_than_the_header_is_bad(tmp_path: Path) -> None:
+    """F16: an unquoted comma cuts the prompt; it is not generated from its first half."""
+    items = read(tmp_path, b"prompt\nhello, world\nhello\n", "in.csv")
+    assert [(item.line, item.error) for item in items] == [
+        (2, "2 fields where the header has 1: quote text with commas"),
+        (3, None),
+    ]
+
+
+def test_reading_leaves_the_csv_library_as_it_was(tmp_path: Path) -> None:
+    """B14: fields of any length, and no setting of the process is changed."""
+    before = csv.field_size_limit()
+    assert len(read(tmp_path, b"prompt\n" + b"x" * 1_000_000, "in.csv")[0].prompt) == 1_000_000
+    with pytest.raises(InputError):
+        read(tmp_path, b'prompt\n"x', "in.csv")
+    assert csv.field_size_limit() == before
+
+
+@given(st.lists(st.tuples(TEXT, TEXT), min_size=1))
+def test_csv_rows_come_back_as_they_were_written(folder: Path, rows: list[tuple[str, str]]) -> None:
+    """F16: whatever quotes, commas and line breaks are in them."""
+    table = io.StringIO(newline="")
+    writer = csv.writer(table, quoting=csv.QUOTE_ALL)
+    writer.writerows([("prompt", "other"), *rows])
+    items = read(folder, table.getvalue().encode(), "in.csv")
+    assert [item.columns["prompt"] for item in items] == [prompt for prompt, _ in rows]
+    assert [item.error for item in items] == [None if prompt.strip() else "no prompt" for prompt, _ in rows]
+
+
+@given(st.lists(st.binary(max_size=12).filter(lambda line: not {10, 13} & set(line))))
+def test_any_bytes_are_a_row_or_an_error_per_line(folder: Path, lines: list[bytes]) -> None:
+    """No input raises anything but InputError, and no line of JSONL or text goes missing."""
+    for name, blank in (("in.jsonl", False), ("in.txt", True)):
+        try:
+            items = read(folder, b"\n".join(lines), name)
+        except InputError:
+            continue
+        assert [item.line for item in items] == sorted({item.line for item in items})
+        if blank:
+            assert len(items) == len((b"\n".join(lines)).splitlines())
+        assert all(bool(item.error) != bool(item.prompt) for item in items)
+        json.dumps([item.columns for item in items], ensure_ascii=False).encode()
