@@ -1,0 +1,383 @@
+"""What people do with an attached model beside calling generate once: threads, copies, wrappers, compilers, loops."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    DynamicCache,
+    GlmMoeDsaConfig,
+    MambaConfig,
+    MiniMaxConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    RwkvConfig,
+)
+
+from families import (
+    FAMILIES,
+    LAYERS,
+    NEW,
+    SCHEDULES,
+    TOP,
+    WIDTH,
+    build,
+    distance,
+    new_token_logits,
+    prompts,
+    reference_logits,
+    run,
+    uncached,
+)
+from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
+from skipdecode.errors import CacheError, UnsupportedModel
+from skipdecode.gate import Gate, PassGuard, PromptGuard
+from skipdecode.prefix import Prefix
+from skipdecode.stack import decoder_layers
+
+FULL = Schedule.full(LAYERS)
+
+
+# --- what cannot be exact is refused by what it is
+
+
+TINY = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 4}
+KINDS: dict[str, tuple[PreTrainedConfig, str]] = {
+    "a state in no cache": (RwkvConfig(**TINY, attention_hidden_size=32), "takes no past_key_values"),
+    "a cache under another name": (MambaConfig(**TINY, state_size=8), "takes no past_key_values"),
+    "a cache of its own": (
+        MiniMaxConfig(**TINY, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32, head_dim=8),
+        "cache of its own",
+    ),
+    "looks ahead": (BertConfig(**TINY, num_attention_heads=4, intermediate_size=32), "looks ahead"),
+    "layers that reuse what others selected": (
+        GlmMoeDsaConfig(
+            **TINY,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            intermediate_size=32,
+            kv_lora_rank=16,
+            q_lora_rank=16,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=4,
+            v_head_dim=8,
+            head_dim=4,
+            n_routed_experts=4,
+            moe_intermediate_size=16,
+            indexer_types=["full", "shared", "full", "shared"],
+        ),
+        "reuse what the layer below selected",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_cannot_skip_exactly_is_refused_by_what_it_is(kind: str) -> None:
+    """Before anything runs, with the reason; and it is left as it was."""
+    config, reason = KINDS[kind]
+    model = AutoModelForCausalLM.from_config(config)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises(UnsupportedModel, match=reason):
+        attach(model)
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+# --- the cache knows its model, and notices when it is not asked
+
+
+@pytest.mark.parametrize("layers", [4, 8, 12])
+def test_another_models_cache_is_refused(layers: int) -> None:
+    """F9: with fewer layers, as many, or more."""
+    config_class, options = FAMILIES["llama"]
+    other = AutoModelForCausalLM.from_config(config_class(**{**options, "num_hidden_layers": layers}))
+    cache = SkipCache(attach(other), Schedule(layers, 3, 2, horizon=4))
+    with pytest.raises(CacheError, match="made for another model"):
+        run(attach(build("llama")), prompts(), past_key_values=cache)
+
+
+def test_a_pass_that_drops_the_cache_is_noticed() -> None:
+    """F9: gradient checkpointing in training mode drops caches: full depth would run, and step_depths claim depths."""
+    model = attach(build("llama")).train()
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    with pytest.raises(CacheError, match=r"no layer asked the SkipCache.*model\.eval"):
+        run(model, prompts(), TOP)
+    assert run(model.eval(), prompts(), TOP).past_key_values.step_depths[0] == TOP.depth(0)
+
+
+def test_prefix_tuning_is_noticed() -> None:
+    """F9: PEFT's prefix tuning puts a cache of its own in our place."""
+    peft = pytest.importorskip("peft")
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(attach(build("llama")), config)
+    cache = SkipCache(model.base_model, TOP)
+    with pytest.raises(CacheError, match="dropped on the way"):
+        model.generate(**prompts(), past_key_values=cache, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["attached-before", "attached-after"])
+def test_adapters_keep_the_guard_against_second_prompts(before: bool) -> None:
+    """B4: whether attach comes before LoRA or after; twice is once."""
+    peft = pytest.importorskip("peft")
+    model = build("llama")
+    model = peft.get_peft_model(attach(model) if before else model, peft.LoraConfig(target_modules="all-linear"))
+    attach(attach(model))
+    inputs, base = prompts(), build("llama")
+    cache = SkipCache(model, TOP)
+    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(output, run(base, inputs, TOP).sequences)  # fresh adapters change nothing
+    for new in (2, WIDTH):
+        with pytest.raises(CacheError, match="new SkipCache"):
+            model.generate(**inputs, past_key_values=cache, max_new_tokens=new)
+
+
+def test_running_without_a_cache_is_refused_in_words_that_fit() -> None:
+    """G: use_cache=False feeds the whole text at every step."""
+    with pytest.raises(CacheError, match="use_cache=False"):
+        run(build("llama"), prompts(), TOP, use_cache=False)
+
+
+def test_a_cache_cannot_be_reset() -> None:
+    """What its layers held is gone."""
+    cache = run(build("llama"), prompts(), TOP).past_key_values
+    with pytest.raises(CacheError, match="make a new one"):
+        cache.reset()
+
+
+# --- the teacher-forced pass
+
+
+def test_teacher_forcing_holds_for_its_own_thread() -> None:
+    """F8: a stock pass in another thread is the stock model's, and two teachers do not meet."""
+    model, mask = attach(build("llama")), prompts()["attention_mask"]
+    ids = torch.randint(2, 128, (len(mask), 20))
+    stock = run(model, prompts())
+    expected = {name: uncached(model, SCHEDULES[name], ids, mask).logits for name in ("top", "bottom", "even")}
+    inside, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with teacher_forced(model, TOP, WIDTH):
+            inside.set()
+            done.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    try:
+        assert inside.wait(60)
+        assert torch.equal(run(model, prompts()).sequences, stock.sequences)
+        for name, logits in expected.items():
+            assert torch.equal(uncached(model, SCHEDULES[name], ids, mask).logits, logits)
+    finally:
+        done.set()
+        holder.join()
+
+
+def test_teacher_forcing_fits_every_width() -> None:
+    """B2: the width is that of the pass, so that it cannot be given wrongly; several may follow each other."""
+    model = attach(build("llama"))
+    with torch.no_grad():
+        for width in (WIDTH, 12, 30, 10):
+            ids, mask = torch.randint(2, 128, (2, width)), torch.ones(2, WIDTH, dtype=torch.long)
+            expected = reference_logits(model, TOP, torch.cat([ids, ids[:, :1]], 1), mask)
+            attach(model)
+            with teacher_forced(model, TOP, WIDTH):
+                for other in (7, width):
+                    logits = model(ids[:, :other], use_cache=False).logits
+            assert distance(logits[:, WIDTH - 1 :], expected) < 1e-5
+
+
+def test_the_form_of_layers_is_not_learnt_from_who_ran_before() -> None:
+    """B3: GPT-Neo's layers return tuples; here its first layers have no position in the very first pass."""
+    plan = Schedule(LAYERS, 2, 1, 8, prompt_decay=12, order=(6, 3, 7, 5, 1, 4, 2, 0))
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    for first in (
+        run,
+        lambda model, inputs, plan: uncached(model, plan, inputs["input_ids"], inputs["attention_mask"]),
+    ):
+        model = attach(build("gpt-neo"))
+        state = torch.random.get_rng_state()
+        first(model, inputs, plan)
+        assert torch.equal(torch.random.get_rng_state(), state), "learning the form draws no random numbers"
+        output = run(model, inputs, plan)
+        expected = reference_logits(model, plan, output.sequences, inputs["attention_mask"])
+        assert distance(torch.stack(output.logits, 1), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "expected"),
+    [
+        ("attention_mask", (2, 1, 9, 9), torch.float32, (2, 1, 4, 4)),
+        ("attention_mask", (2, 1, 1, 9), torch.bool, (2, 1, 1, 4)),
+        ("attention_mask", (2, 9), torch.int64, (2, 4)),
+        ("alibi", (8, 1, 9), torch.float32, (8, 1, 4)),
+        ("position_bias", (4, 1, 64), torch.float32, (4, 1, 64)),
+        ("position_ids", (2, 9), torch.int64, (2, 4)),
+        ("position_ids", (3, 9, 9), torch.int64, (3, 9, 4)),
+        ("position_embeddings", (1, 9, 8), torch.float32, (1, 4, 8)),
+        ("position_embeddings", (3, 2, 9, 9), torch.float32, (3, 2, 4, 9)),
+        ("position_embeddings", (2, 9, 8), torch.complex64, (2, 4, 8)),
+        ("per_layer_input", (9, 9, 9), torch.float32, (9, 4, 9)),
+        ("hidden_states", (3, 2, 9, 32), torch.float32, (3, 2, 4, 32)),
+        ("weights", (9, 32, 8, 16), torch.float32, (9, 32, 8, 16)),
+        ("cache_position", (9,), torch.int64, (4,)),
+    ],
+)
+def test_a_prefix_is_cut_where_the_positions_are(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, expected: tuple[int, ...]
+) -> None:
+    """B17: what a four-dimensional tensor means is told by its name, not taken for a mask."""
+    value = torch.zeros(shape, dtype=dtype)
+    (), cut = Prefix(9, 4, 9).of_call(lambda **kwargs: None, (), {name: value})
+    assert tuple(cut[name].shape) == expected
+
+
+def test_a_mask_that_shows_no_positions_is_refused() -> None:
+    """B17: it is not cut at a venture."""
+    with pytest.raises(CacheError, match="does not show its 9 positions"):
+        Prefix(9, 4, 9).of_call(lambda **kwargs: None, (), {"attention_mask": torch.zeros(2, 1, 9, 12)})
+
+
+# --- compilers
+
+
+@pytest.mark.parametrize("part", ["model", "layers"])
+def test_compiled_models_skip_and_are_not_compiled_anew_at_every_step(part: str) -> None:
+    """G: with torch.compile around the model, or around each layer, texts are the same and compilation ends."""
+    model, inputs = attach(build("llama")), prompts()
+    expected = run(model, inputs, TOP).sequences
+    torch._dynamo.reset()
+    if part == "model":
+        model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
+    else:
+        detach(model)
+        for layer in decoder_layers(model):
+            layer.forward = torch.compile(layer.forward, backend="eager", dynamic=True)
+    assert torch.equal(run(model, inputs, TOP).sequences, expected)
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert compiled > 0
+    for name in ("bottom", "even", "top"):
+        run(model, inputs, SCHEDULES[name])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= compiled + LAYERS
+    torch._dynamo.reset()
+
+
+# --- held: threads, copies, exceptions, leaks
+
+
+def test_threads_generate_at_once() -> None:
+    """Held: several schedules at the same time on one model, none wrong."""
+    model, inputs = attach(build("llama")), prompts()
+    plans = [*SCHEDULES.values(), None]
+    expected = [run(model, inputs, plan).sequences for plan in plans]
+
+    def one(index: int) -> bool:
+        index %= len(plans)
+        return torch.equal(run(model, inputs, plans[index]).sequences, expected[index])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(one, range(30)))
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt-neo", "gemma3n"])
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copies_skip_as_the_original(name: str, way: Callable[[PreTrainedModel], PreTrainedModel]) -> None:
+    """Held: a copied model is attached, and its caches are its own."""
+    model, inputs = attach(build(name)), prompts()
+    expected = run(model, inputs, TOP).sequences
+    twin = way(model)
+    assert torch.equal(run(twin, inputs, TOP).sequences, expected)
+    with pytest.raises(CacheError, match="made for another model"):
+        run(twin, inputs, past_key_values=SkipCache(model, TOP))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("a fault in a layer")])
+def test_an_error_inside_generate_leaves_nothing_behind(error: Any) -> None:
+    """Held: what came through a layer's pass is over; the next call, stock or not, is right."""
+    model, inputs = attach(build("llama")), prompts()
+    stock, skipped = run(model, inputs), run(model, inputs, TOP)
+    for at in (0, 3):
+        calls = []
+
+        def fail(module: Any, args: Any, at: int = at, calls: list[int] = calls) -> None:
+            calls.append(1)
+            if len(calls) > at:
+                raise error
+
+        handle = decoder_layers(model)[7].mlp.register_forward_pre_hook(fail)
+        with pytest.raises(error if isinstance(error, type) else type(error)):
+            run(model, inputs, TOP)
+        handle.remove()
+        assert torch.equal(run(model, inputs).sequences, stock.sequences)
+        assert torch.equal(run(model, inputs, TOP).sequences, skipped.sequences)
+
+
+def test_nothing_is_kept_of_a_call() -> None:
+    """Held: caches and the models they belong to are given back."""
+    model = attach(build("llama"))
+    caches = []
+    for _ in range(20):
+        cache = SkipCache(model, TOP)
+        run(model, prompts(), past_key_values=cache)
+        caches.append(weakref.ref(cache))
+        del cache
+    gc.collect()
+    assert not any(cache() for cache in caches)
+    watched = weakref.ref(model)
+    del model
+    gc.collect()
+    assert watched() is None
+
+
+def test_accelerates_hooks_may_come_after_the_gates() -> None:
+    """Layers whose forward is wrapped after attach (offloading) are gated once, and detach finds the gates below."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, inputs = attach(build("llama")), prompts()
+    expected = run(model, inputs, TOP).sequences
+    for layer in decoder_layers(model):
+        hooks.add_hook_to_module(layer, hooks.ModelHook())
+    attach(model)
+    assert torch.equal(run(model, inputs, TOP).sequences, expected)
+    detach(model)
+    stands = [v for m in model.modules() for v in vars(m).values() if isinstance(v, (Gate, PassGuard, PromptGuard))]
+    assert not stands
+    assert torch.equal(run(model, inputs).sequences, run(build("llama"), inputs).sequences)
+
+
+def loop(model: PreTrainedModel, inputs: dict[str, Tensor], cache: DynamicCache) -> list[Tensor]:
+    """Greedy logits by a loop of one's own, embeddings instead of ids."""
+    mask, logits = inputs["attention_mask"], []
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    for _ in range(NEW):
+        where = (mask.cumsum(1) - 1).clamp(min=0)[:, -embeds.shape[1] :]
+        with torch.no_grad():
+            out = model(inputs_embeds=embeds, attention_mask=mask, position_ids=where, past_key_values=cache)
+        logits.append(out.logits[:, -1])
+        embeds = model.get_input_embeddings()(logits[-1].argmax(-1, keepdim=True))
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+    return logits
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "gemma3"])
+def test_a_loop_of_ones_own_skips_too(name: str) -> None:
+    """Held: model(...) with a SkipCache and input embeddings gives generate's logits."""
+    model, inputs = attach(build(name)), prompts()
+    expected = run(model, inputs, TOP)
+    logits = loop(model, inputs, SkipCache(model, TOP))
+    assert distance(torch.stack(logits, 1), torch.stack(expected.logits, 1)) < 1e-5
+    assert (
+        distance(torch.stack(logits, 1), new_token_logits(model, TOP, expected.sequences, inputs["attention_mask"]))
+        < 1e-5
+    )
