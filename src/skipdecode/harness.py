@@ -53,6 +53,8 @@ class SkipLM(HFLM):
         full: bool = False,
         **options: Any,
     ) -> None:
+        if options.get("trust_remote_code"):
+            raise UsageError("trust_remote_code would run code of the checkpoint, which skipdecode never does")
         for name in ("parallelize", "tp_plan"):
             if options.get(name):
                 raise UsageError(f"{name} spreads a model over several devices, which is not supported: leave it out")

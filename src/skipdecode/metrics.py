@@ -125,7 +125,7 @@ class BertScore(_Mean):
 
         best = import_module("bert_score.utils").model2layers
         layer = self.num_layers or best.get(self.model) or best.get(Path(self.model).name)
-        return layer or int(AutoConfig.from_pretrained(self.model).num_hidden_layers)
+        return layer or int(AutoConfig.from_pretrained(self.model, trust_remote_code=False).num_hidden_layers)
 
 
 DEFAULT: tuple[Metric, ...] = (Bleu(), RougeL())

@@ -38,7 +38,13 @@ def for_decoding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most ``vocab_size`` tokens, with ``<pad>`` and ``</s>``."""
+    """A byte-level BPE tokenizer of at most ``vocab_size`` tokens, with ``<pad>`` and ``</s>``.
+
+    Raises ModelError for a size that does not hold these two and the 256 bytes, or is larger than any.
+    """
+    least, most = len(pre_tokenizers.ByteLevel.alphabet()) + 2, 1 << 22  # the trainer takes memory for all of them
+    if type(vocab_size) is not int or not least <= vocab_size <= most:
+        raise ModelError(f"a tokenizer of bytes has {least} to {most} tokens: vocab_size cannot be {vocab_size!r}")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
