@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from families import FAMILIES, build
 from skipdecode import ScheduleError, SkipDecodeError, load, loading, trained
 from skipdecode.errors import ModelError
 from tiny import TEXTS, run, save_checkpoint
@@ -286,6 +289,38 @@ def test_a_damaged_pickle_is_named(model: Path) -> None:
     for part in (b"", data[:1], data[:50], data[:-1], data[: len(data) // 2], b"hello", bytes(1000), b"\x80\x04."):
         (model / "pytorch_model.bin").write_bytes(part)
         refused(model, str(model))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sound_checkpoints_of_every_family_are_read_as_they_were_written(name: str, tmp_path: Path) -> None:
+    """F11: tied heads, fused and split projections, buffers: none of them is missing or left over."""
+    written = build(name)
+    written.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read = loading.read_weights(str(tmp_path)).state_dict()
+    assert all(torch.equal(read[key], value) for key, value in written.state_dict().items())
+    reweigh(tmp_path, lambda w: w | {key: w[key].index_fill(0, torch.tensor(0), float("nan")) for key in [min(w)]})
+    with pytest.raises(ModelError, match="not finite"):
+        loading.read_weights(str(tmp_path))
+
+
+def test_a_type_that_is_not_tested_is_said_to_be_so(model: Path) -> None:
+    """The gate takes what looks like a stack of layers; whether that is exact, `skipdecode check` tells."""
+    kind = {"model_type": "biogpt", "activation_function": "gelu"}
+    edit(model / "config.json", **kind, hidden_act="gelu", intermediate_size=64, scale_embedding=False)
+    config = loading.read_config(str(model))
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    with pytest.warns(UserWarning, match=r"'biogpt'.*skipdecode check"):
+        load(str(model), device="cpu")
+
+
+def test_what_is_tested_is_loaded_without_a_word(model: Path) -> None:
+    """No warning that says nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(str(model), device="cpu")
+    assert {build(name).config.model_type for name in FAMILIES} <= loading.TESTED
 
 
 # --- the files of text

@@ -21,18 +21,18 @@ from transformers import (
 from transformers.utils import logging
 
 from .errors import ModelError
-from .files import read_json
 from .gate import attach
 from .prompts import for_decoding, train_tokenizer
 from .soundness import (
-    TEXT_FILES,
+    UNREADABLE,
     Reading,
     check_config,
+    check_files,
     check_generation,
-    check_json,
     check_size,
     check_tokenizer,
     check_weights,
+    read_object,
 )
 
 DEMO = Path(__file__).parent / "checkpoint"
@@ -83,27 +83,8 @@ def load(
     if dtype == "auto" and device == "cpu" and (config.dtype != torch.bfloat16 or not _fast_bfloat16()):
         dtype = torch.float32
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
-    folder = Path(resolve(name))
-    for file in TEXT_FILES if folder.is_dir() else ():
-        check_json(folder / file)
-    with Reading(f"{name}: generation_config.json cannot be read"), suppress(OSError):  # it need not be there
-        check_generation(name, GenerationConfig.from_pretrained(resolve(name), revision=revision))
     tokenizer = load_tokenizer(name, revision)
-    with Reading(f"{name} cannot be loaded"), quiet():
-        if folder.is_dir():
-            with torch.device("meta"):
-                check_size(folder, AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False))
-        model, info = AutoModelForCausalLM.from_pretrained(
-            resolve(name),
-            config=config,
-            dtype=dtype,
-            revision=revision,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # check_weights refuses them, by name
-            **options,
-        )
-    check_weights(name, model, info)
+    model = read_weights(resolve(name), config=config, dtype=dtype, revision=revision, **options)
     check_tokenizer(name, tokenizer, model.get_input_embeddings().weight.shape[0])
     kind = config.get_text_config(decoder=True).model_type
     if kind not in TESTED:
@@ -113,8 +94,37 @@ def load(
     return attach(model.eval()), tokenizer
 
 
+def read_weights(path: str, *, config: Any = None, revision: str | None = None, **options: Any) -> PreTrainedModel:
+    """What :func:`load` takes from a checkpoint beside its tokenizer: the model as it was saved, nothing filled in.
+
+    ``options`` are those of transformers' ``from_pretrained``. Raises ModelError.
+    """
+    check_files(Path(path))
+    config = read_config(path, revision) if config is None else config
+    with Reading(f"{path}: generation_config.json cannot be read"), suppress(OSError):  # it need not be there
+        check_generation(path, GenerationConfig.from_pretrained(path, revision=revision))
+    folder = Path(path) / (options.get("subfolder") or "")
+    if folder.is_dir() and (sketch := _sketch(config)) is not None:
+        check_size(folder, sketch)
+    with Reading(f"{path} cannot be loaded"), _quiet():
+        options |= {"config": config, "revision": revision, "trust_remote_code": False, "output_loading_info": True}
+        # Mismatched shapes are refused too, but by name.
+        model, info = AutoModelForCausalLM.from_pretrained(path, ignore_mismatched_sizes=True, **options)
+    check_weights(path, model, info)
+    return model
+
+
+def _sketch(config: Any) -> PreTrainedModel | None:
+    """The model without memory for its weights; None where it cannot be made: reading it says why."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
+    except UNREADABLE:
+        return None
+
+
 @contextmanager
-def quiet() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Without transformers' warnings: what they say of the weights is an error of ours."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -126,6 +136,7 @@ def quiet() -> Iterator[None]:
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint, ready for :func:`encode_prompts`. Raises ModelError."""
+    check_files(Path(resolve(name)))
     with Reading(f"the tokenizer of {name} cannot be read"):
         return for_decoding(AutoTokenizer.from_pretrained(resolve(name), revision=revision, trust_remote_code=False))
 
@@ -149,7 +160,7 @@ def check_dtype(dtype: str | torch.dtype) -> None:
 
 def read_config(name: str, revision: str | None = None) -> Any:
     """A model's config, read without its weights. Raises ModelError."""
-    check_json(Path(resolve(name)) / "config.json")
+    check_files(Path(resolve(name)), ["config.json"])
     with Reading(f"no model could be read at {name}"):
         config = AutoConfig.from_pretrained(resolve(name), revision=revision, trust_remote_code=False)
     check_config(name, config)
@@ -162,10 +173,10 @@ def _first_line(error: Exception) -> str:
 
 def new_config(path: Path) -> Any:
     """The config of a model to be made, from a ``config.json``. Raises ModelError."""
+    values = read_object(path)
     with Reading(f"{path} is no model config"):
-        values = read_json(path)
-        if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-            raise ModelError(f"{path} is no model config: it is a JSON object with a model_type")
+        if not isinstance(values.get("model_type"), str):
+            raise ModelError(f"{path} is no model config: it has no model_type")
         config = AutoConfig.for_model(**values)
     check_config(str(path), config)
     return config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from types import TracebackType
@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .errors import ModelError
+from .errors import FileError, ModelError, SkipDecodeError
 from .files import read_json
 from .gate import decoder_layers
 
@@ -68,7 +68,7 @@ class Reading:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         # The tokenizers library raises bare Exceptions; ours are of classes of their own.
-        if isinstance(error, ModelError) or not (isinstance(error, UNREADABLE) or kind is Exception):
+        if isinstance(error, SkipDecodeError) or not (isinstance(error, UNREADABLE) or kind is Exception):
             return
         raise ModelError(f"{self.what}: {_one_line(error)}") from error
 
@@ -83,12 +83,22 @@ def _one_line(error: BaseException | None) -> str:
     return named if len(named) <= 300 else named[:300] + "…"
 
 
-def check_json(path: Path) -> None:
-    """Raises ModelError for a file that is there and holds no JSON object."""
-    if path.is_file():
-        with Reading("the checkpoint is damaged"):
-            if not isinstance(read_json(path), dict):
-                raise ModelError(f"the checkpoint is damaged: {path} holds no JSON object")
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a checkpoint. Raises ModelError."""
+    try:
+        values = read_json(path)
+    except FileError as error:
+        raise ModelError(f"the checkpoint is damaged: {error}") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"the checkpoint is damaged: {path} holds no JSON object")
+    return values
+
+
+def check_files(folder: Path, names: Sequence[str] = TEXT_FILES) -> None:
+    """Raises ModelError where one of these is there, but no JSON object: transformers may go on without it."""
+    for path in (folder / name for name in names):
+        if path.is_file():
+            read_object(path)
 
 
 def check_config(name: str, config: Any) -> None:
@@ -108,7 +118,7 @@ def check_size(folder: Path, model: PreTrainedModel) -> None:
         folder: of the checkpoint.
         model: on the meta device.
     """
-    files = sum(p.stat().st_size for p in folder.iterdir() if p.suffix in (".safetensors", ".bin") and p.is_file())
+    files = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     count = sum(parameter.numel() for parameter in model.parameters())
     # Quantized weights have at least a bit each. What is missing from a small one is told by name.
     if count > max(8 * files, 1 << 28):
