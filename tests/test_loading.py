@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from families import FAMILIES, build
-from skipdecode import ScheduleError, SkipDecodeError, load, loading, trained
+from skipdecode import Schedule, ScheduleError, SkipDecodeError, load, loading, trained
 from skipdecode.errors import ModelError
 from tiny import TEXTS, run, save_checkpoint
 
@@ -507,3 +507,28 @@ def test_attentions_that_are_not_there(model: Path, attention: str) -> None:
     """transformers' words, in one line."""
     if attention:
         refused(model, str(model), attention=attention)
+
+
+# --- what the config says of its training
+
+ENTRY = {"method": "skipdecode", "schedules": {"2": Schedule(8, 4, 2, horizon=8).to_dict()}}
+BAD_ENTRIES: list[Any] = [value for value in WRONG if value] + [
+    {"method": "skipdecode"},
+    *({"method": value, "schedules": ENTRY["schedules"]} for value in WRONG if not isinstance(value, str)),
+    *({"method": "skipdecode", "schedules": value} for value in WRONG),
+    *({"method": "skipdecode", "schedules": {"2": value}} for value in WRONG),
+    *({"method": "skipdecode", "schedules": {key: ENTRY["schedules"]["2"]}} for key in ("x", "nan", "inf", "-1", "")),
+]
+
+
+@pytest.mark.parametrize("entry", BAD_ENTRIES, ids=lambda entry: str(entry)[:60])
+def test_an_entry_of_wrong_shape_is_a_schedule_error(model: Path, entry: Any) -> None:
+    """G: "could not convert string to float", and methods that are no names."""
+    edit(model / "config.json", skipdecode=ENTRY)
+    config = loading.read_config(str(model))
+    assert (trained.method(config), trained.choose(config)) == ("skipdecode", Schedule(8, 4, 2, horizon=8))
+    edit(model / "config.json", skipdecode=entry)
+    config = loading.read_config(str(model))
+    with pytest.raises(ScheduleError, match=r"\w") as caught:
+        trained.method(config), trained.choose(config)
+    assert len(str(caught.value)) < 500
