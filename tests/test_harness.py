@@ -316,6 +316,12 @@ def test_a_damaged_checkpoint_is_named(checkpoint: Path, tmp_path: Path, name: s
     assert len(str(caught.value).splitlines()) == 1
 
 
+def test_types_are_those_of_load(checkpoint: Path) -> None:
+    """G: `dtype=Tensor`."""
+    with pytest.raises(ModelError, match="a type is"):
+        load(SkipLM, checkpoint, dtype="Tensor")
+
+
 def test_missing_weights_are_not_scored(checkpoint: Path, tmp_path: Path) -> None:
     """F11: a random layer has a score too."""
     weights = load_file(checkpoint / "model.safetensors")

@@ -27,7 +27,7 @@ from .cache import SkipCache
 from .collation import Collator
 from .errors import SkipDecodeError, UsageError
 from .gate import attach, decoder_layers, teacher_forced
-from .loading import read_weights, resolve
+from .loading import check_dtype, read_weights, resolve
 from .schedule import Schedule
 from .soundness import Reading, check_config, check_files, check_tokenizer
 from .trained import choose
@@ -46,7 +46,9 @@ class SkipLM(HFLM):
         options: as ``hf`` takes them.
 
     Raises:
-        UsageError: encoder-decoder models, a model spread over several devices, a schedule that does not fit.
+        UsageError: a model spread over several devices, or code of a checkpoint asked for.
+        ModelError: what :func:`skipdecode.load` refuses: encoder-decoder models, damaged checkpoints.
+        ScheduleError: a schedule that does not fit.
     """
 
     def __init__(
@@ -66,6 +68,8 @@ class SkipLM(HFLM):
         if isinstance(schedule, str):
             schedule = Schedule.load(schedule)
         options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")  # hf's is cuda, there or not
+        if isinstance(pretrained, str):
+            check_dtype(options.get("dtype") or "auto")
         super().__init__(resolve(pretrained) if isinstance(pretrained, str) else pretrained, **options)
         if isinstance(pretrained, str):
             check_tokenizer(pretrained, self.tokenizer, self.model.get_input_embeddings().weight.shape[0])

@@ -88,9 +88,9 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         values = read_json(path)
     except FileError as error:
-        raise ModelError(f"the checkpoint is damaged: {error}") from None
+        raise ModelError(str(error)) from None
     if not isinstance(values, dict):
-        raise ModelError(f"the checkpoint is damaged: {path} holds no JSON object")
+        raise ModelError(f"{path} holds no JSON object")
     return values
 
 
