@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save
 from transformers import AutoTokenizer, PreTrainedModel, T5Config
 
 import skipdecode
 from families import LAYERS, SCHEDULES, TOP, build
-from skipdecode import Schedule, ScheduleError, SkipCache, attach
+from skipdecode import Schedule, ScheduleError, SkipCache, SkipDecodeError, attach
+from skipdecode.errors import ModelError, UsageError
 from tiny import TEXTS, WORDS, save_checkpoint
 
 pytest.importorskip("lm_eval")
@@ -285,3 +288,67 @@ def test_the_command_line(checkpoint: Path, task: Path, monkeypatch: pytest.Monk
     expected, _ = evaluate("skipdecode", task, pretrained=str(checkpoint), speedup=4)
     assert results["results"]["rest"]["perplexity,none"] == pytest.approx(expected, rel=1e-4)
     assert results["config"]["skipdecode_schedule"]["max_depth"] < LAYERS
+
+
+# --- what a checkpoint is refused for
+
+
+@pytest.mark.parametrize("option", [{"trust_remote_code": True}, {"trust_remote_code": "true"}])
+def test_code_of_a_checkpoint_is_never_asked_for(checkpoint: Path, option: dict[str, Any]) -> None:
+    """F2: the harness would pass it on."""
+    with pytest.raises(UsageError, match="trust_remote_code"):
+        load(SkipLM, checkpoint, **option)
+
+
+def damaged(checkpoint: Path, folder: Path, name: str, data: bytes) -> Path:
+    """A copy with one file of other content."""
+    copy = Path(shutil.copytree(checkpoint, folder / "model"))
+    (copy / name).write_bytes(data)
+    return copy
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("data", [b"", b"[]", b"garbage"])
+def test_a_damaged_checkpoint_is_named(checkpoint: Path, tmp_path: Path, name: str, data: bytes) -> None:
+    """G: what loading refuses, the harness refuses."""
+    with pytest.raises(ModelError, match=str(tmp_path)) as caught:
+        load(SkipLM, damaged(checkpoint, tmp_path, name, data))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_types_are_those_of_load(checkpoint: Path) -> None:
+    """G: `dtype=Tensor`."""
+    with pytest.raises(ModelError, match="a type is"):
+        load(SkipLM, checkpoint, dtype="Tensor")
+
+
+def test_missing_weights_are_not_scored(checkpoint: Path, tmp_path: Path) -> None:
+    """F11: a random layer has a score too."""
+    weights = load_file(checkpoint / "model.safetensors")
+    weights = {key: value for key, value in weights.items() if ".layers.3." not in key}
+    copy = damaged(checkpoint, tmp_path, "model.safetensors", save(weights, {"format": "pt"}))
+    with pytest.raises(ModelError, match="16 weights are missing"):
+        load(SkipLM, copy)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"num_layers": 8}', None])
+def test_a_bad_schedule_file_is_named(checkpoint: Path, tmp_path: Path, text: str | None) -> None:
+    """G: before the weights are read."""
+    path = tmp_path / "schedule.json"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises((SkipDecodeError, FileNotFoundError), match=r"schedule"):
+        load(SkipLM, tmp_path / "none", schedule=str(path))
+
+
+def test_the_command_line_ends_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, task: Path
+) -> None:
+    """G: as skipdecode's own does."""
+    command = ["harness", "--model", "skipdecode", "--tasks", "rest", "--include_path", str(task)]
+    monkeypatch.setattr(sys, "argv", [*command, "--model_args", f"pretrained={tmp_path / 'none'}"])
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("skipdecode: no model at")

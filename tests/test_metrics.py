@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import random
 import shutil
@@ -10,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 
+from skipdecode.errors import ModelError
 from skipdecode.metrics import DEFAULT, BertScore, Bleu, RougeL, bootstrap
 
 WORDS = "The café by the river serves English food . It isn't cheap , but family-friendly ; £20-25 !".split()
@@ -141,3 +144,21 @@ def test_bert_score_without_its_model_says_what_to_give(encoder, tmp_path):
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": 10**30}))
     with pytest.raises(ValueError, match="must say model_max_length"):
         BertScore(str(unlimited)).score(["a"], [["a"]])
+
+
+@pytest.mark.parametrize("layer", [1, None])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_of_an_encoder_never_runs(encoder, tmp_path, monkeypatch, capsys, layer, file):
+    """F2: bert-score lets transformers ask on standard input."""
+    folder = shutil.copytree(encoder, tmp_path / "encoder")
+    (folder / "spy.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
+    names = {"AutoConfig": "spy.Config", "AutoModel": "spy.Model", "AutoTokenizer": [None, "spy.Tokens"]}
+    kind = {"model_type": "spy"} if file == "config.json" else {"tokenizer_class": "Tokens"}
+    for name in ("config.json", file):
+        values = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(values | {"auto_map": names} | (kind if name == file else {})))
+    monkeypatch.setattr("sys.stdin", io.StringIO("yes\nyes\nyes\n"))
+    with contextlib.suppress(ModelError):
+        BertScore(str(folder), layer).score(["a dog ran"], [["the cat sat"]])
+    assert not (tmp_path / "ran").exists()
+    assert "Do you wish" not in capsys.readouterr().out

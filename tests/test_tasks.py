@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
-from skipdecode.errors import TaskError
-from skipdecode.tasks import get_task
+from skipdecode.errors import MissingExtra, SkipDecodeError, TaskError
+from skipdecode.inputs import read_items
+from skipdecode.tasks import TASKS, get_task
 from skipdecode.tasks.cnn_dm import CnnDm
 from skipdecode.tasks.reddit_tldr import RedditTldr
 
@@ -206,5 +212,127 @@ def test_what_the_hub_does_not_give_is_named(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)
     for folder in ("owner/name", "../name", "name", str(tmp_path / "none")):
-        with pytest.raises(TaskError, match=r"test\.jsonl cannot be read"):
+        with pytest.raises(TaskError, match=r"holds no test\.jsonl|there is no"):
             get_task("cnn_dm").read(Path(folder), "test")
+
+
+# --- damaged data ends in one line, whatever the damage
+
+GOOD = "prompt,response\na,b\nc,d\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        ('prompt,response\n"a,b\nc,d\n', r"train\.csv, line 2"),
+        ('prompt,response\n"a"x,b\nc,"d"\n', r"train\.csv, line 2"),
+        ('prompt,response\n"a,b\nc,"d"\n', r"train\.csv, line 2"),
+        ("prompt,response\na, and more,b\n", r"train\.csv, line 2: has 3 fields, the header 2"),
+        ("prompt,response\na\n", r"train\.csv, row 2: needs text"),
+        ("prompt,response,prompt\na,b,c\n", r"train\.csv.*twice"),
+        ("question,answer\na,b\n", r"row 2: needs text under the columns prompt and response; it has question, answer"),
+    ],
+)
+def test_a_csv_of_which_rows_could_be_lost_is_refused(tmp_path, data, match):
+    """F16: a stray quote swallowed the rows up to the next one; an unquoted comma cut the prompt."""
+    (tmp_path / "train.csv").write_text(data, encoding="utf-8")
+    with pytest.raises(TaskError, match=match):
+        get_task("jsonl").read(tmp_path, "train")
+
+
+def test_a_csv_of_long_fields_quotes_and_line_breaks_is_read(tmp_path):
+    """F16: strict is not narrow."""
+    long = "x" * 200_000
+    (tmp_path / "train.csv").write_text(
+        f'\ufeffprompt,response\n"a ""b"", c\nd",{long}\n5" pipe,e\n\n', encoding="utf-8"
+    )
+    rows = [(e.prompt, e.references) for e in get_task("jsonl").read(tmp_path, "train")]
+    assert rows == [('a "b", c\nd', (long,)), ('5" pipe', ("e",))]
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ("[" * 100_000, "line 2.*nested too deep"),
+        ('{"prompt": "a\\ud800", "response": "b"}', "line 2.*not UTF-8"),
+        ('{"prompt": "a", "response": "\\udfff b"}', "line 2.*not UTF-8"),
+        ('{"prompt": ' + "1" * 5000 + "}", "line 2"),
+        ("NaN", "row 2"),
+        ('"text"', "row 2"),
+    ],
+)
+def test_a_line_that_no_tokenizer_takes_is_named(tmp_path, line, match):
+    """G: RecursionError, and TypeError from the tokenizer."""
+    good = json.dumps({"prompt": "a", "response": "b"})
+    (tmp_path / "train.jsonl").write_text(f"{good}\n{line}\n", encoding="utf-8")
+    with pytest.raises(TaskError, match=rf"train\.jsonl, {match}") as caught:
+        get_task("jsonl").read(tmp_path, "train")
+    assert len(str(caught.value)) < 500
+
+
+def test_a_json_array_is_refused_in_one_line(tmp_path):
+    """B11, for training data: one error, and it says what is wanted."""
+    rows = [{"prompt": "a", "response": "b"}] * 3
+    for text in (json.dumps(rows), json.dumps(rows, indent=2), "\n " + json.dumps(rows)):
+        (tmp_path / "train.jsonl").write_text(text, encoding="utf-8")
+        with pytest.raises(TaskError, match=r"train\.jsonl.*an array.*one object per line"):
+            get_task("jsonl").read(tmp_path, "train")
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_what_is_not_there_is_said_to_be_not_there(tmp_path, task):
+    """G: `--data nope` "holds no train.jsonl" though it does not exist."""
+    with pytest.raises(TaskError, match=f"there is no {tmp_path / 'nope'}"):
+        get_task(task).read(tmp_path / "nope", "train")
+    with pytest.raises(TaskError, match=f"{tmp_path} holds no train"):
+        get_task(task).read(tmp_path, "train")
+    if task != "jsonl":
+        (tmp_path / "file.csv").write_text(GOOD, encoding="utf-8")
+        with pytest.raises(TaskError, match=r"file\.csv is no folder"):
+            get_task(task).read(tmp_path / "file.csv", "train")
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    data=st.binary(max_size=60)
+    | st.text(st.sampled_from('prmtesonul,":{}[]\\\n\r \x00ud8é'), max_size=60).map(str.encode)
+)
+@example(data=b'{"prompt": "a", "response": "\\ud800"}')
+@example(data=b"\xef\xbb\xbf\xef\xbb\xbfprompt,response\n\r\n,\n")
+def test_whatever_a_file_holds_reading_ends_in_examples_or_one_line(tmp_path, suffix, data):
+    """G: never a traceback of csv, json or a codec; what is read can be written and tokenized."""
+    path = tmp_path / f"train{suffix}"
+    head = b"prompt,response\n" if suffix == ".csv" else b'{"prompt": "a", "response": "b"}\n'
+    for content in (data, head + data):
+        path.write_bytes(content)
+        with suppress(TaskError):
+            for one in get_task("jsonl").read(path, "train"):
+                assert (one.prompt + one.references[0]).encode()
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv", "text", None])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    data=st.binary(max_size=60) | st.text(st.sampled_from('prompt,":{}[]\\\n\r \x00ud8é'), max_size=60).map(str.encode)
+)
+def test_whatever_an_input_holds_is_items_in_order_or_one_line(tmp_path, form, data):
+    """Held: bad rows are reported, never fatal."""
+    path = tmp_path / "input"
+    path.write_bytes(data)
+    with suppress(SkipDecodeError):
+        items = read_items(str(path), get_task("jsonl"), form)
+        lines = [item.line for item in items]
+        assert lines == sorted(lines)
+        assert all((item.error is None) == bool(item.prompt) for item in items)
+        assert json.dumps([item.columns for item in items], ensure_ascii=False).encode()
+
+
+def test_a_missing_library_is_named_with_its_extra(monkeypatch):
+    """G: "No module named 'datasets'" names no remedy."""
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.delitem(sys.modules, "skipdecode.collation", raising=False)
+    with pytest.raises(MissingExtra, match=r"pip install 'skipdecode\[train\]'"):
+        import_module("skipdecode.collation")
+    with pytest.raises(MissingExtra, match=r"pip install 'skipdecode\[train\]'"):
+        get_task("cnn_dm").read(Path("owner/name"), "test")

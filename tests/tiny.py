@@ -7,10 +7,12 @@ import io
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
-from transformers import OPTConfig, OPTForCausalLM
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from skipdecode.cli import main
 from skipdecode.prompts import train_tokenizer
@@ -39,6 +41,48 @@ def save_checkpoint(folder: Path, layers: int = 8, positions: int = 96) -> Path:
     OPTForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def sentence_pieces(kind: str = "legacy", *, bos: bool = True, eos: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer in the form of Llama's: a space is a letter, and a text begins with one that is not there.
+
+    Args:
+        kind: ``legacy`` (Llama 2: the normalizer puts it there), ``first`` or ``always`` (Metaspace, of pieces by
+            BPE), ``unigram`` (Metaspace, of likely pieces), ``crossing`` (as legacy, with merges over words).
+        bos, eos: whether every text gets one.
+    """
+    special = ["<unk>", "<s>", "</s>"]
+    alphabet = sorted({*"".join(TEXTS), *map(chr, range(33, 127)), "▁", "\n"})
+    if kind == "unigram":
+        pieces = Tokenizer(models.Unigram())
+        trainer: Any = trainers.UnigramTrainer(
+            vocab_size=200, special_tokens=special, unk_token="<unk>", initial_alphabet=alphabet, show_progress=False
+        )
+    else:
+        pieces = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+        trainer = trainers.BpeTrainer(
+            vocab_size=200, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
+    scheme = kind if kind in ("first", "always") else "always"
+    pieces.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=kind != "crossing")
+    pieces.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    pieces.train_from_iterator(TEXTS * 20, trainer)
+    if kind in ("legacy", "crossing"):
+        pieces.pre_tokenizer = pre_tokenizers.Sequence([])
+        pieces.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        strip = decoders.Strip(" ", 1, 0)
+        pieces.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), strip])
+    template = f"{'<s> ' * bos}$A{' </s>' * eos}"
+    pieces.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 1), ("</s>", 2)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=pieces,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="</s>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from .errors import MissingExtra
 from .prompts import encode_prompts, encode_response
 from .tasks import Example
+
+try:
+    from datasets import Dataset
+except ImportError:
+    raise MissingExtra("batches of text need datasets: pip install 'skipdecode[train]'") from None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,11 @@ The harness has no plug-ins; this is its command line with one model more:
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,10 +25,11 @@ from transformers import PreTrainedModel
 
 from .cache import SkipCache
 from .collation import Collator
-from .errors import UsageError
+from .errors import SkipDecodeError, UsageError
 from .gate import attach, teacher_forced
-from .loading import resolve
+from .loading import check_dtype, read_weights, resolve
 from .schedule import Schedule
+from .soundness import Reading, check_config, check_files, check_tokenizer
 from .stack import decoder_layers
 from .trained import choose
 
@@ -42,7 +47,9 @@ class SkipLM(HFLM):
         options: as ``hf`` takes them.
 
     Raises:
-        UsageError: encoder-decoder models, a model spread over several devices, a schedule that does not fit.
+        UsageError: a model spread over several devices, or code of a checkpoint asked for.
+        ModelError: what :func:`skipdecode.load` refuses: encoder-decoder models, damaged checkpoints.
+        ScheduleError: a schedule that does not fit.
     """
 
     def __init__(
@@ -54,13 +61,19 @@ class SkipLM(HFLM):
         full: bool = False,
         **options: Any,
     ) -> None:
+        if options.get("trust_remote_code"):
+            raise UsageError("trust_remote_code would run code of the checkpoint, which skipdecode never does")
         for name in ("parallelize", "tp_plan"):
             if options.get(name):
                 raise UsageError(f"{name} spreads a model over several devices, which is not supported: leave it out")
         if isinstance(schedule, str):
             schedule = Schedule.load(schedule)
         options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")  # hf's is cuda, there or not
+        if isinstance(pretrained, str):
+            check_dtype(options.get("dtype") or "auto")
         super().__init__(resolve(pretrained) if isinstance(pretrained, str) else pretrained, **options)
+        if isinstance(pretrained, str):
+            check_tokenizer(pretrained, self.tokenizer, self.model.get_input_embeddings().weight.shape[0])
         layers = len(decoder_layers(attach(self.model)))
         self.schedule = Schedule.full(layers) if full else choose(self.config, speedup, schedule)
 
@@ -68,6 +81,17 @@ class SkipLM(HFLM):
         super()._get_backend(*args, **kwargs)
         if self.backend != "causal":  # said before the weights are loaded
             raise UsageError("the skipdecode backend works on decoder-only causal LMs, not on encoder-decoder models")
+        self.AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=read_weights)  # hf's would fill in what is missing
+
+    def _get_config(self, pretrained: str, *args: Any, **kwargs: Any) -> None:
+        check_files(Path(pretrained), ["config.json"])
+        with Reading(f"no model could be read at {pretrained}"):
+            super()._get_config(pretrained, *args, **kwargs)
+        check_config(pretrained, self._config)
+
+    def _create_tokenizer(self, pretrained: Any, *args: Any, **kwargs: Any) -> None:
+        with Reading(f"the tokenizer of {pretrained if isinstance(pretrained, str) else 'the model'} cannot be read"):
+            super()._create_tokenizer(pretrained, *args, **kwargs)
 
     def _loglikelihood_tokens(
         self,
@@ -129,10 +153,16 @@ class SkipLM(HFLM):
 
 
 def main() -> None:
-    """The harness's command line."""
+    """The harness's command line; what the user can mend ends it with one line and exit code 2."""
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except SkipDecodeError as error:
+        if os.environ.get("SKIPDECODE_DEBUG"):
+            raise
+        print(f"skipdecode: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

@@ -144,11 +144,14 @@ class BertScore(_Mean):
         return result
 
     def _layer(self) -> int:
-        from transformers import AutoConfig
+        from transformers import AutoConfig, AutoTokenizer
 
+        # Said no here: bert-score lets transformers ask, on standard input, whether to run a checkpoint's code.
+        config = AutoConfig.from_pretrained(self.model, trust_remote_code=False)
+        AutoTokenizer.from_pretrained(self.model, trust_remote_code=False)
         best = import_module("bert_score.utils").model2layers
         layer = self.num_layers or best.get(self.model) or best.get(Path(self.model).name)
-        return layer or int(AutoConfig.from_pretrained(self.model).num_hidden_layers)
+        return layer or int(config.num_hidden_layers)
 
 
 DEFAULT: tuple[Metric, ...] = (Bleu(), RougeL())

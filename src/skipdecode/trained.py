@@ -7,6 +7,7 @@ for. A model that was calibrated but never trained has no ``method``.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ def entry(schedules: Mapping[float, Schedule], method: str = "skipdecode") -> di
 
 
 def method(config: Any) -> str:
-    """The method that a model of this config was trained by; ``full`` if it does not say."""
-    return _entry(config).get("method", "full")
+    """The method that a model of this config was trained by; ``full`` if it does not say. Raises ScheduleError."""
+    name = _entry(config).get("method", "full")
+    if not isinstance(name, str):
+        raise ScheduleError(f"the model config's {CONFIG_KEY!r} names no method: {name!r}")
+    return name
 
 
 def schedules(config: Any) -> dict[float, Schedule]:
@@ -39,8 +43,8 @@ def schedules(config: Any) -> dict[float, Schedule]:
     if not values:
         return {}
     if not isinstance(values.get("schedules"), dict) or not values["schedules"]:
-        raise ScheduleError(f"the model config's {CONFIG_KEY!r} has no schedules: {values}")
-    return {float(k): Schedule.from_dict(schedule) for k, schedule in values["schedules"].items()}
+        raise ScheduleError(f"the model config's {CONFIG_KEY!r} has no schedules: {str(values)[:200]}")
+    return {_speedup(k): Schedule.from_dict(schedule) for k, schedule in values["schedules"].items()}
 
 
 def schedules_of(config: Any, method_name: str) -> dict[float, Schedule]:
@@ -111,8 +115,18 @@ def _key(speedup: float) -> str:
     return short if float(short) == speedup else repr(float(speedup))
 
 
+def _speedup(key: str) -> float:
+    try:
+        value = float(key)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value < math.inf:
+        raise ScheduleError(f"the model config's {CONFIG_KEY!r} has a schedule for {key!r}, which is no speed-up")
+    return value
+
+
 def _entry(config: Any) -> dict[str, Any]:
     values = getattr(config, CONFIG_KEY, None) or {}
     if not isinstance(values, dict):
-        raise ScheduleError(f"the model config's {CONFIG_KEY!r} is no JSON object: {values}")
+        raise ScheduleError(f"the model config's {CONFIG_KEY!r} is no JSON object: {str(values)[:200]}")
     return values

@@ -9,9 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from ..errors import MissingExtra, TaskError
+from ..errors import FileError, MissingExtra, TaskError
+from ..files import parse_json
+
+# Articles are longer than csv's 131,072 characters; a C long may have 32 bits.
+csv.field_size_limit(2**31 - 1)
 
 
 @dataclass(frozen=True)
@@ -82,14 +86,27 @@ def read_split(
     if not source.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source.as_posix()):
         where, rows = f"{source.as_posix()} ({split})", _from_hub(source.as_posix(), split, config)
     else:
-        path = next((path for name in files if (path := source / name).exists()), source / files[0])
+        path = find(source, files)
         where, rows = str(path), read_rows(path)
-    for number, row in enumerate(rows, 2 if where.endswith(".csv") else 1):
+    for number, row in enumerate(rows, 2 if where.lower().endswith(".csv") else 1):
         form = next((form for form in forms if has_text(row, form)), None)
         if form is None:
             wanted = " or ".join(" and ".join(columns) for columns in forms)
-            raise TaskError(f"{where}, row {number}: needs text under the columns {wanted}")
+            there = f"it has {', '.join(map(str, row))[:200]}" if isinstance(row, Mapping) else "it is no JSON object"
+            raise TaskError(f"{where}, row {number}: needs text under the columns {wanted}; {there}")
         yield {name: row[column] for column, name in form.items()}
+
+
+def find(folder: Path, files: Sequence[str]) -> Path:
+    """The first of these files that a folder holds. Raises TaskError."""
+    if not folder.exists():
+        raise TaskError(f"there is no {folder}: give the folder that holds {' or '.join(files)}")
+    if not folder.is_dir():
+        raise TaskError(f"{folder} is no folder: give the one that holds {' or '.join(files)}")
+    path = next((path for name in files if (path := folder / name).exists()), None)
+    if path is None:
+        raise TaskError(f"{folder} holds no {' or '.join(files)}")
+    return path
 
 
 def has_text(row: Any, columns: Iterable[str]) -> bool:
@@ -101,7 +118,9 @@ def _from_hub(name: str, split: str, config: str | None) -> Iterable[Mapping[str
     try:
         import datasets
     except ImportError:
-        raise MissingExtra(f"{name} is no folder, and the hub needs datasets: pip install skipdecode[train]") from None
+        raise MissingExtra(
+            f"{name} is no folder here, and the hub needs datasets: pip install 'skipdecode[train]'"
+        ) from None
     try:
         try:
             return datasets.load_dataset(name, config, split=split)
@@ -109,24 +128,64 @@ def _from_hub(name: str, split: str, config: str | None) -> Iterable[Mapping[str
             # Loading scripts are no longer run; the hub keeps what they made of the data on a branch of its own.
             return datasets.load_dataset(name, split=split, revision="refs/convert/parquet")
     except (OSError, ValueError, RuntimeError) as error:
-        raise TaskError(f"{name} is no folder here, and the hub's cannot be loaded ({split}): {error}") from None
+        why = " ".join(str(error).split())
+        raise TaskError(f"{name} is no folder here, and the hub's cannot be loaded ({split}): {why}") from None
 
 
 def read_rows(path: Path) -> Iterator[dict[str, str]]:
     """Rows of a CSV or JSONL file that has to be whole: training and test data. Raises TaskError."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            if path.suffix == ".csv":
-                yield from csv.DictReader(file)
-            else:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        try:
-                            yield json.loads(line)
-                        except json.JSONDecodeError as error:
-                            raise TaskError(f"{path}, line {number}: not JSON: {error}") from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise TaskError(f"{path} cannot be read: {error}") from None
+            yield from (_csv if path.suffix.lower() == ".csv" else _jsonl)(path, file)
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{path} is not UTF-8: {error}") from None
+    except OSError as error:
+        raise TaskError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _csv(path: Path, file: TextIO) -> Iterator[dict[str, str]]:
+    # Strict, or a stray quote would swallow the rows up to the next one.
+    reader = csv.DictReader(file, strict=True)
+    line = 1
+    try:
+        names = reader.fieldnames or []
+        if len(set(names)) < len(names):
+            raise TaskError(f"{path} has a column twice: {', '.join(names)}")
+        line = reader.line_num + 1
+        for row in reader:
+            if None in row:
+                fields = len(names) + len(row[None])
+                raise TaskError(f"{path}, line {line}: has {fields} fields, the header {len(names)}: quote the commas")
+            yield row
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise TaskError(f"{path}, line {line}: a quote is missing, or one too many: {error}") from None
+
+
+def _jsonl(path: Path, file: TextIO) -> Iterator[dict[str, str]]:
+    first = True
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        if first and line.lstrip().startswith("["):
+            raise TaskError(f"{path} holds an array: JSONL has one object per line")
+        first = False
+        try:
+            row = parse_json(line, f"{path}, line {number}")
+        except FileError as error:
+            raise TaskError(str(error)) from None
+        if "\\u" in line and not _is_utf8(row):
+            raise TaskError(f"{path}, line {number}: not UTF-8: it escapes half a character (a lone surrogate)")
+        yield row
+
+
+def _is_utf8(value: Any) -> bool:
+    """Whether a value of JSON can be written: an escape may stand for half a character, which no tokenizer takes."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def examples(pairs: Iterable[tuple[str, str]], split: str) -> list[Example]:

@@ -1,0 +1,175 @@
+"""Where a prompt ends and a response begins: training sees the ids that decoding will, in every kind of tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from skipdecode.collation import Collator, encode
+from skipdecode.errors import ModelError
+from skipdecode.loading import DEMO
+from skipdecode.prompts import encode_prompts, encode_response, train_tokenizer
+from skipdecode.tasks import Example, get_task
+from tiny import TEXTS, WORDS, sentence_pieces
+
+E2E = Path(__file__).parents[2] / "shared" / "data" / "e2e"
+
+TOKENIZERS: dict[str, PreTrainedTokenizerBase] = {"bytes": train_tokenizer(TEXTS * 20, 320)}
+TOKENIZERS |= {kind: sentence_pieces(kind) for kind in ("legacy", "first", "always", "unigram")}
+TOKENIZERS |= {"closed": sentence_pieces("legacy", eos=True), "bare": sentence_pieces("first", bos=False)}
+ALL = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+#: Its merges run over words: a text is rarely cut where its prompt ends.
+CROSSING = sentence_pieces("crossing")
+
+words = st.lists(st.sampled_from([*WORDS, "x,", "ash", "'s", "->", "7", "I."]), min_size=1, max_size=6).map(" ".join)
+printable = st.text(st.sampled_from("\n abcdehst.,'7->"), min_size=1, max_size=12).filter(lambda t: bool(t.strip()))
+FAST = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """What the ids say."""
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def split(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str) -> tuple[list[int], list[int]]:
+    """A pair's ids."""
+    return encode_prompts(tokenizer, [prompt])[0], encode_response(tokenizer, [(prompt, response)])[0]
+
+
+@ALL
+@FAST
+@given(prompt=words, response=words)
+@example(prompt="the cat", response="sat on a mat")
+def test_prompt_and_response_are_the_whole_text(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str) -> None:
+    """B1: Llama's kind made a lone space of the one between them: ``▁ ▁sat``."""
+    before, after = split(tokenizer, prompt, response)
+    whole = encode_prompts(tokenizer, [f"{prompt} {response}"])[0]
+    assert before + after[:-1] == whole
+    assert after[-1] == tokenizer.eos_token_id
+    assert text_of(tokenizer, before + after) == f"{prompt} {response}"
+
+
+@pytest.mark.parametrize("tokenizer", [*TOKENIZERS.values(), CROSSING], ids=[*TOKENIZERS, "crossing"])
+@FAST
+@given(prompt=printable | words, response=printable | words)
+@example(prompt="the cat ", response="sat")
+@example(prompt="the cat\n\n", response="sat")
+@example(prompt="the cat  ", response=" sat")
+@example(prompt="the", response="  cat")
+def test_a_boundary_within_a_token_keeps_prompt_and_text(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, response: str
+) -> None:
+    """B1: the prompt is what decoding will see, whatever the text would have been cut to; nothing is added or lost."""
+    before, after = split(tokenizer, prompt, response)
+    whole = prompt + ("" if prompt[-1].isspace() else " ") + response
+    ids = encode_prompts(tokenizer, [whole])[0]
+    assert text_of(tokenizer, before + after[:-1]) == text_of(tokenizer, ids)
+    if ids[: len(before)] == before:
+        assert before + after[:-1] == ids
+
+
+def alone(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str) -> list[int]:
+    """The ids of a response as they were before whole texts were cut."""
+    text = response if prompt[-1:].isspace() else f" {response}"
+    return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+
+@FAST
+@given(prompt=printable | words, response=printable | words)
+@example(prompt="the cat ", response="sat")
+def test_bytes_are_cut_as_they_were(prompt: str, response: str) -> None:
+    """B1 is Llama's: what was trained before, the embedded checkpoint too, sees the ids that it did."""
+    tokenizer = TOKENIZERS["bytes"]
+    assert split(tokenizer, prompt, response)[1] == alone(tokenizer, prompt, response)
+
+
+@pytest.mark.skipif(not E2E.exists(), reason="the E2E release is not beside the checkout (docs/training.md)")
+def test_the_embedded_checkpoints_ids_are_what_they_were() -> None:
+    """B1: its figures hold."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    rows = get_task("e2e").read(E2E, "validation")
+    pairs = [(row.prompt, reference) for row in rows for reference in row.references][:1000]
+    prompts = tokenizer([prompt for prompt, _ in pairs])["input_ids"]
+    assert encode_prompts(tokenizer, [prompt for prompt, _ in pairs]) == prompts
+    assert encode_response(tokenizer, pairs) == [alone(tokenizer, *pair) for pair in pairs]
+
+
+def test_an_end_that_the_tokenizer_puts_is_taken_off_and_no_other() -> None:
+    """A model must go on after the prompt; an end that the user wrote is the prompt's."""
+    closing, open_ended = TOKENIZERS["closed"], TOKENIZERS["legacy"]
+    eos = closing.eos_token_id
+    assert closing("the cat")["input_ids"][-1] == eos
+    assert encode_prompts(closing, ["the cat"])[0][-1] != eos
+    assert encode_prompts(open_ended, ["the cat</s>"])[0][-1] == eos
+    assert encode_prompts(closing, ["the cat</s>"])[0][-1] == eos
+    assert encode_prompts(closing, ["the cat</s>"])[0][-2] != eos
+    assert encode_prompts(closing, []) == []
+    assert encode_response(closing, []) == []
+
+
+def test_a_tokenizer_without_an_end_is_refused() -> None:
+    """A model could not learn to stop."""
+    tokenizer = sentence_pieces()
+    tokenizer.eos_token = None
+    with pytest.raises(ModelError, match="end-of-sequence"):
+        encode_response(tokenizer, [("a", "b")])
+
+
+# --- batches
+
+rows = st.lists(
+    st.tuples(
+        st.lists(st.integers(3, 90), min_size=1, max_size=9), st.lists(st.integers(3, 90), min_size=1, max_size=9)
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=rows, multiple=st.sampled_from([1, 4, 8]), room=st.none() | st.integers(0, 12))
+def test_every_response_token_is_a_label_once_where_it_is_predicted(
+    rows: list[tuple[list[int], list[int]]], multiple: int, room: int | None
+) -> None:
+    """The prompt edge is one column; what is fed is the text; a batch is no wider than the model."""
+    longest = max(len(prompt) for prompt, _ in rows)
+    widest = None if room is None else max(longest + room, *(len(p) + len(r) - 1 for p, r in rows))
+    collate = Collator(pad_token_id=0, multiple=multiple, max_length=widest)
+    batch: Any = collate([{"prompt_ids": prompt, "response_ids": response} for prompt, response in rows])
+    ids, mask, labels, edge = (batch[key] for key in ("input_ids", "attention_mask", "labels", "prompt_length"))
+    width = ids.shape[1]
+    assert ids.shape == mask.shape == batch["position_ids"].shape
+    assert labels.shape == (len(rows), 1 + width - edge + 1)
+    assert widest is None or width <= widest
+    assert edge >= longest
+    for i, (prompt, whole) in enumerate(rows):
+        here = mask[i].bool()
+        response = whole[: width - edge + 1]  # beside a longer prompt, the end of a response may have no room
+        assert response == whole or width == widest
+        assert ids[i][here].tolist() == [*prompt, *response[:-1]]
+        assert here.nonzero().flatten().tolist() == list(range(edge - len(prompt), edge + len(response) - 1))
+        assert batch["position_ids"][i][here].tolist() == list(range(len(prompt) + len(response) - 1))
+        assert torch.equal(ids[i][~here], torch.zeros_like(ids[i][~here]))
+        # Column edge - 1 + j predicts the response's token j.
+        assert labels[i, 1 : 1 + len(response)].tolist() == response
+        assert (labels[i] != -100).sum() == len(response)
+
+
+@ALL
+def test_encoded_rows_are_the_examples_that_fit(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Ids of each example in its order; none is longer than asked for."""
+    examples = [Example(text, (text[::-1],)) for text in TEXTS]
+    rows = list(encode(examples, tokenizer, 1000))
+    assert [(row["prompt_ids"], row["response_ids"]) for row in rows] == [
+        split(tokenizer, e.prompt, e.references[0]) for e in examples
+    ]
+    longest = sorted(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)[len(rows) // 2]
+    kept = list(encode(examples, tokenizer, longest))
+    assert 0 < len(kept) < len(rows)
+    assert all(len(row["prompt_ids"]) + len(row["response_ids"]) <= longest for row in kept)
