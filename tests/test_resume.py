@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -27,14 +25,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForC
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from skipdecode import Schedule, training
-from skipdecode.checkpoints import RECORD, RunFolder, run_folder
+from skipdecode.checkpoints import RunFolder, run_folder
 from skipdecode.collation import Collator
-from skipdecode.errors import FileError, JobError
+from skipdecode.errors import JobError
 from skipdecode.prompts import for_decoding, train_tokenizer
 from skipdecode.sampler import LengthGrouped
 from skipdecode.tasks import Example, get_task
 from skipdecode.training import arguments, train
-from tiny import TEXTS, run
+from tiny import TEXTS
 
 #: 14 rows of several widths: with batches of 4, an epoch has four steps, the last of which is short.
 EXAMPLES = [Example(text[: 5 + 2 * i], (text[6 + 2 * i :],)) for i, text in enumerate((TEXTS * 2)[:14])]
@@ -163,6 +161,17 @@ def test_a_run_killed_at_every_step_sees_the_same_rows_and_ends_with_the_same_we
     assert torch.equal(resumed, whole)
 
 
+def test_a_finished_run_is_not_trained_further(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command once more changes nothing, where transformers takes a step past the last; fewer are refused."""
+    options = {"max_steps": 6, "lr_scheduler_type": "constant"}
+    first = go(checkpoint, tmp_path / "run", monkeypatch, **options)
+    assert torch.equal(go(checkpoint, tmp_path / "run", monkeypatch, **options), first)
+    with pytest.raises(JobError, match="step 6, past the 5"):
+        go(checkpoint, tmp_path / "run", monkeypatch, **options | {"max_steps": 5})
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60),
@@ -175,7 +184,7 @@ def test_a_run_killed_at_every_step_sees_the_same_rows_and_ends_with_the_same_we
 def test_the_order_of_rows_is_a_function_of_seed_and_epoch(
     lengths: list[int], group: int, seed: int, epoch: int, skipped: int, processes: int
 ) -> None:
-    """F1: all rows once, whatever was drawn before; cut anywhere, the rest is the rest; in each of several processes."""
+    """F1: all rows once, whatever was drawn before; cut anywhere, the rest is the rest, in each process."""
     now = [epoch]
     sampler = LengthGrouped(lengths, group, seed, lambda: now[0])
     torch.manual_seed(skipped)
@@ -257,6 +266,7 @@ def test_a_run_killed_between_any_two_writes_goes_on(
 
     And until the last one, what lies in OUTPUT is the old model, or nothing that loads.
     """
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # what a process wrote outlives it
     old = tmp_path / "old"
     first = go(checkpoint, old, monkeypatch, max_steps=1)
     (old / "pytorch_model.bin").write_bytes(b"an older model's weights")
@@ -267,7 +277,7 @@ def test_a_run_killed_between_any_two_writes_goes_on(
     def watch(patch: pytest.MonkeyPatch, fatal: int) -> None:
         def deadly(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             def called(*args: Any, **kwargs: Any) -> Any:
-                calls.append(name)
+                calls.append(f"{name} {args}")
                 if len(calls) > fatal >= 0:  # the dead clean up nothing
                     raise KilledError
                 return function(*args, **kwargs)
@@ -291,13 +301,15 @@ def test_a_run_killed_between_any_two_writes_goes_on(
     total = len(calls)
     assert total > 20
     assert not torch.equal(first, whole)
-    for fatal in range(total):
+    # The second checkpoint is written as the first and the third are.
+    for fatal in [i for i, call in enumerate(calls) if "checkpoint-2" not in call]:
         folder = tmp_path / "killed"
         shutil.copytree(old, folder)
-        with monkeypatch.context() as patch, pytest.raises(KilledError):
-            calls.clear()
+        calls.clear()
+        with monkeypatch.context() as patch:
             watch(patch, fatal)
-            go(checkpoint, folder, monkeypatch, **options)
+            with pytest.raises(KilledError):
+                go(checkpoint, folder, monkeypatch, **options)
         if (folder / "config.json").exists():
             found = AutoModelForCausalLM.from_pretrained(folder)
             weights = torch.cat([p.detach().flatten() for p in found.parameters()])
@@ -308,3 +320,22 @@ def test_a_run_killed_between_any_two_writes_goes_on(
         names = {path.name for path in folder.iterdir() if not path.name.endswith(".tmp")}
         assert names == {path.name for path in (tmp_path / "whole").iterdir()}, f"left behind after write {fatal}"
         shutil.rmtree(folder)
+
+
+def test_a_run_killed_by_the_system_goes_on(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1, in a process of its own, by SIGKILL in the second epoch; its lock goes with it."""
+    code = (
+        "import os, signal, sys, pytest, pathlib, test_resume as t\n"
+        "t.StopAt.on_step_end = lambda self, args, state, control, **_: "
+        "os.kill(os.getpid(), signal.SIGKILL) if state.global_step == self.step else None\n"
+        "t.go(*map(pathlib.Path, sys.argv[1:]), pytest.MonkeyPatch(), stop=8)"
+    )
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, str(checkpoint), str(tmp_path / "killed")]
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    assert (tmp_path / "killed" / "checkpoint-6").is_dir()
+    assert torch.equal(
+        go(checkpoint, tmp_path / "killed", monkeypatch), go(checkpoint, tmp_path / "whole", monkeypatch)
+    )

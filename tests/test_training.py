@@ -7,15 +7,15 @@ import json
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig
 
 import skipdecode
 from skipdecode import Schedule, SkipCache
 from skipdecode.collation import Collator, encode
-from skipdecode.tasks import Example, Jsonl, get_task
+from skipdecode.tasks import Example, Jsonl
 from skipdecode.trained import default, entry
 from skipdecode.trained import schedules as schedules_of
-from skipdecode.training import SkipTrainer, arguments, newest_checkpoint, train
+from skipdecode.training import SkipTrainer, arguments
 from tiny import TEXTS, run, save_checkpoint
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS * 3]
@@ -144,44 +144,6 @@ def test_the_result_is_a_stock_directory_that_carries_its_schedule(checkpoint, d
     assert result.cost.average_depth == pytest.approx(schedule.average_depth(11))
     other = skipdecode.generate(model, tokenizer, TEXTS[:3], speedup=2, max_new_tokens=12, eos_token_id=None)
     assert other.cost.average_depth == pytest.approx(Schedule.for_speedup(2, 8, horizon=10).average_depth(11))
-
-
-class Kill(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 5:
-            raise KeyboardInterrupt
-
-
-def test_a_killed_run_resumes_to_the_same_weights(checkpoint, tmp_path, monkeypatch):
-    """Killed after step 5, checkpointed at 4: data order, budgets and optimizer go on as if nothing had happened."""
-    schedules = {k: Schedule.for_speedup(k, 8, horizon=6) for k in (1, 2, 4)}
-
-    def go(name, resume=None):
-        settings = arguments(
-            output_dir=str(tmp_path / name),
-            learning_rate=1e-2,
-            max_steps=8,
-            save_steps=4,
-            per_device_train_batch_size=4,
-            use_cpu=True,
-        )
-        model, tokenizer = skipdecode.load(str(checkpoint))
-        return train(model, tokenizer, schedules, settings, get_task("jsonl"), EXAMPLES, resume=resume)
-
-    whole = go("whole")
-    init = SkipTrainer.__init__
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            SkipTrainer, "__init__", lambda self, *a, **k: (init(self, *a, **k), self.add_callback(Kill()))[0]
-        )
-        with pytest.raises(KeyboardInterrupt):
-            go("killed")
-    # A checkpoint that the kill cut short: the state comes last, so it is passed over.
-    (tmp_path / "killed" / "checkpoint-5").mkdir()
-    newest = newest_checkpoint(tmp_path / "killed", {})
-    assert newest.name == "checkpoint-4"
-    resumed = go("killed", resume=newest)
-    torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=0)
 
 
 def test_a_step_descends_the_mean_over_its_response_tokens(checkpoint, tmp_path):

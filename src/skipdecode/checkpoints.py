@@ -78,9 +78,15 @@ class RunFolder:
     # --- checkpoints
 
     def start(self, run: Mapping[str, Any], resume: Path | None = None) -> None:
-        """Write down what makes this run what it is. Without ``resume``, an earlier run's checkpoints go first."""
-        if resume is None:
-            self._drop(list(self._read()["checkpoints"]))
+        """Write down what makes this run what it is.
+
+        Checkpoints newer than ``resume`` go, and those that would have gone before; all of them without it.
+        """
+        names = list(self._read()["checkpoints"])
+        if resume is not None:
+            kept = [name for name in sorted(names, key=_step) if _step(name) <= _step(resume.name)][-KEEP:]
+            names = [name for name in names if name not in kept]
+        self._drop(names)
         self._write(self._read() | {"run": dict(run)})
 
     def begin(self, name: str) -> None:

@@ -171,9 +171,7 @@ def train(
         if distill:
             Distillation(distill, distill_on)
         if lora > config.get_text_config(decoder=True).hidden_size:
-            raise UsageError(
-                f"--lora {lora} is more than the model's hidden size: that adapts nothing less than the weights themselves"
-            )
+            raise UsageError(f"--lora {lora} is more than the model's hidden size")
         if fixed is not None and fixed.num_layers != layers:
             raise UsageError(f"{schedule} is for {fixed.num_layers} layers, the model has {layers}")
 

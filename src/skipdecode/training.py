@@ -20,7 +20,7 @@ from transformers.trainer_callback import ProgressCallback
 
 from .checkpoints import RunFolder
 from .collation import Collator, encode
-from .errors import DivergedError, FileError, TaskError
+from .errors import DivergedError, FileError, JobError, TaskError
 from .gate import attach, teacher_forced
 from .generation import generate, positions
 from .objectives import Objective, response_loss
@@ -73,7 +73,8 @@ class SkipTrainer(Trainer):
         self._clock = time.perf_counter()
         attach(self.model)
         self.remove_callback(ProgressCallback)
-        self.add_callback(TrainingBar())
+        self.bar = TrainingBar()
+        self.add_callback(self.bar)
         self.add_callback(StepSeed(self.args.process_index))
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -113,6 +114,12 @@ class SkipTrainer(Trainer):
         """A function of the seed and the step alone, so that a resumed run draws what the killed one would have."""
         dice = random.Random(f"{self.args.seed} {self.state.global_step}")
         return dice.choices(list(self.schedules.values()), self.weights)[0]
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The stock batches of a step; none once all steps are done, where transformers would train one too many."""
+        if self.state.global_step >= self.state.max_steps:
+            return [], None
+        return super().get_batch_samples(*args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         dataset = self.train_dataset if train_dataset is None else train_dataset
@@ -198,6 +205,12 @@ class TrainingBar(ProgressCallback):
         else:
             super().on_log(args, state, control, logs=logs, **kwargs)
 
+    def close(self) -> None:
+        """Ends the bar's line, whatever ended the training."""
+        if self.training_bar is not None:
+            self.training_bar.close()
+            self.training_bar = None
+
 
 def train(
     model: PreTrainedModel,
@@ -281,8 +294,11 @@ def train(
     if trainer.is_world_process_zero():
         folder.folder.mkdir(parents=True, exist_ok=True)
         folder.start(record or {}, resume)
-    trainer.add_callback(InTheWay(folder))
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    trainer.add_callback(Steps(folder))
+    try:
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    finally:
+        trainer.bar.close()
     if lora_rank:
         model = trained.merge_and_unload()
     model.config.use_cache = True  # the Trainer turns it off
@@ -292,14 +308,19 @@ def train(
     return model
 
 
-class InTheWay(TrainerCallback):
-    """Says before the first step that a checkpoint could not be written."""
+class Steps(TrainerCallback):
+    """Says before the first step what stands against the last one."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called when the number of steps is known."""
+        if state.global_step > state.max_steps:
+            raise JobError(
+                f"{args.output_dir} holds a checkpoint of step {state.global_step}, past the {state.max_steps} asked "
+                "for: give another --output, or --fresh to drop it"
+            )
         path = self.folder.foreign(state.max_steps)
         if path is not None:
             raise FileError(f"{path} is not this run's: move it away, or give another --output")
