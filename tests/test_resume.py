@@ -132,7 +132,10 @@ def go(
             resume = folder.newest({"seed": 0}, say=said.append)
             args = arguments(output_dir=str(output), **config | options)
             task = get_task("jsonl")
-            model = train(model, tokenizer, SCHEDULES, args, task, EXAMPLES, resume=resume, record={"seed": 0})
+            held_out = EXAMPLES[:2] if "eval_steps" in options else ()
+            model = train(
+                model, tokenizer, SCHEDULES, args, task, EXAMPLES, held_out, resume=resume, record={"seed": 0}
+            )
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
@@ -171,6 +174,13 @@ def test_a_finished_run_is_not_trained_further(
     assert torch.equal(go(checkpoint, tmp_path / "run", monkeypatch, **options), first)
     with pytest.raises(JobError, match="step 6, past the 5"):
         go(checkpoint, tmp_path / "run", monkeypatch, **options | {"max_steps": 5})
+
+
+def test_evaluating_changes_nothing(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1: how often a run is evaluated is not part of its record, so that its weights must not show it."""
+    plain = go(checkpoint, tmp_path / "plain", monkeypatch, max_steps=5)
+    seen = go(checkpoint, tmp_path / "seen", monkeypatch, max_steps=5, eval_strategy="steps", eval_steps=2)
+    assert torch.equal(seen, plain)
 
 
 @settings(max_examples=50, deadline=None)

@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -376,3 +377,16 @@ def test_a_used_cache_is_refused_after_training_adapters(checkpoint: Path, tmp_p
     model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=4, do_sample=False)
     with pytest.raises(CacheError):
         model.generate(ids[:, -1:], attention_mask=mask[:, -1:], past_key_values=cache, max_new_tokens=4)
+
+
+def test_the_guides_python_runs(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """H: docs/training.md, on a smaller model and for fewer steps; what it trains carries its schedule."""
+    guide = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    assert len(blocks) == 2
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(block.replace('load("demo")', f"load({str(checkpoint)!r})").replace("max_steps=20", "max_steps=1"), names)
+    assert 2 in schedules_of(AutoModelForCausalLM.from_pretrained("trained").config)
+    assert names["trainer"].state.global_step == 1
