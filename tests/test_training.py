@@ -204,17 +204,6 @@ def test_another_model_does_not_get_the_weights_of_the_last_one(checkpoint, data
     assert "another model" in run("train", save_checkpoint(tmp_path / "other"), *common).stderr
 
 
-# peft 0.21 still asks transformers for a name it deprecates.
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_adapters_resume_too(checkpoint, data, tmp_path):
-    target = tmp_path / "trained"
-    common = ("--data", data, "--output", target, "--speedup", 2, "--lora", 4, "--save-steps", 1, "--eval-steps", 0)
-    assert run("train", checkpoint, *common, "--max-steps", 1).returncode == 0
-    done = run("train", checkpoint, *common, "--max-steps", 2)
-    assert done.returncode == 0, done.stderr
-    assert "going on from" in done.stderr
-
-
 def test_training_at_full_depth_takes_an_old_schedule_out(checkpoint, data, tmp_path):
     common = ("--data", data, "--max-steps", 1, "--eval-steps", 0)
     assert run("train", checkpoint, *common, "--output", tmp_path / "a", "--speedup", 2).returncode == 0
