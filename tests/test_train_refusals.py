@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,12 +32,10 @@ EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model."""
     folder = save_checkpoint(tmp_path_factory.mktemp("checkpoint"), layers=4)
-    gc.freeze()  # accelerate collects garbage at each start: half a second over all that is imported
-    yield folder
-    gc.unfreeze()
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ from .files import read_json
 
 #: More of anything than a run can mean; less than what hangs or exhausts the memory.
 MANY = 1_000_000
+#: Decode steps of one batch; to fit a schedule takes a millisecond or two for each.
+LONGEST = 100_000
 
 
 def train(
@@ -284,8 +286,8 @@ def _schedule(path: Path) -> Any:
 def _lengths(text: str) -> list[int]:
     """Decode steps of batches. Raises UsageError."""
     values = numbers(text)
-    if not all(1 <= value <= MANY and value == int(value) for value in values):
-        raise UsageError(f"--lengths are whole numbers of decode steps, 1 to {MANY}, not {text[:100]!r}")
+    if not all(1 <= value <= LONGEST and value == int(value) for value in values):
+        raise UsageError(f"--lengths are whole numbers of decode steps, 1 to {LONGEST}, not {text[:100]!r}")
     return [int(value) for value in values]
 
 
