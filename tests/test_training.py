@@ -7,15 +7,15 @@ import json
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig
 
 import skipdecode
 from skipdecode import Schedule, SkipCache
 from skipdecode.collation import Collator, encode
-from skipdecode.tasks import Example, Jsonl, get_task
+from skipdecode.tasks import Example, Jsonl
 from skipdecode.trained import default, entry
 from skipdecode.trained import schedules as schedules_of
-from skipdecode.training import SkipTrainer, arguments, newest_checkpoint, train
+from skipdecode.training import SkipTrainer, arguments
 from tiny import TEXTS, run, save_checkpoint
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS * 3]
@@ -146,44 +146,6 @@ def test_the_result_is_a_stock_directory_that_carries_its_schedule(checkpoint, d
     assert other.cost.average_depth == pytest.approx(Schedule.for_speedup(2, 8, horizon=10).average_depth(11))
 
 
-class Kill(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 5:
-            raise KeyboardInterrupt
-
-
-def test_a_killed_run_resumes_to_the_same_weights(checkpoint, tmp_path, monkeypatch):
-    """Killed after step 5, checkpointed at 4: data order, budgets and optimizer go on as if nothing had happened."""
-    schedules = {k: Schedule.for_speedup(k, 8, horizon=6) for k in (1, 2, 4)}
-
-    def go(name, resume=None):
-        settings = arguments(
-            output_dir=str(tmp_path / name),
-            learning_rate=1e-2,
-            max_steps=8,
-            save_steps=4,
-            per_device_train_batch_size=4,
-            use_cpu=True,
-        )
-        model, tokenizer = skipdecode.load(str(checkpoint))
-        return train(model, tokenizer, schedules, settings, get_task("jsonl"), EXAMPLES, resume=resume)
-
-    whole = go("whole")
-    init = SkipTrainer.__init__
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            SkipTrainer, "__init__", lambda self, *a, **k: (init(self, *a, **k), self.add_callback(Kill()))[0]
-        )
-        with pytest.raises(KeyboardInterrupt):
-            go("killed")
-    # A checkpoint that the kill cut short: the state comes last, so it is passed over.
-    (tmp_path / "killed" / "checkpoint-5").mkdir()
-    newest = newest_checkpoint(tmp_path / "killed", {})
-    assert newest.name == "checkpoint-4"
-    resumed = go("killed", resume=newest)
-    torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=0)
-
-
 def test_a_step_descends_the_mean_over_its_response_tokens(checkpoint, tmp_path):
     """One step of plain gradient descent by the Trainer is the hand-made one: no token missed or counted twice."""
     ends = []
@@ -240,17 +202,6 @@ def test_another_model_does_not_get_the_weights_of_the_last_one(checkpoint, data
     common = ("--data", data, "--output", tmp_path / "trained", "--max-steps", 1, "--save-steps", 1, "--eval-steps", 0)
     assert run("train", checkpoint, *common).returncode == 0
     assert "another model" in run("train", save_checkpoint(tmp_path / "other"), *common).stderr
-
-
-# peft 0.21 still asks transformers for a name it deprecates.
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_adapters_resume_too(checkpoint, data, tmp_path):
-    target = tmp_path / "trained"
-    common = ("--data", data, "--output", target, "--speedup", 2, "--lora", 4, "--save-steps", 1, "--eval-steps", 0)
-    assert run("train", checkpoint, *common, "--max-steps", 1).returncode == 0
-    done = run("train", checkpoint, *common, "--max-steps", 2)
-    assert done.returncode == 0, done.stderr
-    assert "going on from" in done.stderr
 
 
 def test_training_at_full_depth_takes_an_old_schedule_out(checkpoint, data, tmp_path):

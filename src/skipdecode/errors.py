@@ -43,5 +43,9 @@ class JobError(SkipDecodeError):
     """An output or a run that belongs to another job, or to another process."""
 
 
+class DivergedError(SkipDecodeError):
+    """Training whose loss or weights are no longer finite."""
+
+
 class MissingExtra(SkipDecodeError, ImportError):
     """A library of one of the extras is not installed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import time
@@ -13,27 +12,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
+from .callbacks import Steps, StepSeed, TrainingBar
+from .checkpoints import RunFolder
 from .collation import Collator, encode
-from .errors import JobError, TaskError
-from .files import write
+from .errors import DivergedError, TaskError
 from .gate import attach, teacher_forced
 from .generation import generate, positions
 from .objectives import Objective, response_loss
 from .prompts import encode_prompts
+from .sampler import LengthGrouped
 from .schedule import Schedule
 from .tasks import Example, Task
 from .trained import CONFIG_KEY, entry
 
-#: Beside the checkpoints: what makes the run what it is.
-RECORD = "training.json"
-
 
 class SkipTrainer(Trainer):
     """transformers' Trainer with a schedule drawn per step.
+
+    Rows, schedule and dropout of a step are functions of the seed and the step alone, so that a resumed run goes on as
+    if it had never stopped.
 
     Args:
         schedules: target speed-up -> schedule. One is drawn per optimizer step (the same on all processes); evaluation
@@ -41,6 +44,11 @@ class SkipTrainer(Trainer):
         objective: what is minimised; evaluation is always cross-entropy.
         weights: how often each of ``schedules`` is drawn, relative to the others; equally if None.
         task, eval_examples: what the validation score is computed on, with ``model.generate``; None for no score.
+        folder: keeps the checkpoints in ``args.output_dir`` whole and says which are this run's; None: they are
+            transformers' own affair.
+
+    Raises:
+        DivergedError: the loss, or a weight about to be saved, is no longer finite. What was saved before stays.
     """
 
     def __init__(
@@ -51,6 +59,7 @@ class SkipTrainer(Trainer):
         weights: Sequence[float] | None = None,
         task: Task | None = None,
         eval_examples: Sequence[Example] = (),
+        folder: RunFolder | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, compute_loss_func=self._loss, **kwargs)
@@ -59,12 +68,15 @@ class SkipTrainer(Trainer):
         self.weights = weights
         self.task = task
         self.eval_examples = eval_examples
+        self.folder = folder
         self._evaluated: Schedule | None = None
         self._tokens = 0
         self._clock = time.perf_counter()
         attach(self.model)
         self.remove_callback(ProgressCallback)
-        self.add_callback(TrainingBar())
+        self.bar = TrainingBar()
+        self.add_callback(self.bar)
+        self.add_callback(StepSeed(self.args.process_index))
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The stock loss, on the columns that each layer would run while decoding."""
@@ -86,7 +98,13 @@ class SkipTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """The stock step; the backward pass may recompute layers, so it too runs with the gates set."""
         with self._gates(model, inputs):
-            return super().training_step(model, inputs, *args, **kwargs)
+            loss = super().training_step(model, inputs, *args, **kwargs)
+        if not torch.isfinite(loss):
+            raise DivergedError(
+                f"step {self.state.global_step + 1}: the loss is {loss.item()}; nothing was saved since the last "
+                "checkpoint. A lower --learning-rate may help"
+            )
+        return loss
 
     def _gates(self, model: nn.Module, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
         schedule = self._evaluated or self.objective.schedule or self._drawn()
@@ -97,6 +115,32 @@ class SkipTrainer(Trainer):
         """A function of the seed and the step alone, so that a resumed run draws what the killed one would have."""
         dice = random.Random(f"{self.args.seed} {self.state.global_step}")
         return dice.choices(list(self.schedules.values()), self.weights)[0]
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The stock batches of a step; none once all steps are done, where transformers would train one too many."""
+        if self.state.global_step >= self.state.max_steps:
+            return [], None
+        return super().get_batch_samples(*args, **kwargs)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if self.args.train_sampling_strategy != "group_by_length" or "length" not in dataset.column_names:
+            return super()._get_train_sampler(train_dataset)
+        group = self._train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return LengthGrouped(dataset["length"], group, self.args.seed, lambda: int(self.state.epoch or 0))
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        refuse_broken(self.model)
+        if self.folder is None:
+            return super()._save_checkpoint(*args, **kwargs)
+        name = f"checkpoint-{self.state.global_step}"
+        if self.is_world_process_zero():
+            self.folder.begin(name)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(*args, **kwargs)
+        self.accelerator.wait_for_everyone()
+        if self.is_world_process_zero():
+            self.folder.seal(name)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds this process's tokens (prompt and response, no padding) per second since the last log."""
@@ -109,38 +153,32 @@ class SkipTrainer(Trainer):
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
         """Loss at every speed-up (``eval_loss`` at the last), and the task's score there."""
         metrics: dict[str, float] = {}
-        for speedup, schedule in self.schedules.items():
-            self._evaluated = schedule
-            metrics |= super().evaluate(*args, metric_key_prefix=f"{metric_key_prefix}_{speedup:g}x", **kwargs)
-            metrics[f"{metric_key_prefix}_loss"] = metrics[f"{metric_key_prefix}_{speedup:g}x_loss"]
-        if self.task is not None and self.eval_examples:
-            texts = generate(
-                self.accelerator.unwrap_model(self.model),
-                self.processing_class,
-                [example.prompt for example in self.eval_examples],
-                schedule=self._evaluated,
-                batch_size=self.args.eval_batch_size,
-                max_new_tokens=self.task.max_new_tokens,
-                do_sample=False,
-            )
-            scores = self.task.score([row.text for row in texts.rows], [e.references for e in self.eval_examples])
-            scores = {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
-            self.log(dict(scores))
-            metrics |= scores
-        self._evaluated = None
-        self._clock, self._tokens = time.perf_counter(), 0
+        try:
+            for speedup, schedule in self.schedules.items():
+                self._evaluated = schedule
+                metrics |= super().evaluate(*args, metric_key_prefix=f"{metric_key_prefix}_{speedup:g}x", **kwargs)
+                metrics[f"{metric_key_prefix}_loss"] = metrics[f"{metric_key_prefix}_{speedup:g}x_loss"]
+            if self.task is not None and self.eval_examples:
+                scores = self._score(self.task, schedule)
+                scores = {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
+                self.log(dict(scores))
+                metrics |= scores
+        finally:
+            self._evaluated = None
+            self._clock, self._tokens = time.perf_counter(), 0
         return metrics
 
-
-class TrainingBar(ProgressCallback):
-    """One bar with the loss and the tokens per second."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Loss and rate go beside the bar, everything else (evaluation) on a line of its own."""
-        if self.training_bar is not None and logs and "loss" in logs:
-            self.training_bar.set_postfix_str(f"loss {logs['loss']:.4f}, {logs['tokens_per_second']:,.0f} tokens/s")
-        else:
-            super().on_log(args, state, control, logs=logs, **kwargs)
+    def _score(self, task: Task, schedule: Schedule) -> dict[str, float]:
+        texts = generate(
+            self.accelerator.unwrap_model(self.model),
+            self.processing_class,
+            [example.prompt for example in self.eval_examples],
+            schedule=schedule,
+            batch_size=self.args.eval_batch_size,
+            max_new_tokens=task.max_new_tokens,
+            do_sample=False,
+        )
+        return task.score([row.text for row in texts.rows], [e.references for e in self.eval_examples])
 
 
 def train(
@@ -171,16 +209,21 @@ def train(
         objective: what is minimised (:class:`~skipdecode.objectives.Distillation` for one); cross-entropy if None.
         weights: how often each schedule is drawn, relative to the others; equally if None.
         lora_rank: train adapters of this rank on all linear layers (peft), merged at the end; 0 trains all weights.
-        resume: a checkpoint folder of this very run to go on from.
-        record: what makes this run what it is, plain values; kept beside the checkpoints as ``training.json``, where
-            :func:`newest_checkpoint` compares it.
+        resume: a checkpoint folder of this very run to go on from, as :meth:`RunFolder.newest` finds it; None: start
+            anew, and remove the checkpoints of an earlier run in ``settings.output_dir``.
+        record: what makes this run what it is, plain values; kept beside the checkpoints in ``training.json``, where
+            :meth:`RunFolder.newest` compares it.
 
     Returns:
         The trained model. Gates stay on; its config carries the schedule.
 
     Raises:
         TaskError: no training example fits the model's positions.
+        FileError: ``settings.output_dir`` holds what no training run wrote.
+        DivergedError: loss or weights are no longer finite; the last checkpoint and model stay.
     """
+    folder = RunFolder(settings.output_dir)
+    folder.claim(model.name_or_path)
     limit = positions(model) or sys.maxsize
     lengths = map(len, encode_prompts(tokenizer, [example.prompt for example in validation])) if validation else ()
     scored = [e for e, n in zip(validation, lengths, strict=True) if n + task.max_new_tokens <= limit]
@@ -198,7 +241,7 @@ def train(
     elif hasattr(model.config, CONFIG_KEY):
         delattr(model.config, CONFIG_KEY)
     settings._n_gpu = 1  # torch's DataParallel would copy gates that point to the first GPU: use accelerate launch
-    trained: Any = model
+    trained: Any = attach(model)  # before peft wraps it: the guard belongs on the model that is returned
     if lora_rank:
         from peft import LoraConfig, get_peft_model
 
@@ -215,38 +258,32 @@ def train(
         train_dataset=rows,
         eval_dataset=held_out if len(held_out) else None,
         processing_class=tokenizer,
+        folder=folder,
     )
-    if record is not None and trainer.is_world_process_zero():
-        Path(settings.output_dir).mkdir(parents=True, exist_ok=True)
-        write(Path(settings.output_dir) / RECORD, json.dumps(record, indent=2) + "\n")
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    if trainer.is_world_process_zero():
+        folder.folder.mkdir(parents=True, exist_ok=True)
+        folder.start(record or {}, resume)
+    trainer.add_callback(Steps(folder))
+    try:
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    finally:
+        trainer.bar.close()
     if lora_rank:
         model = trained.merge_and_unload()
     model.config.use_cache = True  # the Trainer turns it off
+    refuse_broken(model)
     if trainer.is_world_process_zero():
-        model.save_pretrained(settings.output_dir)
-        tokenizer.save_pretrained(settings.output_dir)
+        folder.publish(lambda stage: (model.save_pretrained(stage), tokenizer.save_pretrained(stage)))
     return model
 
 
-def newest_checkpoint(folder: Path, record: Mapping[str, Any]) -> Path | None:
-    """The newest whole checkpoint in ``folder`` (a kill may have cut the very last one short), or None.
-
-    Raises:
-        JobError: it belongs to a run of which ``record`` does not hold; the message names what differs.
-    """
-    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
-    if not whole:
-        return None
-    newest = max(whole, key=lambda path: int(path.name.split("-")[-1]))
-    path = folder / RECORD
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    differs = [name.replace("_", " ") for name in record if known.get(name) != record[name]]
-    if differs:
-        raise JobError(
-            f"{newest} is of a run with another {', '.join(differs)}: give another --output, or --fresh to drop it"
-        )
-    return newest
+def refuse_broken(model: nn.Module) -> None:
+    """Raises DivergedError if a weight is not finite."""
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            raise DivergedError(
+                f"{name} is not finite: nothing was saved since the last checkpoint. A lower --learning-rate may help"
+            )
 
 
 #: TrainingArguments with what SkipDecode's collator and sampler need.
@@ -255,7 +292,7 @@ arguments = partial(
     remove_unused_columns=False,
     prediction_loss_only=True,
     train_sampling_strategy="group_by_length",
-    save_total_limit=1,
+    logging_nan_inf_filter=False,  # a loss that is not finite is an end, not a gap
     report_to="none",
     label_names=["labels"],
 )

@@ -1,0 +1,365 @@
+"""A training run that is killed, however and whenever, ends with the weights of one that is not."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import transformers
+from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler
+from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM, TrainerCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from skipdecode import Schedule, training
+from skipdecode.checkpoints import RunFolder, run_folder
+from skipdecode.collation import Collator
+from skipdecode.errors import JobError
+from skipdecode.prompts import for_decoding, train_tokenizer
+from skipdecode.sampler import LengthGrouped
+from skipdecode.tasks import Example, get_task
+from skipdecode.training import arguments, train
+from tiny import TEXTS
+
+#: 14 rows of several widths: with batches of 4, an epoch has four steps, the last of which is short.
+EXAMPLES = [Example(text[: 5 + 2 * i], (text[6 + 2 * i :],)) for i, text in enumerate((TEXTS * 2)[:14])]
+EPOCHS, SAVE_STEPS = 3, 3
+LAYERS = 3
+SCHEDULES = {k: Schedule.for_speedup(k, LAYERS, horizon=4) for k in (1, 2, 3)}
+
+
+#: What was said of checkpoints that are passed over.
+said: list[str] = []
+
+
+class KilledError(BaseException):
+    """Stands for SIGKILL: nothing catches it, and nothing is written after it."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers with dropout: every random draw of a step shows in the weights."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = train_tokenizer(TEXTS * 20, vocab_size=300)
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        word_embed_proj_dim=16,
+        num_hidden_layers=LAYERS,
+        ffn_dim=16,
+        num_attention_heads=2,
+        max_position_embeddings=96,
+        dropout=0.1,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    OPTForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class Spy(Collator):
+    """Notes the rows of every batch that is made in training."""
+
+    seen: ClassVar[list[list[int]]] = []
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """The batch, noted."""
+        Spy.seen.append([zlib.crc32(repr((row["prompt_ids"], row["response_ids"])).encode()) for row in rows])
+        return super().__call__(rows)
+
+
+class StopAt(TrainerCallback):
+    """Ends the run at a step, before anything of it is saved."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called when the step's weights are there and nothing is written."""
+        if state.global_step == self.step:
+            raise KilledError
+
+
+def go(
+    checkpoint: Path,
+    output: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stop: int = 0,
+    accumulation: int = 1,
+    lora_rank: int = 0,
+    **options: Any,
+) -> torch.Tensor:
+    """One run as the command line makes it: resumed if there is something to go on from. Returns the weights."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).train()
+    torch.manual_seed(0)  # what adapters start from
+    tokenizer = for_decoding(AutoTokenizer.from_pretrained(checkpoint))
+    config = {
+        "learning_rate": 1e-2,
+        "num_train_epochs": EPOCHS,
+        "save_steps": SAVE_STEPS,
+        "per_device_train_batch_size": 4 // accumulation,
+        "gradient_accumulation_steps": accumulation,
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "Collator", Spy)
+        if stop:
+            init = training.SkipTrainer.__init__
+            patch.setattr(
+                training.SkipTrainer,
+                "__init__",
+                lambda self, *a, **k: (init(self, *a, **k), self.add_callback(StopAt(stop)))[0],
+            )
+        with run_folder(output) as folder:
+            resume = folder.newest({"seed": 0}, say=said.append)
+            args = arguments(output_dir=str(output), **config | options)
+            task = get_task("jsonl")
+            held_out = EXAMPLES[:2] if "eval_steps" in options else ()
+            rest = {"lora_rank": lora_rank, "resume": resume, "record": {"seed": 0}}
+            model = train(model, tokenizer, SCHEDULES, args, task, EXAMPLES, held_out, **rest)
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(("accumulation", "save_steps"), [(1, 1), (2, 1), (1, 3)])
+def test_a_run_killed_at_every_step_sees_the_same_rows_and_ends_with_the_same_weights(
+    accumulation: int, save_steps: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F1: in every epoch, from every step: rows, budgets and dropout are those of the unbroken run, to the bit."""
+    options = {"accumulation": accumulation, "save_steps": save_steps}
+    Spy.seen = []
+    whole = go(checkpoint, tmp_path / "whole", monkeypatch, **options)
+    order, pieces = Spy.seen, 4 if accumulation == 1 else 7  # batches of an epoch; its last step is a short one
+    assert len(order) == EPOCHS * pieces
+    epochs = [sorted(chain(*order[e * pieces : (e + 1) * pieces])) for e in range(EPOCHS)]
+    assert epochs[0] == epochs[1] == epochs[2]
+    for stop in range(1, EPOCHS * 4 + 1):
+        Spy.seen = []
+        with pytest.raises(KilledError):
+            go(checkpoint, tmp_path / "killed", monkeypatch, stop=stop, **options)
+        # The run before was killed a step earlier: this one went on from what that one had saved.
+        epoch, step = divmod(max(0, stop - 2) // save_steps * save_steps, 4)
+        start = epoch * pieces + step * accumulation
+        assert Spy.seen == order[start : start + len(Spy.seen)], f"other rows before step {stop}"
+    Spy.seen = []
+    resumed = go(checkpoint, tmp_path / "killed", monkeypatch, **options)
+    assert Spy.seen == order[len(order) - len(Spy.seen) :]
+    assert torch.equal(resumed, whole)
+
+
+def test_a_finished_run_is_not_trained_further(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command once more changes nothing, where transformers takes a step past the last; fewer are refused."""
+    options = {"max_steps": 6, "lr_scheduler_type": "constant"}
+    first = go(checkpoint, tmp_path / "run", monkeypatch, **options)
+    assert torch.equal(go(checkpoint, tmp_path / "run", monkeypatch, **options), first)
+    with pytest.raises(JobError, match="step 6, past the 5"):
+        go(checkpoint, tmp_path / "run", monkeypatch, **options | {"max_steps": 5})
+
+
+# peft 0.21 still asks transformers for a name it deprecates.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_resume_too(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1: killed in the second epoch, the merged weights are those of the unbroken run."""
+    options = {"lora_rank": 2, "max_steps": 7}
+    whole = go(checkpoint, tmp_path / "whole", monkeypatch, **options)
+    with pytest.raises(KilledError):
+        go(checkpoint, tmp_path / "killed", monkeypatch, stop=7, **options)
+    damage(tmp_path / "killed" / "checkpoint-6" / "adapter_model.safetensors", "flip")
+    assert torch.equal(go(checkpoint, tmp_path / "killed", monkeypatch, **options), whole)
+
+
+def test_evaluating_changes_nothing(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1: how often a run is evaluated is not part of its record, so that its weights must not show it."""
+    plain = go(checkpoint, tmp_path / "plain", monkeypatch, max_steps=5)
+    seen = go(checkpoint, tmp_path / "seen", monkeypatch, max_steps=5, eval_strategy="steps", eval_steps=2)
+    assert torch.equal(seen, plain)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60),
+    group=st.integers(1, 9),
+    seed=st.integers(0, 2**31),
+    epoch=st.integers(0, 1000),
+    skipped=st.integers(0, 60),
+    processes=st.integers(1, 3),
+)
+def test_the_order_of_rows_is_a_function_of_seed_and_epoch(
+    lengths: list[int], group: int, seed: int, epoch: int, skipped: int, processes: int
+) -> None:
+    """F1: all rows once, whatever was drawn before; cut anywhere, the rest is the rest, in each process."""
+    now = [epoch]
+    sampler = LengthGrouped(lengths, group, seed, lambda: now[0])
+    torch.manual_seed(skipped)
+    order = list(sampler)
+    assert sorted(order) == list(range(len(lengths)))
+    torch.manual_seed(skipped + 1)
+    before = torch.get_rng_state()
+    assert list(sampler) == order
+    assert torch.equal(torch.get_rng_state(), before)
+    everyone = []
+    for process in range(processes):
+        batches = BatchSamplerShard(BatchSampler(sampler, group, drop_last=False), processes, process)
+        whole = list(batches)
+        done = skipped % (len(whole) + 1)
+        assert list(SkipBatchSampler(batches, done)) == whole[done:]
+        everyone += chain(*whole)
+    assert set(everyone) == set(range(len(lengths)))
+    now[0] += 1
+    if len(lengths) > 20:
+        assert list(sampler) != order
+
+
+def test_rows_of_like_length_stand_side_by_side() -> None:
+    """Padding over all batches is no more than under transformers' own sampler."""
+    lengths = torch.randint(1, 200, (400,)).tolist()
+    padding = []
+    for sampler in (LengthGrouped(lengths, 8, 0, lambda: 0), LengthGroupedSampler(8, lengths=lengths)):
+        batches = list(BatchSampler(sampler, 8, drop_last=False))
+        padding.append(sum(max(lengths[i] for i in batch) * len(batch) for batch in batches) - sum(lengths))
+    assert padding[0] <= 1.1 * padding[1]
+
+
+def damage(path: Path, how: str) -> None:
+    """Do to a file what disks and kills do."""
+    data = path.read_bytes()
+    if how == "delete":
+        path.unlink()
+    elif how == "flip":
+        path.write_bytes(data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :])
+    else:
+        path.write_bytes(data[: len(data) // 2 if how == "cut" else 0])
+
+
+def test_a_checkpoint_of_which_anything_is_missing_or_damaged_is_passed_over(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F12: each of its files deleted, cut, emptied, with a bit flipped: the one before is taken, and that is said."""
+    whole = go(checkpoint, tmp_path / "whole", monkeypatch, max_steps=7)
+    with pytest.raises(KilledError):
+        go(checkpoint, tmp_path / "killed", monkeypatch, stop=7, max_steps=7)
+    folder = tmp_path / "killed"
+    files = sorted(path.name for path in (folder / "checkpoint-6").iterdir())
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= set(files)
+    for name in files:
+        for how in ("delete", "cut", "empty", "flip"):
+            copy = tmp_path / "copy"
+            shutil.copytree(folder, copy)
+            damage(copy / "checkpoint-6" / name, how)
+            lines: list[str] = []
+            assert RunFolder(copy).newest({"seed": 0}, lines.append) == copy / "checkpoint-3", (name, how)
+            assert len(lines) == 1
+            assert str(copy / "checkpoint-6") in lines[0]
+            assert name in lines[0]
+            if name == "optimizer.pt":  # all go the same way from here
+                assert torch.equal(go(checkpoint, copy, monkeypatch, max_steps=7), whole)
+                assert not list(copy.glob("checkpoint-3"))
+            shutil.rmtree(copy)
+    damage(folder / "checkpoint-6" / "scheduler.pt", "delete")
+    damage(folder / "checkpoint-3" / "rng_state.pth", "flip")
+    said.clear()
+    assert torch.equal(go(checkpoint, folder, monkeypatch, max_steps=7), whole)
+    assert len(said) == 2
+
+
+def model_in(folder: Path) -> tuple[str, int]:
+    """What decides what loads from a folder."""
+    return (folder / "config.json").read_text(), zlib.crc32((folder / "model.safetensors").read_bytes())
+
+
+def test_a_run_killed_between_any_two_writes_goes_on(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F12, F8: dead at each rename, each file that torch or safetensors write and each removal: the same weights.
+
+    And until the last one, what lies in OUTPUT is the old model, or nothing that loads.
+    """
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # what a process wrote outlives it
+    old = tmp_path / "old"
+    first = go(checkpoint, old, monkeypatch, max_steps=1)
+    (old / "pytorch_model.bin").write_bytes(b"an older model's weights")
+    shutil.rmtree(old / "checkpoint-1")
+    options = {"max_steps": 3, "save_steps": 1}
+    calls: list[str] = []
+
+    def watch(patch: pytest.MonkeyPatch, fatal: int) -> None:
+        def deadly(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                calls.append(f"{name} {[a for a in args if isinstance(a, str | Path)]}")
+                if len(calls) > fatal >= 0:  # the dead clean up nothing
+                    raise KilledError
+                return function(*args, **kwargs)
+
+            return called
+
+        for module, name in (
+            (os, "replace"),
+            (torch, "save"),
+            (transformers.modeling_utils, "safe_save_file"),
+            (shutil, "rmtree"),
+            (Path, "unlink"),
+            (transformers.TrainerState, "save_to_json"),
+        ):
+            patch.setattr(module, name, deadly(f"{module.__name__}.{name}", getattr(module, name)))
+
+    with monkeypatch.context() as patch:
+        watch(patch, fatal=-1)
+        shutil.copytree(old, tmp_path / "whole")
+        whole = go(checkpoint, tmp_path / "whole", monkeypatch, **options)
+    assert not torch.equal(first, whole)
+    models = [model_in(old), model_in(tmp_path / "whole")]
+    assert len(calls) > 40
+    kinds = [re.sub(r"0x\w+|\d+", "", call) for call in calls]
+    points = sorted({kinds.index(kind) for kind in kinds} | {len(kinds) - 1 - kinds[::-1].index(k) for k in kinds})
+    for fatal in points:
+        folder = tmp_path / "killed"
+        shutil.copytree(old, folder)
+        calls.clear()
+        with monkeypatch.context() as patch:
+            watch(patch, fatal)
+            with pytest.raises(KilledError):
+                go(checkpoint, folder, monkeypatch, **options)
+        if (folder / "config.json").exists():
+            assert model_in(folder) in models, f"a mixture after write {fatal}"
+        assert torch.equal(go(checkpoint, folder, monkeypatch, **options), whole), f"killed at write {fatal}"
+        assert model_in(folder) == models[1]
+        names = {path.name for path in folder.iterdir() if not path.name.endswith(".tmp")}
+        assert names == {path.name for path in (tmp_path / "whole").iterdir()}, f"left behind after write {fatal}"
+        shutil.rmtree(folder)
+
+
+def test_a_run_killed_by_the_system_goes_on(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1, in a process of its own, by SIGKILL in the second epoch; its lock goes with it."""
+    code = (
+        "import os, signal, sys, pytest, pathlib, test_resume as t\n"
+        "t.StopAt.on_step_end = lambda self, args, state, control, **_: "
+        "os.kill(os.getpid(), signal.SIGKILL) if state.global_step == self.step else None\n"
+        "t.go(*map(pathlib.Path, sys.argv[1:]), pytest.MonkeyPatch(), stop=8)"
+    )
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, str(checkpoint), str(tmp_path / "killed")]
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    assert (tmp_path / "killed" / "checkpoint-6").is_dir()
+    assert torch.equal(
+        go(checkpoint, tmp_path / "killed", monkeypatch), go(checkpoint, tmp_path / "whole", monkeypatch)
+    )
