@@ -6,13 +6,17 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer
 
 from .errors import CacheError, ScheduleError
 from .schedule import Schedule
 from .stack import decoder_layers, fitted
 from .trained import default
+
+
+#: Layers that store nothing: without attention, or with another layer's keys. (Releases before 5.21 have no such class.)
+STATELESS: Any = getattr(cache_utils, "DummyLayer", ())
 
 
 class SkipCache(DynamicCache):
@@ -60,6 +64,7 @@ class SkipCache(DynamicCache):
         self._positions: list[int] = []  # that each layer runs in the pass under way
         self._keep: frozenset[int] = frozenset(range(len(self.layers)))  # layers that the next step still runs
         self._holds = [True] * len(self.layers)  # or will, in this very pass
+        self._stored = False  # whether the layer under way has
         self._bytes = [0] * len(self.layers)
 
     def begin_prompt(self) -> None:
@@ -79,6 +84,7 @@ class SkipCache(DynamicCache):
         """How many of the pass's positions layer ``index`` runs, a prefix (0: pass the hidden states on)."""
         if index == 0:
             self._begin_pass(width)
+        self._stored = False
         return self._positions[index]
 
     def _begin_pass(self, width: int) -> None:
@@ -101,7 +107,16 @@ class SkipCache(DynamicCache):
         self._length += width
 
     def end_layer(self, index: int) -> None:
-        """The layer has run: it keeps what it holds if the next step runs it, else it is retired."""
+        """The layer has run: it keeps what it holds if the next step runs it, else it is retired.
+
+        Raises:
+            CacheError: it has stored nothing: its later positions would attend to less than they should.
+        """
+        if not self._stored and not isinstance(self.layers[index], STATELESS):
+            raise CacheError(
+                f"layer {index} ran without asking the SkipCache (gradient checkpointing in training mode drops caches: "
+                "call model.eval(); else this model keeps its states elsewhere)"
+            )
         if index not in self._keep:
             self._retire(index)
         self._bytes[index] = held_bytes(self.layers[index])
@@ -127,6 +142,7 @@ class SkipCache(DynamicCache):
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def _check_runs(self, layer_idx: int) -> None:
+        self._stored = True
         if not self._positions or self._positions[layer_idx] == 0:
             raise CacheError(
                 f"layer {layer_idx} ran though the schedule skips it: call skipdecode.attach(model) on this very model"

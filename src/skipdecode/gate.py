@@ -112,7 +112,7 @@ class PassGuard(Stand):
         output = self.found(*args, **kwargs)
         if cache is not None and cache.passes == passes:
             raise CacheError(
-                "no layer asked the SkipCache, so none was skipped (gradient checkpointing in training mode drops "
+                "no layer was given the SkipCache, so none was skipped (gradient checkpointing in training mode drops "
                 "caches: call model.eval(); else this model does not work with SkipDecode)"
             )
         return output
