@@ -14,8 +14,7 @@ from .schedule import Schedule
 from .stack import decoder_layers, fitted
 from .trained import default
 
-
-#: Layers that store nothing: without attention, or with another layer's keys. (Releases before 5.21 have no such class.)
+#: Layers that store nothing: without attention, or with another layer's keys. (Older releases have no such class.)
 STATELESS: Any = getattr(cache_utils, "DummyLayer", ())
 
 
@@ -114,8 +113,8 @@ class SkipCache(DynamicCache):
         """
         if not self._stored and not isinstance(self.layers[index], STATELESS):
             raise CacheError(
-                f"layer {index} ran without asking the SkipCache (gradient checkpointing in training mode drops caches: "
-                "call model.eval(); else this model keeps its states elsewhere)"
+                f"layer {index} ran without asking the SkipCache (gradient checkpointing in training mode drops caches; "
+                "then call model.eval(). Else this model keeps its states elsewhere)"
             )
         if index not in self._keep:
             self._retire(index)
