@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import re
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -386,3 +388,27 @@ def test_the_guides_python_runs(checkpoint: Path, tmp_path: Path, monkeypatch: p
         exec(block.replace('load("demo")', f"load({str(checkpoint)!r})").replace("max_steps=20", "max_steps=1"), names)
     assert 2 in schedules_of(AutoModelForCausalLM.from_pretrained("trained").config)
     assert names["trainer"].state.global_step == 1
+
+
+@contextmanager
+def no_file_above(size: int) -> Iterator[None]:
+    """The system lets this process write no more than ``size`` bytes to a file, as a full disk would."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_ends_a_run_with_one_line(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """Held: whichever file does not fit; torch and safetensors tell it without an errno. Then the same command goes on."""
+    assert trained(checkpoint, data, tmp_path / "whole").returncode == 0
+    files = {p.stat().st_size for p in (tmp_path / "whole").rglob("*") if p.is_file()}
+    for size in sorted({max(1, n - random.Random(n).randrange(1, 200)) for n in files} | {100, 3000}):
+        with no_file_above(size):
+            refused(trained(checkpoint, data, tmp_path / "run"), "skipdecode: ")
+    assert trained(checkpoint, data, tmp_path / "run").returncode == 0
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "whole")]
+    assert weights[0] == weights[1]
