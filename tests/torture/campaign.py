@@ -135,7 +135,7 @@ def _attempt(
 def _show(tallies: dict[str, Tally]) -> None:
     table = Table(box=None, pad_edge=False)
     for head in ("", "attempts", "found", "seconds", "of them"):
-        table.add_column(head, justify="left" if head in ("", "of them") else "right")
+        table.add_column(head, justify="left" if head in ("", "of them") else "right", no_wrap=head == "")
     for name, tally in tallies.items():
         of_them = ", ".join(f"{count:,} {what}" for what, count in sorted(tally.counts.items()))
         table.add_row(name, f"{tally.attempts:,}", str(len(tally.finds)), f"{tally.seconds:.0f}", of_them)
