@@ -35,7 +35,8 @@ def run(arguments: list[str], folder: Path, streams: Path, stdin: bytes, most: i
     for number, flags in enumerate((os.O_RDONLY, os.O_WRONLY | os.O_CREAT, os.O_WRONLY | os.O_CREAT)):
         os.dup2(os.open(streams / str(number), flags), number)
     sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False))
-    sys.stdout, sys.stderr = (io.TextIOWrapper(open(n, "wb", closefd=False)) for n in (1, 2))
+    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False))
+    sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False), errors="backslashreplace")
     # A runaway allocation is a find, not the end of the machine.
     resource.setrlimit(resource.RLIMIT_AS, (24 << 30, 24 << 30))
     if most is not None:
