@@ -113,8 +113,8 @@ class SkipCache(DynamicCache):
         """
         if not self._stored and not isinstance(self.layers[index], STATELESS):
             raise CacheError(
-                f"layer {index} ran without asking the SkipCache (gradient checkpointing in training mode drops caches; "
-                "then call model.eval(). Else this model keeps its states elsewhere)"
+                f"layer {index} ran without asking the SkipCache (gradient checkpointing drops caches in training "
+                "mode: call model.eval(); else this model keeps its states elsewhere)"
             )
         if index not in self._keep:
             self._retire(index)
