@@ -139,9 +139,10 @@ def _quiet() -> Iterator[None]:
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint, ready for :func:`encode_prompts`. Raises ModelError."""
-    check_files(Path(resolve(name)))
+    path = name if (Path(name) / "tokenizer_config.json").exists() else resolve(name)  # it may be there without a model
+    check_files(Path(path))
     with Reading(f"the tokenizer of {name} cannot be read"):
-        return for_decoding(AutoTokenizer.from_pretrained(resolve(name), revision=revision, trust_remote_code=False))
+        return for_decoding(AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False))
 
 
 def check_device(device: str) -> None:
