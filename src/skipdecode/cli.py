@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -84,6 +85,8 @@ def main() -> None:
     """
     # The hub's retries are its own affair; ours is the one line that says the model is not there.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    # A warning is a line for the user, who has no use for the place in the code that gave it.
+    warnings.formatwarning = lambda message, *_, **__: f"skipdecode: {message}\n"
     with _streams(), _signals():
         try:
             try:
