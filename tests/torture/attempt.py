@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import multiprocessing
 import os
@@ -119,6 +120,12 @@ class Child:
         self.arguments, self.began = arguments, time.monotonic()
         self._streams = tempfile.TemporaryDirectory()
         streams = Path(self._streams.name)
+        # Pipes, which are not files that a limit could cut.
+        self._pipes = []
+        for name in ("1", "2"):
+            os.mkfifo(streams / name)
+            self._pipes.append(os.open(streams / name, os.O_RDWR | os.O_NONBLOCK))
+            fcntl.fcntl(self._pipes[-1], fcntl.F_SETPIPE_SZ, 1 << 20)
         self._process = FORKS.Process(target=child.run, args=(arguments, folder, streams, stdin, most))
         self._process.start()
 
@@ -139,17 +146,12 @@ class Child:
         if late:
             self._process.kill()
             self._process.join()
-        said = [(Path(self._streams.name) / n).read_bytes().decode(errors="replace") for n in self._files()]
+        said = [_drained(pipe) for pipe in self._pipes]
         self._streams.cleanup()
         done = Done(self.arguments, self._process.exitcode or 0, *said)
         if late:
             raise Found(f"skipdecode {' '.join(self.arguments)!r}\nhangs:\n{done.stderr[-3000:]}")
         return done
-
-    def _files(self) -> list[str]:
-        for name in ("1", "2"):  # killed before it had opened them
-            (Path(self._streams.name) / name).touch()
-        return ["1", "2"]
 
     def stopped(self, moment: float, number: int = signal.SIGKILL) -> Done:
         """Its end by a signal ``moment`` seconds after its begin, or by itself before that."""
@@ -158,6 +160,18 @@ class Child:
             time.sleep(min(0.002, max(0.0, until - time.monotonic())))
         self.send(number)
         return self.wait()
+
+
+def _drained(pipe: int) -> str:
+    """What was written to it; it is closed."""
+    parts = []
+    try:
+        while part := os.read(pipe, 1 << 20):
+            parts.append(part)
+    except BlockingIOError:  # empty
+        pass
+    os.close(pipe)
+    return b"".join(parts).decode(errors="replace")
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 import transformers
@@ -56,7 +58,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}, or PART/KIND (default: all)")
     parser.add_argument("--seconds", type=float, help="for each part (default: its own, 15 minutes in all)")
     parser.add_argument("--attempts", type=int, help="of each kind, instead of seconds")
-    parser.add_argument("--seed", type=int, default=0, help="of the first attempt; the next one has the next seed")
+    parser.add_argument("--seed", type=int, default=0, help="of each kind's first attempt; the next one has the next seed")
     parser.add_argument("--keep", action="store_true", help="keep the folders of attempts that found something")
     parser.add_argument("--json", action="store_true", help="the table as JSON on standard output")
     options = parser.parse_args()
@@ -82,42 +84,44 @@ def _run(options: argparse.Namespace, chosen: dict[str, dict[str, Kind]], base: 
     data.mkdir()
     for number, split in enumerate(("train", "validation", "test")):
         write_jsonl(data / f"{split}.jsonl", rows(Random(number), 12))
-    limits = Limited(base)
+    shared = {"model": model, "data": data, "limits": Limited(base)}
     tallies: dict[str, Tally] = {}
-    columns = (TextColumn("{task.description:<24}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+    columns = (TextColumn("{task.description:<9}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         for part, kinds in chosen.items():
-            seconds = float("inf") if options.attempts else options.seconds or SECONDS[part]
-            bar = progress.add_task(part, total=options.attempts * len(kinds) if options.attempts else seconds, rate="")
-            began, seed, done = time.monotonic(), options.seed, 0
-            while time.monotonic() - began < seconds and (not options.attempts or seed < options.seed + options.attempts):
-                for kind, attack in kinds.items():
-                    if time.monotonic() - began >= seconds:
-                        break
-                    name = f"{part}/{kind}"
-                    tally = tallies.setdefault(name, Tally())
-                    start = time.monotonic()
-                    find = _attempt(name, seed, attack, base, model, data, limits, tally, options.keep)
-                    tally.attempts, tally.seconds, done = tally.attempts + 1, tally.seconds + time.monotonic() - start, done + 1
-                    if find:
-                        tally.finds.append(find)
-                        console.print(find, style="red", markup=False, soft_wrap=True)
-                    passed = time.monotonic() - began
-                    rate = f"{done} attempts, {60 * done / passed:.0f} a minute, seed {seed}"
-                    progress.update(bar, completed=done if options.attempts else passed, rate=rate)
-                seed += 1
+            names = {f"{part}/{kind}": attack for kind, attack in kinds.items()}
+            tallies |= {name: Tally() for name in names}
+            most, seconds = options.attempts or math.inf, options.seconds or SECONDS[part]
+            seconds = math.inf if options.attempts else seconds
+            bar = progress.add_task(part, total=min(most * len(kinds), seconds), rate="")
+            began = time.monotonic()
+            while time.monotonic() - began < seconds:
+                # Each kind gets the same time: quick ones get more attempts.
+                name = min((n for n in names if tallies[n].attempts < most), key=lambda n: tallies[n].seconds, default="")
+                if not name:
+                    break
+                tally, start = tallies[name], time.monotonic()
+                find = _attempt(name, options.seed + tally.attempts, names[name], base, shared, tally, options.keep)
+                tally.attempts += 1
+                tally.seconds += time.monotonic() - start
+                if find:
+                    tally.finds.append(find)
+                    console.print(find, style="red", markup=False, soft_wrap=True)
+                done, passed = sum(tallies[n].attempts for n in names), time.monotonic() - began
+                rate = f"{done} attempts, {60 * done / passed:.0f} a minute, {sum(len(tallies[n].finds) for n in names)} found"
+                progress.update(bar, completed=done if math.isinf(seconds) else passed, rate=rate)
     return tallies
 
 
 def _attempt(
-    name: str, seed: int, attack: Kind, base: Path, model: Path, data: Path, limits: Limited, tally: Tally, keep: bool
+    name: str, seed: int, attack: Kind, base: Path, shared: dict[str, Any], tally: Tally, keep: bool
 ) -> str | None:
     """What the attack found, with the command that does it again."""
     folder = Path(tempfile.mkdtemp(dir=base))
     random = Random(f"{name} {seed}")
     torch.manual_seed(seed)
     try:
-        attack(Attempt(random, folder, model, data, limits, tally.counts))
+        attack(Attempt(random, folder, **shared, counts=tally.counts))
     except Found as found:
         words = str(found)
     except Exception:  # an attack itself must not end the campaign; whatever it was, somebody must look

@@ -29,10 +29,10 @@ tiny.run("schedule", "--layers", 2)  # typer imports the rest when it first runs
 
 
 def run(arguments: list[str], folder: Path, streams: Path, stdin: bytes, most: int | None) -> None:
-    """The command line in ``folder``, its standard streams in files; no file may grow above ``most`` bytes."""
+    """The command line in ``folder``, its standard streams those in ``streams``; no file may grow above ``most`` bytes."""
     os.chdir(folder)
     (streams / "0").write_bytes(stdin)
-    for number, flags in enumerate((os.O_RDONLY, os.O_WRONLY | os.O_CREAT, os.O_WRONLY | os.O_CREAT)):
+    for number, flags in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
         os.dup2(os.open(streams / str(number), flags), number)
     sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False))
     sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False))

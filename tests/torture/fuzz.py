@@ -65,7 +65,7 @@ def changed(random: Random, value: Any) -> Any:
     if isinstance(value, list) and value and random.random() < 0.8:
         place = random.randrange(len(value))
         return [*value[:place], changed(random, value[place]), *value[place + 1 :]]
-    if isinstance(value, (int, float)) and random.random() < 0.5:
+    if isinstance(value, (int, float)) and random.random() < 0.7:
         return value + random.choice((1, -1, 0.5, 1000, -value))
     return random.choice(ODD)
 
@@ -258,7 +258,7 @@ def options(attempt: Attempt) -> None:
     known = [p for p in command.commands[verb].params if p.name != "help" and str(p.opts[0]).startswith("--")]
     given: dict[str, object] = {}
     flags = []
-    for parameter in random.sample(known, random.choice((1, 1, 2, 3))):
+    for parameter in random.sample(known, random.choice((1, 1, 1, 2))):
         name = parameter.opts[0]
         if parameter.is_flag:
             flags.append(name)

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -70,10 +70,10 @@ class Heard:
 
 @functools.cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A word for each id."""
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
-    words.pre_tokenizer, words.decoder = pre_tokenizers.WhitespaceSplit(), decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", padding_side="left")
+    """A character for each id."""
+    characters = Tokenizer(models.BPE({chr(i): i for i in range(WORDS)}, []))
+    characters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="\0", padding_side="left")
 
 
 def draw_options(random: Random, alone: bool) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def draw_options(random: Random, alone: bool) -> dict[str, Any]:
         *({"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 2}, {"bad_words_ids": [[5], [6, 7]]}),
         *({"eos_token_id": [3, 9, 40, 77]}, {"suppress_tokens": list(range(20, 60))}, {"renormalize_logits": True}),
         *({"logits_processor": LogitsProcessorList([Biased()])}, {"forced_eos_token_id": 9}, {"guidance_scale": None}),
-        *({"stop_strings": ["w3", "w4w"], "tokenizer": tokenizer()}, {"exponential_decay_length_penalty": (2, 1.1)}),
+        *({"stop_strings": [chr(a) for a in range(40, 70)], "tokenizer": tokenizer()}, {"exponential_decay_length_penalty": (2, 1.1)}),
     ]
     for choice in random.sample(more, random.randint(0, 3)):
         options |= choice
