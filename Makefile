@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean results-smoke results-e2e results-tldr
+# All of what `make test` tests in small, for a quarter of an hour: kills, full disks, fuzz, threads, families, habits.
+# TORTURE="kills fuzz/options --seconds 60 --seed 7" chooses.
+.PHONY: demo test torture lint clean results-smoke results-e2e results-tldr
 
 $(VENV)/installed: pyproject.toml requirements.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "SkipDecode needs Python 3.10 or newer"'
@@ -20,6 +22,9 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
+
+torture: $(VENV)/installed
+	$(BIN)/python tests/torture $(TORTURE)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -403,7 +403,7 @@ def no_file_above(size: int) -> Iterator[None]:
 
 
 def test_a_full_disk_ends_a_run_with_one_line(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    """Held: whichever file does not fit; torch and safetensors tell it without an errno. Then the same command goes on."""
+    """Held: whichever file does not fit (torch and safetensors give no errno); then the same command goes on."""
     assert trained(checkpoint, data, tmp_path / "whole").returncode == 0
     files = {p.stat().st_size for p in (tmp_path / "whole").rglob("*") if p.is_file()}
     for size in sorted({max(1, n - random.Random(n).randrange(1, 200)) for n in files} | {100, 3000}):

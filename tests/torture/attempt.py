@@ -1,4 +1,4 @@
-"""An attempt: one attack of a kind, drawn from its seed alone, in a folder of its own, on processes that can be killed."""
+"""An attempt: one attack of a kind, drawn from its seed, in a folder of its own, on processes that can be killed."""
 
 from __future__ import annotations
 

@@ -58,7 +58,9 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}, or PART/KIND (default: all)")
     parser.add_argument("--seconds", type=float, help="for each part (default: its own, 15 minutes in all)")
     parser.add_argument("--attempts", type=int, help="of each kind, instead of seconds")
-    parser.add_argument("--seed", type=int, default=0, help="of each kind's first attempt; the next one has the next seed")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of each kind's first attempt; the next one has the next seed"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the folders of attempts that found something")
     parser.add_argument("--json", action="store_true", help="the table as JSON on standard output")
     options = parser.parse_args()
@@ -86,7 +88,14 @@ def _run(options: argparse.Namespace, chosen: dict[str, dict[str, Kind]], base: 
         write_jsonl(data / f"{split}.jsonl", rows(Random(number), 12))
     shared = {"model": model, "data": data, "limits": Limited(base)}
     tallies: dict[str, Tally] = {}
-    columns = (TextColumn("{task.description:<9}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+    console.print("importing what is attacked, once for all processes", style="dim")
+    Attempt(Random(0), base, **shared).run("schedule", "--layers", 2).sound(0)
+    columns = (
+        TextColumn("{task.description:<9}"),
+        BarColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console) as progress:
         for part, kinds in chosen.items():
             names = {f"{part}/{kind}": attack for kind, attack in kinds.items()}
@@ -97,7 +106,9 @@ def _run(options: argparse.Namespace, chosen: dict[str, dict[str, Kind]], base: 
             began = time.monotonic()
             while time.monotonic() - began < seconds:
                 # Each kind gets the same time: quick ones get more attempts.
-                name = min((n for n in names if tallies[n].attempts < most), key=lambda n: tallies[n].seconds, default="")
+                name = min(
+                    (n for n in names if tallies[n].attempts < most), key=lambda n: tallies[n].seconds, default=""
+                )
                 if not name:
                     break
                 tally, start = tallies[name], time.monotonic()
@@ -108,7 +119,8 @@ def _run(options: argparse.Namespace, chosen: dict[str, dict[str, Kind]], base: 
                     tally.finds.append(find)
                     console.print(find, style="red", markup=False, soft_wrap=True)
                 done, passed = sum(tallies[n].attempts for n in names), time.monotonic() - began
-                rate = f"{done} attempts, {60 * done / passed:.0f} a minute, {sum(len(tallies[n].finds) for n in names)} found"
+                found = sum(len(tallies[n].finds) for n in names)
+                rate = f"{done} attempts, {60 * done / passed:.0f} a minute, {found} found"
                 progress.update(bar, completed=done if math.isinf(seconds) else passed, rate=rate)
     return tallies
 
@@ -143,7 +155,9 @@ def _show(tallies: dict[str, Tally]) -> None:
     for name, tally in tallies.items():
         of_them = ", ".join(f"{count:,} {what}" for what, count in sorted(tally.counts.items()))
         table.add_row(name, f"{tally.attempts:,}", str(len(tally.finds)), f"{tally.seconds:.0f}", of_them)
-    whole = [sum(values) for values in zip(*((t.attempts, len(t.finds), t.seconds) for t in tallies.values()), strict=True)]
+    whole = [
+        sum(values) for values in zip(*((t.attempts, len(t.finds), t.seconds) for t in tallies.values()), strict=True)
+    ]
     table.add_row("all", *(f"{value:,.0f}" for value in whole), style="bold")
     console.print(table)
 

@@ -29,14 +29,14 @@ tiny.run("schedule", "--layers", 2)  # typer imports the rest when it first runs
 
 
 def run(arguments: list[str], folder: Path, streams: Path, stdin: bytes, most: int | None) -> None:
-    """The command line in ``folder``, its standard streams those in ``streams``; no file may grow above ``most`` bytes."""
+    """The command line in ``folder``, with the streams in ``streams``; no file may grow above ``most`` bytes."""
     os.chdir(folder)
     (streams / "0").write_bytes(stdin)
     for number, flags in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
         os.dup2(os.open(streams / str(number), flags), number)
-    sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False))
-    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False))
-    sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False), errors="backslashreplace")
+    sys.stdin = io.TextIOWrapper(os.fdopen(0, "rb", closefd=False))
+    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False))
+    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), errors="backslashreplace")
     # A runaway allocation is a find, not the end of the machine.
     resource.setrlimit(resource.RLIMIT_AS, (24 << 30, 24 << 30))
     if most is not None:

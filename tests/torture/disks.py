@@ -1,4 +1,4 @@
-"""A disk that is full, or may not be written to: what was there stays whole, and the same command ends well afterwards."""
+"""A disk that is full, or may not be written to: what was there stays whole, and the same command ends well later."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _disk(attempt: Attempt, kind: str) -> Iterator[tuple[Path, Callable[[int | N
 def _fails(
     attempt: Attempt, kind: str, command: Callable[[Path], list[object]], check: Callable[[Path, Path], None], most: int
 ) -> None:
-    """``command`` with a failing disk, some times, and then with one that works: what ``check`` compares is unbroken."""
+    """``command`` on a failing disk, some times, then on one that works: ``check`` compares with an unbroken one."""
     whole = attempt.folder / "whole"
     whole.mkdir()
     attempt.run(*command(whole)).sound(0)

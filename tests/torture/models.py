@@ -6,7 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -24,7 +24,7 @@ from torture.attempt import Attempt, Found, Kind
 WORDS = 128  # of every family's vocabulary
 
 
-@lru_cache(maxsize=None)
+@cache
 def model_of(name: str, attention: str) -> PreTrainedModel:
     """A family's model, made once."""
     return build(name, attention)
@@ -42,7 +42,11 @@ def draw_schedule(random: Random) -> Schedule:
     most = random.randint(least, LAYERS)
     order: Any = random.choice(("top", "bottom", "even", "random", "random"))
     order = tuple(random.sample(range(LAYERS), LAYERS)) if order == "random" else order
-    rest = {"order": order, "warmup": random.randint(0, least), "prompt_decay": random.choice((0, 0, random.randint(1, 20)))}
+    rest = {
+        "order": order,
+        "warmup": random.randint(0, least),
+        "prompt_decay": random.choice((0, 0, random.randint(1, 20))),
+    }
     decay = random.choice(list(DECAYS))
     if decay == "list":
         depths = sorted((random.randint(least, most) for _ in range(random.randint(1, 12))), reverse=True)
@@ -73,7 +77,12 @@ def _rounding(model: PreTrainedModel, inputs: dict[str, Tensor], new: int) -> fl
 def cached(attempt: Attempt) -> None:
     """Cached decoding, and one teacher-forced pass, are the stock layers undone; the depths are those asked for."""
     random = attempt.random
-    (name, model), plan, inputs, new = draw_model(attempt), draw_schedule(random), draw_batch(random), random.randint(2, 24)
+    (name, model), plan, inputs, new = (
+        draw_model(attempt),
+        draw_schedule(random),
+        draw_batch(random),
+        random.randint(2, 24),
+    )
     attempt.counts["logits"] += new * len(inputs["input_ids"])
     output = run(model, inputs, plan, max_new_tokens=new)
     depths = [plan.depth(step) for step in range(new - 1)]
@@ -89,13 +98,20 @@ def cached(attempt: Attempt) -> None:
         if error > allowed:
             allowed = max(TOLERANCE, 4 * _rounding(model, inputs, new))
         if not error <= allowed:
-            raise Found(f"{name}, {plan}, {inputs['attention_mask'].sum(1).tolist()} tokens: {way}: {error:.1e} > {allowed:.1e}")
+            raise Found(
+                f"{name}, {plan}, {inputs['attention_mask'].sum(1).tolist()} tokens: {way}: {error:.1e} > {allowed:.1e}"
+            )
 
 
 def alone(attempt: Attempt) -> None:
     """A row's tokens are those of the row by itself, unpadded."""
     random = attempt.random
-    (name, model), plan, inputs, new = draw_model(attempt), draw_schedule(random), draw_batch(random), random.randint(2, 24)
+    (name, model), plan, inputs, new = (
+        draw_model(attempt),
+        draw_schedule(random),
+        draw_batch(random),
+        random.randint(2, 24),
+    )
     width = inputs["input_ids"].shape[1]
     together = run(model, inputs, plan, max_new_tokens=new)
     for index in range(len(inputs["input_ids"])):
@@ -110,7 +126,9 @@ def alone(attempt: Attempt) -> None:
         error = distance(torch.stack(together.logits, 1)[index, :steps], torch.stack(single.logits, 1)[0, :steps])
         allowed = max(10 * TOLERANCE, 4 * _rounding(model, inputs, new))
         if error > allowed:
-            raise Found(f"{name}, {plan}: row {index} of {inputs['attention_mask'].sum(1).tolist()}: {error:.1e} > {allowed:.1e}")
+            raise Found(
+                f"{name}, {plan}, {inputs['attention_mask'].sum(1).tolist()}: row {index}: {error:.1e} > {allowed:.1e}"
+            )
         attempt.counts["ties"] += 1
 
 
@@ -120,7 +138,7 @@ def threads(attempt: Attempt) -> None:
     name, model = draw_model(attempt)
     attach(model)
     inputs = draw_batch(random)
-    ids, width = torch.randint(2, WORDS, (len(inputs["input_ids"]), 30)), inputs["input_ids"].shape[1]
+    ids = torch.randint(2, WORDS, (len(inputs["input_ids"]), 30))
     plans = [draw_schedule(random) for _ in range(5)]
 
     def generate(subject: nn.Module, plan: Schedule | None) -> Tensor:
