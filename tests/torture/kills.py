@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from torture.attempt import Attempt, Child, Done, Found, Kind, contents, rows, same, write_jsonl
+from torture.attempt import Attempt, Child, Found, Kind, contents, rows, same, write_jsonl
 
 #: So many kills of one command; then it may end.
 MOST = 40
@@ -31,15 +31,15 @@ def _moments(attempt: Attempt, whole: float, watched: Callable[[], object]) -> C
     return moment
 
 
-def _until_done(attempt: Attempt, arguments: list[object], whole: float, watched: Callable[[], object]) -> Done:
-    """The same command again and again, killed each time (now and then only asked to stop), and its last end."""
-    moment, number = _moments(attempt, whole, watched), signal.SIGKILL
+def _until_done(attempt: Attempt, arguments: list[object], whole: float, watched: Callable[[], object]) -> None:
+    """The same command again and again, killed each time (now and then only asked to stop), until it is done."""
+    moment = _moments(attempt, whole, watched)
     for _ in range(MOST):
         number = attempt.random.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGINT, signal.SIGTERM))
         child = attempt.start(*arguments)
         done = child.stopped(moment(child), number)
         if done.code == 0:
-            return done
+            return
         if done.code == -signal.SIGKILL:
             attempt.counts["kills"] += 1
         elif done.code in (130, 143):
@@ -52,9 +52,13 @@ def _until_done(attempt: Attempt, arguments: list[object], whole: float, watched
             done.sound(130, 143)
         elif done.code < 0:  # before the command had its handlers
             attempt.counts["stops"] += 1
+        elif "is already there" in done.line:  # the one before was killed when its work was done
+            return
         else:
             done.sound(0)
-    return attempt.run(*arguments).sound(0)
+    done = attempt.run(*arguments)
+    if "is already there" not in done.line:
+        done.sound(0)
 
 
 def _signature(folder: Path) -> Callable[[], object]:
