@@ -8,8 +8,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ from skipdecode.files import locked
 from skipdecode.tasks import Example, get_task
 from skipdecode.trained import schedules as schedules_of
 from skipdecode.training import SkipTrainer, arguments, train
-from tiny import TEXTS, Done, run, save_checkpoint
+from tiny import TEXTS, Done, no_file_above, run, save_checkpoint
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
 
@@ -388,18 +387,6 @@ def test_the_guides_python_runs(checkpoint: Path, tmp_path: Path, monkeypatch: p
         exec(block.replace('load("demo")', f"load({str(checkpoint)!r})").replace("max_steps=20", "max_steps=1"), names)
     assert 2 in schedules_of(AutoModelForCausalLM.from_pretrained("trained").config)
     assert names["trainer"].state.global_step == 1
-
-
-@contextmanager
-def no_file_above(size: int) -> Iterator[None]:
-    """The system lets this process write no more than ``size`` bytes to a file, as a full disk would."""
-    resource = pytest.importorskip("resource")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_ends_a_run_with_one_line(checkpoint: Path, data: Path, tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ import functools
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from random import Random
 from typing import Any
 
@@ -17,33 +15,14 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
-from families import DENSE, build, distance, run
+from families import DENSE, build, distance, naive, run
 from skipdecode import Schedule, SkipCache, attach, detach
-from skipdecode.check import undone
 from skipdecode.stack import decoder_layers
 from torture.attempt import Attempt, Found, Kind
 from torture.models import WORDS, draw_batch, draw_model, draw_schedule
 
 #: Embeddings of these are inputs like any other, and cached and uncached logits are close.
 PLAIN = tuple(DENSE)
-
-
-@contextmanager
-def naive(model: PreTrainedModel, schedule: Schedule, width: int) -> Iterator[PreTrainedModel]:
-    """The stock model, each pass of which is over the whole text, its layers undone where they should not have run."""
-    stock = detach(model).forward
-
-    @functools.wraps(stock)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        text = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"][..., 0]
-        with undone(model, schedule, width, text):
-            return stock(*args, **kwargs)
-
-    model.forward = forward
-    try:
-        yield model
-    finally:
-        del model.forward
 
 
 class Biased(LogitsProcessor):

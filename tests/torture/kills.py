@@ -45,8 +45,8 @@ def _until_done(attempt: Attempt, arguments: list[object], whole: float, watched
         elif done.code in (130, 143):
             attempt.counts["stops"] += 1
             # Without the second half where it came before the verb had begun.
-            if not re.fullmatch(
-                r"skipdecode: stopped by SIG(INT|TERM)(; the same command goes on from here)?", done.line
+            if not re.search(
+                r"skipdecode: stopped by SIG(INT|TERM)(; the same command goes on from here)?$", done.line
             ):
                 raise Found(f"stopped without a word:\n{done.stderr[-2000:]}")
             done.sound(130, 143)
