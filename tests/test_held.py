@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_a_row_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
             journal.add(keys, [rows[i] for i in keys], Cost(8, rows=200))
             sizes.append(journal.path.stat().st_size)
         inode = journal.path.stat().st_ino
-    growth = [b - a for a, b in zip(sizes, sizes[1:], strict=False)]
+    growth = [b - a for a, b in pairwise(sizes)]
     assert max(growth[1:]) <= 1.1 * min(growth[1:])
     with Journal(tmp_path / "out", "job") as journal:
         assert journal.path.stat().st_ino == inode
@@ -152,8 +153,7 @@ def test_a_mutated_schedule_is_a_schedule_or_refused(draw: st.DataObject) -> Non
         text = text[:cut] + draw.draw(st.sampled_from(["", "]", "[" * 5000, '"', "\0"])) + text[cut + 1 :]
     try:
         plan = Schedule.from_json(text)
-    except ScheduleError as error:
-        assert "\n" not in str(error).strip()
+    except ScheduleError:
         return
     depths = [plan.depth(step) for step in sorted({0, 1, 2, 5, plan.horizon - 1, plan.horizon})]
     assert depths == sorted(depths, reverse=True)

@@ -50,7 +50,7 @@ def _until_done(attempt: Attempt, arguments: list[object], whole: float, watched
             ):
                 raise Found(f"stopped without a word:\n{done.stderr[-2000:]}")
             done.sound(130, 143)
-        elif done.code < 0:  # before the command had its handlers
+        elif done.code < 0 or (done.code == 1 and not done.stderr):  # before the command had begun
             attempt.counts["stops"] += 1
         elif "is already there" in done.line:  # the one before was killed when its work was done
             return
