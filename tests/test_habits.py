@@ -304,7 +304,7 @@ def test_threads_generate_at_once() -> None:
         assert all(pool.map(one, range(30)))
 
 
-@pytest.mark.parametrize("name", ["opt", "gpt-neo", "gemma3n"])
+@pytest.mark.parametrize("name", ["opt", "gpt-neo", "gemma4"])
 @pytest.mark.parametrize(
     "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
 )
