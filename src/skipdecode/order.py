@@ -18,7 +18,7 @@ def ranking(order: str | tuple[int, ...], num_layers: int, warmup: int) -> tuple
         return tuple(range(num_layers))
     if order == "top":
         return (*range(warmup), *range(num_layers - 1, warmup - 1, -1))
-    ranked = [0, num_layers - 1] if num_layers > 1 else [0]
+    ranked = [0]
     while len(ranked) < num_layers:
         rest = [i for i in range(num_layers) if i not in ranked]
         ranked.append(max(rest, key=lambda i: (min(abs(i - j) for j in ranked), -i)))
