@@ -80,6 +80,17 @@ def test_a_mix_stays_between_its_ends(weight: float, most: int, least: int) -> N
     assert abs(depth - min(max(exact, least), most)) <= Fraction(1, 2) + Fraction(1, 10**8)
 
 
+@given(st.integers(1, 32), st.integers(1, 12), st.data())
+def test_the_prompts_decay_is_linear(layers: int, span: int, data: st.DataObject) -> None:
+    """From all layers, ``span`` places before the prompt's end, to max_depth at its last position."""
+    most = data.draw(st.integers(1, layers))
+    schedule = Schedule(layers, most, 1, 4, warmup=0, prompt_decay=span)
+    assert schedule.prompt_depth(1) == most
+    assert schedule.prompt_depth(span + 1) == layers
+    for distance in range(2, span + 1):
+        assert schedule.prompt_depth(distance) == half_up(most + Fraction((layers - most) * (distance - 1), span - 1))
+
+
 # --- orders
 
 

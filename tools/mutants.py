@@ -16,9 +16,11 @@ import signal
 import sys
 import threading
 import time
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from importlib.machinery import SourceFileLoader
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,23 +30,21 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "src" / "skipdecode"
 RESULTS = ROOT / "results" / "mutants.json"
-FILES = "schedule.py decay.py order.py budget.py fitting.py cache.py gate.py prefix.py stack.py".split()
 ENOUGH = 0.9  # of all mutants
-TESTS = [
-    str(ROOT / "tests" / f"test_{name}.py")
-    for name in ("definitions", "schedule", "fitting", "refusals", "habits", "invariants")
-]
 # One family of each form; a third of the schedules; nothing that compiles, counts a million lengths or waits.
 FORMS = "opt- or -opt or [opt or gpt-neo- or gpt-neo] or gemma3 or qwen3.5 or gemma4-shared"
-FAST = (
-    f"(not test_invariants or ({FORMS}) and not post-norm and not bottom and not even and not list and not constant and "
-    "not top-to-1) and not compiled and not long_texts and not nothing_is_kept"
-)
+FEW = f"({FORMS}) and not (post-norm or bottom or even or list or constant or top-to-1)"
+FAST = f"(not test_invariants or {FEW}) and not (compiled or long_texts or nothing_is_kept)"
+#: Files of the core, and of the tests that their mutants meet.
+SUITES = {
+    "schedule decay order budget fitting": "definitions schedule fitting",
+    "cache gate prefix stack": "refusals habits invariants",
+}
+SECONDS, LIMIT = 15, 30  # of tests that one mutant meets, as timed without it; and how long it may take over them
 
 _PAIRS = "Lt LtE, Gt GtE, Eq NotEq, In NotIn, Is IsNot, Add Sub, Mult Div, BitAnd BitOr, And Or".split(", ")
 SWAPS: dict[str, str] = {a: b for pair in _PAIRS for a, b in (pair.split(), pair.split()[::-1])}
 SWAPS |= {"FloorDiv": "Mult", "Mod": "Mult", "min": "max", "max": "min", "any": "all", "all": "any"}
-_PATHS = {str(CORE / file): file for file in FILES}
 _OPPOSITES = (ast.Eq, ast.NotEq, ast.In, ast.NotIn, ast.Is, ast.IsNot)
 REMOVABLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Raise, ast.Delete, ast.Break, ast.Continue)
 
@@ -142,12 +142,12 @@ class Reach:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
         """Traced: a second run, as threads start their own."""
         lines: set[tuple[str, int]] = set()
+        core = f"{CORE}/"
 
         def trace(frame: Any, event: str, arg: Any) -> Any:
-            file = _PATHS.get(frame.f_code.co_filename)
-            if file is None:
+            if not frame.f_code.co_filename.startswith(core):
                 return None
-            lines.add((file, frame.f_lineno))
+            lines.add((frame.f_code.co_filename[len(core) :], frame.f_lineno))
             return trace
 
         start = time.perf_counter()
@@ -163,11 +163,11 @@ class Reach:
                 self.tests[line].add(item.nodeid)
 
 
-def survives(mutant: Mutant, tree: ast.AST, tests: list[str], seconds: float) -> str:
+def fate_of(mutant: Mutant, tree: ast.AST, tests: list[str]) -> str:
     """How the mutant fares in a process of its own: ``killed``, ``timeout`` or ``survived``."""
     child = os.fork()
     if child == 0:
-        signal.alarm(int(10 + 5 * seconds))
+        signal.alarm(LIMIT)
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
@@ -190,6 +190,33 @@ def run(tests: list[str], *options: str, plugins: tuple[Any, ...] = ()) -> int:
     )
 
 
+def reached(suite: str) -> Reach:
+    """What the tests of a suite reach; the core, and what imports it, is left to be imported anew."""
+    own, reach = set(sys.modules), Reach()
+    if run([f"tests/test_{name}.py" for name in suite.split()], "-k", FAST, plugins=(reach,)) != 0:
+        sys.exit("the tests fail without any mutant")
+    for name in set(sys.modules) - own:
+        if name.startswith(("skipdecode", "test_")) or name in ("conftest", "families", "tiny"):
+            del sys.modules[name]
+    return reach
+
+
+def survivors(file: str, reach: Reach, only: Container[tuple[str, str]] | None) -> Iterator[dict[str, str]]:
+    """The fate of each mutant of a file (of ``only`` these), as results/mutants.json has it."""
+    tree = ast.parse((CORE / file).read_text("utf-8"))
+    whole = set().union(*(tests for (name, _), tests in reach.tests.items() if name == file))
+    for mutant in mutants(file, tree):
+        if only is not None and (mutant.function, mutant.change) not in only:
+            continue
+        tests = set().union(*(reach.tests[file, line] for line in mutant.lines)) if mutant.lines else whole
+        ordered = sorted(tests, key=reach.seconds.__getitem__)
+        spent = list(accumulate(map(reach.seconds.__getitem__, ordered)))
+        start = time.perf_counter()
+        fate = fate_of(mutant, tree, ordered[: bisect_right(spent, SECONDS)]) if tests else "survived"
+        print(f"{time.perf_counter() - start:5.1f} s  {fate:8}  {file}:{mutant.line}  {mutant.change}", flush=True)
+        yield {"function": mutant.function, "change": mutant.change, "fate": fate}
+
+
 def main(*wanted: str) -> None:
     """Write results/mutants.json; an error if too many survive, or one without a reason."""
     os.chdir(ROOT)
@@ -198,46 +225,30 @@ def main(*wanted: str) -> None:
     phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
     hypothesis.settings.register_profile("mutants", database=None, derandomize=True, deadline=None, phases=phases)
     hypothesis.settings.load_profile("mutants")
-    own, reach = set(sys.modules), Reach()
-    if run(TESTS, "-k", FAST, plugins=(reach,)) != 0:
-        sys.exit("the tests fail without any mutant")
-    for name in set(sys.modules) - own:  # each child imports the core, and what imports it, anew
-        if name.split(".")[0] in ("skipdecode", "conftest", "families", "tiny") or name.startswith("test_"):
-            del sys.modules[name]
-    known = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {"files": {}, "survivors": []}
-    reasons = {(s["file"], s["function"], s["change"]): s["reason"] for s in known["survivors"]}
-    counts: dict[str, Counter[str]] = {file: Counter(count) for file, count in known["files"].items()}
-    survivors = known["survivors"]
     again = "--again" in wanted
-    for file in [f for f in FILES if f in wanted] or FILES:
-        tree = ast.parse((CORE / file).read_text("utf-8"))
-        whole = set().union(*(tests for (name, _), tests in reach.tests.items() if name == file))
-        last = Counter((s["file"], s["function"], s["change"]) for s in survivors)
-        survivors = [s for s in survivors if s["file"] != file]
-        if not again:
-            counts[file] = Counter(killed=0, timeout=0, survived=0)
-        for mutant in mutants(file, tree):
-            key = (file, mutant.function, mutant.change)
-            if again and not last[key]:
-                continue
-            tests = set().union(*(reach.tests[file, line] for line in mutant.lines)) if mutant.lines else whole
-            ordered = sorted(tests, key=reach.seconds.__getitem__)
-            start = time.perf_counter()
-            fate = survives(mutant, tree, ordered, sum(map(reach.seconds.get, ordered))) if tests else "survived"
-            print(f"{time.perf_counter() - start:5.1f} s  {fate:8}  {file}:{mutant.line}  {mutant.change}", flush=True)
-            counts[file][fate] += 1
+    results: dict[str, Any] = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
+    for core, suite in SUITES.items():
+        files = [f"{name}.py" for name in core.split()]
+        files = [file for file in files if file in wanted or not {*wanted} - {"--again"}]
+        reach = reached(suite) if files else Reach()
+        for file in files:
+            last = results.get(file, {"survivors": []})
+            reasons = {(s["function"], s["change"]): s["reason"] for s in last["survivors"]}
+            found = list(survivors(file, reach, reasons if again else None))
+            counts = Counter(each["fate"] for each in found)
             if again:
-                counts[file]["survived"] -= 1
-            if fate == "survived":
-                survivors.append(dict(zip(("file", "function", "change"), key)) | {"reason": reasons.get(key, "")})
-        survivors.sort(key=lambda s: FILES.index(s["file"]))
-        done = {name: dict(counts[name]) for name in FILES if name in counts}
-        RESULTS.write_text(
-            json.dumps({"files": done, "survivors": survivors}, indent=1, ensure_ascii=False) + "\n", "utf-8"
-        )
-    total = sum(counts.values(), Counter())
-    print(dict(total), f"{1 - total['survived'] / total.total():.1%} die")
-    if total["survived"] > (1 - ENOUGH) * total.total() or any(not s["reason"] for s in survivors):
+                counts += Counter(killed=last["killed"], timeout=last["timeout"])
+            lived = [each for each in found if each.pop("fate") == "survived"]
+            results[file] = {fate: counts[fate] for fate in ("killed", "timeout", "survived")} | {
+                "survivors": [each | {"reason": reasons.get((each["function"], each["change"]), "")} for each in lived]
+            }
+            RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    lived, total = (
+        sum(sum(r[f] for f in fates) for r in results.values())
+        for fates in (["survived"], ["survived", "killed", "timeout"])
+    )
+    print(f"{total - lived} of {total} mutants die: {1 - lived / total:.1%}")
+    if lived > (1 - ENOUGH) * total or not all(s["reason"] for r in results.values() for s in r["survivors"]):
         sys.exit("too many survive, or one has no reason in results/mutants.json")
 
 
