@@ -114,7 +114,7 @@ def rule(speedup: Fraction, layers: int) -> tuple[int, int]:
     """The paper's rule, exactly: the share of max falls by 0.02 with each unit of speed-up, between 2/3 and 0.6."""
     share = min(max(Fraction(2, 3) - (speedup - 2) / 50, Fraction(3, 5)), Fraction(2, 3))
     total = 2 * layers / speedup
-    most = min(max(half_up(total * share), 1), layers)
+    most = min(half_up(total * share), layers)
     return most, min(max(half_up(total - most), 1), most)
 
 
@@ -128,6 +128,11 @@ def test_budgets_are_the_papers_and_else_the_rules(layers: int) -> None:
         assert share_of_max(float(speedup)) == pytest.approx(
             float(min(max(Fraction(2, 3) - (speedup - 2) / 50, Fraction(3, 5)), Fraction(2, 3)))
         )
+
+
+def test_a_flat_depth_is_at_least_one_layer() -> None:
+    """However few layers there are."""
+    assert flat_depth(9, 4) == 1
 
 
 @pytest.mark.parametrize("layers", [5, 23, 24, 25, 31, 32, 33])
