@@ -2,7 +2,7 @@
 
 A mutant is the core with one operator, constant, condition, return value or statement changed (strings, annotations,
 decorators and messages are not). It is imported in a forked child, after torch and transformers are, and meets only
-the fast tests that reach the changed line, the shortest first, until one fails.
+fast tests that reach the changed line, until one fails.
 
     python tools/mutants.py [schedule.py …] [--again]     # these files only; only what survived the last time
 """
@@ -40,7 +40,7 @@ SUITES = {
     "schedule decay order budget fitting": "definitions schedule fitting",
     "cache gate prefix stack": "refusals habits invariants",
 }
-SECONDS, LIMIT = 15, 30  # of tests that one mutant meets, as timed without it; and how long it may take over them
+SECONDS, LIMIT = 10, 30  # of tests that one mutant meets, as timed without it; and how long it may take over them
 
 _PAIRS = "Lt LtE, Gt GtE, Eq NotEq, In NotIn, Is IsNot, Add Sub, Mult Div, BitAnd BitOr, And Or".split(", ")
 SWAPS: dict[str, str] = {a: b for pair in _PAIRS for a, b in (pair.split(), pair.split()[::-1])}
@@ -162,6 +162,16 @@ class Reach:
             for line in lines:
                 self.tests[line].add(item.nodeid)
 
+    def in_order(self, tests: set[str]) -> list[str]:
+        """The shortest case of each test first, then the next one of each."""
+        cases: Counter[str] = Counter()
+        ranks = {}
+        for test in sorted(tests, key=self.seconds.__getitem__):
+            name = test.split("[")[0]
+            ranks[test] = cases[name], self.seconds[test]
+            cases[name] += 1
+        return sorted(ranks, key=ranks.__getitem__)
+
 
 def fate_of(mutant: Mutant, tree: ast.AST, tests: list[str]) -> str:
     """How the mutant fares in a process of its own: ``killed``, ``timeout`` or ``survived``."""
@@ -209,7 +219,7 @@ def survivors(file: str, reach: Reach, only: Container[tuple[str, str]] | None) 
         if only is not None and (mutant.function, mutant.change) not in only:
             continue
         tests = set().union(*(reach.tests[file, line] for line in mutant.lines)) if mutant.lines else whole
-        ordered = sorted(tests, key=reach.seconds.__getitem__)
+        ordered = reach.in_order(tests)
         spent = list(accumulate(map(reach.seconds.__getitem__, ordered)))
         start = time.perf_counter()
         fate = fate_of(mutant, tree, ordered[: bisect_right(spent, SECONDS)]) if tests else "survived"
