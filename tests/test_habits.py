@@ -19,6 +19,7 @@ from transformers import (
     BertConfig,
     DynamicCache,
     GlmMoeDsaConfig,
+    GPTNeoXJapaneseConfig,
     MambaConfig,
     MiniMaxConfig,
     PreTrainedConfig,
@@ -92,6 +93,15 @@ def test_a_model_that_cannot_skip_exactly_is_refused_by_what_it_is(kind: str) ->
     with pytest.raises(UnsupportedModel, match=reason):
         attach(model)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_what_a_config_says_of_looking_ahead_is_tried_out() -> None:
+    """GPT-NeoX-Japanese says is_decoder=False, as BERT does, and looks back only."""
+    config = GPTNeoXJapaneseConfig(**TINY, num_attention_heads=4, intermediate_multiple_size=2)
+    assert config.is_decoder is False
+    model = AutoModelForCausalLM.from_config(config).train()
+    attach(model)
+    assert model.training
 
 
 # --- the cache knows its model, and notices when it is not asked

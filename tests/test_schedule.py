@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule, ScheduleError
 from skipdecode.decay import DECAYS
+from skipdecode.errors import FileError
+from skipdecode.schedule import MOST_LAYERS, MOST_TOKENS
 
 settings.register_profile("quick", max_examples=120, deadline=None)
 settings.load_profile("quick")
@@ -241,7 +243,7 @@ WRONG = [
     ({**GOOD, "max_depth": 9}, "max_depth 9 is greater than num_layers 8"),
     ({**GOOD, "warmup": 3}, "warmup 3 is greater than min_depth 2"),
     ({**GOOD, "warmup": -1}, "warmup must be a whole number"),
-    ({**GOOD, "horizon": 0}, "horizon must be a whole number of at least 1, not 0"),
+    ({**GOOD, "horizon": 0}, "horizon must be a whole number from 1 to 1,000,000, not 0"),
     ({**GOOD, "min_depth": 0}, "min_depth must be a whole number"),
     ({**GOOD, "prompt_decay": -1}, "prompt_decay must be a whole number"),
     ({**GOOD, "stairs": 1}, "stairs"),
@@ -280,14 +282,55 @@ def test_wrong_values_are_refused(values: dict[str, Any], message: str) -> None:
         (json.dumps({"num_layers": 8, "horizon": 4}), "needs max_depth, min_depth"),
         ("[8, 6, 2, 8]", "JSON object, not list"),
         ("null", "JSON object, not NoneType"),
-        ("{", "is JSON"),
-        ("", "is JSON"),
+        ("{", "the schedule is not JSON"),
+        ("", "the schedule is not JSON"),
+        ("[" * 100_000, "nested too deep"),
+        ('{"num_layers": 8, "max_depth": 8, "min_depth": 1, "horizon": 1e20}', "horizon must be a whole number"),
+        ('{"num_layers": 1000000, "max_depth": 8, "min_depth": 1, "horizon": 9}', "num_layers must be a whole"),
     ],
 )
 def test_wrong_files_are_refused(text: str, message: str) -> None:
     """Unknown keys, missing keys and what is no JSON object."""
     with pytest.raises(ScheduleError, match=message):
         Schedule.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["a note of mine\n", "{}", '{"num_layers": 8}', "[" * 100_000])
+def test_only_a_schedule_is_written_over(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F4: what is there and is no schedule stays; and a failing disk leaves the schedule that was there."""
+    path, plan = tmp_path / "plan.json", Schedule(**GOOD)
+    path.write_text(text)
+    with pytest.raises(FileError, match="was not written by skipdecode"):
+        plan.save(path)
+    assert path.read_text() == text
+    path.unlink()
+    plan.save(path)
+    monkeypatch.setattr("os.fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "no space")))
+    with pytest.raises(OSError, match="no space"):
+        plan.replace(horizon=3).save(path)
+    assert Schedule.load(path) == plan
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """G: missing, damaged or of another shape."""
+    with pytest.raises(FileError, match=r"nowhere\.json cannot be read"):
+        Schedule.load(tmp_path / "nowhere.json")
+    (tmp_path / "cut.json").write_text('{"num_layers": 8, "max')
+    with pytest.raises(FileError, match=r"cut\.json is not JSON"):
+        Schedule.load(tmp_path / "cut.json")
+    (tmp_path / "list.json").write_text("[8]")
+    with pytest.raises(ScheduleError, match=r"list\.json: a schedule is a JSON object"):
+        Schedule.load(tmp_path / "list.json")
+
+
+@pytest.mark.parametrize("order", ["top", "bottom", "even"])
+def test_nothing_hangs_at_the_limits(order: str) -> None:
+    """G: the most layers and tokens there may be take a second, not hours."""
+    plan = Schedule(MOST_LAYERS, 600, 2, MOST_TOKENS, order=order)
+    assert sorted(plan.ranking) == list(range(MOST_LAYERS))
+    assert plan.depth(MOST_TOKENS) == 2
+    assert 1 < plan.layer_ratio(MOST_TOKENS) < MOST_LAYERS
 
 
 @pytest.mark.parametrize("speedup", [0, 0.5, 8.5, math.nan, math.inf, -2, "2", None])

@@ -63,7 +63,6 @@ class SkipCache(DynamicCache):
         self._positions: list[int] = []  # that each layer runs in the pass under way
         self._keep: frozenset[int] = frozenset(range(len(self.layers)))  # layers that the next step still runs
         self._holds = [True] * len(self.layers)  # or will, in this very pass
-        self._stored = False  # whether the layer under way has
         self._bytes = [0] * len(self.layers)
 
     def begin_prompt(self) -> None:
@@ -83,7 +82,6 @@ class SkipCache(DynamicCache):
         """How many of the pass's positions layer ``index`` runs, a prefix (0: pass the hidden states on)."""
         if index == 0:
             self._begin_pass(width)
-        self._stored = False
         return self._positions[index]
 
     def _begin_pass(self, width: int) -> None:
@@ -109,16 +107,19 @@ class SkipCache(DynamicCache):
         """The layer has run: it keeps what it holds if the next step runs it, else it is retired.
 
         Raises:
-            CacheError: it has stored nothing: its later positions would attend to less than they should.
+            CacheError: it has stored less than it ran: its later positions would attend to less than they should.
         """
-        if not self._stored and not isinstance(self.layers[index], STATELESS):
+        layer, held, ran = self.layers[index], held_bytes(self.layers[index]), self._positions[index]
+        short = isinstance(layer, DynamicLayer) and layer.get_seq_length() != self._length - self.width + ran
+        if short or not (held or isinstance(layer, STATELESS)):
             raise CacheError(
-                f"layer {index} ran without asking the SkipCache (gradient checkpointing in training mode drops caches; "
-                "then call model.eval(). Else this model keeps its states elsewhere)"
+                f"layer {index} ran without asking the SkipCache (gradient checkpointing drops caches in training "
+                "mode: call model.eval(); else this model keeps its states elsewhere)"
             )
         if index not in self._keep:
             self._retire(index)
-        self._bytes[index] = held_bytes(self.layers[index])
+            held = 0
+        self._bytes[index] = held
         self.peak_kv_bytes = max(self.peak_kv_bytes, sum(self._bytes))
 
     def _retire(self, index: int) -> None:
@@ -141,7 +142,6 @@ class SkipCache(DynamicCache):
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def _check_runs(self, layer_idx: int) -> None:
-        self._stored = True
         if not self._positions or self._positions[layer_idx] == 0:
             raise CacheError(
                 f"layer {layer_idx} ran though the schedule skips it: call skipdecode.attach(model) on this very model"

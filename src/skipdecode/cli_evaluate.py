@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from .console import budgets, err, out, say
-from .errors import ScheduleError, UsageError
+from .errors import UsageError
 
 if TYPE_CHECKING:
     from .tasks import Example, Task
@@ -210,12 +210,12 @@ def calibrate(
     from dataclasses import replace
 
     from . import trained
-    from .files import check_target, write
+    from .files import check_target
     from .fitting import fit, refit
     from .loading import read_config, resolve
     from .methods import get_method
     from .order import ORDERS
-    from .schedule import Schedule
+    from .schedule import Schedule, is_schedule
     from .tasks import evenly, get_task
 
     the_task = get_task(task, words)
@@ -235,7 +235,7 @@ def calibrate(
         raise UsageError(f"{model} was trained by {trained.method(config)}: its schedules are not {method}'s to change")
     if order is not None and order not in (*ORDERS, "search"):
         raise UsageError(f"--order is {', '.join(ORDERS)} or search, not {order!r}")
-    check_target(output, ours=_is_schedule)
+    check_target(output, ours=is_schedule)
     before = trained.choose(config, speedup)
     known = {k: plan for k, plan in trained.schedules_of(config, method).items() if not plan.is_full}
     base, source = known.get(speedup), known.get(speedup) or trained.fastest(known)
@@ -296,7 +296,7 @@ def calibrate(
         )
         progress.update(bar, total=progress.tasks[-1].completed)
     plan, after, old = result.schedule, result.after, result.before
-    write(output, plan.to_json() + "\n", ours=_is_schedule)
+    plan.save(output)
     say(f"wrote {output}")
     quality = result.quality([example.references for example in examples])
     found |= {
@@ -347,17 +347,6 @@ def _compare(result: Any, quality: Mapping[str, Any]) -> None:
     for label, each in quality.items():
         table.add_row(label, *(f"{value:.2f}" for value in (each.full, each.before, each.after)))
     out.print(table)
-
-
-def _is_schedule(data: bytes) -> bool:
-    """Whether a file holds a schedule, which another may replace."""
-    from .schedule import Schedule
-
-    try:
-        Schedule.from_json(data.decode())
-    except (ScheduleError, UnicodeDecodeError, RecursionError):
-        return False
-    return True
 
 
 def _inputs(task: Task, data: Path, count: int | None, split: str = "validation") -> list[Example]:

@@ -129,7 +129,7 @@ def check(
         findings.append(finding)
         if not as_json:
             mark = "[green]holds[/]" if finding.held else "[bold red]FAILS[/]"
-            out.print(f"{mark}  {finding.claim:44s} {finding.detail}", highlight=False)
+            out.print(f"{mark}  {finding.claim:44s} {finding.detail}", highlight=False, soft_wrap=True)
     if as_json:
         print(json.dumps([vars(finding) for finding in findings]))
     if not all(finding.held for finding in findings):

@@ -12,12 +12,14 @@ from typing import Any
 from .budget import share_of_max
 from .decay import mix, remaining, round_half_up
 from .errors import ScheduleError
-from .schedule import Schedule
+from .schedule import MOST_TOKENS, Schedule
 
 #: How near the achieved ratio comes where whole layers allow it.
 TOLERANCE = 0.01
 #: How far a falling depth may be off before a constant one, if that is nearer, takes its place.
 NEAR = 0.05
+#: A horizon of twice as many steps is still one that a schedule may have.
+LONGEST = MOST_TOKENS // 2
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +28,13 @@ class Lengths:
     """Decode steps of batches, sorted once, so that a schedule's layers are counted by its levels, not step by step.
 
     Raises:
-        ScheduleError: a length that is no whole number of at least 0, or no steps at all.
+        ScheduleError: a length that is no whole number from 0 to :data:`LONGEST`, or no steps at all.
     """
 
     def __init__(self, lengths: Iterable[int]) -> None:
         self.ordered = list(lengths)
-        if any(type(n) is not int or n < 0 for n in self.ordered):
-            raise ScheduleError("lengths are numbers of decode steps: whole, and at least 0")
+        if any(type(n) is not int or not 0 <= n <= LONGEST for n in self.ordered):
+            raise ScheduleError(f"lengths are numbers of decode steps: whole, from 0 to {LONGEST:,}")
         self.ordered.sort()
         self.sums = [0, *accumulate(self.ordered)]
         if not self.sums[-1]:

@@ -13,8 +13,13 @@ from typing import Any
 
 from .budget import budget, flat_depth, target
 from .decay import DECAYS, mix, remaining
-from .errors import ScheduleError
+from .errors import FileError, ScheduleError, SkipDecodeError
+from .files import parse_json, read_json, write
 from .order import ORDERS, ranking
+
+#: More than any model has, and few enough that nothing hangs: depths are kept step by step.
+MOST_LAYERS = 1024
+MOST_TOKENS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ class Schedule:
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("num_layers", "max_depth", "min_depth", "horizon", "warmup", "stairs", "prompt_decay"):
-            _whole(name, getattr(self, name), least=0 if name in ("warmup", "prompt_decay") else 1)
+            least = 0 if name in ("warmup", "prompt_decay") else 1
+            _whole(name, getattr(self, name), least, MOST_LAYERS if name == "num_layers" else MOST_TOKENS)
         _require(self.decay in DECAYS, f"decay must be one of {', '.join(DECAYS)}, not {self.decay!r}")
         _require(
             isinstance(self.rate, (int, float)) and not isinstance(self.rate, bool) and 0 < self.rate < math.inf,
@@ -258,20 +264,33 @@ class Schedule:
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
-        """Inverse of :meth:`to_json`. Raises ScheduleError for text that is no JSON."""
+        """Inverse of :meth:`to_json`. Raises ScheduleError for any other text."""
         try:
-            return cls.from_dict(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ScheduleError(f"a schedule file is JSON: {error}") from None
+            return cls.from_dict(parse_json(text, "the schedule"))
+        except FileError as error:
+            raise ScheduleError(str(error)) from None
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON to ``path``."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        """Write the JSON to ``path``, whole or not at all. Raises FileError where another kind of file is there."""
+        write(path, self.to_json() + "\n", ours=is_schedule)
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:
-        """Read a file that :meth:`save` wrote."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        """Read a file that :meth:`save` wrote. Raises ScheduleError or FileError, which name the file."""
+        values = read_json(path)
+        try:
+            return cls.from_dict(values)
+        except ScheduleError as error:
+            raise ScheduleError(f"{path}: {error}") from None
+
+
+def is_schedule(data: bytes) -> bool:
+    """Whether a file's bytes are a schedule's, which may be replaced by another."""
+    try:
+        Schedule.from_dict(parse_json(data, "it"))
+    except SkipDecodeError:
+        return False
+    return True
 
 
 def _require(condition: bool, message: str) -> None:
@@ -279,5 +298,8 @@ def _require(condition: bool, message: str) -> None:
         raise ScheduleError(message)
 
 
-def _whole(name: str, value: Any, least: int = 1) -> None:
-    _require(type(value) is int and value >= least, f"{name} must be a whole number of at least {least}, not {value!r}")
+def _whole(name: str, value: Any, least: int = 1, most: int = MOST_TOKENS) -> None:
+    _require(
+        type(value) is int and least <= value <= most,
+        f"{name} must be a whole number from {least:,} to {most:,}, not {value!r}",
+    )

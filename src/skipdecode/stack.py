@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
@@ -67,10 +68,21 @@ def check_kind(model: nn.Module) -> None:
     if isinstance(inner, GenerationMixin) and not inner._supports_default_dynamic_cache():
         raise UnsupportedModel(f"{name} keeps a cache of its own kind, which cannot follow a schedule")
     causal = {getattr(part, "is_causal", None) for part in inner.modules()}
-    if True not in causal and (False in causal or getattr(config, "is_decoder", True) is False):
-        raise UnsupportedModel(f"{name} looks ahead: every new token changes all its states (is_decoder=False)")
+    if True not in causal and getattr(config, "is_decoder", True) is False and _looks_ahead(inner):
+        raise UnsupportedModel(f"{name} looks ahead: every new token changes all states before it (is_decoder=False)")
     if "shared" in (getattr(text_config(config), "indexer_types", None) or ()):
         raise UnsupportedModel(f"layers of {name} reuse what the layer below selected: none can be skipped")
+
+
+@torch.no_grad()
+def _looks_ahead(model: PreTrainedModel) -> bool:
+    """Whether a second token changes the logits of the first."""
+    ids = torch.tensor([[2, 3], [2, 4]], device=model.device)
+    training = model.training
+    model.eval()
+    first, second = model(input_ids=ids, use_cache=False).logits[:, 0]
+    model.train(training)
+    return not torch.allclose(first, second, rtol=1e-4, atol=1e-5)
 
 
 def lenders(config: Any) -> dict[int, int]:

@@ -37,7 +37,15 @@ def _layers(num_layers: int, speedup: float) -> tuple[int, ...]:
 
 
 def prune(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """A model of the same family that has only these of ``model``'s layers, in network order."""
+    """A model of the same family that has only these of ``model``'s layers, in network order.
+
+    Raises:
+        UnsupportedModel: the rest of the model depends on how many layers there are, or a layer on its place.
+    """
+    import torch
+
+    from ..errors import UnsupportedModel
+    from ..gate import attach, teacher_forced
     from ..stack import decoder_layers
 
     stack = decoder_layers(model)
@@ -49,9 +57,25 @@ def prune(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
             weights[name] = tensor
         elif int(match[1]) in layers:
             weights[f"{prefix}.{list(layers).index(int(match[1]))}.{match[2]}"] = tensor
-    small = from_shrunk(model, layers)
-    small.load_state_dict(weights)
-    return small
+    what = f"{type(model).__name__} cannot be cut to layers {', '.join(map(str, layers))}"
+    try:
+        small = from_shrunk(model, layers)
+        small.load_state_dict(weights)
+    except (ValueError, RuntimeError) as error:  # a config or weights that do not fit each other any more
+        raise UnsupportedModel(f"{what}: {str(error).splitlines()[0]}") from error
+    # The proof: skipping the other layers gives the same logits.
+    order = (*layers, *(layer for layer in range(len(stack)) if layer not in layers))
+    plan = Schedule(len(stack), len(layers), len(layers), horizon=1, decay="constant", order=order)
+    ids = torch.arange(2, 5, device=model.device)[None]
+    training = model.training
+    with torch.no_grad(), teacher_forced(attach(model).eval(), plan, 0):
+        expected = model(input_ids=ids, use_cache=False).logits
+    model.train(training)
+    with torch.no_grad():
+        logits = small.eval()(input_ids=ids, use_cache=False).logits
+    if not torch.allclose(logits, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
+        raise UnsupportedModel(f"{what}: its layers depend on their place")
+    return small.train(training)
 
 
 def from_shrunk(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
