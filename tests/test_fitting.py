@@ -81,7 +81,7 @@ def form_of(schedule: Schedule, speedup: float, typical: int) -> float:
 def test_of_the_falls_within_the_tolerance_the_best_form_is_taken(
     layers: int, speedup: float, length: int, other: int, decay: str
 ) -> None:
-    """Two dozen horizons from a third of the texts' length to a fifth beyond it; if none will do, every one to twice it."""
+    """Two dozen horizons from a third of the texts' length to a fifth beyond it; if none will do, all to twice it."""
     speedup, lengths, typical = min(speedup, layers), [length, min(other, length)], length
     plan, middle = fit(layers, speedup, lengths, decay=decay), layers / speedup
     pairs = [

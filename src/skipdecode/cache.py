@@ -185,6 +185,7 @@ class SkipCache(DynamicCache):
         if not self.schedule.is_full:
             raise CacheError("a SkipCache cannot be cropped: retired layers hold nothing to go back to")
         super().crop(tokens_to_remove)
+        self._length = self.get_seq_length()
 
     def reset(self) -> None:
         """Refused: a new call takes a new cache."""
