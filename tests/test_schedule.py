@@ -340,6 +340,14 @@ def test_wrong_speedups_are_refused(speedup: Any) -> None:
         Schedule.for_speedup(speedup, 8, horizon=8)
 
 
+def test_the_most_layers_and_tokens_are_as_documented() -> None:
+    """1024 layers and a million tokens are a schedule, one more of either is none."""
+    most = Schedule(1024, 1024, 1, horizon=1_000_000, prompt_decay=1_000_000)
+    for field in ("num_layers", "horizon", "prompt_decay"):
+        with pytest.raises(ScheduleError, match=field):
+            most.replace(**{field: getattr(most, field) + 1})
+
+
 @pytest.mark.parametrize("layers", [0, -1, 2.0, True, "8", None])
 def test_a_speedup_of_no_whole_number_of_layers_is_refused(layers: Any) -> None:
     """What a command line or JSON may bring for the layers is an error of ours, as for the speed-up."""

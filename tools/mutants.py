@@ -38,9 +38,10 @@ FAST = f"(not test_invariants or {FEW}) and not (compiled or long_texts or nothi
 #: Files of the core, and of the tests that their mutants meet.
 SUITES = {
     "schedule decay order budget fitting": "definitions schedule fitting",
-    "cache gate prefix stack": "refusals habits invariants",
+    "cache gate prefix stack": "cache stack refusals habits invariants",
 }
-SECONDS, LIMIT = 10, 30  # of tests that one mutant meets, as timed without it; and how long it may take over them
+CALLS = 200  # of a function, in one test, by which is known what the test reaches
+SECONDS, LIMIT = 12, 30  # of tests that one mutant meets, as timed without it; and how long it may take over them
 
 _PAIRS = "Lt LtE, Gt GtE, Eq NotEq, In NotIn, Is IsNot, Add Sub, Mult Div, BitAnd BitOr, And Or".split(", ")
 SWAPS: dict[str, str] = {a: b for pair in _PAIRS for a, b in (pair.split(), pair.split()[::-1])}
@@ -142,12 +143,17 @@ class Reach:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
         """Traced: a second run, as threads start their own."""
         lines: set[tuple[str, int]] = set()
+        calls: Counter[Any] = Counter()
         core = f"{CORE}/"
 
         def trace(frame: Any, event: str, arg: Any) -> Any:
-            if not frame.f_code.co_filename.startswith(core):
+            code = frame.f_code
+            if not code.co_filename.startswith(core):
                 return None
-            lines.add((frame.f_code.co_filename[len(core) :], frame.f_lineno))
+            calls[code] += event == "call"
+            if calls[code] > CALLS:
+                return None
+            lines.add((code.co_filename[len(core) :], frame.f_lineno))
             return trace
 
         start = time.perf_counter()
@@ -163,13 +169,13 @@ class Reach:
                 self.tests[line].add(item.nodeid)
 
     def in_order(self, tests: set[str]) -> list[str]:
-        """The shortest case of each test first, then the next one of each."""
+        """All that take no time; then the shortest case of each test, then the next one of each."""
         cases: Counter[str] = Counter()
         ranks = {}
         for test in sorted(tests, key=self.seconds.__getitem__):
             name = test.split("[")[0]
             ranks[test] = cases[name], self.seconds[test]
-            cases[name] += 1
+            cases[name] += self.seconds[test] > 0.05
         return sorted(ranks, key=ranks.__getitem__)
 
 
