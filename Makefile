@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean results-smoke results-e2e results-tldr
+.PHONY: demo test lint mutants clean results-smoke results-e2e results-tldr
 
 $(VENV)/installed: pyproject.toml requirements.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "SkipDecode needs Python 3.10 or newer"'
@@ -25,6 +25,9 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+mutants: $(VENV)/installed         # half an hour: which small faults in the core would the tests not notice?
+	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py
 
 # Tables and plots. E2E and TLDR are the folders of the data sets (docs/training.md), RUNS where models go.
 E2E ?= e2e

@@ -43,7 +43,7 @@ class Lengths:
     @property
     def typical(self) -> int:
         """The 90th percentile, at least 1."""
-        return max(self.ordered[min(9 * len(self.ordered) // 10, len(self.ordered) - 1)], 1)
+        return max(self.ordered[9 * len(self.ordered) // 10], 1)
 
     def before(self, step: int) -> int:
         """How many of all steps come before ``step`` in their batch."""
@@ -53,12 +53,10 @@ class Lengths:
     def ratio(self, schedule: Schedule) -> float:
         """Times fewer layers than the full model's."""
         # Depth d is run by the steps before the one at which the schedule falls below d.
-        deeper = sum(self.before(_fall(schedule, depth)) for depth in range(schedule.min_depth + 1, _top(schedule) + 1))
+        deeper = sum(
+            self.before(_fall(schedule, depth)) for depth in range(schedule.min_depth + 1, schedule.max_depth + 1)
+        )
         return schedule.num_layers * self.sums[-1] / (schedule.min_depth * self.sums[-1] + deeper)
-
-
-def _top(schedule: Schedule) -> int:
-    return schedule.max_depth if schedule.horizon > 1 else schedule.min_depth
 
 
 def _fall(schedule: Schedule, depth: int) -> int:
@@ -114,13 +112,12 @@ def fit(num_layers: int, speedup: float, lengths: Sequence[int], **options: Any)
     def error(schedule: Schedule) -> float:
         return abs(measured.ratio(schedule) / speedup - 1)
 
-    flats = [Schedule(num_layers, depth, depth, 1, **options) for depth in range(least, num_layers + 1)]
-    flat = min(flats, key=error, default=None)
-    fall = None if options.get("decay") == "constant" else _fit_fall(num_layers, speedup, measured, least, options)
-    if fall is not None and (flat is None or error(fall) <= max(NEAR, error(flat))):
-        return fall
-    if flat is None:
+    if least > num_layers:
         raise ScheduleError(f"no depths of {num_layers} layers come near {speedup}x with warm-up {least}")
+    flat = min((Schedule(num_layers, depth, depth, 1, **options) for depth in range(least, num_layers + 1)), key=error)
+    fall = None if options.get("decay") == "constant" else _fit_fall(num_layers, speedup, measured, least, options)
+    if fall is not None and error(fall) <= max(NEAR, error(flat)):
+        return fall
     if options.get("decay") != "constant":
         logger.warning(
             "at %gx, %d layers have no falling depths that come near: a constant depth of %d",
