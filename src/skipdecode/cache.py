@@ -165,7 +165,7 @@ class SkipCache(DynamicCache):
         """Whether recurrent layers have a state to go on from: after the prompt, whatever was retired since."""
         if layer_idx is not None and self._holds[layer_idx]:
             return super().has_previous_state(layer_idx, state_idx)
-        return bool(self.step_depths)
+        return self.passes > 0
 
     def _attends(self, layer_idx: int) -> bool:
         """Whether the layer holds keys, or will: a retired layer and a recurrent one do not know the length."""
