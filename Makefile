@@ -3,9 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# All of what `make test` tests in small, for a quarter of an hour: kills, full disks, fuzz, threads, families, habits.
-# TORTURE="kills fuzz/options --seconds 60 --seed 7" chooses.
-.PHONY: demo test torture lint clean results-smoke results-e2e results-tldr
+.PHONY: demo test torture lint mutants clean results-smoke results-e2e results-tldr
 
 $(VENV)/installed: pyproject.toml requirements.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "SkipDecode needs Python 3.10 or newer"'
@@ -23,6 +21,8 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
 
+# What `make test` tests in small, for a quarter of an hour: kills, full disks, fuzz, threads, families, habits.
+# TORTURE="kills fuzz/options --seconds 60 --seed 7" chooses.
 torture: $(VENV)/installed
 	$(BIN)/python tests/torture $(TORTURE)
 
@@ -30,6 +30,9 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+mutants: $(VENV)/installed         # half an hour: which small faults in the core would the tests not notice?
+	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py
 
 # Tables and plots. E2E and TLDR are the folders of the data sets (docs/training.md), RUNS where models go.
 E2E ?= e2e

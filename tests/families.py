@@ -163,6 +163,11 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
 }
 
+#: The upper layers of these attend to the keys of lower ones. Before 5.21, no config said which: they were refused.
+SHARED = ("gemma3n", "gemma4-shared")
+if not hasattr(Gemma3nTextConfig, "kv_sharing_modes"):
+    FAMILIES = {name: family for name, family in FAMILIES.items() if name not in SHARED}
+
 _EAGER_ONLY = {"gemma2", "gpt-neo", "gpt-oss"}  # transformers gives them no SDPA
 #: Where larger weights make float32 itself lose more than the tolerance, cached or not: long products, recurrences.
 _SCALES = {"qwen3.5": 0.05, "jamba": 0.1, "deepseek-v3": 0.15}

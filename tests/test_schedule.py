@@ -133,7 +133,39 @@ def test_a_budget_keeps_the_rule(layers: int, speedup: float, horizon: int, deca
     assert again == schedule or speedup == 1
 
 
+@given(schedules(), st.integers(1, 20))
+def test_a_list_is_any_schedules_depths(schedule: Schedule, length: int) -> None:
+    """from_depths runs what it is given, the last depth from there on; its target is its ratio over its own length."""
+    depths = [schedule.depth(g) for g in range(length)]
+    form = {"order": schedule.order, "prompt_decay": schedule.prompt_decay, "warmup": 0}
+    listed = Schedule.from_depths(schedule.num_layers, depths, **form)
+    assert [listed.depth(g) for g in range(length + 2)] == [*depths, depths[-1], depths[-1]]
+    assert (listed.max_depth, listed.min_depth, listed.horizon) == (depths[0], depths[-1], length)
+    assert listed.target == round(schedule.num_layers * length / sum(depths), 2)
+
+
+@given(schedules(), st.integers(0, 8))
+def test_replacing_changes_one_field(schedule: Schedule, prompt_decay: int) -> None:
+    """All other fields stay."""
+    changed = schedule.replace(prompt_decay=prompt_decay)
+    assert changed.to_dict() == schedule.to_dict() | {"prompt_decay": prompt_decay}
+
+
 # --- single facts
+
+
+def test_what_is_not_said_is_the_papers_form() -> None:
+    """The defaults that every saved schedule and every command line counts on."""
+    rest = {"decay": "linear", "order": "top", "warmup": 1, "rate": 3.0, "stairs": 4, "prompt_decay": 0}
+    assert Schedule(**GOOD).to_dict() == GOOD | rest
+    full = {"num_layers": 5, "max_depth": 5, "min_depth": 5, "horizon": 1, "decay": "constant", "warmup": 0}
+    assert Schedule.full(5).to_dict() == rest | full
+
+
+@pytest.mark.parametrize("order", ["bottom", "even", (2, 0, 1, 3)])
+def test_a_warm_up_binds_the_order_it_belongs_to_alone(order: Any) -> None:
+    """Only ``top`` ranks warm-up layers: elsewhere the number means nothing and is not refused."""
+    assert Schedule(4, 3, 1, 4, order=order, warmup=3).layers(4) == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -306,6 +338,21 @@ def test_wrong_speedups_are_refused(speedup: Any) -> None:
     """A speed-up lies between 1 and the number of layers."""
     with pytest.raises(ScheduleError, match="speed-up is 1 to the number of layers"):
         Schedule.for_speedup(speedup, 8, horizon=8)
+
+
+def test_the_most_layers_and_tokens_are_as_documented() -> None:
+    """1024 layers and a million tokens are a schedule, one more of either is none."""
+    most = Schedule(1024, 1024, 1, horizon=1_000_000, prompt_decay=1_000_000)
+    for field in ("num_layers", "horizon", "prompt_decay"):
+        with pytest.raises(ScheduleError, match=field):
+            most.replace(**{field: getattr(most, field) + 1})
+
+
+@pytest.mark.parametrize("layers", [0, -1, 2.0, True, "8", None])
+def test_a_speedup_of_no_whole_number_of_layers_is_refused(layers: Any) -> None:
+    """What a command line or JSON may bring for the layers is an error of ours, as for the speed-up."""
+    with pytest.raises(ScheduleError, match="num_layers must be a whole number"):
+        Schedule.for_speedup(2, layers, horizon=8)
 
 
 def test_wrong_questions_are_refused() -> None:

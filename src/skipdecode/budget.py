@@ -28,7 +28,7 @@ def budget(speedup: float, num_layers: int) -> tuple[int, int]:
     if speedup == int(speedup) and (num_layers, int(speedup)) in PAPER_BUDGETS:
         return PAPER_BUDGETS[num_layers, int(speedup)]
     total = 2 * num_layers / speedup
-    most = min(max(round_half_up(total * share_of_max(speedup)), 1), num_layers)
+    most = min(round_half_up(total * share_of_max(speedup)), num_layers)
     return most, min(max(round_half_up(total - most), 1), most)
 
 

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any, NoReturn
 
 try:
@@ -85,9 +86,7 @@ def main() -> None:
     """
     # The hub's retries are its own affair; ours is the one line that says the model is not there.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    # A warning is a line for the user, who has no use for the place in the code that gave it.
-    warnings.formatwarning = lambda message, *_, **__: f"skipdecode: {message}\n"
-    with _streams(), _signals():
+    with _streams(), _signals(), _warnings():
         try:
             try:
                 app()
@@ -128,6 +127,22 @@ def _streams() -> Iterator[None]:
     with open(os.devnull, "w") as sys.stderr:  # print would take standard output in its place
         yield
     sys.stderr = None
+
+
+@contextmanager
+def _warnings() -> Iterator[None]:
+    """A warning of ours is a line for the user, who has no use for the place in the code that gave it."""
+    before: Any = warnings.formatwarning
+
+    def line(message: Any, category: Any, filename: str, *rest: Any, **named: Any) -> str:
+        ours = Path(filename).parent == Path(__file__).parent
+        return f"skipdecode: {message}\n" if ours else before(message, category, filename, *rest, **named)
+
+    warnings.formatwarning = line
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 @contextmanager

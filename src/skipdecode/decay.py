@@ -13,7 +13,7 @@ def remaining(decay: str, step: int, horizon: int, rate: float, stairs: int) -> 
     ``power`` follows ``(g + 1) ** -rate`` and ``exponential`` ``exp(-rate * t)``, both scaled to end at 0; ``step`` has
     ``stairs`` equal levels.
     """
-    if horizon == 1 or decay == "constant":
+    if horizon == 1:
         return 0.0
     t = step / (horizon - 1)
     if decay == "cosine":

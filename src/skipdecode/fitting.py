@@ -12,12 +12,14 @@ from typing import Any
 from .budget import share_of_max
 from .decay import mix, remaining, round_half_up
 from .errors import ScheduleError
-from .schedule import Schedule
+from .schedule import MOST_TOKENS, Schedule
 
 #: How near the achieved ratio comes where whole layers allow it.
 TOLERANCE = 0.01
 #: How far a falling depth may be off before a constant one, if that is nearer, takes its place.
 NEAR = 0.05
+#: A horizon of twice as many steps is still one that a schedule may have.
+LONGEST = MOST_TOKENS // 2
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +28,13 @@ class Lengths:
     """Decode steps of batches, sorted once, so that a schedule's layers are counted by its levels, not step by step.
 
     Raises:
-        ScheduleError: a length that is no whole number of at least 0, or no steps at all.
+        ScheduleError: a length that is no whole number from 0 to :data:`LONGEST`, or no steps at all.
     """
 
     def __init__(self, lengths: Iterable[int]) -> None:
         self.ordered = list(lengths)
-        if any(type(n) is not int or n < 0 for n in self.ordered):
-            raise ScheduleError("lengths are numbers of decode steps: whole, and at least 0")
+        if any(type(n) is not int or not 0 <= n <= LONGEST for n in self.ordered):
+            raise ScheduleError(f"lengths are numbers of decode steps: whole, from 0 to {LONGEST:,}")
         self.ordered.sort()
         self.sums = [0, *accumulate(self.ordered)]
         if not self.sums[-1]:
@@ -41,7 +43,7 @@ class Lengths:
     @property
     def typical(self) -> int:
         """The 90th percentile, at least 1."""
-        return max(self.ordered[min(9 * len(self.ordered) // 10, len(self.ordered) - 1)], 1)
+        return max(self.ordered[9 * len(self.ordered) // 10], 1)
 
     def before(self, step: int) -> int:
         """How many of all steps come before ``step`` in their batch."""
@@ -51,12 +53,10 @@ class Lengths:
     def ratio(self, schedule: Schedule) -> float:
         """Times fewer layers than the full model's."""
         # Depth d is run by the steps before the one at which the schedule falls below d.
-        deeper = sum(self.before(_fall(schedule, depth)) for depth in range(schedule.min_depth + 1, _top(schedule) + 1))
+        deeper = sum(
+            self.before(_fall(schedule, depth)) for depth in range(schedule.min_depth + 1, schedule.max_depth + 1)
+        )
         return schedule.num_layers * self.sums[-1] / (schedule.min_depth * self.sums[-1] + deeper)
-
-
-def _top(schedule: Schedule) -> int:
-    return schedule.max_depth if schedule.horizon > 1 else schedule.min_depth
 
 
 def _fall(schedule: Schedule, depth: int) -> int:
@@ -112,13 +112,12 @@ def fit(num_layers: int, speedup: float, lengths: Sequence[int], **options: Any)
     def error(schedule: Schedule) -> float:
         return abs(measured.ratio(schedule) / speedup - 1)
 
-    flats = [Schedule(num_layers, depth, depth, 1, **options) for depth in range(least, num_layers + 1)]
-    flat = min(flats, key=error, default=None)
-    fall = None if options.get("decay") == "constant" else _fit_fall(num_layers, speedup, measured, least, options)
-    if fall is not None and (flat is None or error(fall) <= max(NEAR, error(flat))):
-        return fall
-    if flat is None:
+    if least > num_layers:
         raise ScheduleError(f"no depths of {num_layers} layers come near {speedup}x with warm-up {least}")
+    flat = min((Schedule(num_layers, depth, depth, 1, **options) for depth in range(least, num_layers + 1)), key=error)
+    fall = None if options.get("decay") == "constant" else _fit_fall(num_layers, speedup, measured, least, options)
+    if fall is not None and error(fall) <= max(NEAR, error(flat)):
+        return fall
     if options.get("decay") != "constant":
         logger.warning(
             "at %gx, %d layers have no falling depths that come near: a constant depth of %d",

@@ -18,8 +18,7 @@ def ranking(order: str | tuple[int, ...], num_layers: int, warmup: int) -> tuple
         return tuple(range(num_layers))
     if order == "top":
         return (*range(warmup), *range(num_layers - 1, warmup - 1, -1))
-    ranked = [0, num_layers - 1] if num_layers > 1 else [0]
-    distance = [min(i, num_layers - 1 - i) for i in range(num_layers)]  # to the nearest ranked layer
+    ranked, distance = [0], list(range(num_layers))  # from each layer to the nearest ranked one
     while len(ranked) < num_layers:
         ranked.append(max(range(num_layers), key=lambda i: (distance[i], -i)))
         distance = [min(known, abs(i - ranked[-1])) for i, known in enumerate(distance)]

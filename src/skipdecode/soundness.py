@@ -43,8 +43,17 @@ UNREADABLE = (
 #: More layers than any model has; a million would be made one by one.
 MOST_LAYERS = 1024
 
-#: What a family computes and old checkpoints hold all the same.
-COMPUTED = ("inv_freq", "masked_bias")
+#: What a family computes and old checkpoints hold all the same: masks (no projection is called so), angles, versions.
+COMPUTED = (
+    "inv_freq",
+    "masked_bias",
+    "attn.bias",
+    "attention.bias",
+    "causal_mask",
+    "cos_cached",
+    "sin_cached",
+    ".version",
+)
 
 TEXT_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 

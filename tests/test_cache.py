@@ -1,0 +1,210 @@
+"""The cache and the gates' shared state by themselves: what they answer, pass by pass, and what they refuse."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from families import LAYERS, LENGTHS, SCHEDULES, STEPS, TOP, WIDTH, build, decode, prompts
+from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
+from skipdecode.cache import cache_bytes, held_bytes
+from skipdecode.errors import CacheError
+from skipdecode.gate import GateState, Teacher
+from skipdecode.trained import CONFIG_KEY
+
+FULL = Schedule.full(LAYERS)
+
+
+def test_the_schedule_in_the_config_runs_where_none_is_given() -> None:
+    """The fastest one; one that is given goes first."""
+    model = attach(build("opt"))
+    setattr(model.config, CONFIG_KEY, {"schedules": {"2": SCHEDULES["bottom"].to_dict(), "3": TOP.to_dict()}})
+    assert SkipCache(model).schedule == TOP
+    assert SkipCache(model, SCHEDULES["even"]).schedule == SCHEDULES["even"]
+
+
+def test_a_new_cache_has_seen_and_holds_nothing() -> None:
+    """Counters start at zero, and a model without gates has no cache at all."""
+    with pytest.raises(CacheError, match="the model has no gates"):
+        SkipCache(build("opt"), TOP)
+    cache = SkipCache(attach(build("opt")), TOP)
+    assert (cache.passes, cache.kv_bytes, cache.peak_kv_bytes, cache.get_seq_length()) == (0, 0, 0, 0)
+    assert cache.step_depths == []
+    assert not cache.has_previous_state()
+
+
+@pytest.mark.parametrize("name", ["opt", "gemma3", "qwen3.5", "gemma4-shared"])
+@pytest.mark.parametrize("schedule", ["top", "prompt-wide", "full"])
+def test_lengths_are_those_of_the_stock_cache(name: str, schedule: str) -> None:
+    """After each pass: positions seen, the mask's size of every layer that still runs, and whether there is a state."""
+    plan = FULL if schedule == "full" else SCHEDULES[schedule]
+    model = attach(build(name))
+    cache, stock = SkipCache(model, plan), DynamicCache(config=model.config)
+    passes = zip(decode(model, prompts(), cache, STEPS), decode(model, prompts(), stock, STEPS), strict=True)
+    for number, _ in passes:
+        assert cache.passes == number + 1
+        assert len(cache.step_depths) == number
+        assert cache.has_previous_state()
+        keeps = cache.schedule.layers(cache.schedule.depth(number))
+        for layer in range(LAYERS):
+            assert cache.get_seq_length(layer) == WIDTH + number
+            attends = layer in keeps and isinstance(stock.layers[layer], DynamicLayer)
+            expected = stock.get_mask_sizes(1, layer) if attends else (WIDTH + number + 1, 0)
+            assert cache.get_mask_sizes(1, layer) == expected
+            assert (held_bytes(cache.layers[layer]) > 0) == (layer in keeps and held_bytes(stock.layers[layer]) > 0)
+
+
+def test_a_cache_without_its_gates_is_refused_at_the_first_key() -> None:
+    """Gates taken off after the cache was made: no layer may store what no schedule asked for."""
+    model = attach(build("llama"))
+    cache = SkipCache(model, TOP)
+    detach(model)
+    with pytest.raises(CacheError, match=r"layer 0 ran though the schedule skips it.*attach"):
+        model(**prompts(), past_key_values=cache)
+
+
+def test_the_full_schedules_cache_can_be_cropped() -> None:
+    """Nothing is retired, so a position may be rolled back, as from a stock cache."""
+    model = attach(build("llama"))
+    caches = [SkipCache(model, FULL), DynamicCache(config=model.config)]
+    for cache in caches:
+        model(**prompts(), past_key_values=cache)
+        cache.crop(-2)
+    assert caches[0].get_seq_length() == caches[1].get_seq_length() == WIDTH - 2
+    assert cache_bytes(caches[0]) == cache_bytes(caches[1]) > 0
+
+
+def test_bytes_count_every_tensor_of_two_axes_or_more() -> None:
+    """Keys and values, states by name; not the bookkeeping."""
+
+    class Layer:
+        def __init__(self) -> None:
+            self.keys = torch.zeros(2, 3, 5)  # 120 bytes
+            self.states = {"conv": torch.zeros(2, 7, dtype=torch.float16), "none": None}  # 28 bytes
+            self.seen = torch.zeros(9)
+            self.name = "full"
+
+    assert held_bytes(Layer()) == 148
+
+
+# --- the gates' shared state
+
+
+@pytest.mark.parametrize(
+    ("hidden", "shape", "axis"),
+    [
+        ((2, 5, 8), None, 1),
+        ((2, 5, 8), (2, 5), 1),
+        ((3, 2, 5, 8), (2, 5), 2),  # streams before, as Gemma 3n's
+        ((2, 5, 3, 8), (2, 5), 1),  # streams after, as DeepSeek-V4's
+    ],
+)
+def test_positions_are_found_by_the_shape_of_the_ids(
+    hidden: tuple[int, ...], shape: tuple[int, ...] | None, axis: int
+) -> None:
+    """The axis after the batch's."""
+    gates = GateState(frozenset())
+    assert gates.axis(torch.zeros(hidden), shape) == axis
+    if len(hidden) > 3:
+        assert gates.axis(torch.zeros(2, 2, 2, 8), (2, 2)) == axis, "what cannot be told from one pass is remembered"
+
+
+@pytest.mark.parametrize("shape", [None, (2, 2), (4, 5)])
+def test_positions_that_cannot_be_told_are_refused(shape: tuple[int, ...] | None) -> None:
+    """Two axes fit, or none."""
+    with pytest.raises(CacheError, match="do not show where their positions are"):
+        GateState(frozenset()).axis(torch.zeros(2, 2, 2, 8), shape)
+
+
+def test_hidden_states_are_passed_on_in_the_layers_own_form() -> None:
+    """A tensor, or a tuple as long as the one that a layer returned."""
+    gates, hidden = GateState(frozenset()), torch.zeros(2, 5, 8)
+    assert not gates.form_is_known
+    gates.learn_form((hidden, 1, 2))
+    assert gates.form_is_known
+    assert gates.like_output(hidden) == (hidden, None, None)
+    gates.learn_form(hidden)
+    assert gates.like_output(hidden) is hidden
+
+
+def test_a_teacher_answers_for_the_width_of_the_pass() -> None:
+    """Upper layers that are given fewer positions ask about the pass's own width; layer 0 begins the next pass."""
+    teacher = Teacher(TOP, 4)
+    for width in (9, 12, 6):
+        expected = TOP.positions_per_layer(4, width)
+        assert [teacher.begin_layer(0, width)] + [
+            teacher.begin_layer(layer, 3) for layer in range(1, LAYERS)
+        ] == expected
+        assert teacher.width == width
+    assert teacher.begin_layer(3, 20) == TOP.positions_per_layer(4, 20)[3], "recomputation starts in the middle"
+
+
+def test_teachers_may_stand_within_each_other() -> None:
+    """The inner one's schedule runs inside, the outer one's again after it, and none after that."""
+    model = attach(build("opt"))
+    ids = torch.randint(2, 128, (len(LENGTHS), WIDTH + 6))
+
+    def logits(**options: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return model(ids, attention_mask=torch.ones_like(ids), use_cache=False, **options).logits
+
+    plain = logits()
+    outer, inner = SCHEDULES["bottom"], SCHEDULES["even"]
+    alone = {}
+    for plan in (outer, inner):
+        with teacher_forced(model, plan, WIDTH):
+            alone[plan] = logits()
+    with teacher_forced(model, outer, WIDTH):
+        with teacher_forced(model, inner, WIDTH):
+            assert torch.equal(logits(), alone[inner])
+        assert torch.equal(logits(), alone[outer])
+    assert torch.equal(logits(), plain)
+    assert not torch.equal(alone[outer], alone[inner])
+
+
+def test_two_threads_cannot_recompute_one_models_layers() -> None:
+    """The backward pass has threads of its own: with two teachers there is no telling whose layers it recomputes."""
+    model = attach(build("llama")).train()
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    inside, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with teacher_forced(model, TOP, WIDTH):
+            inside.set()
+            done.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    try:
+        assert inside.wait(60)
+        gates = model.forward.gates
+
+        class Ask(torch.autograd.Function):
+            """Asks who teaches, in the backward pass, of a thread without a teacher."""
+
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+                found.append(gates.teacher())
+                return grads[0]
+
+        found: list[Any] = []
+        assert gates.teacher() is None
+        Ask.apply(torch.zeros(2, requires_grad=True)).sum().backward()
+        assert [teacher.schedule for teacher in found] == [TOP]
+        gates.forced[-1] = found[0]
+        with pytest.raises(CacheError, match="several threads train one model"):
+            Ask.apply(torch.zeros(2, requires_grad=True)).sum().backward()
+        del gates.forced[-1]
+    finally:
+        done.set()
+        holder.join()
+    assert gates.forced == {}

@@ -1,0 +1,163 @@
+"""Which list of modules is the stack, who lends keys to whom, and where a layer's positions are: from configs alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from families import LAYERS, TOP, build
+from skipdecode import Schedule
+from skipdecode.errors import CacheError, ModelError, ScheduleError, UnsupportedModel
+from skipdecode.prefix import Prefix, packed
+from skipdecode.stack import decoder_layers, fitted, lenders
+
+
+def config(**values: Any) -> SimpleNamespace:
+    """A config of which only these values are known."""
+    made = SimpleNamespace(**{"num_hidden_layers": 4, "is_encoder_decoder": False} | values)
+    made.get_text_config = lambda decoder: made
+    return made
+
+
+class Layer(nn.Module):
+    """Takes hidden states first, and may hold a list of as many parts as the stack has layers."""
+
+    def __init__(self, parts: int = 0) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Layer() for _ in range(parts))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+
+class Other(nn.Module):
+    """No decoder layer: takes something else first."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
+
+class Model(nn.Module):
+    """Holds the lists it is given."""
+
+    def __init__(self, *lists: list[nn.Module], **values: Any) -> None:
+        super().__init__()
+        self.config = config(**values)
+        self.lists = nn.ModuleList(nn.ModuleList(each) for each in lists)
+
+
+def test_the_stack_is_the_one_list_of_layers_that_take_hidden_states() -> None:
+    """Not a list of another length, of other modules, or inside a layer."""
+    model = Model([Layer(4) for _ in range(4)], [Layer() for _ in range(3)], [Other() for _ in range(4)])
+    assert decoder_layers(model) is model.lists[0]
+    mixed = Model([Layer(), Layer(), Layer(), Other()])
+    for wrong, found in ((Model([Layer() for _ in range(3)]), 0), (mixed, 0), (Model(*[[Layer()] * 4] * 2), 2)):
+        with pytest.raises(UnsupportedModel, match=f"one stack of 4 decoder layers.*{found} were found"):
+            decoder_layers(wrong)
+    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
+        decoder_layers(Model([Layer() for _ in range(4)], is_encoder_decoder=True))
+
+
+# --- lenders
+
+
+SHARED = {"kv_sharing_modes": ["store", None, "store", "reuse", "reuse"], "num_hidden_layers": 5}
+KINDS = ["full", "full", "sliding", "full", "sliding"]
+
+
+def test_a_borrower_reads_the_last_lender_of_its_kind() -> None:
+    """Or the layer that the config names."""
+    assert lenders(config(**SHARED, layer_types=KINDS)) == {3: 0, 4: 2}
+    assert lenders(config(**SHARED, layer_types=KINDS, kv_source_layers=[0, 1, 2, 2, 0])) == {3: 2, 4: 0}
+    assert lenders(config(layer_types=KINDS)) == lenders(config(num_kv_shared_layers=0)) == {}
+    with pytest.raises(ModelError, match="newer transformers"):
+        lenders(config(num_kv_shared_layers=2))
+
+
+def test_a_schedule_is_fitted_by_moving_lenders_up_alone() -> None:
+    """The depths stay; a schedule that needs no moving is itself."""
+    shared = config(**SHARED, layer_types=KINDS)
+    plan = Schedule(5, 4, 2, 6, order=(4, 3, 1, 0, 2))
+    moved = fitted(plan, shared)
+    assert moved == plan.replace(order=(2, 4, 0, 3, 1))
+    assert fitted(moved, shared) is moved
+    assert fitted(TOP, build("opt").config) is TOP
+    with pytest.raises(ScheduleError, match="for 8 layers, the model has 5"):
+        fitted(Schedule.full(LAYERS), shared)
+
+
+# --- what a layer is given
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "expected"),
+    [
+        # The last 4 of 9 positions, of which it runs 3: it sees the keys of the 5 before them as well.
+        ("hidden_states", (2, 4, 32), torch.float32, (2, 3, 32)),
+        ("attention_mask", (2, 1, 4, 9), torch.float32, (2, 1, 3, 8)),
+        ("attention_mask", (2, 9), torch.int64, (2, 8)),
+        ("attention_mask", (2, 9), torch.float32, (2, 8)),
+        ("attention_mask", (2, 7), torch.int64, (2, 7)),
+        ("alibi", (8, 1, 9), torch.float32, (8, 1, 8)),
+        ("position_bias", (1, 8, 4, 9), torch.float32, (1, 8, 3, 8)),
+        ("position_ids", (2, 9), torch.int64, (2, 8)),
+        ("position_ids", (3, 2, 4), torch.int64, (3, 2, 3)),
+        ("position_ids", (3, 2, 5), torch.int64, (3, 2, 5)),
+        ("position_embeddings", (4, 16), torch.float32, (3, 16)),
+        ("position_embeddings", (1, 4, 8), torch.float32, (1, 3, 8)),
+        ("scale", (), torch.float32, ()),
+        ("per_layer_input", (2, 4, 5, 8), torch.float32, (2, 3, 5, 8)),
+    ],
+)
+def test_a_prefix_of_the_last_positions_sees_the_keys_before_them(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, expected: tuple[int, ...]
+) -> None:
+    """Where a model drops positions that upper layers need not compute, queries and keys have widths of their own."""
+    given = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+    (), cut = Prefix(4, 3, 9).of_call(lambda **kwargs: None, (), {name: given})
+    assert tuple(cut[name].shape) == expected
+    assert torch.equal(cut[name], given[tuple(slice(0, size) for size in expected)]), "the first ones, of every axis"
+
+
+def test_arguments_by_position_are_cut_by_their_names() -> None:
+    """Tuples, lists and dicts inside too; what is no tensor passes."""
+
+    def forward(hidden_states: Any, mask: Any = None, *more: Any) -> None: ...
+
+    x, mask = torch.zeros(2, 4, 8), torch.zeros(2, 9)
+    args, kwargs = Prefix(4, 3, 9).of_call(forward, (x, mask, [x, "text"]), {"pair": (x, x), "by": {"mask": x}, "n": 4})
+    assert [tuple(args[0].shape), tuple(args[1].shape), tuple(args[2][0].shape)] == [(2, 3, 8), (2, 8), (2, 3, 8)]
+    assert type(args[2]) is list
+    assert type(kwargs["pair"]) is tuple
+    assert [tuple(y.shape) for y in kwargs["pair"]] == [(2, 3, 8)] * 2
+    assert tuple(kwargs["by"]["mask"].shape) == (2, 3, 8)
+    assert (args[2][1], kwargs["n"]) == ("text", 4)
+    with pytest.raises(CacheError, match="does not show its 9 positions"):
+        Prefix(4, 3, 9).of_call(forward, (x, torch.zeros(2, 1, 5, 9)), {})
+
+
+# --- packing
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 3), st.integers(0, 3), st.booleans())
+def test_a_row_is_packed_if_it_holds_several_texts_of_two_tokens(
+    texts: list[int], left: int, right: int, beside: bool
+) -> None:
+    """Padding is zeros at either end; one packed row among others is enough."""
+    row = [0] * left + [i for text in texts for i in range(text)] + [0] * right
+    rows = [[*range(len(row))], row] if beside else [row]
+    assert packed({"position_ids": torch.tensor(rows)}) == (sum(text > 1 for text in texts) > 1)
+
+
+def test_packing_is_told_by_lengths_too() -> None:
+    """An argument that is None says nothing; nor do positions in sections."""
+    assert packed({"cu_seq_lens_q": torch.tensor([0, 4])})
+    assert not packed({"cu_seq_lens_q": None, "position_ids": None})
+    assert not packed({})
+    assert not packed({"position_ids": torch.tensor([[[0, 1, 0, 1]]])})

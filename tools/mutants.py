@@ -1,0 +1,272 @@
+"""Which small faults in the core would the tests not notice? `make mutants`; survivors are listed with a reason each.
+
+A mutant is the core with one operator, constant, condition, return value or statement changed (strings, annotations,
+decorators and messages are not). It is imported in a forked child, after torch and transformers are, and meets only
+fast tests that reach the changed line, until one fails.
+
+    python tools/mutants.py [schedule.py …] [--again]     # these files only; only what survived the last time
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterator
+from importlib.machinery import SourceFileLoader
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE = ROOT / "src" / "skipdecode"
+RESULTS = ROOT / "results" / "mutants.json"
+ENOUGH = 0.9  # of all mutants
+# One family of each form; a third of the schedules; nothing that compiles, counts a million lengths or waits.
+FORMS = "opt- or -opt or [opt or gpt-neo- or gpt-neo] or gemma3 or qwen3.5 or gemma4-shared"
+FEW = f"({FORMS}) and not (post-norm or bottom or even or list or constant or top-to-1)"
+FAST = f"(not test_invariants or {FEW}) and not (compiled or long_texts or nothing_is_kept)"
+#: Files of the core, and of the tests that their mutants meet.
+SUITES = {
+    "schedule decay order budget fitting": "definitions schedule fitting",
+    "cache gate prefix stack": "cache stack refusals habits invariants",
+}
+CALLS = 200  # of a function, in one test, by which is known what the test reaches
+SECONDS, LIMIT = 12, 30  # of tests that one mutant meets, as timed without it; and how long it may take over them
+
+_PAIRS = "Lt LtE, Gt GtE, Eq NotEq, In NotIn, Is IsNot, Add Sub, Mult Div, BitAnd BitOr, And Or".split(", ")
+SWAPS: dict[str, str] = {a: b for pair in _PAIRS for a, b in (pair.split(), pair.split()[::-1])}
+SWAPS |= {"FloorDiv": "Mult", "Mod": "Mult", "min": "max", "max": "min", "any": "all", "all": "any"}
+_OPPOSITES = (ast.Eq, ast.NotEq, ast.In, ast.NotIn, ast.Is, ast.IsNot)
+REMOVABLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Raise, ast.Delete, ast.Break, ast.Continue)
+
+
+class Mutant(NamedTuple):
+    """One change: ``after`` in the place of what stands in a field (at an index, if that is a list) of ``parent``."""
+
+    file: str
+    function: str
+    line: int
+    lines: frozenset[int]  # whose tests it meets; none: those of the whole file
+    change: str
+    parent: ast.AST
+    field: str
+    index: int | None
+    after: ast.AST
+
+    def swap(self, node: ast.AST) -> ast.AST:
+        """Put ``node`` in the place, and return what stood there."""
+        if self.index is None:
+            before = getattr(self.parent, self.field)
+            setattr(self.parent, self.field, node)
+            return before
+        before = getattr(self.parent, self.field)[self.index]
+        getattr(self.parent, self.field)[self.index] = node
+        return before
+
+
+def variants(node: ast.AST, field: str) -> Iterator[ast.AST]:
+    """What may stand in the place of ``node``."""
+    if type(node).__name__ in SWAPS:
+        yield getattr(ast, SWAPS[type(node).__name__])()
+    elif isinstance(node, ast.Name) and node.id in SWAPS:
+        yield ast.Name(SWAPS[node.id], ast.Load())
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield ast.Constant(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        yield from (ast.Constant(node.value + 1), ast.Constant(node.value - 1))
+    elif isinstance(node, ast.UnaryOp):
+        yield node.operand
+    elif isinstance(node, ast.BoolOp):
+        for i in range(len(node.values)):
+            rest = node.values[:i] + node.values[i + 1 :]
+            yield rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
+    elif isinstance(node, ast.Return) and not isinstance(node.value, (ast.Constant, type(None))):
+        yield ast.Return(ast.Constant(None))
+    elif isinstance(node, REMOVABLE) and not getattr(node, "simple", False):
+        yield ast.Pass()
+    swapped = isinstance(node, ast.UnaryOp) or (isinstance(node, ast.Compare) and isinstance(node.ops[0], _OPPOSITES))
+    if field in ("test", "ifs") and not swapped:
+        yield ast.UnaryOp(ast.Not(), node)
+
+
+def mutants(file: str, tree: ast.AST) -> Iterator[Mutant]:
+    """All mutants of a file."""
+
+    def walk(parent: ast.AST, function: str, lines: frozenset[int]) -> Iterator[Mutant]:
+        for field, value in ast.iter_fields(parent):
+            if field in ("annotation", "returns", "decorator_list", "exc"):
+                continue
+            for index, node in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+                if not isinstance(node, ast.AST) or isinstance(node, ast.JoinedStr) or text:
+                    continue
+                name, here = function, lines
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                    name = f"{function}.{node.name}".lstrip(".")
+                    here = frozenset(range(node.lineno, node.end_lineno + 1))
+                    here = here if isinstance(node, ast.FunctionDef) else frozenset()
+                elif isinstance(node, ast.stmt) and function and lines:
+                    inner = getattr(node, "body", None)
+                    here = frozenset(range(node.lineno, (inner[0].lineno if inner else node.end_lineno + 1)))
+                shown = parent if isinstance(parent, ast.expr) else node
+                line = getattr(shown, "lineno", getattr(parent, "lineno", 0))
+                for after in variants(node, field):
+                    mutant = Mutant(file, name, line, here, "", parent, field, index, after)
+                    before = ast.unparse(shown)
+                    mutant.swap(after)
+                    becomes = ast.unparse(shown if shown is parent else after)
+                    mutant.swap(node)
+                    yield mutant._replace(change=f"{before}  →  {becomes}")
+                yield from walk(node, name, here)
+
+    yield from walk(tree, "", frozenset())
+
+
+class Reach:
+    """A plugin of pytest: how long each test takes, and which lines of the core it reaches."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.tests: dict[tuple[str, int], set[str]] = defaultdict(set)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        """Traced: a second run, as threads start their own."""
+        lines: set[tuple[str, int]] = set()
+        calls: Counter[Any] = Counter()
+        core = f"{CORE}/"
+
+        def trace(frame: Any, event: str, arg: Any) -> Any:
+            code = frame.f_code
+            if not code.co_filename.startswith(core):
+                return None
+            calls[code] += event == "call"
+            if calls[code] > CALLS:
+                return None
+            lines.add((code.co_filename[len(core) :], frame.f_lineno))
+            return trace
+
+        start = time.perf_counter()
+        threading.settrace(trace)
+        sys.settrace(trace)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)
+            self.seconds[item.nodeid] = time.perf_counter() - start
+            for line in lines:
+                self.tests[line].add(item.nodeid)
+
+    def in_order(self, tests: set[str]) -> list[str]:
+        """All that take no time; then the shortest case of each test, then the next one of each."""
+        cases: Counter[str] = Counter()
+        ranks = {}
+        for test in sorted(tests, key=self.seconds.__getitem__):
+            name = test.split("[")[0]
+            ranks[test] = cases[name], self.seconds[test]
+            cases[name] += self.seconds[test] > 0.05
+        return sorted(ranks, key=ranks.__getitem__)
+
+
+def fate_of(mutant: Mutant, tree: ast.AST, tests: list[str]) -> str:
+    """How the mutant fares in a process of its own: ``killed``, ``timeout`` or ``survived``."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(LIMIT)
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        mutant.swap(mutant.after)
+        code, path = SourceFileLoader.get_code, str(CORE / mutant.file)
+        changed = compile(ast.fix_missing_locations(tree), path, "exec")
+        name = f"skipdecode.{mutant.file[:-3]}"
+        SourceFileLoader.get_code = lambda self, module: changed if module == name else code(self, module)
+        os._exit(int(run(tests, "-x")))
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+        return "timeout"
+    return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
+
+
+def run(tests: list[str], *options: str, plugins: tuple[Any, ...] = ()) -> int:
+    """pytest, in this process, without its own time limits."""
+    return pytest.main(
+        ["-q", "-o", "addopts=", "-p", "no:timeout", "-p", "no:cacheprovider", *options, *tests], plugins
+    )
+
+
+def reached(suite: str) -> Reach:
+    """What the tests of a suite reach; the core, and what imports it, is left to be imported anew."""
+    own, reach = set(sys.modules), Reach()
+    if run([f"tests/test_{name}.py" for name in suite.split()], "-k", FAST, plugins=(reach,)) != 0:
+        sys.exit("the tests fail without any mutant")
+    for name in set(sys.modules) - own:
+        if name.startswith(("skipdecode", "test_")) or name in ("conftest", "families", "tiny"):
+            del sys.modules[name]
+    return reach
+
+
+def survivors(file: str, reach: Reach, only: Container[tuple[str, str]] | None) -> Iterator[dict[str, str]]:
+    """The fate of each mutant of a file (of ``only`` these), as results/mutants.json has it."""
+    tree = ast.parse((CORE / file).read_text("utf-8"))
+    whole = set().union(*(tests for (name, _), tests in reach.tests.items() if name == file))
+    for mutant in mutants(file, tree):
+        if only is not None and (mutant.function, mutant.change) not in only:
+            continue
+        tests = set().union(*(reach.tests[file, line] for line in mutant.lines)) if mutant.lines else whole
+        ordered = reach.in_order(tests)
+        spent = list(accumulate(map(reach.seconds.__getitem__, ordered)))
+        start = time.perf_counter()
+        fate = fate_of(mutant, tree, ordered[: bisect_right(spent, SECONDS)]) if tests else "survived"
+        print(f"{time.perf_counter() - start:5.1f} s  {fate:8}  {file}:{mutant.line}  {mutant.change}", flush=True)
+        yield {"function": mutant.function, "change": mutant.change, "fate": fate}
+
+
+def main(*wanted: str) -> None:
+    """Write results/mutants.json; an error if too many survive, or one without a reason."""
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT / "src"))
+    # The same examples every time, and none made smaller: the first failure is enough.
+    phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+    hypothesis.settings.register_profile("mutants", database=None, derandomize=True, deadline=None, phases=phases)
+    hypothesis.settings.load_profile("mutants")
+    again = "--again" in wanted
+    results: dict[str, Any] = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
+    for core, suite in SUITES.items():
+        files = [f"{name}.py" for name in core.split()]
+        files = [file for file in files if file in wanted or not {*wanted} - {"--again"}]
+        reach = reached(suite) if files else Reach()
+        for file in files:
+            last = results.get(file, {"survivors": []})
+            reasons = {(s["function"], s["change"]): s["reason"] for s in last["survivors"]}
+            found = list(survivors(file, reach, reasons if again else None))
+            counts = Counter(each["fate"] for each in found)
+            if again:
+                counts += Counter(killed=last["killed"], timeout=last["timeout"])
+            lived = [each for each in found if each.pop("fate") == "survived"]
+            results[file] = {fate: counts[fate] for fate in ("killed", "timeout", "survived")} | {
+                "survivors": [each | {"reason": reasons.get((each["function"], each["change"]), "")} for each in lived]
+            }
+            RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    lived, total = (
+        sum(sum(r[f] for f in fates) for r in results.values())
+        for fates in (["survived"], ["survived", "killed", "timeout"])
+    )
+    print(f"{total - lived} of {total} mutants die: {1 - lived / total:.1%}")
+    if lived > (1 - ENOUGH) * total or not all(s["reason"] for r in results.values() for s in r["survivors"]):
+        sys.exit("too many survive, or one has no reason in results/mutants.json")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
