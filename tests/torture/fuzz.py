@@ -78,7 +78,7 @@ def changed(random: Random, value: Any) -> Any:
         place = random.randrange(len(value))
         return [*value[:place], changed(random, value[place]), *value[place + 1 :]]
     if isinstance(value, (int, float)) and random.random() < 0.7:
-        return value + random.choice((1, -1, 0.5, 1000, -value))
+        return value + random.choice((1, -1, 1000, -value))
     return random.choice(ODD)
 
 
