@@ -404,6 +404,15 @@ def test_layers_are_counted_before_they_are_made(model: Path, layers: Any) -> No
         loading.read_config(str(model))
 
 
+@pytest.mark.parametrize("name", ["attention_dropout", "layerdrop"])
+@pytest.mark.parametrize("share", [-1.0, 1.5, float("nan")])
+def test_dropout_is_a_share(model: Path, name: str, share: float) -> None:
+    """G: it generates, and ended in torch's RuntimeError at the first step of training."""
+    edit(model / "config.json", **{name: share})
+    with pytest.raises(ModelError, match=rf"{name} is between 0 and 1"):
+        loading.read_config(str(model))
+
+
 BAD_GENERATION: list[dict[str, Any]] = [
     {"max_length": "x"},
     {"max_new_tokens": 1.5},
@@ -421,6 +430,9 @@ BAD_GENERATION: list[dict[str, Any]] = [
     {"suppress_tokens": "x"},
     {"bad_words_ids": [1]},
     {"cache_implementation": "foo"},
+    {"output_hidden_states": 3.5},
+    {"output_scores": "yes"},
+    {"return_dict_in_generate": [1]},
 ]
 
 
