@@ -19,9 +19,9 @@ demo: $(VENV)/installed
 	$(BIN)/skipdecode demo
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto
 
-# What `make test` tests in small, for a quarter of an hour: kills, full disks, fuzz, threads, families, habits.
+# All of what `make test` tests in small, for a quarter of an hour: kills, full disks, fuzz, threads, families, habits.
 # TORTURE="kills fuzz/options --seconds 60 --seed 7" chooses.
 torture: $(VENV)/installed
 	$(BIN)/python tests/torture $(TORTURE)
