@@ -320,6 +320,18 @@ def test_copies_skip_as_the_original(name: str, way: Callable[[PreTrainedModel],
         run(twin, inputs, past_key_values=SkipCache(model, TOP))
 
 
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copy_takes_nothing_of_what_is_under_way(way: Callable[[PreTrainedModel], PreTrainedModel]) -> None:
+    """F8: copied while a thread is in a teacher-forced pass, a model is inert; the thread's passes on it are stock."""
+    model, ids = attach(build("llama")), torch.randint(2, 128, (2, 20))
+    stock = model(ids, use_cache=False).logits
+    with teacher_forced(model, TOP, 5):
+        twin = way(model)
+    assert torch.equal(twin(ids, use_cache=False).logits, stock)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("a fault in a layer")])
 def test_an_error_inside_generate_leaves_nothing_behind(error: Any) -> None:
     """Held: what came through a layer's pass is over; the next call, stock or not, is right."""

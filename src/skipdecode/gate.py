@@ -164,6 +164,10 @@ class GateState:
         self._axis: int | None = None  # of the positions in hidden states that have streams beside them
         self._extras: int | None = None  # what layers return beside hidden states (a tuple); None: a tensor alone
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes over: nothing of what threads have under way."""
+        return vars(self) | {"forced": {}, "expected": {}}
+
     def teacher(self) -> Teacher | None:
         """What governs a pass without a cache in this thread."""
         forced = self.forced.get(threading.get_ident())
