@@ -15,7 +15,7 @@ from families import LAYERS, LENGTHS, SCHEDULES, STEPS, TOP, WIDTH, build, decod
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.cache import cache_bytes, held_bytes
 from skipdecode.errors import CacheError, UnsupportedModel
-from skipdecode.gate import GateState, Teacher
+from skipdecode.gate import GateState, Teacher, _shape
 from skipdecode.stack import decoder_layers
 from skipdecode.trained import CONFIG_KEY
 
@@ -143,7 +143,10 @@ def test_a_teacher_answers_for_the_width_of_the_pass() -> None:
             teacher.begin_layer(layer, 3) for layer in range(1, LAYERS)
         ] == expected
         assert teacher.width == width
-    assert teacher.begin_layer(3, 20) == TOP.positions_per_layer(4, 20)[3], "recomputation starts in the middle"
+    for layer, count in enumerate(TOP.positions_per_layer(4, 20)):
+        again = Teacher(TOP, 4)
+        again.begin_layer(0, 6)
+        assert again.begin_layer(layer, 20) == count, "recomputation starts in the middle"
 
 
 def test_teachers_may_stand_within_each_other() -> None:
@@ -202,6 +205,9 @@ def test_two_threads_cannot_recompute_one_models_layers() -> None:
         assert gates.teacher() is None
         Ask.apply(torch.zeros(2, requires_grad=True)).sum().backward()
         assert [teacher.schedule for teacher in found] == [TOP]
+        with teacher_forced(model, SCHEDULES["even"], WIDTH):
+            Ask.apply(torch.zeros(2, requires_grad=True)).sum().backward()
+        assert found[-1].schedule == SCHEDULES["even"], "one's own comes first"
         gates.forced[-1] = found[0]
         with pytest.raises(CacheError, match="several threads train one model"):
             Ask.apply(torch.zeros(2, requires_grad=True)).sum().backward()
@@ -209,6 +215,8 @@ def test_two_threads_cannot_recompute_one_models_layers() -> None:
     finally:
         done.set()
         holder.join()
+    Ask.apply(torch.zeros(2, requires_grad=True)).sum().backward()
+    assert found[-1] is None
     assert gates.forced == {}
 
 
@@ -290,3 +298,25 @@ def test_layers_that_lend_unannounced_are_refused(lent: dict[str, int]) -> None:
             run(model, prompts(), TOP)
     else:
         assert torch.equal(run(model, prompts(), TOP).sequences, run(build("llama"), prompts(), TOP).sequences)
+
+
+def test_a_model_that_gives_no_layer_the_cache_is_noticed() -> None:
+    """Full depth would run, and a schedule be reported."""
+    model = attach(build("llama"))
+
+    def drop(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "past_key_values": None}
+
+    for layer in decoder_layers(model):
+        layer.register_forward_pre_hook(drop, with_kwargs=True)
+    with pytest.raises(CacheError, match="no layer was given the SkipCache"):
+        run(model, prompts(), TOP)
+
+
+def test_the_shape_of_a_pass_is_that_of_its_ids_or_embeddings() -> None:
+    """(batch, positions), by name or first in place; a mask that comes second is not taken for them."""
+    ids, embeddings = torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 5, 8)
+    for args, kwargs in (((ids,), {}), ((), {"input_ids": ids}), ((), {"inputs_embeds": embeddings})):
+        assert _shape(args, kwargs) == (2, 5)
+    assert _shape((None,), {"inputs_embeds": embeddings, "input_ids": None}) == (2, 5)
+    assert _shape((None, ids), {"attention_mask": ids}) is None
