@@ -31,7 +31,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-mutants: $(VENV)/installed         # half an hour: which small faults in the core would the tests not notice?
+mutants: $(VENV)/installed         # an hour: which small faults in the core would the tests not notice?
 	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py
 
 # Tables and plots. E2E and TLDR are the folders of the data sets (docs/training.md), RUNS where models go.

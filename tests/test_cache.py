@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -10,11 +11,16 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+<<<<<<< HEAD
 from families import FAMILIES, LAYERS, LENGTHS, SCHEDULES, STEPS, TOP, WIDTH, build, decode, prompts
+=======
+from families import LAYERS, LENGTHS, SCHEDULES, STEPS, TOP, WIDTH, build, decode, prompts, run
+>>>>>>> mutation
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.cache import cache_bytes, held_bytes
-from skipdecode.errors import CacheError
-from skipdecode.gate import GateState, Teacher
+from skipdecode.errors import CacheError, UnsupportedModel
+from skipdecode.gate import GateState, Teacher, _shape
+from skipdecode.stack import decoder_layers
 from skipdecode.trained import CONFIG_KEY
 
 FULL = Schedule.full(LAYERS)
@@ -141,7 +147,10 @@ def test_a_teacher_answers_for_the_width_of_the_pass() -> None:
             teacher.begin_layer(layer, 3) for layer in range(1, LAYERS)
         ] == expected
         assert teacher.width == width
-    assert teacher.begin_layer(3, 20) == TOP.positions_per_layer(4, 20)[3], "recomputation starts in the middle"
+    for layer, count in enumerate(TOP.positions_per_layer(4, 20)):
+        again = Teacher(TOP, 4)
+        again.begin_layer(0, 6)
+        assert again.begin_layer(layer, 20) == count, "recomputation starts in the middle"
 
 
 def test_teachers_may_stand_within_each_other() -> None:
@@ -200,6 +209,9 @@ def test_two_threads_cannot_recompute_one_models_layers() -> None:
         assert gates.teacher() is None
         Ask.apply(torch.zeros(2, requires_grad=True)).sum().backward()
         assert [teacher.schedule for teacher in found] == [TOP]
+        with teacher_forced(model, SCHEDULES["even"], WIDTH):
+            Ask.apply(torch.zeros(2, requires_grad=True)).sum().backward()
+        assert found[-1].schedule == SCHEDULES["even"], "one's own comes first"
         gates.forced[-1] = found[0]
         with pytest.raises(CacheError, match="several threads train one model"):
             Ask.apply(torch.zeros(2, requires_grad=True)).sum().backward()
@@ -207,4 +219,108 @@ def test_two_threads_cannot_recompute_one_models_layers() -> None:
     finally:
         done.set()
         holder.join()
+    Ask.apply(torch.zeros(2, requires_grad=True)).sum().backward()
+    assert found[-1] is None
     assert gates.forced == {}
+
+
+# --- what a layer may store
+
+
+@pytest.mark.parametrize("name", ["opt", "qwen3.5"])
+def test_a_skipped_layer_may_store_nothing(name: str) -> None:
+    """Keys and values, states of convolutions and recurrences: refused, whoever calls."""
+    model = attach(build(name))
+    cache = SkipCache(model, TOP)
+    state = torch.zeros(len(LENGTHS), 2, 1, 8)
+    for number in decode(model, prompts(), cache, 3):
+        running = TOP.layers(TOP.depth(number - 1)) if number else range(LAYERS)
+        for layer in set(range(LAYERS)) - set(running):
+            for store in (lambda i: cache.update(state, state, i), lambda i: cache.update_conv_state(state[0], i)):
+                with pytest.raises(CacheError, match=f"layer {layer} ran though the schedule skips it"):
+                    store(layer)
+            with pytest.raises(CacheError, match=f"layer {layer} ran though the schedule skips it"):
+                cache.update_recurrent_state(state, layer)
+
+
+@pytest.mark.parametrize("stored", [0, 3, 5, 6])
+def test_a_layer_must_store_the_positions_that_it_runs(stored: int) -> None:
+    """Fewer, or more, and it is said at once, when the layer has run: of five positions, all five."""
+    cache = SkipCache(attach(build("opt")), TOP)
+    keys = torch.zeros(2, 4, stored, 8)
+    assert cache.begin_layer(0, 5) == 5
+    if stored:
+        cache.update(keys, keys, 0)
+    if stored == 5:
+        cache.end_layer(0)
+        assert cache.peak_kv_bytes == 2 * 2 * 4 * 5 * 8 * 4
+    else:
+        with pytest.raises(CacheError, match="layer 0 ran without asking the SkipCache"):
+            cache.end_layer(0)
+
+
+@pytest.mark.parametrize("name", ["opt", "gemma3", "qwen3.5"])
+def test_the_full_schedules_cache_rolls_back_as_far_as_the_stock_one(name: str) -> None:
+    """What transformers can undo for this model, and what it records to do so."""
+    model = attach(build(name))
+    cache, stock = SkipCache(model, FULL), DynamicCache(config=model.config)
+    assert cache.is_croppable == stock.is_croppable
+    for each in (cache, stock):
+        each.activate_past_recording()
+    assert [_plain(layer) for layer in cache.layers] == [_plain(layer) for layer in stock.layers]
+
+
+def _plain(layer: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(layer).items() if isinstance(value, (bool, int, str))}
+
+
+# --- what a layer is given
+
+
+def test_a_layer_that_is_given_too_few_positions_is_refused() -> None:
+    """Only layers that borrow their keys can do without the positions that a model has dropped."""
+    model = attach(build("llama"))
+    with teacher_forced(model, TOP, 4):
+        plan = model.forward.gates.teacher()
+        plan.begin_layer(0, 9)
+        with pytest.raises(CacheError, match="layer 3 is given 4 of 9 positions: it cannot skip"):
+            decoder_layers(model)[3](torch.zeros(2, 4, 32))
+
+
+@pytest.mark.parametrize("lent", [{}, {"states": 1}], ids=["empty", "lent"])
+def test_layers_that_lend_unannounced_are_refused(lent: dict[str, int]) -> None:
+    """The config names no lenders, but something is handed from layer to layer: what skipping does to it is unknown."""
+    model = attach(build("llama"))
+
+    def give(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "shared": UserDict(lent)}
+
+    for layer in decoder_layers(model):
+        layer.register_forward_pre_hook(give, with_kwargs=True)
+    if lent:
+        with pytest.raises(UnsupportedModel, match="lend each other states"):
+            run(model, prompts(), TOP)
+    else:
+        assert torch.equal(run(model, prompts(), TOP).sequences, run(build("llama"), prompts(), TOP).sequences)
+
+
+def test_a_model_that_gives_no_layer_the_cache_is_noticed() -> None:
+    """Full depth would run, and a schedule be reported."""
+    model = attach(build("llama"))
+
+    def drop(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "past_key_values": None}
+
+    for layer in decoder_layers(model):
+        layer.register_forward_pre_hook(drop, with_kwargs=True)
+    with pytest.raises(CacheError, match="no layer was given the SkipCache"):
+        run(model, prompts(), TOP)
+
+
+def test_the_shape_of_a_pass_is_that_of_its_ids_or_embeddings() -> None:
+    """(batch, positions), by name or first in place; a mask that comes second is not taken for them."""
+    ids, embeddings = torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 5, 8)
+    for args, kwargs in (((ids,), {}), ((), {"input_ids": ids}), ((), {"inputs_embeds": embeddings})):
+        assert _shape(args, kwargs) == (2, 5)
+    assert _shape((None,), {"inputs_embeds": embeddings, "input_ids": None}) == (2, 5)
+    assert _shape((None, ids), {"attention_mask": ids}) is None

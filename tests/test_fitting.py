@@ -76,7 +76,7 @@ def form_of(schedule: Schedule, speedup: float, typical: int) -> float:
     return abs(share - share_of_max(speedup)) + abs(schedule.horizon / typical - 1) / 2
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(2, 12), st.floats(1.05, 8), st.integers(1, 150), st.integers(0, 150), st.sampled_from(FALLING))
 def test_of_the_falls_within_the_tolerance_the_best_form_is_taken(
     layers: int, speedup: float, length: int, other: int, decay: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from skipdecode.stack import decoder_layers, fitted, lenders
 def config(**values: Any) -> SimpleNamespace:
     """A config of which only these values are known."""
     made = SimpleNamespace(**{"num_hidden_layers": 4, "is_encoder_decoder": False} | values)
-    made.get_text_config = lambda decoder: made
+    made.get_text_config = lambda decoder: made if decoder else None
     return made
 
 
@@ -112,6 +113,11 @@ def test_a_schedule_is_fitted_by_moving_lenders_up_alone() -> None:
         ("position_embeddings", (4, 16), torch.float32, (3, 16)),
         ("position_embeddings", (1, 4, 8), torch.float32, (1, 3, 8)),
         ("scale", (), torch.float32, ()),
+        ("slopes", (4,), torch.float32, (4,)),
+        ("scales", (2, 4), torch.float32, (2, 3)),
+        ("frequencies", (4, 9), torch.complex64, (3, 9)),
+        ("frequencies", (4, 9), torch.float32, (3, 9)),
+        ("per_layer_input", (2, 4, 4, 8), torch.float32, (2, 3, 4, 8)),
         ("per_layer_input", (2, 4, 5, 8), torch.float32, (2, 3, 5, 8)),
     ],
 )
@@ -142,6 +148,25 @@ def test_arguments_by_position_are_cut_by_their_names() -> None:
         Prefix(4, 3, 9).of_call(forward, (x, torch.zeros(2, 1, 5, 9)), {})
 
 
+def test_streams_beside_hidden_states_are_left_whole() -> None:
+    """Where hidden states have their positions on another axis, what has no streams keeps its own."""
+    given = {"hidden_states": torch.zeros(4, 4, 4, 8), "position_embeddings": torch.zeros(2, 4, 4)}
+    (), cut = Prefix(4, 3, 9, hidden_axis=2).of_call(lambda **kwargs: None, (), given)
+    assert tuple(cut["hidden_states"].shape) == (4, 4, 3, 8)
+    assert tuple(cut["position_embeddings"].shape) == (2, 3, 4)
+
+
+def test_lent_keys_are_read_as_a_prefix_and_written_whole() -> None:
+    """Lenders write through to what all layers share; moving it to a device or dtype moves the original."""
+    shared: UserDict[int, tuple[torch.Tensor, ...]] = UserDict()
+    (), cut = Prefix(4, 3, 9).of_call(lambda **kwargs: None, (), {"shared_kv_states": shared})
+    cut["shared_kv_states"][0] = (torch.zeros(2, 1, 9, 8), torch.zeros(2, 1, 9, 8))
+    assert [tuple(x.shape) for x in shared[0]] == [(2, 1, 9, 8)] * 2
+    moved = cut["shared_kv_states"].to(torch.float16)
+    assert [tuple(x.shape) for x in moved[0]] == [(2, 1, 8, 8)] * 2
+    assert {x.dtype for x in shared[0]} == {torch.float16}
+
+
 # --- packing
 
 
@@ -160,4 +185,5 @@ def test_packing_is_told_by_lengths_too() -> None:
     assert packed({"cu_seq_lens_q": torch.tensor([0, 4])})
     assert not packed({"cu_seq_lens_q": None, "position_ids": None})
     assert not packed({})
-    assert not packed({"position_ids": torch.tensor([[[0, 1, 0, 1]]])})
+    assert not packed({"position_ids": torch.tensor([[[0], [1], [0], [1]]])})
+    assert packed({"position_ids": torch.tensor([[3, 0, 1, 0, 1]])}), "the first text may begin before the row"
