@@ -167,7 +167,7 @@ def check_device(device: str) -> None:
 def check_dtype(dtype: str | torch.dtype) -> None:
     """Raises ModelError for a type that no model is run in."""
     if dtype not in ("auto", *DTYPES, *(getattr(torch, kind) for kind in DTYPES)):
-        raise ModelError(f"a type is auto, {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, not {dtype!r}")
+        raise ModelError(f"a dtype is auto, {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, not {dtype!r}")
 
 
 def read_config(name: str, revision: str | None = None) -> Any:
