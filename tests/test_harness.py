@@ -318,7 +318,7 @@ def test_a_damaged_checkpoint_is_named(checkpoint: Path, tmp_path: Path, name: s
 
 def test_types_are_those_of_load(checkpoint: Path) -> None:
     """G: `dtype=Tensor`."""
-    with pytest.raises(ModelError, match="a type is"):
+    with pytest.raises(ModelError, match="a dtype is"):
         load(SkipLM, checkpoint, dtype="Tensor")
 
 
