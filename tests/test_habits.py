@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from families import (
+    DENSE,
     FAMILIES,
     LAYERS,
     NEW,
@@ -45,6 +46,7 @@ from families import (
 )
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.cache import cache_bytes
+from skipdecode.check import CHECKS, run_checks
 from skipdecode.errors import CacheError, UnsupportedModel
 from skipdecode.gate import Gate, PassGuard, PromptGuard
 from skipdecode.prefix import Prefix
@@ -95,6 +97,25 @@ def test_a_model_that_cannot_skip_exactly_is_refused_by_what_it_is(kind: str) ->
     with pytest.raises(UnsupportedModel, match=reason):
         attach(model)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_check_fails_on_what_is_refused(kind: str) -> None:
+    """With the reason, as its only finding."""
+    config, reason = KINDS[kind]
+    (finding,) = run_checks(AutoModelForCausalLM.from_config(config), Schedule(4, 2, 1, horizon=4))
+    assert not finding.held
+    assert reason in finding.detail
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES if name not in DENSE or name in ("opt", "gpt-neo", "gemma3")]
+)
+def test_check_passes_on_every_family(name: str) -> None:
+    """All its claims. (Of dense families, one of each form: the other tests hold the same for all of them.)"""
+    findings = list(run_checks(build(name), Schedule(LAYERS, 6, 2, horizon=8)))
+    assert [finding for finding in findings if not finding.held] == []
+    assert len(findings) == len(CHECKS)
 
 
 def test_what_a_config_says_of_looking_ahead_is_tried_out() -> None:

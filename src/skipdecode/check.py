@@ -185,8 +185,8 @@ def is_the_reference(model: PreTrainedModel, schedule: Schedule, batch: Batch) -
     error = _distance(torch.stack(run.logits, 1), expected)
     if rounding > ROUNDING:
         return False, f"the stock model's own cached and uncached logits differ by {rounding:.1e}: it looks ahead"
-    # Recurrences round differently step by step than at once, skipping or not.
-    return error <= max(TOLERANCE, 4 * rounding), f"relative error {error:.1e} (the stock model's own: {rounding:.1e})"
+    # Recurrences round differently step by step than at once, skipping or not; a fault is a thousand times as large.
+    return error <= max(TOLERANCE, 10 * rounding), f"relative error {error:.1e} (the stock model's own: {rounding:.1e})"
 
 
 @torch.no_grad()
