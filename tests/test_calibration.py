@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from skipdecode import Schedule, trained
 from skipdecode.calibration import POINTS, Quality, fallen
+from skipdecode.errors import FileError
 from skipdecode.fitting import refit
 from skipdecode.metrics import Agreement
 from tiny import TEXTS, run, save_checkpoint
@@ -154,6 +155,16 @@ def test_equal_texts_agree_whatever_their_script() -> None:
     assert Agreement().score(texts, [[text] for text in texts]) == 100
     assert 0 < Agreement().score(["кот сидел"], [["кот лежал"]]) < 100
     assert Agreement().score([""], [["the cat"]]) == 0
+
+
+def test_a_config_that_others_share_is_left_alone(tmp_path: Path) -> None:
+    """A snapshot of the hub's cache links to the one file that every user of the model reads."""
+    (tmp_path / "blob").write_text("{}")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "config.json").symlink_to(tmp_path / "blob")
+    with pytest.raises(FileError, match="copy the model first"):
+        trained.save_calibrated(tmp_path / "snapshot", 2, Schedule.full(4), "skipdecode")
+    assert (tmp_path / "blob").read_text() == "{}"
 
 
 def test_a_calibrated_model_is_not_a_trained_one(eight: Path, prompts: Path, tmp_path: Path) -> None:

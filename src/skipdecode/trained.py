@@ -60,12 +60,14 @@ def save_calibrated(folder: Path, speedup: float, schedule: Schedule, method_nam
     """Put one calibrated schedule into a model directory's config: all else in it stays as it is at that moment.
 
     Raises:
-        FileError: the config is no JSON object.
+        FileError: the config is no JSON object, or a link.
         JobError: another process has been writing to it for a minute.
         ScheduleError: the model was trained by another method.
         OSError: the disk is full or read-only; the config is as it was.
     """
     path = folder / "config.json"
+    if path.is_symlink():  # as in the hub's cache, where every user of the model would get it
+        raise FileError(f"{path} is a link to a file that others share: copy the model first")
     with locked(path, timeout=60):
         values = read_json(path)
         if not isinstance(values, dict):
