@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint mutants clean results-smoke results-e2e results-tldr
+.PHONY: demo test torture lint mutants clean results-smoke results-e2e results-tldr
 
 $(VENV)/installed: pyproject.toml requirements.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "SkipDecode needs Python 3.10 or newer"'
@@ -19,7 +19,12 @@ demo: $(VENV)/installed
 	$(BIN)/skipdecode demo
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto
+
+# All of what `make test` tests in small, for a quarter of an hour: kills, full disks, fuzz, threads, families, habits.
+# TORTURE="kills fuzz/options --seconds 60 --seed 7" chooses.
+torture: $(VENV)/installed
+	$(BIN)/python tests/torture $(TORTURE)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

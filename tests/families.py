@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
 from inspect import signature
 from typing import Any
 
@@ -161,6 +163,11 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
 }
 
+#: The upper layers of these attend to the keys of lower ones. Before 5.21, no config said which: they were refused.
+SHARED = ("gemma3n", "gemma4-shared")
+if not hasattr(Gemma3nTextConfig, "kv_sharing_modes"):
+    FAMILIES = {name: family for name, family in FAMILIES.items() if name not in SHARED}
+
 _EAGER_ONLY = {"gemma2", "gpt-neo", "gpt-oss"}  # transformers gives them no SDPA
 #: Where larger weights make float32 itself lose more than the tolerance, cached or not: long products, recurrences.
 _SCALES = {"qwen3.5": 0.05, "jamba": 0.1, "deepseek-v3": 0.15}
@@ -241,6 +248,23 @@ def reference_logits(model: PreTrainedModel, schedule: Schedule, sequences: Tens
     told = {"position_ids": positions(mask)} if "position_ids" in signature(model.forward).parameters else {}
     with torch.no_grad(), undone(detach(model), schedule, width, sequences):
         return model(sequences, attention_mask=mask, use_cache=False, **told).logits[:, width - 1 :]
+
+
+@contextmanager
+def naive(model: PreTrainedModel, schedule: Schedule, width: int) -> Iterator[PreTrainedModel]:
+    """The stock model with every pass undone where a layer should not have run; to be run without a cache."""
+    stock = detach(model).forward
+
+    @wraps(stock)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with undone(model, schedule, width, kwargs["input_ids"]):
+            return stock(*args, **kwargs)
+
+    model.forward = forward
+    try:
+        yield model
+    finally:
+        del model.forward
 
 
 def new_token_logits(model: PreTrainedModel, schedule: Schedule, sequences: Tensor, prompt_mask: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from families import LAYERS, LENGTHS, SCHEDULES, STEPS, TOP, WIDTH, build, decode, prompts, run
+from families import FAMILIES, LAYERS, LENGTHS, SCHEDULES, STEPS, TOP, WIDTH, build, decode, prompts, run
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.cache import cache_bytes, held_bytes
 from skipdecode.errors import CacheError, UnsupportedModel
@@ -40,7 +40,7 @@ def test_a_new_cache_has_seen_and_holds_nothing() -> None:
     assert not cache.has_previous_state()
 
 
-@pytest.mark.parametrize("name", ["opt", "gemma3", "qwen3.5", "gemma4-shared"])
+@pytest.mark.parametrize("name", sorted({"opt", "gemma3", "qwen3.5", "gemma4-shared"} & set(FAMILIES)))
 @pytest.mark.parametrize("schedule", ["top", "prompt-wide", "full"])
 def test_lengths_are_those_of_the_stock_cache(name: str, schedule: str) -> None:
     """After each pass: positions seen, the mask's size of every layer that still runs, and whether there is a state."""

@@ -219,6 +219,11 @@ def test_other_settings_replace_nothing_unasked(evaluated, checkpoint, data, tmp
         assert done.returncode == 2
         assert "--overwrite" in done.stderr
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    other = [*command, "--speedups", "3"]
+    done = run(*other)
+    assert done.returncode == 2
+    assert "rows that this command would leave out" in done.stderr
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     mine = tmp_path / "mine"
     for name, content in (("table.csv", "my own"), ("table.json", "{}"), ("table.json", "my own")):
         mine.mkdir(exist_ok=True)

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,17 @@ def another_process(path: Path) -> Iterator[subprocess.Popen[bytes]]:
 def names(folder: Path) -> list[str]:
     """What lies in ``folder``, hidden files too."""
     return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_killed_writes_left_behind_goes(tmp_path: Path) -> None:
+    """Temporary files of an hour ago are nobody's; younger ones may be another process's. The longest name will do."""
+    path = tmp_path / ("x" * 251 + ".txt")
+    left = files._temporary(path)
+    for name, age in ((left.name, 7200), (left.name.replace(".tmp", "1.tmp"), 60)):
+        (tmp_path / name).write_text("half")
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    files.write(path, "new")
+    assert names(tmp_path) == sorted([left.name.replace(".tmp", "1.tmp"), path.name])
 
 
 @pytest.mark.parametrize("function", ["fsync", "replace", "chmod"])

@@ -100,6 +100,8 @@ def test_prompts_that_are_none_are_refused_by_their_index(loaded: Loaded, prompt
         ({"input_ids": torch.ones(1, 1)}, "input_ids"),
         ({"generation_config": object()}, "generation_config"),
         ({"use_cache": False}, "use_cache=False leaves a schedule nothing"),
+        ({"guidance_scale": 1.5}, "guidance_scale: it runs the model a second time"),
+        ({"penalty_alpha": 0.6}, "penalty_alpha: transformers no longer has"),
         ({"max_new_tokens": 300}, "model has 256"),
         ({"max_length": 300, "max_new_tokens": None}, "model has 256"),
     ],

@@ -35,6 +35,7 @@ from families import (
     TOP,
     WIDTH,
     build,
+    decode,
     distance,
     new_token_logits,
     prompts,
@@ -43,6 +44,7 @@ from families import (
     uncached,
 )
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
+from skipdecode.cache import cache_bytes
 from skipdecode.errors import CacheError, UnsupportedModel
 from skipdecode.gate import Gate, PassGuard, PromptGuard
 from skipdecode.prefix import Prefix
@@ -304,7 +306,7 @@ def test_threads_generate_at_once() -> None:
         assert all(pool.map(one, range(30)))
 
 
-@pytest.mark.parametrize("name", ["opt", "gpt-neo", "gemma3n"])
+@pytest.mark.parametrize("name", ["opt", "gpt-neo", "gemma4"])
 @pytest.mark.parametrize(
     "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
 )
@@ -316,6 +318,18 @@ def test_copies_skip_as_the_original(name: str, way: Callable[[PreTrainedModel],
     assert torch.equal(run(twin, inputs, TOP).sequences, expected)
     with pytest.raises(CacheError, match="made for another model"):
         run(twin, inputs, past_key_values=SkipCache(model, TOP))
+
+
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copy_takes_nothing_of_what_is_under_way(way: Callable[[PreTrainedModel], PreTrainedModel]) -> None:
+    """F8: copied while a thread is in a teacher-forced pass, a model is inert; the thread's passes on it are stock."""
+    model, ids = attach(build("llama")), torch.randint(2, 128, (2, 20))
+    stock = model(ids, use_cache=False).logits
+    with teacher_forced(model, TOP, 5):
+        twin = way(model)
+    assert torch.equal(twin(ids, use_cache=False).logits, stock)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("a fault in a layer")])
@@ -337,6 +351,67 @@ def test_an_error_inside_generate_leaves_nothing_behind(error: Any) -> None:
         handle.remove()
         assert torch.equal(run(model, inputs).sequences, stock.sequences)
         assert torch.equal(run(model, inputs, TOP).sequences, skipped.sequences)
+
+
+@pytest.mark.parametrize("place", ["model.layers.1", "model.layers.3", "model.layers.7", "lm_head"])
+def test_a_cache_whose_pass_was_cut_short_is_not_gone_on_with(place: str) -> None:
+    """Some of its layers have seen the position and some have not, or all have and nobody was told."""
+    model, inputs = attach(build("llama")), prompts()
+    cache, passes = SkipCache(model, SCHEDULES["top-to-1"]), []
+
+    def fail(module: Any, args: Any) -> None:
+        passes.append(1)
+        if len(passes) == 3:
+            raise RuntimeError("a fault")
+
+    handle = model.get_submodule(place).register_forward_pre_hook(fail)
+    steps = decode(model, inputs, cache, 5)
+    with pytest.raises(RuntimeError, match="a fault"):
+        list(steps)
+    handle.remove()
+    with pytest.raises(CacheError, match="cut short"):
+        model(inputs["input_ids"][:, -1:], past_key_values=cache)
+
+
+def test_a_prepared_pass_that_never_came_stops_no_other() -> None:
+    """What was expected of it is forgotten with it."""
+    model, inputs = attach(build("llama")), prompts()
+    cache = SkipCache(model, TOP)
+    model.prepare_inputs_for_generation(**inputs, past_key_values=cache, is_first_iteration=True)
+    model(torch.randint(2, 128, (2, 5)))
+    model.prepare_inputs_for_generation(**inputs, past_key_values=cache, is_first_iteration=True)
+    del cache
+    gc.collect()
+    model(inputs["input_ids"])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3.5", "gemma4-shared"])
+def test_a_copied_cache_belongs_to_the_same_model(name: str) -> None:
+    """And holds what the copied one held."""
+    if name not in FAMILIES:
+        pytest.skip("this transformers does not say which layers share keys")
+    model, inputs = attach(build(name)), prompts()
+    cache = SkipCache(model, TOP)
+    steps = decode(model, inputs, cache, 8)
+    for _ in range(4):
+        next(steps)
+    twin = copy.deepcopy(cache)
+    assert cache_bytes(twin) == cache_bytes(cache) > 0
+    ids = torch.full((3, 1), 5)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(3, 4, dtype=torch.long)], 1)
+    logits = [model(ids, attention_mask=mask, past_key_values=each).logits for each in (twin, cache)]
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("name", ["gpt-neo", "llama"])
+def test_packing_is_refused_where_layers_are_not_told(name: str) -> None:
+    """GPT-Neo gives its layers no position ids: the model's own are looked at."""
+    model, packed = attach(build(name)), torch.tensor([[0, 1, 2, 3, 4, 5] * 2])
+    ids = torch.randint(2, 128, packed.shape)
+    with teacher_forced(model, TOP, 4), pytest.raises(CacheError, match="packed"):
+        model(ids, position_ids=packed, use_cache=False)
+    with pytest.raises(CacheError, match="packed"):
+        model(ids, position_ids=packed, past_key_values=SkipCache(model, TOP))
 
 
 def test_nothing_is_kept_of_a_call() -> None:

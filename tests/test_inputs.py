@@ -123,3 +123,14 @@ def test_any_bytes_are_a_row_or_an_error_per_line(folder: Path, lines: list[byte
             assert len(items) == len((b"\n".join(lines)).splitlines())
         assert all(bool(item.error) != bool(item.prompt) for item in items)
         json.dumps([item.columns for item in items], ensure_ascii=False).encode()
+
+
+def test_a_reference_that_is_no_text_makes_its_row_bad(tmp_path: Path) -> None:
+    """G: `evaluate` ended in the tokenizer's TypeError; in JSONL a bad byte anywhere is the row's."""
+    path = tmp_path / "in.csv"
+    path.write_bytes(b"prompt,response\nthe cat,sat \xff\nthe dog,ran\n")
+    items = read_items(str(path), get_task("jsonl"))
+    assert [(item.error, item.references) for item in items] == [("not UTF-8", []), (None, ["ran"])]
+    path = path.with_suffix(".jsonl")
+    path.write_text('{"prompt": "the cat", "response": "sat \\ud800"}\n')
+    assert [(item.error, item.references) for item in read_items(str(path), get_task("jsonl"))] == [("not UTF-8", [])]

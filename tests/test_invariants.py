@@ -21,6 +21,7 @@ from families import (
     LENGTHS,
     NEW,
     SCHEDULES,
+    SHARED,
     STEPS,
     TOP,
     WIDTH,
@@ -251,7 +252,7 @@ def test_bytes_are_those_of_the_keys_and_values(name: str) -> None:
             assert sum(held) < sum(probe.layer_bytes[number - 1])
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if "shared" in name or name == "gemma3n"])
+@pytest.mark.parametrize("name", [name for name in SHARED if name in FAMILIES])
 @every_schedule
 def test_lenders_of_keys_run_as_long_as_their_borrowers(name: str, schedule: Schedule) -> None:
     """Whatever the order: the depths are those asked for, and no layer runs without the one whose keys it reads."""

@@ -202,6 +202,8 @@ def test_weights_must_all_be_there_all_be_used_and_be_numbers(model: Path, damag
         lambda f: reweigh(f, lambda w: w | {"lm_head.weight": w["model.decoder.embed_tokens.weight"].clone()}),
         lambda f: reweigh(f, lambda w: {k.removeprefix("model."): v for k, v in w.items()}),
         lambda f: reweigh(f, lambda w: w | {"model.decoder.layers.0.attn.rotary_emb.inv_freq": torch.ones(3)}),
+        lambda f: reweigh(f, lambda w: w | {"model.decoder.layers.0.attn.attention.bias": torch.ones(1, 1, 3, 3)}),
+        lambda f: reweigh(f, lambda w: w | {"model.decoder.version": torch.ones(1)}),
         lambda f: reweigh(f, lambda w: {k: v.to(torch.bfloat16) for k, v in w.items()}),
         scaled(torch.float16),
         scaled(torch.float32),
@@ -211,6 +213,12 @@ def test_what_harms_nothing_is_loaded(model: Path, damage: Damage) -> None:
     """F11: tied heads, keys without the base model's name, buffers that are computed, large numbers."""
     damage(model)
     load(str(model), device="cpu")
+
+
+def test_an_adapter_is_named(model: Path) -> None:
+    """It would be put into the model unmerged, and unsaid."""
+    (model / "adapter_config.json").write_text("{}")
+    refused(model, "PEFT adapter: merge it first")
 
 
 def test_what_belongs_to_no_decoder_is_named(model: Path) -> None:
@@ -396,6 +404,15 @@ def test_layers_are_counted_before_they_are_made(model: Path, layers: Any) -> No
         loading.read_config(str(model))
 
 
+@pytest.mark.parametrize("name", ["attention_dropout", "layerdrop"])
+@pytest.mark.parametrize("share", [-1.0, 1.5, float("nan")])
+def test_dropout_is_a_share(model: Path, name: str, share: float) -> None:
+    """G: it generates, and ended in torch's RuntimeError at the first step of training."""
+    edit(model / "config.json", **{name: share})
+    with pytest.raises(ModelError, match=rf"{name} is between 0 and 1"):
+        loading.read_config(str(model))
+
+
 BAD_GENERATION: list[dict[str, Any]] = [
     {"max_length": "x"},
     {"max_new_tokens": 1.5},
@@ -413,6 +430,9 @@ BAD_GENERATION: list[dict[str, Any]] = [
     {"suppress_tokens": "x"},
     {"bad_words_ids": [1]},
     {"cache_implementation": "foo"},
+    {"output_hidden_states": 3.5},
+    {"output_scores": "yes"},
+    {"return_dict_in_generate": [1]},
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import re
 import shutil
 from contextlib import suppress
@@ -26,7 +27,7 @@ from skipdecode.files import locked
 from skipdecode.tasks import Example, get_task
 from skipdecode.trained import schedules as schedules_of
 from skipdecode.training import SkipTrainer, arguments, train
-from tiny import TEXTS, Done, run, save_checkpoint
+from tiny import TEXTS, Done, no_file_above, run, save_checkpoint
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
 
@@ -386,3 +387,15 @@ def test_the_guides_python_runs(checkpoint: Path, tmp_path: Path, monkeypatch: p
         exec(block.replace('load("demo")', f"load({str(checkpoint)!r})").replace("max_steps=20", "max_steps=1"), names)
     assert 2 in schedules_of(AutoModelForCausalLM.from_pretrained("trained").config)
     assert names["trainer"].state.global_step == 1
+
+
+def test_a_full_disk_ends_a_run_with_one_line(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """Held: whichever file does not fit (torch and safetensors give no errno); then the same command goes on."""
+    assert trained(checkpoint, data, tmp_path / "whole").returncode == 0
+    files = {p.stat().st_size for p in (tmp_path / "whole").rglob("*") if p.is_file()}
+    for size in sorted({max(1, n - random.Random(n).randrange(1, 200)) for n in files} | {100, 3000}):
+        with no_file_above(size):
+            refused(trained(checkpoint, data, tmp_path / "run"), "skipdecode: ")
+    assert trained(checkpoint, data, tmp_path / "run").returncode == 0
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "whole")]
+    assert weights[0] == weights[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -57,6 +58,7 @@ class SkipCache(DynamicCache):
         self.step_depths: list[int] = []
         self.peak_kv_bytes = 0
         self.passes = 0
+        self.cut_short = False  # a pass was, by an exception: some layers have seen its positions, some have not
         self.width = 0  # positions of the pass under way
         self.shape: tuple[int, ...] | None = None  # of its ids: (batch, positions)
         self._length = 0  # positions seen, those of the pass under way included
@@ -160,12 +162,21 @@ class SkipCache(DynamicCache):
         return self._length + query_length, 0
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether recurrent layers have a state to go on from."""
+        """Whether recurrent layers have a state to go on from: after the prompt, whatever was retired since."""
+        if layer_idx is not None and self._holds[layer_idx]:
+            return super().has_previous_state(layer_idx, state_idx)
         return self.passes > 0
 
     def _attends(self, layer_idx: int) -> bool:
         """Whether the layer holds keys, or will: a retired layer and a recurrent one do not know the length."""
         return self._holds[layer_idx] and isinstance(self.layers[layer_idx], DynamicLayer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SkipCache:
+        """A copy of what it holds; the model stays the same one."""
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update({k: v if k == "gates" else deepcopy(v, memo) for k, v in vars(self).items()})
+        return twin
 
     # --- what cannot be undone
 

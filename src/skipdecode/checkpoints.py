@@ -14,6 +14,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from .errors import FileError, JobError
 from .files import locked, read_json, sync_folder, write
 from .provenance import MATTERS
@@ -137,7 +139,8 @@ class RunFolder:
         stage = self.folder / STAGE
         shutil.rmtree(stage, ignore_errors=True)
         stage.mkdir()
-        save(stage)
+        with writing(stage):
+            save(stage)
         self._write(self._read() | {"saving": list(_checksums(stage))})
         self.finish()
 
@@ -223,6 +226,18 @@ def run_folder(folder: str | Path, model: str | None = None) -> Iterator[RunFold
     finally:
         with suppress(OSError):  # nothing came of it: an empty folder goes
             run.folder.rmdir()
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Around calls of transformers that write: what torch and safetensors raise on a full disk becomes a FileError.
+
+    Each has several kinds of it, none with an errno. Nothing of ours runs inside.
+    """
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        raise FileError(f"{folder} could not be written, the disk may be full: {str(error).splitlines()[0]}") from error
 
 
 def _json(values: Any) -> str:

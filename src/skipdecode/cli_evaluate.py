@@ -126,7 +126,7 @@ def evaluate(
             bench, output, lambda arm: progress.update(bar, description=arm.key), overwrite=overwrite, say=say
         )
         job = evaluation.job(selected[0], selected[0])
-        check(output, job, overwrite)
+        check(output, job, [(arm.method, arm.speedup) for arm in selected], overwrite)
         evaluation.check(selected)
         results = []
         for row in evaluation.rows(selected):
@@ -142,7 +142,7 @@ def evaluate(
     }
     about |= notes(results)
     with locked(output / "table.json", timeout=60):
-        check(output, job, overwrite)
+        check(output, job, [(arm.method, arm.speedup) for arm in selected], overwrite)
         save(results, names, about, output, job)
         draw_tradeoff(results, names, output / "tradeoff.png", about["machine"])
         draw_losses(results, output / "losses.png", about["machine"])

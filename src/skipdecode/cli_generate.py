@@ -69,7 +69,7 @@ def generate(
     skipdecode generate demo --task e2e --input testset_w_refs.csv --output texts.jsonl --speedup 5
     """
     from .inputs import read_items
-    from .loading import check_device, read_config, resolve
+    from .loading import placement, read_config, resolve
     from .schedule import Schedule
     from .tasks import get_task
     from .trained import choose
@@ -103,10 +103,8 @@ def generate(
         raise UsageError("--length-penalty goes with --num-beams")
     if min_new_tokens and min_new_tokens > options["max_new_tokens"]:
         raise UsageError(f"--min-new-tokens {min_new_tokens} is more than --max-new-tokens {options['max_new_tokens']}")
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise UsageError(f"--dtype is auto, float32, bfloat16 or float16, not {dtype}")
-    if device is not None:
-        check_device(device)
+    # Another type or kind of device rounds otherwise; a hub name alone does not say which version it is.
+    placed = [*map(str, placement(config, dtype, device)), getattr(config, "_commit_hash", None)]
 
     from . import jobs
     from .files import check_target, is_stream
@@ -139,7 +137,7 @@ def generate(
 
     if to_file:
         prompts = [item.prompt for item in items]
-        parts = (prompts, plan.to_dict() if plan else None, options, seed, dtype, batch_size)
+        parts = (prompts, plan.to_dict() if plan else None, options, seed, placed, batch_size)
         with jobs.Journal(target, fingerprint(identity(resolve(model)), *parts), replace=overwrite) as journal:
             if journal.summary is not None:  # killed between its last two writes
                 summary = journal.summary

@@ -304,7 +304,8 @@ class Evaluation:
         }
         if arm is reference:
             del runs["arm"]
-        timing = alternate(runs, bench.repeats)
+        with locked(self.folder / "rows" / "clock", timeout=-1):  # nobody else's row is timed meanwhile
+            timing = alternate(runs, bench.repeats)
         clock = compare(timing["full"], timing.get("arm", timing["full"]), bench.repeats)
         return row | {
             "timed_steps": self._steps,

@@ -10,6 +10,7 @@ import stat
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,9 @@ from typing import Any, BinaryIO
 from filelock import FileLock, Timeout
 
 from .errors import FileError, JobError
+
+#: No write takes as long: a temporary file older than that is of a process that was killed.
+HOUR = 3600
 
 
 def write(path: str | Path, content: str | bytes, *, ours: Callable[[bytes], bool] | None = None) -> None:
@@ -42,19 +46,30 @@ def write(path: str | Path, content: str | bytes, *, ours: Callable[[bytes], boo
         with _open_stream(path) as stream:
             stream.write(data)
         return
-    temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666
+    temporary = _temporary(target)
     try:
-        with temporary.open("wb") as file:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         if target.exists():
-            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+            temporary.chmod(mode)
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(target.parent)
+
+
+def _temporary(target: Path) -> Path:
+    """A name of this thread's own beside ``target``, and never longer than it may be; those of killed processes go."""
+    ours = f".skipdecode-{zlib.crc32(target.name.encode(errors='surrogateescape')):08x}-"
+    for left in target.parent.glob(f"{ours}*.tmp"):
+        with suppress(OSError):  # another process may have taken it away
+            if left.stat().st_mtime < time.time() - HOUR:
+                left.unlink()
+    return target.with_name(f"{ours}{os.getpid()}-{threading.get_native_id()}.tmp")
 
 
 def check_target(path: str | Path, *, ours: Callable[[bytes], bool] | None = None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,8 +60,8 @@ class Gate(Stand):
         axis = gates.axis(hidden, plan.shape)
         width = hidden.shape[axis]
         count = plan.begin_layer(self.index, width)
-        if self.index == 0 and width > 1 and packed(kwargs):  # once a pass: to look into ids waits for the device
-            raise CacheError("packed (padding-free) batches cannot skip layers: give one sequence per row, left-padded")
+        if self.index == 0 and width > 1:  # once a pass: to look into ids waits for the device
+            _refuse_packed(kwargs)
         if width != plan.width:
             # The model has dropped all but the last positions; which of those does this layer run?
             if self.index not in gates.borrowers:
@@ -100,17 +101,29 @@ class PassGuard(Stand):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
         cache = _find_cache(args, kwargs)
-        expected = self.gates.expected.pop(threading.get_ident(), None)
-        if expected is not None and cache is not expected:
+        expected, ids = self.gates.expected.pop(threading.get_ident(), (lambda: None, None))
+        # A pass over other ids is another one: that which was prepared never came.
+        lost = expected() is not None and cache is not expected()
+        if lost and any(value is ids for value in (*args, *kwargs.values())):
             raise CacheError(
                 "the SkipCache was dropped on the way to the model (PEFT's prompt learning does so): merge the adapter "
                 "or leave SkipCache out"
             )
         if (plan := self.gates.teacher() if cache is None else cache) is not None:
             plan.shape = _shape(args, kwargs)
-        passes = 0 if cache is None else cache.passes
-        output = self.found(*args, **kwargs)
-        if cache is not None and cache.passes == passes:
+            if plan.shape is not None and plan.shape[1] > 1:
+                _refuse_packed(kwargs)  # a family may keep its position ids to itself
+        if cache is None:
+            return self.found(*args, **kwargs)
+        if cache.cut_short:
+            raise CacheError("a pass over this SkipCache was cut short, so its layers differ: make a new one")
+        passes = cache.passes
+        try:
+            output = self.found(*args, **kwargs)
+        except BaseException:
+            cache.cut_short = cache.passes > passes
+            raise
+        if cache.passes == passes:
             raise CacheError(
                 "no layer was given the SkipCache, so none was skipped (gradient checkpointing in training mode drops "
                 "caches: call model.eval(); else this model does not work with SkipDecode)"
@@ -132,7 +145,8 @@ class PromptGuard(Stand):
         if kwargs.get("is_first_iteration") or kwargs.get("next_sequence_length") is None:
             cache.begin_prompt()
         inputs = self.found(*args, **kwargs)
-        self.gates.expected[threading.get_ident()] = cache
+        ids = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
+        self.gates.expected[threading.get_ident()] = weakref.ref(cache), ids
         return inputs
 
 
@@ -144,11 +158,15 @@ class GateState:
         self.borrowers = borrowers
         #: Teacher-forced passes under way, by thread.
         self.forced: dict[int, Teacher] = {}
-        #: The cache that the next forward pass of a thread must carry.
-        self.expected: dict[int, SkipCache] = {}
+        #: The cache that the next forward pass of a thread, over these ids or embeddings, must carry.
+        self.expected: dict[int, tuple[Callable[[], SkipCache | None], Any]] = {}
         self.form_is_known = False
         self._axis: int | None = None  # of the positions in hidden states that have streams beside them
         self._extras: int | None = None  # what layers return beside hidden states (a tuple); None: a tensor alone
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes over: nothing of what threads have under way."""
+        return vars(self) | {"forced": {}, "expected": {}}
 
     def teacher(self) -> Teacher | None:
         """What governs a pass without a cache in this thread."""
@@ -257,6 +275,11 @@ def _stands(model: nn.Module) -> Iterator[tuple[nn.Module, str, Stand]]:
 
 def _stands_on(module: nn.Module) -> list[tuple[str, Stand]]:
     return [(name, value) for name, value in vars(module).items() if isinstance(value, Stand)]
+
+
+def _refuse_packed(kwargs: dict[str, Any]) -> None:
+    if packed(kwargs):
+        raise CacheError("packed (padding-free) batches cannot skip layers: give one sequence per row, left-padded")
 
 
 def _check_nothing_is_lent(kwargs: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ Plan = Schedule | Callable[[PreTrainedModel], DynamicCache] | None
 
 _OURS = "it is made from the prompts"
 _MORE = "texts and their cost are returned; for more, give model.generate a SkipCache"
+_GONE = "transformers no longer has this way of decoding"
 #: Options of ``model.generate`` that are not taken here, and why.
 REFUSED = {
     "inputs": _OURS,
@@ -46,6 +47,12 @@ REFUSED = {
     "output_hidden_states": _MORE,
     "streamer": "texts come batch by batch; to stream one, give model.generate a SkipCache",
     "generation_config": "give its values as options",
+    "guidance_scale": "it runs the model a second time in every step, with all its layers",
+    "penalty_alpha": _GONE,
+    "dola_layers": _GONE,
+    "num_beam_groups": _GONE,
+    "constraints": _GONE,
+    "force_words_ids": _GONE,
     "custom_generate": "it would replace the loop whose steps are counted",
 }
 
@@ -342,6 +349,10 @@ def _check(model: PreTrainedModel, plan: Plan, batch_size: int, seed: int | None
     for name, reason in REFUSED.items():
         if options.get(name) is not None and options[name] is not False:
             raise UsageError(f"{name}: {reason}")
+        # A checkpoint may ask for the same.
+        asked = name not in options and getattr(model.generation_config, name, None)
+        if asked and (reason == _GONE or name == "guidance_scale"):
+            raise UsageError(f"the checkpoint's generation_config asks for {name}: {reason}; give {name}=None")
     if options.get("num_return_sequences", 1) != 1:
         raise UsageError("one text per prompt is generated: repeat the prompt instead of num_return_sequences")
     if plan is not None and options.get("use_cache") is False:

@@ -66,6 +66,9 @@ def _item(line: int, row: dict[str, Any], error: str | None, task: Task) -> Item
     for column, value in columns.items():
         if isinstance(value, str) and not _is_text(value):
             item.error, columns[column] = "not UTF-8", value.encode("utf-8", "replace").decode()
+    reference = own.get(task.reference)
+    if isinstance(reference, str) and not _is_text(reference):
+        item.error, reference = "not UTF-8", None
     missing = [column for column, value in columns.items() if not _holds_text(value)]
     if item.error is None and missing:
         item.error = f"no {' and no '.join(missing)}"
@@ -74,7 +77,6 @@ def _item(line: int, row: dict[str, Any], error: str | None, task: Task) -> Item
             item.prompt = task.prompt({name: value for name, value in own.items() if isinstance(value, str)})
         except TaskError as problem:
             item.error = str(problem)
-    reference = own.get(task.reference)
     item.references = [" ".join(reference.split())] if isinstance(reference, str) and reference.strip() else []
     return item
 

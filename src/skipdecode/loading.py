@@ -50,6 +50,8 @@ def resolve(name: str) -> str:
     if name == "demo":
         return str(DEMO)
     path = Path(name)
+    if path.is_dir() and (path / "adapter_config.json").exists():
+        raise ModelError(f"{name} holds a PEFT adapter: merge it first (merge_and_unload), and save the whole model")
     if path.is_dir() and not (path / "config.json").exists():
         raise ModelError(f"{name} holds no config.json: is it a Hugging Face checkpoint?")
     if not path.is_dir() and (path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
@@ -79,12 +81,8 @@ def load(
         ModelError: no such model, device or type, no decoder-only causal LM, or a damaged checkpoint: weights that are
             missing, left over, of another shape or not finite, a tokenizer of another model, files that are no JSON.
     """
-    device = device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
-    check_device(device)
-    check_dtype(dtype)
     config = read_config(name, revision)
-    if dtype == "auto" and device == "cpu" and (config.dtype != torch.bfloat16 or not _fast_bfloat16()):
-        dtype = torch.float32
+    dtype, device = placement(config, dtype, device)
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     tokenizer = load_tokenizer(name, revision)
     model = read_weights(resolve(name), config=config, dtype=dtype, revision=revision, **options)
@@ -95,6 +93,16 @@ def load(
     with Reading(f"{name} does not fit on {device!r}"):
         model = model.to(device)
     return attach(model.eval()), tokenizer
+
+
+def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tuple[str | torch.dtype, str]:
+    """The type and the device that a model of this config is run in. Raises ModelError for what is not there."""
+    device = device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
+    check_dtype(dtype)
+    if dtype == "auto" and device == "cpu" and (config.dtype != torch.bfloat16 or not _fast_bfloat16()):
+        dtype = torch.float32
+    return dtype, device
 
 
 def read_weights(path: str, *, config: Any = None, revision: str | None = None, **options: Any) -> PreTrainedModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +103,18 @@ def markdown(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], note: str)
 FILES = ("table.md", "table.csv", "table.json", "tradeoff.png", "losses.png")
 
 
-def check(folder: Path, job: str, overwrite: bool) -> None:
-    """Whether the tables in ``folder`` are those of ``job``, measured before, or there are none.
+def check(folder: Path, job: str, arms: Iterable[tuple[str, float]], overwrite: bool) -> None:
+    """Whether the tables in ``folder`` may be written anew: they are of ``job``, and lose none of their rows.
+
+    Args:
+        folder: where the tables are, or will be.
+        job: as :func:`save` is given it.
+        arms: (method, target) of each row to come.
+        overwrite: whatever is there.
 
     Raises:
         FileError: one of them cannot be written.
-        JobError: they are of other settings, or not ours, and ``overwrite`` is not set.
+        JobError: they are of other settings, not ours, or hold rows that would be gone.
     """
     for name in FILES:
         check_target(folder / name)
@@ -122,6 +128,13 @@ def check(folder: Path, job: str, overwrite: bool) -> None:
         raise JobError(
             f"{folder} holds tables or plots of other settings, or of another model: "
             "give another --output, or --overwrite"
+        )
+    rows = table.get("rows")
+    there = {(row.get("method"), row.get("target")) for row in rows if isinstance(row, dict)} if rows else set()
+    if lost := sorted(f"{method} at {target:g}x" for method, target in there - set(arms)):
+        raise JobError(
+            f"{folder} holds rows that this command would leave out ({', '.join(lost)}): name their methods and "
+            "speed-ups too, or give another --output, or --overwrite"
         )
 
 

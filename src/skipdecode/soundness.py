@@ -43,8 +43,17 @@ UNREADABLE = (
 #: More layers than any model has; a million would be made one by one.
 MOST_LAYERS = 1024
 
-#: What a family computes and old checkpoints hold all the same.
-COMPUTED = ("inv_freq", "masked_bias")
+#: What a family computes and old checkpoints hold all the same: masks (no projection is called so), angles, versions.
+COMPUTED = (
+    "inv_freq",
+    "masked_bias",
+    "attn.bias",
+    "attention.bias",
+    "causal_mask",
+    "cos_cached",
+    "sin_cached",
+    ".version",
+)
 
 TEXT_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
@@ -52,7 +61,8 @@ TEXT_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json
 WHOLE = """max_length max_new_tokens min_length min_new_tokens num_beams num_return_sequences top_k no_repeat_ngram_size
 bos_token_id pad_token_id""".split()
 NUMBERS = "temperature top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty length_penalty".split()
-FLAGS = ("do_sample", "use_cache")
+FLAGS = """do_sample use_cache output_attentions output_hidden_states output_scores output_logits
+return_dict_in_generate renormalize_logits remove_invalid_values""".split()
 IDS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens")
 LISTS_OF_IDS = ("bad_words_ids",)
 
@@ -102,13 +112,16 @@ def check_files(folder: Path, names: Sequence[str] = TEXT_FILES) -> None:
 
 
 def check_config(name: str, config: Any) -> None:
-    """Raises ModelError for an encoder-decoder model, and for a number of layers that no model has."""
+    """Raises ModelError for an encoder-decoder model, and for layers and dropout that no model has."""
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs")
     with Reading(f"the config of {name} names no num_hidden_layers"):
         layers = config.get_text_config(decoder=True).num_hidden_layers
     if type(layers) is not int or not 1 <= layers <= MOST_LAYERS:
         raise ModelError(f"the config of {name}: num_hidden_layers is 1 to {MOST_LAYERS}, not {layers!r}")
+    for key, value in vars(config.get_text_config(decoder=True)).items():
+        if "drop" in key and isinstance(value, (int, float)) and not 0 <= value <= 1:
+            raise ModelError(f"the config of {name}: {key} is between 0 and 1, not {value!r}")
 
 
 def check_size(folder: Path, model: PreTrainedModel) -> None:

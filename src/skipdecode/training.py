@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 from transformers.trainer_callback import ProgressCallback
 
 from .callbacks import Steps, StepSeed, TrainingBar
-from .checkpoints import RunFolder
+from .checkpoints import RunFolder, writing
 from .collation import Collator, encode
 from .errors import DivergedError, TaskError
 from .gate import attach, teacher_forced
@@ -137,7 +137,8 @@ class SkipTrainer(Trainer):
         if self.is_world_process_zero():
             self.folder.begin(name)
         self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(*args, **kwargs)
+        with writing(self.folder.folder / name):
+            super()._save_checkpoint(*args, **kwargs)
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
             self.folder.seal(name)
