@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from skipdecode import Schedule, ScheduleError
@@ -195,12 +195,14 @@ def test_achieved_is_what_the_steps_add_up_to(wish: tuple[int, float, list[int],
 
 
 @given(LENGTHS)
+@example([1])
+@example([0] * 10 + [7])
 def test_the_typical_length_is_the_90th_percentile(lengths: list[int]) -> None:
     """Of all batches, at most nine tenths are shorter, and more than nine tenths not longer; never below one step."""
     typical = Lengths(lengths).typical
     assert 10 * sum(n < typical for n in lengths) <= 9 * len(lengths) or typical == 1
     assert 10 * sum(n <= typical for n in lengths) > 9 * len(lengths)
-    assert typical == 1 or typical in lengths
+    assert typical == 1 or (typical > 1 and typical in lengths)
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 5))
@@ -236,6 +238,13 @@ def test_a_speedup_of_one_is_the_full_model() -> None:
             fit(8, speedup, [20])
     with pytest.raises(ScheduleError, match="no depths of 8 layers come near"):
         fit(8, 2, [20], warmup=9)
+
+
+def test_the_longest_text_is_half_a_million_steps() -> None:
+    """As documented; a horizon twice as long is one that a schedule may have."""
+    assert off(fit(8, 2, [500_000]), 2, [500_000]) <= TOLERANCE
+    with pytest.raises(ScheduleError, match="from 0 to 500,000"):
+        fit(8, 2, [500_001])
 
 
 def test_long_texts_and_many_of_them_are_fitted_at_once() -> None:
