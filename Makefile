@@ -30,6 +30,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 mutants: $(VENV)/installed         # an hour: which small faults in the core would the tests not notice?
 	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py

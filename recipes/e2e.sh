@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains the embedded checkpoint, and a model without skipping beside it: recipes/e2e.sh DATA_DIR OUTPUT_DIR
 # DATA_DIR holds the E2E release (trainset.csv, devset.csv, testset_w_refs.csv). A killed run, started again, goes on.
-# What ends up in OUTPUT_DIR/embedded (less its checkpoints) is what lies in src/skipdecode/checkpoint.
+# What ends up in OUTPUT_DIR/embedded (less its checkpoints) is what lies in src/skipdecode/demo.
 set -euo pipefail
 data=$(realpath "$1") out=$(realpath -m "$2")
 cd "$(dirname "$0")/.."

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode import Schedule, load
-from skipdecode.benchmark import machine
-from skipdecode.calibration import rank_layers
-from skipdecode.evaluation import Arm, Bench, Evaluation
-from skipdecode.fitting import fit
-from skipdecode.losses import batches_of
-from skipdecode.metrics import DEFAULT
-from skipdecode.objectives import Distillation
-from skipdecode.report import save
-from skipdecode.tasks import get_task
-from skipdecode.training import arguments, train
+from skipdecode.core.fitting import fit
+from skipdecode.data.metrics import DEFAULT
+from skipdecode.data.tasks import get_task
+from skipdecode.evaluation.calibration import rank_layers
+from skipdecode.evaluation.loss import batches_of
+from skipdecode.evaluation.report import save
+from skipdecode.evaluation.runner import Arm, Bench, Evaluation
+from skipdecode.evaluation.timing import machine
+from skipdecode.methods.objectives import Distillation
+from skipdecode.training.trainer import arguments, train
 
 SPEEDUPS = (1.0, 2.0, 3.0, 4.0, 5.0)
 

@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from skipdecode.tasks.base import read_rows
+from skipdecode.data.tasks.base import read_rows
 
 
 def main(train: str, outputs: str, reference: str, target: str, times: str, own_times: str) -> None:

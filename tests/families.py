@@ -43,8 +43,8 @@ from transformers import (
 )
 
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
-from skipdecode.cache import held_bytes
-from skipdecode.check import undone
+from skipdecode.core.cache import held_bytes
+from skipdecode.evaluation.check import undone
 
 LAYERS = 8
 WINDOW = 6

@@ -10,9 +10,9 @@ import pytest
 
 import skipdecode
 from skipdecode import Schedule
-from skipdecode.benchmark import Clock, Timing, alternate, compare, forced, remarks, shown, typical_steps
 from skipdecode.errors import ModelError
-from skipdecode.generation import Cost, Generated
+from skipdecode.evaluation.timing import Clock, Timing, alternate, compare, forced, remarks, shown, typical_steps
+from skipdecode.generation.generate import Cost, Generated
 from tiny import TEXTS, run, save_checkpoint
 
 

@@ -13,11 +13,11 @@ from transformers.cache_utils import DynamicLayer
 
 from families import FAMILIES, LAYERS, LENGTHS, SCHEDULES, STEPS, TOP, WIDTH, build, decode, prompts, run
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
-from skipdecode.cache import cache_bytes, held_bytes
+from skipdecode.core.cache import cache_bytes, held_bytes
+from skipdecode.core.checkpoint_config import CONFIG_KEY
+from skipdecode.core.gate import GateState, Teacher, _shape
+from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import CacheError, UnsupportedModel
-from skipdecode.gate import GateState, Teacher, _shape
-from skipdecode.stack import decoder_layers
-from skipdecode.trained import CONFIG_KEY
 
 FULL = Schedule.full(LAYERS)
 

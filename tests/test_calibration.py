@@ -13,10 +13,10 @@ import pytest
 from transformers import AutoConfig
 
 from skipdecode import Schedule, trained
-from skipdecode.calibration import POINTS, Quality, fallen
+from skipdecode.core.fitting import refit
+from skipdecode.data.metrics import Agreement
 from skipdecode.errors import FileError
-from skipdecode.fitting import refit
-from skipdecode.metrics import Agreement
+from skipdecode.evaluation.calibration import POINTS, Quality, fallen
 from tiny import TEXTS, run, save_checkpoint
 
 
@@ -252,7 +252,7 @@ def test_what_the_user_can_put_right_is_said_first(
     eight: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[object, ...], words: str
 ) -> None:
     """Exit code 2, and no model is loaded."""
-    monkeypatch.setattr("skipdecode.loading.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("skipdecode.generation.loading.load", lambda *a, **k: pytest.fail("a model was loaded"))
     done = calibrate(eight, prompts, tmp_path, *more)
     assert done.returncode == 2
     assert words in done.stderr

@@ -9,10 +9,10 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 import skipdecode
-from skipdecode.inputs import read_items
-from skipdecode.loading import DEMO
-from skipdecode.tasks import get_task
-from skipdecode.trained import schedules
+from skipdecode.core.checkpoint_config import schedules
+from skipdecode.data.inputs import read_items
+from skipdecode.data.tasks import get_task
+from skipdecode.generation.loading import DEMO
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "e2e"
 

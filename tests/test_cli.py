@@ -16,9 +16,9 @@ import torch
 
 import skipdecode
 from skipdecode import Schedule, cache, gate, generation, inputs, prefix
-from skipdecode.check import CHECKS
-from skipdecode.cli import main
+from skipdecode.cli.app import main
 from skipdecode.errors import UsageError
+from skipdecode.evaluation.check import CHECKS
 from tiny import run, save_checkpoint
 
 
@@ -43,7 +43,8 @@ def test_schedule_shows_saves_and_draws(tmp_path: Path) -> None:
 def test_schedules_and_help_need_no_torch() -> None:
     """The first answer comes at once: torch and transformers are imported by the verbs that use them."""
     code = (
-        "import sys, skipdecode.cli, skipdecode.schedule; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+        "import sys, skipdecode.cli.app, skipdecode.core.schedule\n"
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -88,7 +89,7 @@ def test_check_finds_what_a_run_leaves_behind(checkpoint: Path, monkeypatch: pyt
     else:
         model, _ = skipdecode.load(str(checkpoint))
         model.get_input_embeddings().register_forward_hook(lambda m, args, output: output + torch.randn_like(output))
-        monkeypatch.setattr("skipdecode.loading.load", lambda *args, **kwargs: (model, None))
+        monkeypatch.setattr("skipdecode.generation.loading.load", lambda *args, **kwargs: (model, None))
     done = run("check", checkpoint, "--json")
     assert done.returncode == 1
     assert not {finding["claim"]: finding["held"] for finding in json.loads(done.stdout)}[claim]
@@ -208,7 +209,7 @@ def test_what_the_user_can_mend_is_one_line(
 
 def test_the_command_line_without_its_extra_says_what_to_install() -> None:
     """H: a base install has no typer."""
-    code = "import sys; sys.modules['typer'] = None; import skipdecode.cli"
+    code = "import sys; sys.modules['typer'] = None; import skipdecode.cli.app"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == "skipdecode: the command line needs typer and rich: pip install 'skipdecode[cli]'\n"

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode import Schedule
-from skipdecode.budget import budget, flat_depth, share_of_max, target
-from skipdecode.decay import mix, remaining, round_half_up
-from skipdecode.order import ranking
+from skipdecode.core.shapes import budget, flat_depth, mix, ranking, remaining, round_half_up, share_of_max, target
 
 PAPER = {(24, 2): (16, 8), (24, 5): (6, 4), (32, 2): (22, 11), (32, 3): (14, 8), (32, 4): (10, 6), (32, 5): (8, 5)}
 

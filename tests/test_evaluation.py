@@ -13,10 +13,10 @@ from transformers import AutoConfig
 
 import skipdecode
 from skipdecode import Schedule, trained
-from skipdecode.calibration import rank_layers, trials
-from skipdecode.evaluation import Bench, Evaluation, arms
-from skipdecode.losses import batches_of, loss_by_position
-from skipdecode.tasks import Example, Jsonl
+from skipdecode.data.tasks import Example, Jsonl
+from skipdecode.evaluation.calibration import rank_layers, trials
+from skipdecode.evaluation.loss import batches_of, loss_by_position
+from skipdecode.evaluation.runner import Bench, Evaluation, arms
 from tiny import TEXTS, run, save_checkpoint
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
@@ -169,7 +169,7 @@ def test_early_exits_share_a_training(name, checkpoint, data, tmp_path):
 def test_what_the_user_can_put_right_is_said_before_a_model_is_loaded(
     checkpoint, data, tmp_path, more, words, monkeypatch
 ):
-    monkeypatch.setattr("skipdecode.evaluation.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("skipdecode.evaluation.runner.load", lambda *a, **k: pytest.fail("a model was loaded"))
     done = run("evaluate", checkpoint, *options(data, tmp_path, *more))
     assert done.returncode == 2
     assert words in done.stderr
@@ -297,7 +297,7 @@ def test_a_picture_needs_a_name_of_its_kind(tmp_path, name, words):
 def test_a_missing_library_names_its_extra(monkeypatch):
     """B6: what to install, not which module was not found."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "skipdecode.plots", raising=False)
+    monkeypatch.delitem(sys.modules, "skipdecode.evaluation.plots", raising=False)
     done = run("schedule", "--layers", 8, "--png", "s.png")
     assert done.returncode == 2
     assert "pip install 'skipdecode[cli]'" in done.stderr

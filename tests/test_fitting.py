@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from skipdecode import Schedule, ScheduleError
-from skipdecode.budget import share_of_max
-from skipdecode.fitting import LONGEST, Lengths, achieved, batch_lengths, bisect_ratio, fit, refit
+from skipdecode.core.fitting import LONGEST, Lengths, achieved, batch_lengths, bisect_ratio, fit, refit
+from skipdecode.core.shapes import share_of_max
 
 TOLERANCE, NEAR = 0.01, 0.05  # what the docs promise
 FALLING = ["linear", "cosine", "exponential", "power", "step"]

@@ -25,9 +25,9 @@ from transformers import (
 
 import skipdecode
 from skipdecode import Schedule
-from skipdecode.cache import cache_bytes
+from skipdecode.core.cache import cache_bytes
 from skipdecode.errors import SkipDecodeError, UsageError
-from skipdecode.generation import Generated, batches, generate_ids
+from skipdecode.generation.generate import Generated, batches, generate_ids
 from tiny import TEXTS, run, save_checkpoint
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]

@@ -45,12 +45,12 @@ from families import (
     uncached,
 )
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
-from skipdecode.cache import cache_bytes
-from skipdecode.check import CHECKS, run_checks
+from skipdecode.core.cache import cache_bytes
+from skipdecode.core.gate import Gate, PassGuard, PromptGuard
+from skipdecode.core.prefix import Prefix
+from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import CacheError, UnsupportedModel
-from skipdecode.gate import Gate, PassGuard, PromptGuard
-from skipdecode.prefix import Prefix
-from skipdecode.stack import decoder_layers
+from skipdecode.evaluation.check import CHECKS, run_checks
 
 FULL = Schedule.full(LAYERS)
 

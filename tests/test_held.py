@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 
 from families import LAYERS, SCHEDULES, TOP, build, distance, naive, prompts, reference_logits, run
 from skipdecode import Schedule, attach, detach, evaluation
+from skipdecode.core.gate import is_attached
+from skipdecode.core.stack import decoder_layers
+from skipdecode.data.inputs import read_items
+from skipdecode.data.tasks import get_task
 from skipdecode.errors import ScheduleError
-from skipdecode.gate import is_attached
-from skipdecode.generation import Cost, Row
-from skipdecode.inputs import read_items
-from skipdecode.jobs import Journal, lines
-from skipdecode.stack import decoder_layers
-from skipdecode.tasks import get_task
+from skipdecode.generation.generate import Cost, Row
+from skipdecode.generation.jobs import Journal, lines
 from tiny import TEXTS, no_file_above, save_checkpoint
 from tiny import run as command
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skipdecode.data.inputs import Item, read_items
+from skipdecode.data.tasks import TASKS, get_task
 from skipdecode.errors import InputError
-from skipdecode.inputs import Item, read_items
-from skipdecode.tasks import TASKS, get_task
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
 

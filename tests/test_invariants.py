@@ -39,9 +39,9 @@ from families import (
     window,
 )
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
-from skipdecode.cache import cache_bytes
-from skipdecode.gate import Gate, is_attached
-from skipdecode.stack import decoder_layers, fitted, lenders
+from skipdecode.core.cache import cache_bytes
+from skipdecode.core.gate import Gate, is_attached
+from skipdecode.core.stack import decoder_layers, fitted, lenders
 
 FULL = Schedule.full(LAYERS)
 TOLERANCE = 1e-5  # fp32, relative to the logits' scale

@@ -26,10 +26,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from skipdecode import generation, jobs, loading
+from skipdecode.data.inputs import read_items
+from skipdecode.data.tasks import get_task
 from skipdecode.errors import FileError, InputError, JobError
-from skipdecode.generation import Cost, Row
-from skipdecode.inputs import read_items
-from skipdecode.tasks import get_task
+from skipdecode.generation.generate import Cost, Row
 from tiny import TEXTS, run, save_checkpoint
 
 
@@ -74,7 +74,7 @@ def test_a_killed_job_goes_on_where_it_was(checkpoint: Path, tmp_path: Path) -> 
     arguments = ["generate", checkpoint, "--input", source, "--max-new-tokens", 40, "--batch-size", 2]
     arguments += ["--do-sample", "--seed", 5]
     process = subprocess.Popen(
-        [sys.executable, "-m", "skipdecode.cli", *map(str, arguments), "--output", str(target)], stderr=subprocess.PIPE
+        [sys.executable, "-m", "skipdecode", *map(str, arguments), "--output", str(target)], stderr=subprocess.PIPE
     )
     partial = target.with_name("out.jsonl.partial")
     try:

@@ -8,17 +8,17 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 import skipdecode
 from families import FAMILIES, build
+from skipdecode.core.fitting import achieved, batch_lengths, fit
+from skipdecode.core.gate import teacher_forced
+from skipdecode.core.schedule import Schedule
+from skipdecode.core.stack import decoder_layers
+from skipdecode.data.tokenization import encode_prompts
 from skipdecode.errors import ModelError, ScheduleError, UnsupportedModel
-from skipdecode.fitting import achieved, batch_lengths, fit
-from skipdecode.gate import teacher_forced
-from skipdecode.generation import generate_ids
+from skipdecode.generation.generate import generate_ids
 from skipdecode.methods import METHODS, get_method
+from skipdecode.methods.exits import read_out
+from skipdecode.methods.objectives import Distillation, Objective, response_loss
 from skipdecode.methods.static import prune
-from skipdecode.objectives import Distillation, Objective, response_loss
-from skipdecode.prompts import encode_prompts
-from skipdecode.readout import read_out
-from skipdecode.schedule import Schedule
-from skipdecode.stack import decoder_layers
 from tiny import TEXTS, save_checkpoint
 
 LENGTHS = [44, 39, 40, 36, 35, 32, 25]

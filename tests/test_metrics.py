@@ -12,8 +12,8 @@ import sys
 import numpy as np
 import pytest
 
+from skipdecode.data.metrics import DEFAULT, BertScore, Bleu, RougeL, bootstrap
 from skipdecode.errors import ModelError
-from skipdecode.metrics import DEFAULT, BertScore, Bleu, RougeL, bootstrap
 
 WORDS = "The café by the river serves English food . It isn't cheap , but family-friendly ; £20-25 !".split()
 

@@ -25,13 +25,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForC
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from skipdecode import Schedule, training
-from skipdecode.checkpoints import RunFolder, run_folder
-from skipdecode.collation import Collator
+from skipdecode.data.collation import Collator
+from skipdecode.data.tasks import Example, get_task
+from skipdecode.data.tokenization import for_decoding, train_tokenizer
 from skipdecode.errors import JobError
-from skipdecode.prompts import for_decoding, train_tokenizer
-from skipdecode.sampler import LengthGrouped
-from skipdecode.tasks import Example, get_task
-from skipdecode.training import arguments, train
+from skipdecode.training.checkpoints import RunFolder, run_folder
+from skipdecode.training.sampler import LengthGrouped
+from skipdecode.training.trainer import arguments, train
 from tiny import TEXTS
 
 #: 14 rows of several widths: with batches of 4, an epoch has four steps, the last of which is short.

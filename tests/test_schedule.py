@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipdecode import Schedule, ScheduleError
-from skipdecode.decay import DECAYS
+from skipdecode.core.schedule import MOST_LAYERS, MOST_TOKENS
+from skipdecode.core.shapes import DECAYS
 from skipdecode.errors import FileError
-from skipdecode.schedule import MOST_LAYERS, MOST_TOKENS
 
 settings.register_profile("quick", max_examples=120, deadline=None)
 settings.load_profile("quick")

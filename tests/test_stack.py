@@ -14,9 +14,9 @@ from torch import nn
 
 from families import LAYERS, TOP, build
 from skipdecode import Schedule
+from skipdecode.core.prefix import Prefix, packed
+from skipdecode.core.stack import decoder_layers, fitted, lenders
 from skipdecode.errors import CacheError, ModelError, ScheduleError, UnsupportedModel
-from skipdecode.prefix import Prefix, packed
-from skipdecode.stack import decoder_layers, fitted, lenders
 
 
 def config(**values: Any) -> SimpleNamespace:

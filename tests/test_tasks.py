@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from skipdecode.data.inputs import read_items
+from skipdecode.data.tasks import TASKS, get_task
+from skipdecode.data.tasks.cnn_dm import CnnDm
+from skipdecode.data.tasks.reddit_tldr import RedditTldr
 from skipdecode.errors import MissingExtra, SkipDecodeError, TaskError
-from skipdecode.inputs import read_items
-from skipdecode.tasks import TASKS, get_task
-from skipdecode.tasks.cnn_dm import CnnDm
-from skipdecode.tasks.reddit_tldr import RedditTldr
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 DATA = SHARED / "e2e"
@@ -331,8 +331,8 @@ def test_whatever_an_input_holds_is_items_in_order_or_one_line(tmp_path, form, d
 def test_a_missing_library_is_named_with_its_extra(monkeypatch):
     """G: "No module named 'datasets'" names no remedy."""
     monkeypatch.setitem(sys.modules, "datasets", None)
-    monkeypatch.delitem(sys.modules, "skipdecode.collation", raising=False)
+    monkeypatch.delitem(sys.modules, "skipdecode.data.collation", raising=False)
     with pytest.raises(MissingExtra, match=r"pip install 'skipdecode\[train\]'"):
-        import_module("skipdecode.collation")
+        import_module("skipdecode.data.collation")
     with pytest.raises(MissingExtra, match=r"pip install 'skipdecode\[train\]'"):
         get_task("cnn_dm").read(Path("owner/name"), "test")

@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import skipdecode
 from skipdecode import Schedule, SkipCache, loading
-from skipdecode.checkpoints import RECORD, STAGE, RunFolder
-from skipdecode.collation import Collator, encode
+from skipdecode.core.checkpoint_config import schedules as schedules_of
+from skipdecode.data.collation import Collator, encode
+from skipdecode.data.tasks import Example, get_task
 from skipdecode.errors import CacheError, DivergedError, FileError
 from skipdecode.files import locked
-from skipdecode.tasks import Example, get_task
-from skipdecode.trained import schedules as schedules_of
-from skipdecode.training import SkipTrainer, arguments, train
+from skipdecode.training.checkpoints import RECORD, STAGE, RunFolder
+from skipdecode.training.trainer import SkipTrainer, arguments, train
 from tiny import TEXTS, Done, no_file_above, run, save_checkpoint
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
@@ -138,7 +138,7 @@ def test_what_is_asked_for_by_name_is_what_is_trained(checkpoint: Path, data: Pa
 
 def test_another_tokenizer_is_another_run(data: Path, tmp_path: Path) -> None:
     """B8: with --tokenizer the weights of a run with another one are not taken over."""
-    from skipdecode.prompts import train_tokenizer
+    from skipdecode.data.tokenization import train_tokenizer
 
     config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64, "vocab_size": 300}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig
 
 import skipdecode
 from skipdecode import Schedule, SkipCache
-from skipdecode.collation import Collator, encode
-from skipdecode.tasks import Example, Jsonl
-from skipdecode.trained import default, entry
-from skipdecode.trained import schedules as schedules_of
-from skipdecode.training import SkipTrainer, arguments
+from skipdecode.core.checkpoint_config import default, entry
+from skipdecode.core.checkpoint_config import schedules as schedules_of
+from skipdecode.data.collation import Collator, encode
+from skipdecode.data.tasks import Example, Jsonl
+from skipdecode.training.trainer import SkipTrainer, arguments
 from tiny import TEXTS, run, save_checkpoint
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS * 3]
@@ -326,7 +326,7 @@ def test_from_scratch_trains_its_own_tokenizer(data, tmp_path):
     ],
 )
 def test_wrong_options_are_refused_before_a_model_is_loaded(checkpoint, data, tmp_path, options, words, monkeypatch):
-    monkeypatch.setattr("skipdecode.loading.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("skipdecode.generation.loading.load", lambda *a, **k: pytest.fail("a model was loaded"))
     done = run("train", checkpoint, "--data", data, "--output", tmp_path / "trained", *options)
     assert done.returncode == 2
     assert words in done.stderr

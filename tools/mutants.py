@@ -26,7 +26,7 @@ import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE = ROOT / "src" / "skipdecode"
+CORE = ROOT / "src" / "skipdecode" / "core"
 RESULTS = ROOT / "results" / "mutants.json"
 ENOUGH = 0.9  # of all mutants
 # One family of each form; a third of the schedules; nothing that compiles, counts a million lengths or waits.
@@ -35,7 +35,7 @@ FEW = f"({FORMS}) and not (post-norm or bottom or even or list or constant or to
 FAST = f"(not test_invariants or {FEW}) and not (compiled or long_texts or nothing_is_kept)"
 #: Files of the core, and of the tests that their mutants meet.
 SUITES = {
-    "schedule decay order budget fitting": "definitions schedule fitting",
+    "schedule shapes fitting": "definitions schedule fitting",
     "cache gate prefix stack": "cache stack refusals habits invariants",
 }
 CALLS = 200  # of a function, in one test, by which is known what the test reaches
@@ -188,7 +188,7 @@ def fate_of(mutant: Mutant, tree: ast.AST, tests: list[str]) -> str:
         mutant.swap(mutant.after)
         code, path = SourceFileLoader.get_code, str(CORE / mutant.file)
         changed = compile(ast.fix_missing_locations(tree), path, "exec")
-        name = f"skipdecode.{mutant.file[:-3]}"
+        name = f"skipdecode.core.{mutant.file[:-3]}"
         SourceFileLoader.get_code = lambda self, module: changed if module == name else code(self, module)
         os._exit(int(run(tests, "-x")))
     _, status = os.waitpid(child, 0)

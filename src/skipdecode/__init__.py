@@ -6,12 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cache import SkipCache
+    from .core.cache import SkipCache
+    from .core.gate import attach, detach, teacher_forced
+    from .core.schedule import Schedule
     from .errors import ScheduleError, SkipDecodeError
-    from .gate import attach, detach, teacher_forced
-    from .generation import generate
-    from .loading import load
-    from .schedule import Schedule
+    from .generation.generate import generate
+    from .generation.loading import load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,13 +27,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "SkipCache": "cache",
-    "attach": "gate",
-    "detach": "gate",
-    "teacher_forced": "gate",
-    "generate": "generation",
-    "load": "loading",
-    "Schedule": "schedule",
+    "SkipCache": "core.cache",
+    "attach": "core.gate",
+    "detach": "core.gate",
+    "teacher_forced": "core.gate",
+    "generate": "generation.generate",
+    "load": "generation.loading",
+    "Schedule": "core.schedule",
     "ScheduleError": "errors",
     "SkipDecodeError": "errors",
 }

@@ -14,12 +14,15 @@ import torch
 import transformers
 
 import tiny
-from skipdecode.cli import main
+from skipdecode.cli.app import main
 
 # What the verbs import when they run, once for all processes.
 for name in "accelerate datasets peft sacrebleu rouge_score.rouge_scorer matplotlib.pyplot".split():
     import_module(name)
-for name in "calibration check evaluation jobs plots report training".split():
+for name in (
+    "evaluation.calibration evaluation.check evaluation.runner evaluation.plots evaluation.report generation.jobs "
+    "training.trainer"
+).split():
     import_module(f"skipdecode.{name}")
 for name in "OPTForCausalLM PreTrainedTokenizerFast Trainer".split():
     getattr(transformers, name)

@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 
 from families import DENSE, build, distance, naive, run
 from skipdecode import Schedule, SkipCache, attach, detach
-from skipdecode.stack import decoder_layers
+from skipdecode.core.stack import decoder_layers
 from torture.attempt import Attempt, Found, Kind
 from torture.models import WORDS, draw_batch, draw_model, draw_schedule
 

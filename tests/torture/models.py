@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 import families
 from families import LAYERS, build, distance, new_token_logits, reference_logits, row, run, uncached
 from skipdecode import Schedule, attach, detach
-from skipdecode.check import TOLERANCE
-from skipdecode.decay import DECAYS
+from skipdecode.core.shapes import DECAYS
+from skipdecode.evaluation.check import TOLERANCE
 from torture.attempt import Attempt, Found, Kind
 
 WORDS = 128  # of every family's vocabulary

@@ -21,9 +21,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from skipdecode import Schedule
-from skipdecode.check import run_checks
-from skipdecode.soundness import UNREADABLE
-from skipdecode.stack import text_config
+from skipdecode.core.stack import text_config
+from skipdecode.evaluation.check import run_checks
+from skipdecode.generation.soundness import UNREADABLE
 
 LAYERS = 8
 SECONDS = 60

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..schedule import Schedule
+from ..core.schedule import Schedule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..objectives import Objective
+    from .objectives import Objective
 
 
 class Method:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from ..core.gate import attach
+from ..core.stack import decoder_layers
 from ..errors import ModelError, UsageError
-from ..gate import attach
-from ..readout import ReadOut, read_out
-from ..stack import decoder_layers
+from .exits import ReadOut, read_out
 from .multi_exit import MultiExit
 
 #: Temperature of the threshold's decay, the paper's.

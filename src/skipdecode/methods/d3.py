@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..fitting import bisect_ratio
-from ..schedule import Schedule
+from ..core.fitting import bisect_ratio
+from ..core.schedule import Schedule
 from .base import Method
 
 

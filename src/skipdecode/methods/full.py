@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..schedule import Schedule
+from ..core.schedule import Schedule
 from .base import Method
 
 

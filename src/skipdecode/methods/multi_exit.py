@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..fitting import fit
-from ..schedule import Schedule
+from ..core.fitting import fit
+from ..core.schedule import Schedule
 from .base import Method
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from ..objectives import Objective
+    from .objectives import Objective
 
 
 class MultiExit(Method):
@@ -34,9 +34,9 @@ class MultiExit(Method):
 def _exits(model: PreTrainedModel) -> Objective:
     import torch
 
-    from ..objectives import Objective, token_loss
-    from ..readout import read_out
-    from ..stack import decoder_layers
+    from ..core.stack import decoder_layers
+    from .exits import read_out
+    from .objectives import Objective, token_loss
 
     count = len(decoder_layers(model))
     reader = read_out(model)

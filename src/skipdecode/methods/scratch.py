@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..budget import flat_depth
+from ..core.shapes import flat_depth
 from .static import Static, from_shrunk
 
 if TYPE_CHECKING:

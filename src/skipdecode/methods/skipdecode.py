@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..fitting import fit
-from ..schedule import Schedule
+from ..core.fitting import fit
+from ..core.schedule import Schedule
 from .base import Method
 
 
@@ -16,5 +16,5 @@ class SkipDecode(Method):
     label = "SkipDecode"
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """See :func:`skipdecode.fitting.fit`."""
+        """See :func:`skipdecode.core.fitting.fit`."""
         return fit(num_layers, speedup, lengths)

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..budget import flat_depth
-from ..schedule import Schedule
+from ..core.schedule import Schedule
+from ..core.shapes import flat_depth
 from .base import Method
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ def prune(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """
     import torch
 
+    from ..core.gate import attach, teacher_forced
+    from ..core.stack import decoder_layers
     from ..errors import UnsupportedModel
-    from ..gate import attach, teacher_forced
-    from ..stack import decoder_layers
 
     stack = decoder_layers(model)
     prefix = next(name for name, module in model.named_modules() if module is stack)

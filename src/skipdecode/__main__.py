@@ -1,0 +1,5 @@
+"""``python -m skipdecode``."""
+
+from .cli.app import main
+
+main()

@@ -1,0 +1,163 @@
+"""The command line: ``skipdecode VERB MODEL --option``."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, NoReturn
+
+try:
+    import typer
+except ModuleNotFoundError:
+    raise SystemExit("skipdecode: the command line needs typer and rich: pip install 'skipdecode[cli]'") from None
+
+from ..errors import SkipDecodeError, UsageError
+from .console import drop_output
+from .evaluate import calibrate, evaluate
+from .generate import generate
+from .inspect import check, demo, schedule
+from .train import train
+
+#: Which extra of ours brings a library.
+EXTRAS = {
+    "rich": "cli",
+    "matplotlib": "cli",
+    "sacrebleu": "eval",
+    "rouge_score": "eval",
+    "bert_score": "bertscore",
+    "accelerate": "train",
+    "datasets": "train",
+    "peft": "lora",
+    "lm_eval": "harness",
+}
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def skipdecode() -> None:
+    """Faster generation with language models by running fewer layers."""
+
+
+class Stopped(BaseException):
+    """Raised where a signal found the command; no KeyboardInterrupt, which others would answer."""
+
+    def __init__(self, number: int) -> None:
+        self.name = signal.Signals(number).name
+        self.code = 128 + number
+        self.goes_on = False
+
+
+def _run(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb, with numbers that no option can mean refused before it starts: NaN, infinities, over 2**31."""
+
+    @wraps(verb)
+    def checked(**values: Any) -> None:
+        for name, value in values.items():
+            if isinstance(value, (int, float)) and not abs(value) < 2**31:
+                raise UsageError(f"--{name.replace('_', '-')} must be a number between -2**31 and 2**31, not {value}")
+        try:
+            verb(**values)
+        except Stopped as stop:
+            stop.goes_on = verb in (generate, train, evaluate) and str(values["output"]) != "-"
+            raise
+
+    return checked
+
+
+for verb in (demo, generate, train, calibrate, evaluate, check, schedule):
+    app.command()(_run(verb))
+
+
+def main() -> None:
+    """Entry point.
+
+    What the user can mend (a SkipDecodeError, a missing extra, or what the operating system refuses) ends with one line
+    and exit code 2, SIGINT and SIGTERM with one line and 130 or 143. Everything else is a fault of ours and keeps its
+    traceback; ``SKIPDECODE_DEBUG=1`` shows all of them.
+    """
+    # The hub's retries are its own affair; ours is the one line that says the model is not there.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    with _streams(), _signals(), _warnings():
+        try:
+            try:
+                app()
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+        except (SkipDecodeError, OSError, ModuleNotFoundError) as error:
+            line = _line(error)
+            if line is None or os.environ.get("SKIPDECODE_DEBUG"):
+                raise
+            _end(line, 2)
+        except Stopped as stop:
+            _end(f"stopped by {stop.name}" + "; the same command goes on from here" * stop.goes_on, stop.code)
+
+
+def _line(error: Exception) -> str | None:
+    """What to tell the user; None for a fault of ours."""
+    if isinstance(error, SkipDecodeError) or (isinstance(error, OSError) and error.errno is not None):
+        return str(error)
+    library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return f"{library} is not installed: pip install 'skipdecode[{EXTRAS[library]}]'" if library in EXTRAS else None
+
+
+def _end(line: str, code: int) -> NoReturn:
+    print(f"skipdecode: {line}", file=sys.stderr)
+    drop_output()
+    raise SystemExit(code) from None
+
+
+@contextmanager
+def _streams() -> Iterator[None]:
+    """Texts leave in UTF-8 whatever the terminal is; what would be said on a closed standard error is dropped."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
+    if sys.stderr is not None:
+        yield
+        return
+    with open(os.devnull, "w") as sys.stderr:  # print would take standard output in its place
+        yield
+    sys.stderr = None
+
+
+@contextmanager
+def _warnings() -> Iterator[None]:
+    """A warning of ours is a line for the user, who has no use for the place in the code that gave it."""
+    before: Any = warnings.formatwarning
+
+    def line(message: Any, category: Any, filename: str, *rest: Any, **named: Any) -> str:
+        ours = Path(__file__).parent.parent in Path(filename).parents
+        return f"skipdecode: {message}\n" if ours else before(message, category, filename, *rest, **named)
+
+    warnings.formatwarning = line
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """SIGINT and SIGTERM raise :class:`Stopped`, so that files are closed and locks given back."""
+
+    def stop(number: int, _: object) -> NoReturn:
+        raise Stopped(number)
+
+    # Only the main thread may set handlers; a command run in another one is not what signals are for.
+    main_thread = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if main_thread else ()
+    before = [signal.signal(number, stop) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

@@ -1,0 +1,236 @@
+"""An ordinary dynamic cache that follows a schedule; a layer no later step will use holds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from transformers import DynamicCache, cache_utils
+from transformers.cache_utils import DynamicLayer
+
+from ..errors import CacheError, ScheduleError
+from .checkpoint_config import default
+from .schedule import Schedule
+from .stack import decoder_layers, fitted
+
+#: Layers that store nothing: without attention, or with another layer's keys. (Older releases have no such class.)
+STATELESS: Any = getattr(cache_utils, "DummyLayer", ())
+
+
+class SkipCache(DynamicCache):
+    """Give it to ``model.generate(..., past_key_values=SkipCache(model, schedule))``; one per call.
+
+    Args:
+        model: the causal LM, with gates attached (:func:`skipdecode.attach`).
+        schedule: which layers each position runs; the one in the model's config if None.
+
+    Raises:
+        ScheduleError: the schedule does not fit the model, or there is none.
+        CacheError: the model has no gates or prefills in chunks; while decoding, going deeper again on a cache whose
+            layers were retired, or a model that is not the cache's own.
+
+    Attributes:
+        schedule: the one that runs; layers that lend their keys to others stand before them in its order.
+        step_depths: layers run by each decode step so far.
+        peak_kv_bytes: most bytes of keys, values and recurrent states held at once.
+        passes: forward passes that have asked this cache what to run.
+    """
+
+    def __init__(self, model: nn.Module, schedule: Schedule | None = None) -> None:
+        config: Any = model.config
+        super().__init__(config=config)
+        schedule = schedule or default(config)
+        if schedule is None:
+            raise ScheduleError("no schedule was given and the model's config carries none")
+        self.schedule = fitted(schedule, config)
+        if len(self.layers) != schedule.num_layers:
+            raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the cache has {len(self.layers)}")
+        self.gates = next((id_ for id_ in map(_gate_state, decoder_layers(model)) if id_ is not None), None)
+        if self.gates is None:
+            raise CacheError("the model has no gates: call skipdecode.attach(model) first")
+        chunked = getattr(getattr(model, "generation_config", None), "prefill_chunk_size", None)
+        if chunked is not None and not schedule.is_full:
+            raise CacheError(
+                "chunked prefill hides where the prompt ends: set generation_config.prefill_chunk_size to None"
+            )
+        self.step_depths: list[int] = []
+        self.peak_kv_bytes = 0
+        self.passes = 0
+        self.cut_short = False  # a pass was, by an exception: some layers have seen its positions, some have not
+        self.width = 0  # positions of the pass under way
+        self.shape: tuple[int, ...] | None = None  # of its ids: (batch, positions)
+        self._length = 0  # positions seen, those of the pass under way included
+        self._positions: list[int] = []  # that each layer runs in the pass under way
+        self._keep: frozenset[int] = frozenset(range(len(self.layers)))  # layers that the next step still runs
+        self._holds = [True] * len(self.layers)  # or will, in this very pass
+        self._bytes = [0] * len(self.layers)
+
+    def begin_prompt(self) -> None:
+        """Refused on a cache that has seen its prompt: what follows is one position a pass, each a step."""
+        if self.passes and not self.schedule.is_full:
+            self._refuse("a prompt, or a chunk of one,")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise CacheError(
+            f"{what} came after the prompt, but layers of this cache are retired. A second turn, a reused prefix, "
+            "chunked prefill or speculative verification has to start with a new SkipCache and the whole text."
+        )
+
+    # --- the pass: the gates ask, in network order, what each layer has to do
+
+    def begin_layer(self, index: int, width: int) -> int:
+        """How many of the pass's positions layer ``index`` runs, a prefix (0: pass the hidden states on)."""
+        if index == 0:
+            self._begin_pass(width)
+        return self._positions[index]
+
+    def _begin_pass(self, width: int) -> None:
+        schedule, step = self.schedule, len(self.step_depths)
+        if self.passes == 0:
+            self._positions = schedule.positions_per_layer(width, width)
+            self._keep = frozenset(schedule.layers(schedule.depth(0)))
+        else:
+            if not schedule.is_full and width != 1:
+                self._refuse(f"{width} new positions")
+            running = schedule.layers(schedule.depth(step))
+            self._positions = [width if layer in running else 0 for layer in range(len(self.layers))]
+            self._keep = frozenset(schedule.layers(schedule.depth(step + 1)))
+            self.step_depths.append(len(running))
+        for layer, count in enumerate(self._positions):
+            if count == 0 and self._holds[layer]:
+                self._retire(layer)
+        self.passes += 1
+        self.width = width
+        self._length += width
+
+    def end_layer(self, index: int) -> None:
+        """The layer has run: it keeps what it holds if the next step runs it, else it is retired.
+
+        Raises:
+            CacheError: it has stored less than it ran: its later positions would attend to less than they should.
+        """
+        layer, held, ran = self.layers[index], held_bytes(self.layers[index]), self._positions[index]
+        short = isinstance(layer, DynamicLayer) and layer.get_seq_length() != self._length - self.width + ran
+        if short or not (held or isinstance(layer, STATELESS)):
+            raise CacheError(
+                f"layer {index} ran without asking the SkipCache (gradient checkpointing drops caches in training "
+                "mode: call model.eval(); else this model keeps its states elsewhere)"
+            )
+        if index not in self._keep:
+            self._retire(index)
+            held = 0
+        self._bytes[index] = held
+        self.peak_kv_bytes = max(self.peak_kv_bytes, sum(self._bytes))
+
+    def _retire(self, index: int) -> None:
+        """Drop what the layer holds. transformers sizes a kind's mask by its first layer: let it find one that runs."""
+        self.layers[index], self._holds[index] = DynamicLayer(), False
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Store and return keys and values (batch, heads, positions, size), as attention needs them."""
+        self._check_runs(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Store the state of a convolution over positions (batch, channels, positions)."""
+        self._check_runs(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Store the state of a recurrence, whatever its shape."""
+        self._check_runs(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def _check_runs(self, layer_idx: int) -> None:
+        if not self._positions or self._positions[layer_idx] == 0:
+            raise CacheError(
+                f"layer {layer_idx} ran though the schedule skips it: call skipdecode.attach(model) on this very model"
+            )
+
+    # --- lengths: never read from a layer that holds nothing
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions seen so far; the same for every layer that still runs."""
+        return super().get_seq_length(layer_idx) if self._attends(layer_idx) else self._length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(KV length, offset) of the mask for the layer's kind, full or sliding."""
+        if self._attends(layer_idx):
+            return super().get_mask_sizes(query_length, layer_idx)
+        return self._length + query_length, 0
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether recurrent layers have a state to go on from: after the prompt, whatever was retired since."""
+        if layer_idx is not None and self._holds[layer_idx]:
+            return super().has_previous_state(layer_idx, state_idx)
+        return self.passes > 0
+
+    def _attends(self, layer_idx: int) -> bool:
+        """Whether the layer holds keys, or will: a retired layer and a recurrent one do not know the length."""
+        return self._holds[layer_idx] and isinstance(self.layers[layer_idx], DynamicLayer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SkipCache:
+        """A copy of what it holds; the model stays the same one."""
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update({k: v if k == "gates" else deepcopy(v, memo) for k, v in vars(self).items()})
+        return twin
+
+    # --- what cannot be undone
+
+    def activate_past_recording(self) -> None:
+        """Refused: assisted decoding rolls the cache back and goes deeper again."""
+        if not self.schedule.is_full:
+            raise CacheError("assisted (speculative) decoding needs every layer's keys and values: leave SkipCache out")
+        super().activate_past_recording()
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether ``generate`` may plan to roll a step back."""
+        return self.schedule.is_full and super().is_croppable
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused once a schedule skips: a rolled-back position would run deeper than its cache."""
+        if not self.schedule.is_full:
+            raise CacheError("a SkipCache cannot be cropped: retired layers hold nothing to go back to")
+        super().crop(tokens_to_remove)
+        self._length = self.get_seq_length()
+
+    def reset(self) -> None:
+        """Refused: a new call takes a new cache."""
+        raise CacheError("a SkipCache cannot be reset: make a new one")
+
+    # --- what it holds
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys, values and recurrent states held now."""
+        return cache_bytes(self)
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of all tensors that a transformers cache holds: keys and values, states of convolutions and recurrences."""
+    return sum(map(held_bytes, cache.layers))
+
+
+def held_bytes(layer: Any) -> int:
+    """The same of one layer of a cache. (States have a batch axis and more; bookkeeping is smaller.)"""
+    return sum(x.numel() * x.element_size() for x in _tensors(vars(layer).values()) if x.ndim > 1)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+
+
+def _gate_state(layer: nn.Module) -> Any:
+    """What the gates of a model share, from one of its layers; None without a gate.
+
+    The gate may stand below another's wrapper: accelerate keeps the forward that it found under another name.
+    """
+    return next((state for value in vars(layer).values() if (state := getattr(value, "gates", None)) is not None), None)

@@ -1,0 +1,329 @@
+"""Each decoder layer's ``forward`` runs, runs on a prefix of the positions, or passes the hidden states on.
+
+The gate sits on the layer *instance*: no model subclass, no copied modelling code, state-dict keys stay as they are.
+It acts only when a pass carries a :class:`~skipdecode.core.cache.SkipCache` or runs inside :func:`teacher_forced`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CacheError, ModelError, UnsupportedModel
+from .cache import SkipCache
+from .prefix import Prefix, packed
+from .schedule import Schedule
+from .stack import check_kind, decoder_layers, fitted, lenders
+
+PREPARE = "prepare_inputs_for_generation"
+
+
+class Stand:
+    """Stands in for a method of one module instance, and remembers what it found there."""
+
+    def __init__(self, module: nn.Module, name: str, gates: GateState) -> None:
+        self.found: Callable[..., Any] = getattr(module, name)
+        self.shadows = name in module.__dict__  # an instance attribute (accelerate's hooks), to be put back
+        self.gates = gates
+        functools.update_wrapper(
+            cast(Any, self), self.found, updated=()
+        )  # ``generate`` and the Trainer read signatures
+
+
+class Gate(Stand):
+    """Stands in for one layer's ``forward``."""
+
+    def __init__(self, layer: nn.Module, gates: GateState, index: int) -> None:
+        super().__init__(layer, "forward", gates)
+        self.index = index
+
+    # Depths change from step to step: a compiled model leaves its graph here, and the layer's own frame is compiled.
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output on the positions it runs; the other positions' hidden states unchanged."""
+        gates = self.gates
+        cache = _find_cache(args, kwargs)
+        plan = gates.teacher() if cache is None else cache
+        if plan is None:
+            return self.found(*args, **kwargs)
+        if cache is not None and cache.gates is not gates:
+            raise CacheError("this SkipCache was made for another model: make one with SkipCache(model, schedule)")
+        hidden = args[0] if args else kwargs["hidden_states"]
+        axis = gates.axis(hidden, plan.shape)
+        width = hidden.shape[axis]
+        count = plan.begin_layer(self.index, width)
+        if self.index == 0 and width > 1:  # once a pass: to look into ids waits for the device
+            _refuse_packed(kwargs)
+        if width != plan.width:
+            # The model has dropped all but the last positions; which of those does this layer run?
+            if self.index not in gates.borrowers:
+                raise CacheError(f"layer {self.index} is given {width} of {plan.width} positions: it cannot skip")
+            count = max(count - (plan.width - width), 0)
+        if count == 0:
+            if not gates.form_is_known:
+                self._learn_form(Prefix(width, 1, plan.width, axis), args, kwargs)
+            return gates.like_output(hidden)
+        if count < width:
+            args, kwargs = Prefix(width, count, plan.width, axis).of_call(self.found, args, kwargs)
+        output = self.found(*args, **kwargs)
+        if cache is not None:
+            cache.end_layer(self.index)
+        if not gates.form_is_known and not gates.borrowers:
+            _check_nothing_is_lent(kwargs)
+        gates.learn_form(output)
+        if count == width:
+            return output
+        ran = output[0] if isinstance(output, tuple) else output
+        rest = hidden.narrow(axis, count, width - count)
+        return gates.like_output(torch.cat([ran, rest.to(ran.device)], dim=axis))
+
+    def _learn_form(self, one: Prefix, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the layer on one position, for nothing but what it returns beside its hidden states."""
+        args, kwargs = one.of_call(self.found, args, kwargs)
+        args = tuple(None if isinstance(v, SkipCache) else v for v in args)
+        kwargs = {k: None if isinstance(v, SkipCache) else v for k, v in kwargs.items()}
+        with torch.no_grad(), torch.random.fork_rng():
+            self.gates.learn_form(self.found(*args, **kwargs))
+
+
+class PassGuard(Stand):
+    """Stands in for the model's ``forward``: notices a pass that loses the cache, or never asks it."""
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output."""
+        cache = _find_cache(args, kwargs)
+        expected, ids = self.gates.expected.pop(threading.get_ident(), (lambda: None, None))
+        # A pass over other ids is another one: that which was prepared never came.
+        lost = expected() is not None and cache is not expected()
+        if lost and any(value is ids for value in (*args, *kwargs.values())):
+            raise CacheError(
+                "the SkipCache was dropped on the way to the model (PEFT's prompt learning does so): merge the adapter "
+                "or leave SkipCache out"
+            )
+        if (plan := self.gates.teacher() if cache is None else cache) is not None:
+            plan.shape = _shape(args, kwargs)
+            if plan.shape is not None and plan.shape[1] > 1:
+                _refuse_packed(kwargs)  # a family may keep its position ids to itself
+        if cache is None:
+            return self.found(*args, **kwargs)
+        if cache.cut_short:
+            raise CacheError("a pass over this SkipCache was cut short, so its layers differ: make a new one")
+        passes = cache.passes
+        try:
+            output = self.found(*args, **kwargs)
+        except BaseException:
+            cache.cut_short = cache.passes > passes
+            raise
+        if cache.passes == passes:
+            raise CacheError(
+                "no layer was given the SkipCache, so none was skipped (gradient checkpointing in training mode drops "
+                "caches: call model.eval(); else this model does not work with SkipDecode)"
+            )
+        return output
+
+
+class PromptGuard(Stand):
+    """Stands in for ``prepare_inputs_for_generation``, which alone is told that a pass belongs to a prompt."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model inputs, if the cache can take them."""
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, SkipCache):
+            return self.found(*args, **kwargs)
+        if kwargs.get("use_cache") is False:
+            raise CacheError("with use_cache=False every step runs the whole text anew: leave it out, or SkipCache")
+        # A decode step is told its length, 1. (Before 5.23, a chunk of a prompt is told nothing at all.)
+        if kwargs.get("is_first_iteration") or kwargs.get("next_sequence_length") is None:
+            cache.begin_prompt()
+        inputs = self.found(*args, **kwargs)
+        ids = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
+        self.gates.expected[threading.get_ident()] = weakref.ref(cache), ids
+        return inputs
+
+
+class GateState:
+    """What the gates of one model share."""
+
+    def __init__(self, borrowers: frozenset[int]) -> None:
+        #: Layers that attend to another layer's keys and values.
+        self.borrowers = borrowers
+        #: Teacher-forced passes under way, by thread.
+        self.forced: dict[int, Teacher] = {}
+        #: The cache that the next forward pass of a thread, over these ids or embeddings, must carry.
+        self.expected: dict[int, tuple[Callable[[], SkipCache | None], Any]] = {}
+        self.form_is_known = False
+        self._axis: int | None = None  # of the positions in hidden states that have streams beside them
+        self._extras: int | None = None  # what layers return beside hidden states (a tuple); None: a tensor alone
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes over: nothing of what threads have under way."""
+        return vars(self) | {"forced": {}, "expected": {}}
+
+    def teacher(self) -> Teacher | None:
+        """What governs a pass without a cache in this thread."""
+        forced = self.forced.get(threading.get_ident())
+        # Autograd recomputes checkpointed layers in threads of its own.
+        if forced is None and self.forced and torch._C._current_graph_task_id() != -1:
+            if len(self.forced) > 1:
+                raise CacheError("several threads train one model with gradient checkpointing: train in one")
+            forced = next(iter(self.forced.values()))
+        return forced
+
+    def learn_form(self, output: Any) -> None:
+        """Note what a layer returned."""
+        self._extras = len(output) - 1 if isinstance(output, tuple) else None
+        self.form_is_known = True
+
+    def like_output(self, hidden: Tensor) -> Any:
+        """``hidden`` in the form that the layers of this model return."""
+        return hidden if self._extras is None else (hidden, *[None] * self._extras)
+
+    def axis(self, hidden: Tensor, shape: tuple[int, ...] | None) -> int:
+        """Where the positions of hidden states are, in a pass over ids of ``shape`` (batch, positions).
+
+        (batch, positions, size) in most families; Gemma 3n has streams before these, DeepSeek-V4 after them.
+        """
+        if hidden.ndim == 3:
+            return 1
+        fits = [axis for axis in range(1, hidden.ndim - 1) if hidden.shape[axis - 1 : axis + 1] == shape]
+        if len(fits) == 1:
+            self._axis = fits[0]
+        if self._axis is None:
+            raise CacheError(
+                f"hidden states of shape {tuple(hidden.shape)} do not show where their positions are: call the model "
+                "itself, not its decoder; or first with another number of rows"
+            )
+        return self._axis
+
+
+class Teacher:
+    """The plan of an uncached pass: the same questions that a SkipCache answers."""
+
+    def __init__(self, schedule: Schedule, prompt_length: int) -> None:
+        self.schedule = schedule
+        self.prompt_length = prompt_length
+        self.width = 0
+        self.shape: tuple[int, ...] | None = None  # of the pass's ids: (batch, positions)
+        self._positions: dict[int, list[int]] = {}  # by width: recomputation asks again
+
+    def begin_layer(self, index: int, width: int) -> int:
+        """How many of the pass's positions the layer runs, a prefix."""
+        if index == 0 or self.width < width:
+            self.width = width
+        if self.width not in self._positions:
+            self._positions[self.width] = self.schedule.positions_per_layer(self.prompt_length, self.width)
+        return self._positions[self.width][index]
+
+
+def attach(model: nn.Module) -> nn.Module:
+    """Put a gate on every decoder layer. Inert until a :class:`SkipCache` comes through. Returns the model.
+
+    Raises:
+        UnsupportedModel: the model cannot skip layers exactly; the message says why.
+
+    Example:
+        >>> attach(model)
+        >>> model.generate(**inputs, past_key_values=SkipCache(model, Schedule.for_speedup(3, 24, horizon=64)))
+    """
+    gates = next((stand.gates for _, _, stand in _stands(model)), None)
+    if gates is None:
+        check_kind(model)
+    layers = decoder_layers(model)
+    if gates is None:
+        gates = GateState(frozenset(lenders(model.config)))
+    for index, layer in enumerate(layers):
+        if not _stands_on(layer):
+            layer.forward = Gate(layer, gates, index)
+    # A wrapper put around an attached model (PEFT's) has entrances of its own.
+    if not _stands_on(model):
+        model.forward = PassGuard(model, "forward", gates)
+        if hasattr(model, PREPARE):
+            setattr(model, PREPARE, PromptGuard(model, PREPARE, gates))
+    return model
+
+
+def detach(model: nn.Module) -> nn.Module:
+    """Take the gates off; the model is as it was found. Returns the model."""
+    for module, name, stand in list(_stands(model)):
+        if stand.shadows or name not in ("forward", PREPARE):  # accelerate keeps what it found under another name
+            setattr(module, name, stand.found)
+        else:
+            delattr(module, name)
+    return model
+
+
+def is_attached(model: nn.Module) -> bool:
+    """Whether the model's layers carry gates."""
+    return bool(_stands_on(decoder_layers(model)[0]))
+
+
+def _stands(model: nn.Module) -> Iterator[tuple[nn.Module, str, Stand]]:
+    """All that stands on the model and its modules, below accelerate's hooks too: (module, attribute, it)."""
+    for module in model.modules():
+        for name, stand in _stands_on(module):
+            yield module, name, stand
+
+
+def _stands_on(module: nn.Module) -> list[tuple[str, Stand]]:
+    return [(name, value) for name, value in vars(module).items() if isinstance(value, Stand)]
+
+
+def _refuse_packed(kwargs: dict[str, Any]) -> None:
+    if packed(kwargs):
+        raise CacheError("packed (padding-free) batches cannot skip layers: give one sequence per row, left-padded")
+
+
+def _check_nothing_is_lent(kwargs: dict[str, Any]) -> None:
+    if any(isinstance(value, UserDict) and value for value in kwargs.values()):
+        raise UnsupportedModel("layers lend each other states of which the config says nothing: none can be skipped")
+
+
+def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    """(batch, positions) of what a pass is given: ids, or embeddings."""
+    given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
+    return next((tuple(value.shape[:2]) for value in given if isinstance(value, Tensor)), None)
+
+
+def _find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SkipCache | None:
+    """The cache of a pass, wherever the family puts it."""
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, SkipCache)), None)
+
+
+@contextmanager
+def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int) -> Iterator[None]:
+    """Inside, an uncached pass of this thread runs each layer on just the positions that decoding would.
+
+    With gradient checkpointing keep the backward pass inside as well: before 5.23, transformers' recomputation comes
+    through the gates.
+
+    Args:
+        model: an attached model.
+        schedule: must have as many layers as the model.
+        prompt_length: width in positions of the left-padded prompt block.
+
+    Raises:
+        ScheduleError: the schedule is for another number of layers.
+        ModelError: the model is not attached.
+    """
+    gates = next((stand.gates for _, _, stand in _stands(model)), None)
+    if gates is None:
+        raise ModelError("the model has no gates: call skipdecode.attach(model) first")
+    thread = threading.get_ident()
+    before = gates.forced.get(thread)
+    gates.forced[thread] = Teacher(fitted(schedule, model.config), prompt_length)
+    try:
+        yield
+    finally:
+        if before is None:
+            del gates.forced[thread]
+        else:
+            gates.forced[thread] = before

@@ -1,0 +1,303 @@
+"""Which layers a position runs. Pure Python; see docs/method.md for the notation."""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ..errors import FileError, ScheduleError, SkipDecodeError
+from ..files import parse_json, read_json, write
+from .shapes import DECAYS, ORDERS, budget, flat_depth, mix, ranking, remaining, target
+
+#: More than any model has, and few enough that nothing hangs: depths are kept step by step.
+MOST_LAYERS = 1024
+MOST_TOKENS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One depth per generated position, never increasing, and the layers each depth stands for.
+
+    Step ``g`` feeds back generated token ``g``; the prompt runs all layers unless ``prompt_decay`` says otherwise.
+
+    Args:
+        num_layers: decoder layers ``L`` of the model.
+        max_depth: layers run at step 0.
+        min_depth: layers run from step ``horizon - 1`` on.
+        horizon: steps the decay spans.
+        decay: shape of the fall; ``linear`` is the paper's.
+        order: ranking of the layers, the first ``depth`` of which run: ``top`` (the paper's: warm-up layers, then from
+            the top down), ``bottom``, ``even``, or a permutation of all layer indices.
+        warmup: bottom layers that ``top`` ranks first; they count inside the depth.
+        rate: steepness of the ``power`` and ``exponential`` decays.
+        stairs: number of levels of the ``step`` decay.
+        depths: the depths themselves, for ``decay="list"``; the last one holds from there on.
+        prompt_decay: the last so many prompt positions fall linearly from ``L`` to ``max_depth`` (0: none does).
+
+    Raises:
+        ScheduleError: for any value that contradicts another.
+
+    Example:
+        >>> schedule = Schedule.for_speedup(5, num_layers=24, horizon=32)
+        >>> schedule.depth(0), schedule.depth(31), schedule.layers(4)
+        (6, 4, (0, 21, 22, 23))
+    """
+
+    num_layers: int
+    max_depth: int
+    min_depth: int
+    horizon: int
+    decay: str = "linear"
+    order: str | tuple[int, ...] = "top"
+    warmup: int = 1
+    rate: float = 3.0
+    stairs: int = 4
+    depths: tuple[int, ...] | None = None
+    prompt_decay: int = 0
+
+    def __post_init__(self) -> None:
+        # JSON knows lists only; tuples keep the schedule hashable.
+        for name in ("order", "depths"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("num_layers", "max_depth", "min_depth", "horizon", "warmup", "stairs", "prompt_decay"):
+            least = 0 if name in ("warmup", "prompt_decay") else 1
+            _whole(name, getattr(self, name), least, MOST_LAYERS if name == "num_layers" else MOST_TOKENS)
+        _require(self.decay in DECAYS, f"decay must be one of {', '.join(DECAYS)}, not {self.decay!r}")
+        _require(
+            isinstance(self.rate, (int, float)) and not isinstance(self.rate, bool) and 0 < self.rate < math.inf,
+            f"rate must be a finite number above 0, not {self.rate!r}",
+        )
+        _require(self.stairs >= 2, f"stairs must be at least 2, not {self.stairs}")
+        self._check_depths()
+        self._check_order()
+
+    def _check_depths(self) -> None:
+        if self.decay == "list":
+            depths = self.depths if isinstance(self.depths, tuple) else ()
+            _require(bool(depths), "decay 'list' needs depths, one number of layers per step")
+            for value in depths:
+                _whole("each of depths", value)
+            _require(
+                all(a >= b for a, b in pairwise(depths)),
+                f"depths must never increase (a layer once skipped has no keys and values to go back to): {depths}",
+            )
+            _require(
+                (self.max_depth, self.min_depth, self.horizon) == (depths[0], depths[-1], len(depths)),
+                "with decay 'list', max_depth, min_depth and horizon must be the list's first, last and length; "
+                "Schedule.from_depths sets them",
+            )
+        else:
+            _require(self.depths is None, f"depths go with decay 'list', not with {self.decay!r}")
+        _require(
+            self.min_depth <= self.max_depth, f"min_depth {self.min_depth} is greater than max_depth {self.max_depth}"
+        )
+        _require(
+            self.max_depth <= self.num_layers,
+            f"max_depth {self.max_depth} is greater than num_layers {self.num_layers}",
+        )
+        if self.decay == "constant":
+            _require(self.max_depth == self.min_depth, "decay 'constant' needs max_depth equal to min_depth")
+
+    def _check_order(self) -> None:
+        if isinstance(self.order, tuple):
+            # A tuple of anything but int would compare equal for 1.0 or True: the type is checked too.
+            _require(
+                all(type(i) is int for i in self.order) and sorted(self.order) == list(range(self.num_layers)),
+                f"order must hold each of the layers 0 to {self.num_layers - 1} exactly once, not {self.order}",
+            )
+        else:
+            _require(self.order in ORDERS, f"order must be {', '.join(ORDERS)} or a permutation, not {self.order!r}")
+        _require(
+            self.order != "top" or self.warmup <= self.min_depth,
+            f"warmup {self.warmup} is greater than min_depth {self.min_depth}",
+        )
+
+    # --- what a step runs
+
+    def depth(self, step: int) -> int:
+        """Layers that step ``step`` (counted from 0) runs."""
+        if step < 0:
+            raise ScheduleError(f"a step is 0 or more, not {step}")
+        return self._staircase[min(step, self.horizon - 1)]
+
+    def layers(self, depth: int) -> tuple[int, ...]:
+        """Indices of the layers that ``depth`` stands for, in network order."""
+        if not 1 <= depth <= self.num_layers:
+            raise ScheduleError(f"a depth is 1 to {self.num_layers}, not {depth}")
+        return tuple(sorted(self.ranking[:depth]))
+
+    def prompt_depth(self, distance: int) -> int:
+        """Layers run by the prompt position ``distance`` places before the prompt's end (1: its last).
+
+        Counted from the end, so that a row's depths do not depend on its padding.
+        """
+        if distance > self.prompt_decay:
+            return self.num_layers
+        t = 1.0 if self.prompt_decay == 1 else (self.prompt_decay - distance) / (self.prompt_decay - 1)
+        return mix(1 - t, self.num_layers, self.max_depth)
+
+    def positions_per_layer(self, prompt_length: int, length: int) -> list[int]:
+        """For each layer, how many of ``length`` positions it runs, the first ``prompt_length`` being prompt: a prefix.
+
+        A layer runs a position if its rank is below the position's depth; depths never increase, so counting is enough.
+        """
+        inside = min(prompt_length, length)
+        depths = [self.prompt_depth(prompt_length - position) for position in range(inside)]
+        depths += [self.depth(step) for step in range(length - inside)]
+        falling = [-depth for depth in depths]
+        counts = {layer: bisect_left(falling, -rank) for rank, layer in enumerate(self.ranking)}
+        return [counts[layer] for layer in range(self.num_layers)]
+
+    # --- what it will cost
+
+    def average_depth(self, length: int) -> float:
+        """Mean layers per step over ``length`` steps."""
+        _whole("length", length)
+        inside = self._staircase[:length]
+        return (sum(inside) + (length - len(inside)) * self.min_depth) / length
+
+    def layer_ratio(self, length: int) -> float:
+        """Predicted ``L / average depth`` over ``length`` steps: how many times fewer layers run."""
+        return self.num_layers / self.average_depth(length)
+
+    @property
+    def distinct_depths(self) -> tuple[int, ...]:
+        """The depths that occur, deepest first."""
+        return tuple(sorted(set(self._staircase), reverse=True))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every position runs every layer."""
+        return self.min_depth == self.num_layers
+
+    @cached_property
+    def ranking(self) -> tuple[int, ...]:
+        """All layers, those that run longest first."""
+        return ranking(self.order, self.num_layers, self.warmup)
+
+    @cached_property
+    def _staircase(self) -> tuple[int, ...]:
+        if self.depths is not None:
+            return self.depths
+        weights = (remaining(self.decay, g, self.horizon, self.rate, self.stairs) for g in range(self.horizon))
+        return tuple(mix(weight, self.max_depth, self.min_depth) for weight in weights)
+
+    # --- ways to make one
+
+    @classmethod
+    def full(cls, num_layers: int) -> Schedule:
+        """Every position runs every layer: the stock model."""
+        return cls(num_layers, num_layers, num_layers, horizon=1, decay="constant", warmup=0)
+
+    @classmethod
+    def for_speedup(cls, speedup: float, num_layers: int, horizon: int, **options: Any) -> Schedule:
+        """The paper's budget for a target speed-up where it gives one (24 and 32 layers), its rule elsewhere.
+
+        ``options`` are further fields of the schedule, ``order`` and ``decay`` among them.
+        """
+        _whole("num_layers", num_layers)
+        _require(
+            isinstance(speedup, (int, float)) and 1 <= speedup <= num_layers,
+            f"a speed-up is 1 to the number of layers ({num_layers}), not {speedup}",
+        )
+        if speedup == 1:
+            return cls.full(num_layers)
+        most, least = budget(speedup, num_layers)
+        if options.get("decay") == "constant":
+            most = least = flat_depth(speedup, num_layers)
+        return cls(num_layers, most, least, horizon, **options)
+
+    @property
+    def target(self) -> float:
+        """Target speed-up in the paper's sense; for a list, the ratio over its own length."""
+        if self.depths is not None:
+            return round(self.layer_ratio(self.horizon), 2)
+        return target(self.max_depth, self.min_depth, self.num_layers)
+
+    def with_speedup(self, speedup: float) -> Schedule:
+        """The budget of another speed-up in this schedule's form, over its horizon."""
+        return Schedule.for_speedup(speedup, self.num_layers, self.horizon, **self.form)
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """What a schedule of another budget takes over: order, warm-up, decay with its numbers, decay in the prompt."""
+        names = ("order", "warmup", "rate", "stairs", "prompt_decay")
+        return {name: getattr(self, name) for name in names} | {"decay": "linear" if self.depths else self.decay}
+
+    @classmethod
+    def from_depths(cls, num_layers: int, depths: list[int] | tuple[int, ...], **options: Any) -> Schedule:
+        """The explicit list: step ``g`` runs ``depths[g]`` layers, the last one holds from there on."""
+        _require(bool(depths), "depths must hold at least one number")
+        return cls(num_layers, depths[0], depths[-1], len(depths), decay="list", depths=tuple(depths), **options)
+
+    def replace(self, **changes: Any) -> Schedule:
+        """This schedule with other values in some of its fields."""
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON has them."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if v is not None}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Schedule:
+        """Inverse of :meth:`to_dict`. Raises ScheduleError on unknown or missing keys."""
+        _require(isinstance(values, dict), f"a schedule is a JSON object, not {type(values).__name__}")
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(values) - known)
+        _require(not unknown, f"unknown schedule keys: {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        missing = [key for key in ("num_layers", "max_depth", "min_depth", "horizon") if key not in values]
+        _require(not missing, f"a schedule needs {', '.join(missing)}")
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """One JSON object, indented."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """Inverse of :meth:`to_json`. Raises ScheduleError for any other text."""
+        try:
+            return cls.from_dict(parse_json(text, "the schedule"))
+        except FileError as error:
+            raise ScheduleError(str(error)) from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON to ``path``, whole or not at all. Raises FileError where another kind of file is there."""
+        write(path, self.to_json() + "\n", ours=is_schedule)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Schedule:
+        """Read a file that :meth:`save` wrote. Raises ScheduleError or FileError, which name the file."""
+        values = read_json(path)
+        try:
+            return cls.from_dict(values)
+        except ScheduleError as error:
+            raise ScheduleError(f"{path}: {error}") from None
+
+
+def is_schedule(data: bytes) -> bool:
+    """Whether a file's bytes are a schedule's, which may be replaced by another."""
+    try:
+        Schedule.from_dict(parse_json(data, "it"))
+    except SkipDecodeError:
+        return False
+    return True
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ScheduleError(message)
+
+
+def _whole(name: str, value: Any, least: int = 1, most: int = MOST_TOKENS) -> None:
+    _require(
+        type(value) is int and least <= value <= most,
+        f"{name} must be a whole number from {least:,} to {most:,}, not {value!r}",
+    )

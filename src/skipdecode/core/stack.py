@@ -1,0 +1,128 @@
+"""What a model must be to skip layers exactly: one stack of decoder layers, each fed by the one before it alone."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+
+from ..errors import ModelError, ScheduleError, UnsupportedModel
+from .schedule import Schedule
+
+
+def text_config(config: Any) -> Any:
+    """The part of a config that describes the decoder (a multimodal config holds several parts)."""
+    return config.get_text_config(decoder=True)
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The model's stack of decoder layers, whatever the family calls it.
+
+    Raises:
+        UnsupportedModel: encoder-decoder models, and models whose stack cannot be told.
+    """
+    config = getattr(model, "config", None)
+    if config is None:
+        raise UnsupportedModel(f"{type(model).__name__} has no config: SkipDecode works on transformers' causal LMs")
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(
+            f"{type(model).__name__} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs"
+        )
+    count = text_config(config).num_hidden_layers
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count and _is_stack(m)]
+    # A list inside another's layers (experts, say) is part of a layer.
+    inner = {id(part) for stack in stacks for part in stack.modules() if part is not stack}
+    stacks = [stack for stack in stacks if id(stack) not in inner]
+    if len(stacks) != 1:
+        raise UnsupportedModel(
+            f"{type(model).__name__} should hold one stack of {count} decoder layers that take hidden states; "
+            f"{len(stacks)} were found"
+        )
+    return stacks[0]
+
+
+def _is_stack(layers: nn.ModuleList) -> bool:
+    """Whether each takes a hidden state first, as a decoder layer does."""
+    return all(next(iter(inspect.signature(layer.forward).parameters), "") == "hidden_states" for layer in layers)
+
+
+def check_kind(model: nn.Module) -> None:
+    """Whether the model only looks back, and keeps its state in transformers' cache and nowhere else.
+
+    Raises:
+        UnsupportedModel: it does not; the message says what it does instead.
+    """
+    inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    if inner is None:
+        return
+    name, config = type(inner).__name__, inner.config
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(f"{name} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs")
+    if "past_key_values" not in inspect.signature(inner.forward).parameters:
+        raise UnsupportedModel(
+            f"{name} takes no past_key_values: its state is in no cache that could follow a schedule"
+        )
+    if isinstance(inner, GenerationMixin) and not inner._supports_default_dynamic_cache():
+        raise UnsupportedModel(f"{name} keeps a cache of its own kind, which cannot follow a schedule")
+    causal = {getattr(part, "is_causal", None) for part in inner.modules()}
+    if True not in causal and getattr(config, "is_decoder", True) is False and _looks_ahead(inner):
+        raise UnsupportedModel(f"{name} looks ahead: every new token changes all states before it (is_decoder=False)")
+    if "shared" in (getattr(text_config(config), "indexer_types", None) or ()):
+        raise UnsupportedModel(f"layers of {name} reuse what the layer below selected: none can be skipped")
+
+
+@torch.no_grad()
+def _looks_ahead(model: PreTrainedModel) -> bool:
+    """Whether a second token changes the logits of the first."""
+    ids = torch.tensor([[2, 3], [2, 4]], device=model.device)
+    training = model.training
+    model.eval()
+    first, second = model(input_ids=ids, use_cache=False).logits[:, 0]
+    model.train(training)
+    return not torch.allclose(first, second, rtol=1e-4, atol=1e-5)
+
+
+def lenders(config: Any) -> dict[int, int]:
+    """Layer -> the lower layer whose keys and values it attends to instead of its own; empty where none does.
+
+    Raises ModelError where the config says that layers share keys, but not which.
+    """
+    config = text_config(config)
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is None:
+        if getattr(config, "num_kv_shared_layers", None):
+            raise ModelError("which layers share their keys is only told by a newer transformers: upgrade it")
+        return {}
+    sources, kinds = getattr(config, "kv_source_layers", None), config.layer_types
+    found = {}
+    for layer, mode in enumerate(modes):
+        if not str(mode).startswith("reuse"):
+            continue
+        if sources is not None:
+            found[layer] = sources[layer]
+        else:
+            found[layer] = max(i for i in range(layer) if modes[i] == "store" and kinds[i] == kinds[layer])
+    return found
+
+
+def fitted(schedule: Schedule, config: Any) -> Schedule:
+    """``schedule`` for a model of this config: a layer whose keys others borrow runs as long as its borrowers.
+
+    The depths stay as they are; where the order ranks a borrower before its lender, the lender moves up.
+
+    Raises:
+        ScheduleError: it is for another number of layers.
+    """
+    count = text_config(config).num_hidden_layers
+    if schedule.num_layers != count:
+        raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {count}")
+    borrowed = lenders(config)
+    order: dict[int, None] = {}
+    for layer in schedule.ranking:
+        if layer in borrowed:
+            order.setdefault(borrowed[layer])
+        order.setdefault(layer)
+    return schedule if tuple(order) == schedule.ranking else schedule.replace(order=tuple(order))

@@ -1,0 +1,1 @@
+"""Text in, batches out, texts scored: rows, tasks, tokenization, collation, metrics."""

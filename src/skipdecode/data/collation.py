@@ -1,0 +1,82 @@
+"""Examples to batches whose prompt edge is one column."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import MissingExtra
+from .tasks import Example
+from .tokenization import encode_prompts, encode_response
+
+try:
+    from datasets import Dataset
+except ImportError:
+    raise MissingExtra("batches of text need datasets: pip install 'skipdecode[train]'") from None
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Left-pads prompts and right-pads responses, so that the prompt edge is one column of the batch.
+
+    Widths are rounded up to ``multiple``: shapes that change with every batch make the CPU allocator's memory grow.
+    """
+
+    pad_token_id: int
+    multiple: int = 8
+    #: Positions of the model: a batch is never wider, so the ends of its longest responses may be left out.
+    max_length: int | None = None
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Batch rows of ``prompt_ids`` and ``response_ids``.
+
+        Returns ``input_ids``, ``attention_mask``, ``position_ids`` (batch, P + R - 1), ``labels`` (batch, 1 + R; -100
+        on padding) and ``prompt_length`` P. The last response token is a label only. The first column of labels stands
+        for the prompt: the Trainer counts a step's tokens from the second one on.
+        """
+        longest = max(len(row["prompt_ids"]) for row in rows)
+        steps = max(len(row["response_ids"]) for row in rows) - 1
+        prompt, fed = _round_up(longest, self.multiple), _round_up(steps, self.multiple)
+        if self.max_length is not None:
+            prompt = max(longest, min(prompt, self.max_length - steps))
+            fed = min(fed, self.max_length - prompt)
+        ids = torch.full((len(rows), prompt + fed), self.pad_token_id)
+        mask = torch.zeros_like(ids)
+        labels = torch.full((len(rows), 1 + fed + 1), -100)
+        for i, row in enumerate(rows):
+            response = row["response_ids"][: fed + 1]
+            text = torch.tensor([*row["prompt_ids"], *response[:-1]])
+            start = prompt - len(row["prompt_ids"])
+            ids[i, start : start + len(text)] = text
+            mask[i, start : start + len(text)] = 1
+            labels[i, 1 : 1 + len(response)] = torch.tensor(response)
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+            "labels": labels,
+            "prompt_length": prompt,
+        }
+
+
+def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
+    """Token ids of each example's prompt and first response; examples over ``max_length`` tokens are left out."""
+    if not examples:
+        return Dataset.from_list([])
+    prompts = encode_prompts(tokenizer, [example.prompt for example in examples])
+    responses = encode_response(tokenizer, [(e.prompt, e.references[0]) for e in examples])
+    rows = [
+        # The sampler groups by "length": prompts of like width first, responses of like length among them.
+        {"prompt_ids": p, "response_ids": r, "length": _round_up(len(p), 8) * 10_000 + len(r)}
+        for p, r in zip(prompts, responses, strict=True)
+        if len(p) + len(r) <= max_length
+    ]
+    return Dataset.from_list(rows)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,1 @@
+"""What a budget costs in quality and gives on the clock: tables, calibration, checks."""

@@ -1,0 +1,169 @@
+"""A backend for EleutherAI's lm-evaluation-harness: its tasks, scored and written at a budget (docs/harness.md).
+
+The harness has no plug-ins; this is its command line with one model more:
+
+    python -m skipdecode.evaluation.harness --model skipdecode --model_args pretrained=demo,speedup=3 --tasks …
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import Collator as Batches
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from ..core.cache import SkipCache
+from ..core.checkpoint_config import choose
+from ..core.gate import attach, teacher_forced
+from ..core.schedule import Schedule
+from ..core.stack import decoder_layers
+from ..data.collation import Collator
+from ..errors import SkipDecodeError, UsageError
+from ..generation.loading import check_dtype, read_weights, resolve
+from ..generation.soundness import Reading, check_config, check_files, check_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@register_model("skipdecode")
+class SkipLM(HFLM):
+    """The harness's ``hf`` model, run on a schedule: a context is the prompt, what follows it is generated.
+
+    Args:
+        pretrained: directory, hub name, ``demo``, or a model.
+        speedup, schedule: the budget, or (it goes first) the schedule or its JSON file; else the checkpoint's own.
+        full: every layer instead.
+        options: as ``hf`` takes them.
+
+    Raises:
+        UsageError: a model spread over several devices, or code of a checkpoint asked for.
+        ModelError: what :func:`skipdecode.load` refuses: encoder-decoder models, damaged checkpoints.
+        ScheduleError: a schedule that does not fit.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | PreTrainedModel,
+        *,
+        speedup: float | None = None,
+        schedule: str | Schedule | None = None,
+        full: bool = False,
+        **options: Any,
+    ) -> None:
+        if options.get("trust_remote_code"):
+            raise UsageError("trust_remote_code would run code of the checkpoint, which skipdecode never does")
+        for name in ("parallelize", "tp_plan"):
+            if options.get(name):
+                raise UsageError(f"{name} spreads a model over several devices, which is not supported: leave it out")
+        if isinstance(schedule, str):
+            schedule = Schedule.load(schedule)
+        options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")  # hf's is cuda, there or not
+        if isinstance(pretrained, str):
+            check_dtype(options.get("dtype") or "auto")
+        super().__init__(resolve(pretrained) if isinstance(pretrained, str) else pretrained, **options)
+        if isinstance(pretrained, str):
+            check_tokenizer(pretrained, self.tokenizer, self.model.get_input_embeddings().weight.shape[0])
+        layers = len(decoder_layers(attach(self.model)))
+        self.schedule = Schedule.full(layers) if full else choose(self.config, speedup, schedule)
+
+    def _get_backend(self, *args: Any, **kwargs: Any) -> None:
+        super()._get_backend(*args, **kwargs)
+        if self.backend != "causal":  # said before the weights are loaded
+            raise UsageError("the skipdecode backend works on decoder-only causal LMs, not on encoder-decoder models")
+        self.AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=read_weights)  # hf's would fill in what is missing
+
+    def _get_config(self, pretrained: str, *args: Any, **kwargs: Any) -> None:
+        check_files(Path(pretrained), ["config.json"])
+        with Reading(f"no model could be read at {pretrained}"):
+            super()._get_config(pretrained, *args, **kwargs)
+        check_config(pretrained, self._config)
+
+    def _create_tokenizer(self, pretrained: Any, *args: Any, **kwargs: Any) -> None:
+        with Reading(f"the tokenizer of {pretrained if isinstance(pretrained, str) else 'the model'} cannot be read"):
+            super()._create_tokenizer(pretrained, *args, **kwargs)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        """(log-probability, whether greedy decoding would write it) of each (texts, context ids, continuation ids)."""
+        room = self.max_length + 1  # the last token is predicted, not fed
+        if not all(context and 0 < len(continuation) < room for _, context, continuation in requests):
+            raise UsageError(f"a request is a context and a continuation of 1 to {self.max_length} tokens")
+        cut = sum(len(context) + len(continuation) > room for _, context, continuation in requests)
+        if cut:
+            logger.warning("%d contexts were cut on the left to fit in %d tokens", cut, self.max_length)
+        size, scheduler = override_bs or self.batch_size, None
+        if size == "auto":
+            size, scheduler = 0, self._batch_scheduler
+            self.batch_sizes: dict[int, int] = {}
+        # Contexts of similar length share a batch: all are padded to the longest.
+        order = Batches(requests, sort_fn=lambda request: (-len(request[1]), -len(request[2])))
+        answers: list[tuple[float, bool]] = []
+        bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
+        for chunk in order.get_batched(n=size, batch_fn=scheduler):
+            answers += self._score([{"prompt_ids": c[len(k) - room :], "response_ids": k} for _, c, k in chunk])
+            for (texts, _, _), answer in zip(chunk, answers[-len(chunk) :], strict=True):
+                if texts is not None:  # a window of a rolling request: the harness keeps the whole
+                    self.cache_hook.add_partial("loglikelihood", texts, answer)
+            bar.update(len(chunk))
+        bar.close()
+        return order.get_original(answers)
+
+    @torch.no_grad()
+    def _score(self, rows: Sequence[Mapping[str, list[int]]]) -> list[tuple[float, bool]]:
+        """One uncached pass in which each layer runs just the columns that decoding would."""
+        batch = Collator(self.tokenizer.pad_token_id, multiple=1)(rows)
+        prompt = batch.pop("prompt_length")
+        targets = batch.pop("labels")[:, 1:].to(self.device)
+        inputs: dict[str, Tensor] = {key: value.to(self.device) for key, value in batch.items()}
+        precision = self.mixed_precision_dtype
+        with (
+            teacher_forced(self.model, self.schedule, prompt),
+            torch.autocast(self.device.type, precision, enabled=precision is not None),
+        ):
+            logits = self.model(**inputs, use_cache=False, logits_to_keep=targets.shape[1]).logits
+        scores = torch.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
+        padding = targets < 0
+        chosen = scores.gather(2, targets.clamp(min=0)[..., None])[..., 0].masked_fill(padding, 0)
+        greedy = (scores.argmax(-1) == targets) | padding
+        return list(zip(chosen.sum(1).tolist(), greedy.all(1).tolist(), strict=True))
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
+        if not self.schedule.is_full:
+            options["past_key_values"] = SkipCache(self.model, self.schedule)
+        return super()._model_generate(context, max_length, stop, **options)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness keeps beside its results; the schedule too."""
+        return super().get_model_info() | {"skipdecode_schedule": self.schedule.to_dict()}
+
+
+def main() -> None:
+    """The harness's command line; what the user can mend ends it with one line and exit code 2."""
+    from lm_eval.__main__ import cli_evaluate
+
+    try:
+        cli_evaluate()
+    except SkipDecodeError as error:
+        if os.environ.get("SKIPDECODE_DEBUG"):
+            raise
+        print(f"skipdecode: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Teacher-forced loss on held-out responses, as decoding would see it: the mean, and position by position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..core.gate import attach, teacher_forced
+from ..core.schedule import Schedule
+from ..data.collation import Collator, encode
+from ..data.tasks import Example
+from ..generation.generate import positions
+
+
+def batches_of(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, batch_size: int
+) -> list[dict[str, Any]]:
+    """Collated batches of the examples (first references) that fit the model, on its device."""
+    rows = encode(examples, tokenizer, positions(model) or 1 << 30)
+    collate = Collator(tokenizer.pad_token_id, max_length=positions(model))
+    return [
+        {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in collate(list(part)).items()}
+        for part in (rows.select(range(i, min(i + batch_size, len(rows)))) for i in range(0, len(rows), batch_size))
+    ]
+
+
+@torch.no_grad()
+def loss_by_position(
+    model: PreTrainedModel, batches: Sequence[Mapping[str, Any]], schedule: Schedule
+) -> tuple[float, list[tuple[float, int]]]:
+    """Cross-entropy in nats: the mean over all response tokens, and per position (mean, how many tokens it is over).
+
+    Position 0 is the token that the prompt alone predicts; position g + 1 is predicted by decode step g.
+    """
+    attach(model)
+    sums: list[float] = []
+    counts: list[int] = []
+    for batch in batches:
+        labels = batch["labels"][:, 1:]
+        with teacher_forced(model, schedule, batch["prompt_length"]):
+            logits = model(
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                position_ids=batch["position_ids"],
+                logits_to_keep=labels.shape[1],
+                use_cache=False,
+            ).logits.float()
+        losses = cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
+        here = (labels != -100).sum(0).tolist()
+        sums += [0.0] * (len(here) - len(sums))
+        counts += [0] * (len(here) - len(counts))
+        for position, (loss, count) in enumerate(zip(losses.sum(0).tolist(), here, strict=True)):
+            sums[position] += loss
+            counts[position] += count
+    while counts and counts[-1] == 0:  # widths are rounded up
+        sums.pop(), counts.pop()
+    means = [(loss / max(count, 1), count) for loss, count in zip(sums, counts, strict=True)]
+    return sum(sums) / max(sum(counts), 1), means

@@ -1,0 +1,153 @@
+"""Pictures: a schedule as a staircase, and what it trades."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.schedule import Schedule
+from ..errors import MissingExtra, UsageError
+from ..files import check_target, write
+from .timing import Timing
+
+try:
+    import matplotlib
+except ImportError:
+    raise MissingExtra("plots need matplotlib: pip install 'skipdecode[cli]'") from None
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+FULL, RUN, SKIP = "#334155", "#2563eb", "#e2e8f0"
+MARKERS = "*osD^vPX<>"
+
+
+def check_picture(path: Path) -> None:
+    """What a picture cannot be written to, said before the work.
+
+    Raises:
+        FileError: a folder, or a file in a folder that is not there.
+        UsageError: a name whose ending is no picture's.
+    """
+    check_target(path)
+    kinds = plt.Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise UsageError(f"{path} does not end like a picture: .png, .pdf or .svg, say")
+
+
+def _save(figure: Figure, path: Path, dpi: int) -> None:
+    check_picture(path)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=dpi, format=path.suffix.removeprefix(".").lower())
+    plt.close(figure)
+    write(path, content.getvalue())
+
+
+def draw_schedule(schedule: Schedule, path: Path, length: int | None = None) -> None:
+    """Which layers run at each step: the picture of ``skipdecode schedule``."""
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    length = length or schedule.horizon + max(schedule.horizon // 4, 2)
+    _grid(axes, schedule, length)
+    ratio = schedule.layer_ratio(length)
+    axes.set_title(
+        f"{schedule.average_depth(length):.1f} of {schedule.num_layers} layers on average: {ratio:.2f}x fewer"
+    )
+    _save(figure, path, 140)
+
+
+def draw_demo(schedules: Mapping[float, Schedule], timings: Mapping[float, Timing], path: Path, note: str) -> None:
+    """The staircases of all speeds, and target against layers and clock."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    steps = max(max(t.result.lengths) for t in timings.values())
+    for speedup, schedule in schedules.items():
+        left.step(range(steps), [schedule.depth(g) for g in range(steps)], where="post", label=f"{speedup:g}x", lw=2)
+    left.set(
+        xlabel="generated token fed back", ylabel="layers run", ylim=(0, next(iter(schedules.values())).num_layers + 1)
+    )
+    left.set_title("the staircase")
+    left.legend(title="target")
+    base = timings[min(timings)]
+    targets = list(timings)
+    ratios = [t.cost.layer_ratio for t in timings.values()]
+    decode = [base.step_ms / t.step_ms for t in timings.values()]
+    total = [base.seconds / t.seconds for t in timings.values()]
+    right.plot(targets, targets, ":", color="grey", label="target")
+    right.plot(targets, ratios, "o-", color=FULL, label="layers: fewer by")
+    right.plot(targets, decode, "s-", color=RUN, label="clock: a decode step")
+    right.plot(targets, total, "^-", color="#f59e0b", label="clock: all, prompt included")
+    right.set(xlabel="target speed-up", ylabel="times faster than 1x", xticks=targets)
+    right.set_title("what it gave")
+    right.legend()
+    figure.suptitle(note, fontsize=8, color="grey")
+    _save(figure, path, 140)
+
+
+def _grid(axes: Axes, schedule: Schedule, length: int) -> None:
+    running = [set(schedule.layers(schedule.depth(step))) for step in range(length)]
+    image = [[int(layer in layers) for layers in running] for layer in range(schedule.num_layers)]
+    colors: Any = matplotlib.colors.ListedColormap([SKIP, RUN])
+    axes.imshow(image, origin="lower", aspect="auto", cmap=colors, vmin=0, vmax=1, interpolation="nearest")
+    axes.set(xlabel="generated token fed back", ylabel="layer")
+    patches = [Patch(color=RUN, label="runs"), Patch(color=SKIP, label="passes the hidden states on")]
+    axes.legend(handles=patches, loc="center")
+
+
+def draw_tradeoff(rows: Sequence[Mapping[str, Any]], metrics: Sequence[tuple[str, str]], path: Path, note: str) -> None:
+    """Quality against the achieved layer ratio and against the clock, all methods, one line of panels per metric."""
+    figure, panels = plt.subplots(
+        len(metrics), 2, figsize=(11, 3.6 * len(metrics)), layout="constrained", squeeze=False, sharey="row"
+    )
+    axes_of = (
+        ("layer_ratio", "times fewer layers run (achieved)"),
+        ("clock_ratio", "times faster for the same prompts and steps (wall clock)"),
+    )
+    for (name, label), line in zip(metrics, panels, strict=True):
+        for panel, (x, title) in zip(line, axes_of, strict=True):
+            for number, (method, points) in enumerate(_by_method(rows).items()):
+                ordered = sorted(points, key=lambda row: row["target"])
+                panel.plot(
+                    [row[x] for row in ordered],
+                    [row[name] for row in ordered],
+                    "k*" if method == rows[0]["label"] else f"{MARKERS[number % len(MARKERS)]}-",
+                    label=method,
+                    lw=2.5 if method == "SkipDecode" else 1.2,
+                    ms=10 if method == rows[0]["label"] else 6,
+                )
+            panel.axhline(rows[0][name], color="grey", lw=0.8, ls=":")
+            panel.set(xlabel=title)
+        line[0].set(ylabel=label)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    figure.suptitle(note, fontsize=8, color="grey")
+    _save(figure, path, 130)
+
+
+def draw_losses(rows: Sequence[Mapping[str, Any]], path: Path, note: str) -> None:
+    """Teacher-forced loss by position in the response, SkipDecode's budgets against the full model.
+
+    Nothing is drawn where no row has a loss: prompts without responses have none.
+    """
+    if not any("loss_by_position" in row for row in rows):
+        return
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    for row in rows:
+        if row["method"] in ("full", "skipdecode") and "loss_by_position" in row:
+            # The last positions are reached by a handful of texts: their means are noise.
+            most = max(count for _, count in row["loss_by_position"])
+            shown = [loss for loss, count in row["loss_by_position"] if count >= most / 10]
+            axes.plot(shown, label=f"{row['label']} {row['target']:g}x", lw=2 if row["method"] == "full" else 1.2)
+    axes.set(xlabel="position in the response", ylabel="loss (nats per token)")
+    axes.legend(fontsize=8)
+    figure.suptitle(note, fontsize=8, color="grey")
+    _save(figure, path, 130)
+
+
+def _by_method(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["label"], []).append(row)
+    return found

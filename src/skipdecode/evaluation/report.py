@@ -1,0 +1,163 @@
+"""Finished rows as tables for people (Markdown), spreadsheets (CSV) and machines (JSON)."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import FileError, JobError
+from ..files import check_target, read_json, write
+from .timing import remarks, shown
+
+Row = Mapping[str, Any]
+
+
+def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
+    """Heads and cells of what fits a terminal."""
+    heads = [
+        "method",
+        "target",
+        "achieved",
+        *(label for _, label in metrics),
+        "s/1k tok",
+        "layers timed",
+        "clock",
+        "peak KV",
+    ]
+    cells = [
+        [
+            row["label"],
+            f"{row['target']:g}x",
+            f"{row['layer_ratio']:.2f}x",
+            *(f"{row[name]:.2f} ({row[f'{name}_difference']:+.2f})" for name, _ in metrics),
+            f"{row['seconds_per_1k_tokens']:.2f}",
+            f"{row['timed_layer_ratio']:.2f}x",
+            shown(row["clock_ratio"], row["timed_layer_ratio"]),
+            f"{row['peak_kv_bytes'] / 1e6:.1f} MB",
+        ]
+        for row in rows
+    ]
+    return heads, cells
+
+
+def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
+    """Heads and cells. ``metrics`` are (name, label); an interval is that of the difference from the full model.
+
+    Ratios say how many times less than the full model: layers that the batch ran; in equal numbers of timed steps
+    layers, seconds of all and of a decode step.
+    """
+    heads = ["method", "target", "layers", "achieved", "per token"]
+    heads += [cell for _, label in metrics for cell in (label, "vs full (95%)")]
+    heads += ["loss", "s / 1k tokens", "layers timed", "clock", "decode clock", "peak KV"]
+    cells = []
+    for row in rows:
+        line = [row["label"], f"{row['target']:g}x", f"{row['layers']:.2f}"]
+        line += [f"{row['layer_ratio']:.2f}x", f"{row['token_layer_ratio']:.2f}x"]
+        for name, _ in metrics:
+            low, high = row[f"{name}_interval"]
+            line += [f"{row[name]:.2f}", f"{row[f'{name}_difference']:+.2f} ({low:+.2f} to {high:+.2f})"]
+        line.append(f"{row['loss']:.3f}" if "loss" in row else "")
+        line += [
+            f"{row['seconds_per_1k_tokens']:.2f}",
+            f"{row['timed_layer_ratio']:.2f}x",
+            shown(row["clock_ratio"], row["timed_layer_ratio"]),
+            shown(row["decode_clock_ratio"], row["timed_layer_ratio"]),
+        ]
+        cells.append([*line, f"{row['peak_kv_bytes'] / 1e6:.1f} MB"])
+    return heads, cells
+
+
+def notes(rows: Sequence[Row]) -> dict[str, str]:
+    """How these rows were timed, and what has to be known of their clock."""
+    first = rows[0]
+    figures = [
+        shown(row[name], row["timed_layer_ratio"]) for row in rows for name in ("clock_ratio", "decode_clock_ratio")
+    ]
+    timed = (
+        f"{first['timed_steps']} decode steps for each of the same {first['timed_rows']} inputs, end-of-sequence held "
+        "off; each method in turn with the full model, medians"
+    )
+    return {"clock": timed} | remarks(figures, first["timed_rows"], min(row["timed_batches"] for row in rows))
+
+
+def markdown(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], note: str) -> str:
+    """A Markdown table, padded so that it reads as text too, with the note below."""
+    heads, cells = columns(rows, metrics)
+    widths = [max(len(line[i]) for line in (heads, *cells)) for i in range(len(heads))]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+
+    def line(parts: Sequence[str]) -> str:
+        first, *rest = (
+            part.ljust(w) if i == 0 else part.rjust(w) for i, (part, w) in enumerate(zip(parts, widths, strict=True))
+        )
+        return f"| {' | '.join((first, *rest))} |"
+
+    return "\n".join([line(heads), line(rule), *map(line, cells), "", note, ""])
+
+
+#: What :func:`save` writes, and the plots beside it.
+FILES = ("table.md", "table.csv", "table.json", "tradeoff.png", "losses.png")
+
+
+def check(folder: Path, job: str, arms: Iterable[tuple[str, float]], overwrite: bool) -> None:
+    """Whether the tables in ``folder`` may be written anew: they are of ``job``, and lose none of their rows.
+
+    Args:
+        folder: where the tables are, or will be.
+        job: as :func:`save` is given it.
+        arms: (method, target) of each row to come.
+        overwrite: whatever is there.
+
+    Raises:
+        FileError: one of them cannot be written.
+        JobError: they are of other settings, not ours, or hold rows that would be gone.
+    """
+    for name in FILES:
+        check_target(folder / name)
+    if overwrite or not any((folder / name).exists() for name in FILES):
+        return
+    try:
+        table = read_json(folder / "table.json")
+    except FileError:
+        table = None
+    if not isinstance(table, dict) or table.get("job") != job:
+        raise JobError(
+            f"{folder} holds tables or plots of other settings, or of another model: "
+            "give another --output, or --overwrite"
+        )
+    rows = table.get("rows")
+    there = {(row.get("method"), row.get("target")) for row in rows if isinstance(row, dict)} if rows else set()
+    if lost := sorted(f"{method} at {target:g}x" for method, target in there - set(arms)):
+        raise JobError(
+            f"{folder} holds rows that this command would leave out ({', '.join(lost)}): name their methods and "
+            "speed-ups too, or give another --output, or --overwrite"
+        )
+
+
+def save(
+    rows: Sequence[Row], metrics: Sequence[tuple[str, str]], about: Mapping[str, Any], folder: Path, job: str
+) -> None:
+    """Write ``table.md``, ``table.csv`` and ``table.json`` to ``folder``.
+
+    ``about`` says how they were measured, and ``job`` is the full model's row: both together what they belong to.
+    """
+    rows = [{name: value for name, value in row.items() if name not in ("job", "checksum", "texts")} for row in rows]
+    rows = [{**row, "model": Path(row["model"]).name} for row in rows]  # whose disk it lay on says nothing to others
+    note = "\n".join(f"{name}: {value}  " for name, value in about.items())
+    write(folder / "table.md", markdown(rows, metrics, note))
+    flat = [{k: v for k, v in row.items() if not isinstance(v, (dict, list))} for row in rows]
+    for values, row in zip(flat, rows, strict=True):
+        for name, _ in metrics:
+            values[f"{name}_low"], values[f"{name}_high"] = row[f"{name}_interval"]
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, list(dict.fromkeys(name for row in flat for name in row)))
+    writer.writeheader()
+    writer.writerows(flat)
+    write(folder / "table.csv", file.getvalue())
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    head = f'"about": {json.dumps(dict(about), ensure_ascii=False)},\n"job": {json.dumps(job)}'
+    write(folder / "table.json", f'{{{head},\n"rows": [\n{lines}\n]}}\n')

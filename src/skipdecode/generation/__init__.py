@@ -1,0 +1,1 @@
+"""Prompts in, texts and what they cost out: checkpoints, batches, jobs that resume."""

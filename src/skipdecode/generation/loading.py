@@ -1,0 +1,223 @@
+"""Checkpoints in: a directory, a hub name, ``demo`` for the embedded one, or a config to start from scratch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from ..core.gate import attach
+from ..data.tokenization import for_decoding, train_tokenizer
+from ..errors import ModelError
+from .soundness import (
+    UNREADABLE,
+    Reading,
+    check_config,
+    check_files,
+    check_generation,
+    check_size,
+    check_tokenizer,
+    check_weights,
+    read_object,
+)
+
+DEMO = Path(__file__).parent.parent / "demo"
+DTYPES = ("float32", "bfloat16", "float16")
+
+#: Model types whose decoding the tests hold equal to a pass without a cache.
+TESTED = frozenset(
+    """opt gpt2 gpt_neo gpt_neox llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 mixtral qwen3_moe gpt_oss
+    glm4_moe deepseek_v3 qwen3_5_text granitemoehybrid falcon_h1 jamba gemma3n_text gemma4_text""".split()
+)
+
+
+def resolve(name: str) -> str:
+    """Path or hub name of a model. Raises ModelError for what can be neither."""
+    if name == "demo":
+        return str(DEMO)
+    path = Path(name)
+    if path.is_dir() and (path / "adapter_config.json").exists():
+        raise ModelError(f"{name} holds a PEFT adapter: merge it first (merge_and_unload), and save the whole model")
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ModelError(f"{name} holds no config.json: is it a Hugging Face checkpoint?")
+    if not path.is_dir() and (path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ModelError(f"no model at {name}: give a directory, a hub name, or 'demo'")
+    return name
+
+
+def load(
+    name: str = "demo",
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | None = None,
+    attention: str | None = None,
+    revision: str | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal LM with gates attached, and its tokenizer. No code of the checkpoint is run.
+
+    Args:
+        name: directory, hub name, or ``demo``.
+        dtype: ``float32``, ``bfloat16``, ``float16``; ``auto`` is the checkpoint's own on a GPU; on a CPU float32, or
+            bfloat16 where both the checkpoint and the CPU's arithmetic have it.
+        device: ``cuda``, ``cpu``, …; a GPU if there is one.
+        attention: ``eager``, ``sdpa``, …; transformers' choice if None.
+        revision: of a hub model.
+
+    Raises:
+        ModelError: no such model, device or type, no decoder-only causal LM, or a damaged checkpoint: weights that are
+            missing, left over, of another shape or not finite, a tokenizer of another model, files that are no JSON.
+    """
+    config = read_config(name, revision)
+    dtype, device = placement(config, dtype, device)
+    options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
+    tokenizer = load_tokenizer(name, revision)
+    model = read_weights(resolve(name), config=config, dtype=dtype, revision=revision, **options)
+    check_tokenizer(name, tokenizer, model.get_input_embeddings().weight.shape[0])
+    kind = config.get_text_config(decoder=True).model_type
+    if kind not in TESTED:
+        warnings.warn(f"{name}: models of type {kind!r} are not tested: try `skipdecode check {name}`", stacklevel=2)
+    with Reading(f"{name} does not fit on {device!r}"):
+        model = model.to(device)
+    return attach(model.eval()), tokenizer
+
+
+def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tuple[str | torch.dtype, str]:
+    """The type and the device that a model of this config is run in. Raises ModelError for what is not there."""
+    device = device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
+    check_dtype(dtype)
+    if dtype == "auto" and device == "cpu" and (config.dtype != torch.bfloat16 or not _fast_bfloat16()):
+        dtype = torch.float32
+    return dtype, device
+
+
+def read_weights(path: str, *, config: Any = None, revision: str | None = None, **options: Any) -> PreTrainedModel:
+    """What :func:`load` takes from a checkpoint beside its tokenizer: the model as it was saved, nothing filled in.
+
+    ``options`` are those of transformers' ``from_pretrained``. Raises ModelError.
+    """
+    check_files(Path(path))
+    config = read_config(path, revision) if config is None else config
+    with Reading(f"{path}: generation_config.json cannot be read"), suppress(OSError):  # it need not be there
+        check_generation(path, GenerationConfig.from_pretrained(path, revision=revision))
+    folder = Path(path) / (options.get("subfolder") or "")
+    if folder.is_dir() and (sketch := _sketch(config)) is not None:
+        check_size(folder, sketch)
+    with Reading(f"{path} cannot be loaded"), _quiet():
+        options |= {"config": config, "revision": revision, "trust_remote_code": False, "output_loading_info": True}
+        # Mismatched shapes are refused too, but by name.
+        model, info = AutoModelForCausalLM.from_pretrained(path, ignore_mismatched_sizes=True, **options)
+    check_weights(path, model, info)
+    return model
+
+
+def _sketch(config: Any) -> PreTrainedModel | None:
+    """The model without memory for its weights; None where it cannot be made: reading it says why."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
+    except UNREADABLE:
+        return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' warnings: what they say of the weights is an error of ours."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint, ready for :func:`encode_prompts`. Raises ModelError."""
+    path = name if (Path(name) / "tokenizer_config.json").exists() else resolve(name)  # it may be there without a model
+    check_files(Path(path))
+    with Reading(f"the tokenizer of {name} cannot be read"):
+        return for_decoding(AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False))
+
+
+def check_device(device: str) -> None:
+    """Raises ModelError for a device that is not there, or that computes nothing."""
+    try:
+        place = torch.device(device)
+        torch.zeros(1, device=place)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise ModelError(f"there is no device {device!r} here: {_first_line(error)}") from error
+    if place.type == "meta" or (place.type == "cpu" and place.index):
+        raise ModelError(f"there is no device {device!r} here that computes")
+
+
+def check_dtype(dtype: str | torch.dtype) -> None:
+    """Raises ModelError for a type that no model is run in."""
+    if dtype not in ("auto", *DTYPES, *(getattr(torch, kind) for kind in DTYPES)):
+        raise ModelError(f"a dtype is auto, {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, not {dtype!r}")
+
+
+def read_config(name: str, revision: str | None = None) -> Any:
+    """A model's config, read without its weights. Raises ModelError."""
+    check_files(Path(resolve(name)), ["config.json"])
+    with Reading(f"no model could be read at {name}"):
+        config = AutoConfig.from_pretrained(resolve(name), revision=revision, trust_remote_code=False)
+    check_config(name, config)
+    return config
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def new_config(path: Path) -> Any:
+    """The config of a model to be made, from a ``config.json``. Raises ModelError."""
+    values = read_object(path)
+    with Reading(f"{path} is no model config"):
+        if not isinstance(values.get("model_type"), str):
+            raise ModelError(f"{path} is no model config: it has no model_type")
+        config = AutoConfig.for_model(**values)
+    check_config(str(path), config)
+    return config
+
+
+def from_config(
+    path: Path, texts: Sequence[str], tokenizer: str | None = None, attention: str | None = None, seed: int = 0
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model with random weights from a ``config.json``, and a tokenizer: a given one, or BPE trained on ``texts``.
+
+    The config's ``vocab_size`` is the size to train; token ids in it are set to the tokenizer's. Raises ModelError for
+    a config that no model can be made from.
+    """
+    config = new_config(path)
+    tokens = load_tokenizer(tokenizer) if tokenizer else train_tokenizer(texts, config.vocab_size)
+    config.vocab_size = max(config.vocab_size, len(tokens))
+    config.pad_token_id, config.eos_token_id = tokens.pad_token_id, tokens.eos_token_id
+    config.bos_token_id = tokens.bos_token_id if tokens.bos_token_id is not None else tokens.eos_token_id
+    torch.manual_seed(seed)
+    options = {"attn_implementation": attention} if attention else {}
+    with Reading(f"no model can be made from {path}"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options), tokens
+
+
+def _fast_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware."""
+    return any(present is True and name.endswith("bf16") for name, present in cpu_capabilities().items())
+
+
+def cpu_capabilities() -> Mapping[str, Any]:
+    """What torch knows about the CPU; nothing on torch versions that do not say."""
+    return getattr(torch.cpu, "get_capabilities", dict)()

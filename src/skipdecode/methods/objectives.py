@@ -1,0 +1,101 @@
+"""What a training step minimises: the response's cross-entropy, and distillation from full depth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, kl_div, log_softmax, mse_loss
+
+from ..core.gate import attach, teacher_forced
+from ..core.schedule import Schedule
+from ..core.stack import decoder_layers
+from ..errors import UsageError
+
+DISTILLED = ("logits", "hidden")
+
+
+def response_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    """Cross-entropy on response tokens, the mean over the whole accumulated batch. ``labels``: (batch, 1 + R)."""
+    return token_loss(outputs.logits, labels, num_items_in_batch)
+
+
+def token_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    """The same from ``logits`` (batch, at least R, vocabulary), of which the last R columns count."""
+    labels = labels[:, 1:]
+    logits = logits[:, -labels.shape[1] :].float()
+    total = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return total / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+class Objective:
+    """Cross-entropy on the response, the paper's. Subclasses add to it."""
+
+    #: Whether the loss reads ``outputs.hidden_states``.
+    hidden_states = False
+    #: Runs in every training step, whatever was drawn, if not None.
+    schedule: Schedule | None = None
+
+    def prepare(self, model: nn.Module, inputs: dict[str, Any], schedule: Schedule) -> None:
+        """Called before each forward pass of training, outside its gates."""
+
+    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """The loss of one batch, a scalar."""
+        return response_loss(outputs, labels, num_items_in_batch)
+
+
+class Distillation(Objective):
+    """``(1 - weight)`` times cross-entropy, ``weight`` times the distance from a model that runs all its layers.
+
+    Args:
+        weight: 0 to 1.
+        what: ``logits``, the KL divergence from the teacher's next-token distribution; ``hidden``, the mean squared
+            error of the last hidden states, in units of the teacher's mean square.
+        teacher: another model of the same vocabulary (and width, for ``hidden``); None: the trained one itself at full
+            depth, without dropout. Steps drawn at full depth then have nothing to learn from and are plain.
+    """
+
+    def __init__(self, weight: float, what: str = "logits", teacher: nn.Module | None = None) -> None:
+        if what not in DISTILLED:
+            raise UsageError(f"what is distilled is {' or '.join(DISTILLED)}, not {what!r}")
+        if not 0 < weight <= 1:
+            raise UsageError(f"a distillation weight is above 0 and at most 1, not {weight}")
+        self.weight = weight
+        self.what = what
+        self.teacher = None if teacher is None else attach(teacher.eval())
+        self.hidden_states = what == "hidden"
+        self._target: Tensor | None = None
+
+    def prepare(self, model: nn.Module, inputs: dict[str, Any], schedule: Schedule) -> None:
+        """Run the teacher on the same batch."""
+        self._target = None
+        if schedule.is_full and self.teacher is None:
+            return
+        teacher = model if self.teacher is None else self.teacher.to(inputs["input_ids"].device)
+        full = Schedule.full(len(decoder_layers(teacher)))
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        training = teacher.training
+        teacher.eval()
+        with torch.no_grad(), teacher_forced(teacher, full, 1):
+            self._target = self._read(teacher(**inputs, use_cache=False))
+        teacher.train(training)
+
+    def _read(self, outputs: Any) -> Tensor:
+        return outputs.hidden_states[-1] if self.what == "hidden" else outputs.logits
+
+    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Cross-entropy and distance, both means per response token."""
+        loss = super().__call__(outputs, labels, num_items_in_batch)
+        if self._target is None:
+            return loss
+        learned = labels[:, 1:] != -100
+        width = learned.shape[1]
+        student = self._read(outputs)[:, -width:][learned].float()
+        target = self._target[:, -width:][learned].float()
+        if self.what == "hidden":
+            distance = mse_loss(student, target) / target.square().mean() * len(target)
+        else:
+            distance = kl_div(log_softmax(student, -1), log_softmax(target, -1), log_target=True, reduction="sum")
+        count = len(target) if num_items_in_batch is None else num_items_in_batch
+        return (1 - self.weight) * loss + self.weight * distance / count
