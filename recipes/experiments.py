@@ -90,7 +90,7 @@ def run(name: str, given: argparse.Namespace, bench: Bench) -> None:
     training = random.Random(0).sample(training, min(2 * 32 * given.steps, len(training)))
     model, tokenizer = load(given.start, attention="eager")
     layers = model.config.num_hidden_layers
-    lengths = bench.run(model, tokenizer, bench.examples, None).lengths
+    lengths = bench.generate(model, tokenizer, bench.examples, None).lengths
     if form.get("order") == "calibrated":
         batches = batches_of(bench.held_out[:64], tokenizer, model, 64)
         form = form | {"order": rank_layers(model, batches).order}

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from skipdecode import Schedule, trained
+from skipdecode import Schedule
+from skipdecode.core import checkpoint_config
 from skipdecode.core.fitting import refit
 from skipdecode.data.metrics import Agreement
 from skipdecode.errors import FileError
@@ -43,7 +44,9 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained_with(source: Path, folder: Path, schedules: dict[float, Schedule], method: str = "skipdecode") -> Path:
     """A copy of the checkpoint whose config says that it was trained with these."""
     shutil.copytree(source, folder)
-    values = json.loads((folder / "config.json").read_text()) | {"skipdecode": trained.entry(schedules, method)}
+    values = json.loads((folder / "config.json").read_text()) | {
+        "skipdecode": checkpoint_config.to_config_entry(schedules, method)
+    }
     (folder / "config.json").write_text(json.dumps(values))
     return folder
 
@@ -72,7 +75,7 @@ def test_what_was_trained_keeps_its_form_and_its_depths(
     done = calibrate(model, prompts, tmp_path, "--speedup", 3, "--save", "--force")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    new = trained.schedules(AutoConfig.from_pretrained(model))[3.0]
+    new = checkpoint_config.trained_schedules(AutoConfig.from_pretrained(model))[3.0]
     assert new == Schedule.load(tmp_path / "schedule.json") == Schedule.from_dict(found["schedule"])
     assert new.form == plan.form
     assert new.horizon > 1
@@ -138,7 +141,7 @@ def test_a_worse_schedule_is_saved_only_by_force(eight: Path, prompts: Path, tmp
     assert (model / "config.json").read_bytes() == config
     plan = Schedule.load(tmp_path / "schedule.json")
     assert calibrate(model, prompts, tmp_path, "--speedup", 4, "--save", "--force").returncode == 0
-    assert trained.schedules(AutoConfig.from_pretrained(model))[4.0] == plan
+    assert checkpoint_config.trained_schedules(AutoConfig.from_pretrained(model))[4.0] == plan
 
 
 def test_scores_judge_where_there_are_references() -> None:
@@ -163,7 +166,7 @@ def test_a_config_that_others_share_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "snapshot" / "config.json").symlink_to(tmp_path / "blob")
     with pytest.raises(FileError, match="copy the model first"):
-        trained.save_calibrated(tmp_path / "snapshot", 2, Schedule.full(4), "skipdecode")
+        checkpoint_config.save_calibrated(tmp_path / "snapshot", 2, Schedule.full(4), "skipdecode")
     assert (tmp_path / "blob").read_text() == "{}"
 
 
@@ -173,17 +176,21 @@ def test_a_calibrated_model_is_not_a_trained_one(eight: Path, prompts: Path, tmp
     assert calibrate(model, prompts, tmp_path, "--speedup", 2, "--save", "--force").returncode == 0
     config = AutoConfig.from_pretrained(model)
     plan = Schedule.load(tmp_path / "schedule.json")
-    assert trained.method(config) == "full"
-    assert trained.schedules(config) == trained.schedules_of(config, "skipdecode") == {2.0: plan}
-    assert trained.choose(config, 2) == plan
-    assert trained.schedules_of(config, "unified") == {}
+    assert checkpoint_config.trained_method(config) == "full"
+    assert (
+        checkpoint_config.trained_schedules(config)
+        == checkpoint_config.schedules_of(config, "skipdecode")
+        == {2.0: plan}
+    )
+    assert checkpoint_config.resolve_schedule(config, 2) == plan
+    assert checkpoint_config.schedules_of(config, "unified") == {}
     done = run("generate", model, "--speedup", 2, "--max-new-tokens", 3, stdin=b"the cat\n")
     assert done.returncode == 0
     assert "not trained for skipping" in done.stderr
     # Where it was trained, calibrating keeps that.
     model = trained_with(eight, tmp_path / "trained", {2.0: plan, 3.0: plan})
     assert calibrate(model, prompts, tmp_path, "--speedup", 3, "--save", "--force").returncode == 0
-    assert trained.method(AutoConfig.from_pretrained(model)) == "skipdecode"
+    assert checkpoint_config.trained_method(AutoConfig.from_pretrained(model)) == "skipdecode"
 
 
 def test_schedules_saved_at_once_all_survive(eight: Path, tmp_path: Path) -> None:
@@ -192,7 +199,7 @@ def test_schedules_saved_at_once_all_survive(eight: Path, tmp_path: Path) -> Non
     speedups = [2.5, 3.0, 3.123456789, 4.0, 5.0, 6.0]
     plans = {k: Schedule(8, 4, 1, 10 + i) for i, k in enumerate(speedups)}
     threads = [
-        threading.Thread(target=trained.save_calibrated, args=(model, k, plan, "skipdecode"))
+        threading.Thread(target=checkpoint_config.save_calibrated, args=(model, k, plan, "skipdecode"))
         for k, plan in plans.items()
     ]
     for thread in threads:
@@ -200,7 +207,7 @@ def test_schedules_saved_at_once_all_survive(eight: Path, tmp_path: Path) -> Non
     for thread in threads:
         thread.join()
     config = AutoConfig.from_pretrained(model)
-    assert trained.schedules(config) == plans | {2.0: Schedule(8, 5, 3, 40)}
+    assert checkpoint_config.trained_schedules(config) == plans | {2.0: Schedule(8, 5, 3, 40)}
     assert config.hidden_size == 32
     assert not [path for path in model.iterdir() if path.name.startswith(".")]
 
@@ -219,7 +226,7 @@ def test_a_failing_disk_leaves_the_config_whole(
     with monkeypatch.context() as patched:
         patched.setattr(os, name, full)
         with pytest.raises(OSError, match="No space left"):
-            trained.save_calibrated(model, 2, Schedule(8, 5, 3, 40), "skipdecode")
+            checkpoint_config.save_calibrated(model, 2, Schedule(8, 5, 3, 40), "skipdecode")
     assert (model / "config.json").read_bytes() == before
     assert not [path for path in model.iterdir() if path.name.startswith(".")]
 

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 import skipdecode
-from skipdecode.core.checkpoint_config import schedules
+from skipdecode.core.checkpoint_config import trained_schedules
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.generation.loading import DEMO
@@ -29,16 +29,16 @@ def test_it_is_a_small_stock_opt_of_24_layers():
     model = AutoModelForCausalLM.from_pretrained(DEMO)
     assert type(model).__name__ == "OPTForCausalLM"
     assert model.config.num_hidden_layers == 24
-    assert list(schedules(model.config)) == [1, 2, 3, 4, 5]
+    assert list(trained_schedules(model.config)) == [1, 2, 3, 4, 5]
 
 
 def test_it_names_the_restaurant_at_every_speed():
     model, tokenizer = skipdecode.load()
     prompt = get_task("e2e").prompt({"mr": "name[The Mill], eatType[pub], food[English], area[riverside]"})
     for speedup in (1, 2, 3, 4, 5):
-        row = skipdecode.generate(model, tokenizer, [prompt], speedup=speedup, max_new_tokens=60, do_sample=False).rows[
-            0
-        ]
+        row = skipdecode.generate(
+            model, tokenizer, [prompt], speedup=speedup, max_new_tokens=60, do_sample=False
+        ).completions[0]
         assert row.finish_reason == "stop"
         assert "The Mill" in row.text
         assert "riverside" in row.text
@@ -56,12 +56,12 @@ def test_scores_on_the_rows_that_lie_beside_the_tests(speedup: int, bleu: float,
     model, tokenizer = skipdecode.load()
     options = {"speedup": speedup, "max_new_tokens": task.max_new_tokens, "do_sample": False}
     result = skipdecode.generate(model, tokenizer, [item.prompt for item in items], **options)
-    scores = task.score([row.text for row in result.rows], [item.references for item in items])
+    scores = task.score([row.text for row in result.completions], [item.references for item in items])
     assert scores["bleu"] == pytest.approx(bleu, abs=1)
     assert scores["rouge_l"] == pytest.approx(rouge_l, abs=1)
     assert result.cost.layer_ratio == pytest.approx(speedup, rel=0.1)
     alone = skipdecode.generate(model, tokenizer, [items[0].prompt], **options)
-    assert alone.rows[0].text == result.rows[0].text
+    assert alone.completions[0].text == result.completions[0].text
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the E2E release is not beside the checkout (docs/training.md)")
@@ -76,7 +76,7 @@ def test_scores_are_the_cards(speedup):
     result = skipdecode.generate(
         model, tokenizer, prompts, max_new_tokens=task.max_new_tokens, do_sample=False, **options
     )
-    scores = task.score([row.text for row in result.rows], [example.references for example in examples])
+    scores = task.score([row.text for row in result.completions], [example.references for example in examples])
     assert scores["bleu"] == pytest.approx(figures()[speedup, "bleu"], abs=0.3)
     assert scores["rouge_l"] == pytest.approx(figures()[speedup, "rouge"], abs=0.3)
     assert result.cost.layer_ratio == pytest.approx(speedup, rel=0.03)

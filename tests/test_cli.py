@@ -15,10 +15,13 @@ import pytest
 import torch
 
 import skipdecode
-from skipdecode import Schedule, cache, gate, generation, inputs, prefix
+from skipdecode import Schedule
 from skipdecode.cli.app import main
+from skipdecode.core import cache, gate, prefix
+from skipdecode.data import inputs
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.check import CHECKS
+from skipdecode.generation import generate as generation
 from tiny import run, save_checkpoint
 
 
@@ -138,7 +141,7 @@ def test_library_and_command_line_write_the_same(checkpoint: Path, tmp_path: Pat
     result = skipdecode.generate(
         model, tokenizer, ["the cat", "the dog sat"], speedup=2, max_new_tokens=7, do_sample=False
     )
-    assert [json.loads(line)["text"] for line in done.stdout.splitlines()] == [row.text for row in result.rows]
+    assert [json.loads(line)["text"] for line in done.stdout.splitlines()] == [row.text for row in result.completions]
 
 
 def test_full_is_the_stock_model(checkpoint: Path) -> None:
@@ -149,7 +152,9 @@ def test_full_is_the_stock_model(checkpoint: Path) -> None:
     batch = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
     stock = model.generate(**batch, max_new_tokens=9, do_sample=False)
     new = stock[:, batch["input_ids"].shape[1] :]
-    assert [row.text for row in full.rows] == [tokenizer.decode(r, skip_special_tokens=True).strip() for r in new]
+    assert [row.text for row in full.completions] == [
+        tokenizer.decode(r, skip_special_tokens=True).strip() for r in new
+    ]
     assert full.cost.layer_ratio == 1
 
 

@@ -12,7 +12,8 @@ import pytest
 from transformers import AutoConfig
 
 import skipdecode
-from skipdecode import Schedule, trained
+from skipdecode import Schedule
+from skipdecode.core import checkpoint_config
 from skipdecode.data.tasks import Example, Jsonl
 from skipdecode.evaluation.calibration import rank_layers, trials
 from skipdecode.evaluation.loss import batches_of, loss_by_position
@@ -49,7 +50,7 @@ def test_one_row_per_method_and_budget_all_saved_and_drawn(checkpoint, tmp_path)
     full = skipdecode.generate(model, tokenizer, prompts, full=True, max_new_tokens=12, do_sample=False)
     data = tmp_path / "data"
     data.mkdir()
-    rows = [{"prompt": p, "response": f"{row.text} {p}"} for p, row in zip(prompts, full.rows, strict=True)]
+    rows = [{"prompt": p, "response": f"{row.text} {p}"} for p, row in zip(prompts, full.completions, strict=True)]
     (data / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = run("evaluate", checkpoint, *options(data, tmp_path, "--speedups", "1,2,4", "--methods", methods, "--json"))
     assert done.returncode == 0, done.stderr
@@ -108,8 +109,8 @@ def test_baselines_bring_checkpoints_of_their_own(checkpoint, data, tmp_path):
         done = run("train", checkpoint, "--method", name, "--speedups", budgets, "--output", target, *train)
         assert done.returncode == 0, done.stderr
     config = AutoConfig.from_pretrained(tmp_path / "multi_exit")
-    assert trained.method(config) == "multi_exit"
-    assert trained.schedules(config)[4.0].order == "bottom"
+    assert checkpoint_config.trained_method(config) == "multi_exit"
+    assert checkpoint_config.trained_schedules(config)[4.0].order == "bottom"
     assert AutoConfig.from_pretrained(tmp_path / "static-4").num_hidden_layers == 2
     methods = ",".join(
         f"{name}={tmp_path / name}{tail}" for name, tail in (("multi_exit", ""), ("d3", ""), ("static", "-{speedup}"))
@@ -121,7 +122,10 @@ def test_baselines_bring_checkpoints_of_their_own(checkpoint, data, tmp_path):
     assert rows["static", 4]["prompt_layers"] == 2
     assert rows["static", 4]["layer_ratio"] == 4
     assert rows["static", 2]["layer_ratio"] == 2
-    assert rows["d3", 4]["schedule"] == trained.schedules(AutoConfig.from_pretrained(tmp_path / "d3"))[4.0].to_dict()
+    assert (
+        rows["d3", 4]["schedule"]
+        == checkpoint_config.trained_schedules(AutoConfig.from_pretrained(tmp_path / "d3"))[4.0].to_dict()
+    )
 
 
 def test_a_budget_that_was_not_trained_is_run_in_the_form_that_was(checkpoint, data, tmp_path):
@@ -131,7 +135,10 @@ def test_a_budget_that_was_not_trained_is_run_in_the_form_that_was(checkpoint, d
     assert done.returncode == 0, done.stderr
     other, same = json.loads(done.stdout.splitlines()[-1])["rows"][1:]
     assert [other["schedule"][key] for key in ("order", "decay")] == ["even", "cosine"]
-    assert same["schedule"] == trained.schedules(AutoConfig.from_pretrained(tmp_path / "even"))[4.0].to_dict()
+    assert (
+        same["schedule"]
+        == checkpoint_config.trained_schedules(AutoConfig.from_pretrained(tmp_path / "even"))[4.0].to_dict()
+    )
     assert other["label"] == same["label"] == "SkipDecode"
 
 
@@ -365,8 +372,10 @@ def test_a_saved_calibration_is_what_every_verb_then_takes(data, tmp_path):
         )
         assert run("calibrate", local, "--data", data, *more).returncode == 0
     config = AutoConfig.from_pretrained(local)
-    assert trained.schedules(config) == {k: Schedule.load(tmp_path / f"{k:g}.json") for k in (2.0, 3.0)}
-    assert trained.choose(config, 3) == Schedule.load(tmp_path / "3.json")
+    assert checkpoint_config.trained_schedules(config) == {
+        k: Schedule.load(tmp_path / f"{k:g}.json") for k in (2.0, 3.0)
+    }
+    assert checkpoint_config.resolve_schedule(config, 3) == Schedule.load(tmp_path / "3.json")
     done = run("calibrate", "demo", "--data", data, "--save")
     assert done.returncode == 2
     assert "local" in done.stderr

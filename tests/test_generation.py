@@ -45,7 +45,7 @@ def loaded(checkpoint: Path) -> Loaded:
 
 
 def texts(result: Generated) -> list[str]:
-    return [row.text for row in result.rows]
+    return [row.text for row in result.completions]
 
 
 # --- what may be asked
@@ -114,7 +114,7 @@ def test_options_that_cannot_be_are_refused_with_a_reason(loaded: Loaded, option
 
 def test_flags_that_ask_for_nothing_are_let_through(loaded: Loaded) -> None:
     options: dict[str, Any] = {"output_scores": False, "return_dict_in_generate": None, "use_cache": True}
-    assert len(skipdecode.generate(*loaded, ["the cat"], max_new_tokens=2, **options).rows) == 1
+    assert len(skipdecode.generate(*loaded, ["the cat"], max_new_tokens=2, **options).completions) == 1
 
 
 def test_a_schedule_may_be_a_file(loaded: Loaded, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_caches_name_in_the_checkpoint_stops_nobody(loaded: Loaded, monkeypatc
     plain = skipdecode.generate(model, tokenizer, TEXTS[:2], speedup=2, max_new_tokens=4)
     monkeypatch.setattr(model.generation_config, "cache_implementation", "static")
     assert texts(skipdecode.generate(model, tokenizer, TEXTS[:2], speedup=2, max_new_tokens=4)) == texts(plain)
-    assert skipdecode.generate(model, tokenizer, TEXTS[:2], full=True, max_new_tokens=4).rows
+    assert skipdecode.generate(model, tokenizer, TEXTS[:2], full=True, max_new_tokens=4).completions
     assert model.generation_config.cache_implementation == "static"
 
 
@@ -160,13 +160,15 @@ def test_a_stop_string_ends_a_text(loaded: Loaded, pad_is_end: bool, options: di
         end = tokenizer.eos_token_id
         options |= {"eos_token_id": end, "pad_token_id": end, "min_new_tokens": 12}
     free = skipdecode.generate(model, tokenizer, TEXTS, **options)
-    assert {(row.finish_reason, row.tokens) for row in free.rows} == {("length", 12)}
-    letters = Counter(letter for row in free.rows for letter in row.text if letter.isascii() and letter.isalpha())
+    assert {(row.finish_reason, row.tokens) for row in free.completions} == {("length", 12)}
+    letters = Counter(
+        letter for row in free.completions for letter in row.text if letter.isascii() and letter.isalpha()
+    )
     stop = letters.most_common(1)[0][0]
     result = skipdecode.generate(model, tokenizer, TEXTS, stop_strings=[stop], **options)
     longest = max(len(tokenizer.decode([token])) for token in range(len(tokenizer)))
     reasons = set()
-    for row, before in zip(result.rows, free.rows, strict=True):
+    for row, before in zip(result.completions, free.completions, strict=True):
         reasons.add(row.finish_reason)
         assert row.finish_reason == ("stop" if stop in row.text else "length")
         if "num_beams" not in options:
@@ -177,7 +179,7 @@ def test_a_stop_string_ends_a_text(loaded: Loaded, pad_is_end: bool, options: di
         else:
             assert row.tokens == 12
     assert "stop" in reasons
-    assert result.cost.tokens == sum(row.tokens for row in result.rows)
+    assert result.cost.tokens == sum(row.tokens for row in result.completions)
 
 
 def test_padding_after_a_rule_of_the_users_own_is_not_counted(loaded: Loaded) -> None:
@@ -191,7 +193,7 @@ def test_padding_after_a_rule_of_the_users_own_is_not_counted(loaded: Loaded) ->
     model, tokenizer = loaded
     start = len(tokenizer("the cat")["input_ids"])
     options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "stopping_criteria": [After()]}
-    rows = skipdecode.generate(model, tokenizer, ["the cat", "the cat"], full=True, **options).rows
+    rows = skipdecode.generate(model, tokenizer, ["the cat", "the cat"], full=True, **options).completions
     assert [(row.tokens, row.finish_reason) for row in rows] == [(3, "stop"), (6, "length")]
 
 
@@ -272,7 +274,7 @@ def test_samples_follow_the_models_distribution(options: dict[str, Any]) -> None
         wanted[index[ranked.cumsum(0) - ranked >= 0.8]] = 0
     wanted = wanted / wanted.sum()
     counts = torch.zeros(8)
-    for row in result.rows:
+    for row in result.completions:
         counts[int(row.text)] += 1
     possible = wanted > 0
     assert counts[~possible].sum() == 0

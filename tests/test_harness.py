@@ -183,7 +183,7 @@ def test_texts_are_those_of_generate(checkpoint: Path, options: dict[str, Any]) 
     texts = load(SkipLM, checkpoint, batch_size=2, **options).generate_until(requests, disable_tqdm=True)
     model, tokenizer = skipdecode.load(str(checkpoint), device="cpu")
     alike = skipdecode.generate(model, tokenizer, TEXTS[:3], max_new_tokens=12, do_sample=False, **options)
-    assert [text.strip() for text in texts] == [row.text for row in alike.rows]
+    assert [text.strip() for text in texts] == [row.text for row in alike.completions]
     stock = load(HFLM, checkpoint, batch_size=2).generate_until(requests, disable_tqdm=True)
     assert (texts == stock) == (options != {"speedup": 4})
 

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from families import LAYERS, SCHEDULES, TOP, build, distance, naive, prompts, reference_logits, run
-from skipdecode import Schedule, attach, detach, evaluation
+from skipdecode import Schedule, attach, detach
 from skipdecode.core.gate import is_attached
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.errors import ScheduleError
-from skipdecode.generation.generate import Cost, Row
+from skipdecode.evaluation import runner as evaluation
+from skipdecode.generation.generate import Completion, Cost
 from skipdecode.generation.jobs import Journal, lines
 from tiny import TEXTS, no_file_above, save_checkpoint
 from tiny import run as command
@@ -119,7 +120,7 @@ def test_a_row_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"prompt": f"the cat {i}"}) + "\n" for i in range(20_000)))
     items = read_items(str(source), get_task("jsonl"))
-    rows = {i: Row(f"sat on mat {i:05d}", 4, "stop") for i in range(len(items))}
+    rows = {i: Completion(f"sat on mat {i:05d}", 4, "stop") for i in range(len(items))}
     sizes = [0]
     with Journal(tmp_path / "out", "job") as journal:
         for start in range(0, len(items), 200):

@@ -25,11 +25,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from skipdecode import generation, jobs, loading
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.errors import FileError, InputError, JobError
-from skipdecode.generation.generate import Cost, Row
+from skipdecode.generation import generate as generation
+from skipdecode.generation import jobs, loading
+from skipdecode.generation.generate import Completion, Cost
 from tiny import TEXTS, run, save_checkpoint
 
 
@@ -324,7 +325,7 @@ def test_a_link_stays_one(checkpoint: Path, tmp_path: Path) -> None:
 def test_a_journal_of_another_job_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     source, target = write_rows(tmp_path / "in.jsonl", TEXTS), tmp_path / "out.jsonl"
     with jobs.Journal(target, "another") as journal:
-        journal.add([0], [Row("x", 1, "stop")], Cost(8))
+        journal.add([0], [Completion("x", 1, "stop")], Cost(8))
     done = run("generate", checkpoint, "--input", source, "--output", target)
     assert done.returncode == 2
     assert "another input, model or options" in done.stderr
@@ -387,10 +388,10 @@ def test_a_line_of_another_shape_is_cut_off_though_its_checksum_is_right(tmp_pat
     path = tmp_path / "out.jsonl.partial"
     path.write_bytes(seal([head, first, line, json.dumps(GOOD | {"rows": {"2": ROW}}).encode()]))
     with jobs.Journal(tmp_path / "out.jsonl", "job") as journal:
-        assert journal.rows == {0: Row("x", 1, "stop")}
+        assert journal.rows == {0: Completion("x", 1, "stop")}
         assert len(journal.costs) == 1
         assert journal.summary is None
-        journal.add([1], [Row("x", 1, "stop")], Cost(4))
+        journal.add([1], [Completion("x", 1, "stop")], Cost(4))
     assert path.read_bytes() == seal([head, first, json.dumps(GOOD).encode()])
 
 
@@ -398,7 +399,7 @@ def test_a_cut_journal_loses_only_the_torn_line(tmp_path: Path, monkeypatch: pyt
     """F14: cut at every byte: what is read back is a prefix of the batches written, and it goes on from there."""
     monkeypatch.setattr(os, "fsync", lambda _: None)  # thousands of them, and nobody pulls the plug
     target, path = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-    rows = [Row(f"text {i} é", i, "stop") for i in range(3)]
+    rows = [Completion(f"text {i} é", i, "stop") for i in range(3)]
 
     def add(journal: jobs.Journal, i: int) -> None:
         journal.add([i], [rows[i]], Cost(4, rows=1, tokens=i, steps=1, layer_steps=2))
@@ -426,7 +427,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.output = self.folder / "out"
         self.path = self.folder / "out.partial"
-        self.batches: list[tuple[list[int], list[Row], Cost]] = []  # the model: what the journal holds
+        self.batches: list[tuple[list[int], list[Completion], Cost]] = []  # the model: what the journal holds
         self.journal: jobs.Journal | None = jobs.Journal(self.output, "job")
 
     def teardown(self) -> None:
@@ -439,7 +440,11 @@ class JournalMachine(RuleBasedStateMachine):
     def add(self, texts: list[str]) -> None:
         assert self.journal is not None
         first = len(self.journal.rows)
-        batch = ([first + i for i in range(len(texts))], [Row(t, len(t), "stop") for t in texts], Cost(4, len(texts)))
+        batch = (
+            [first + i for i in range(len(texts))],
+            [Completion(t, len(t), "stop") for t in texts],
+            Cost(4, len(texts)),
+        )
         self.journal.add(*batch)
         self.batches.append(batch)
 

@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from families import FAMILIES, build
-from skipdecode import Schedule, ScheduleError, SkipDecodeError, load, loading, trained
+from skipdecode import Schedule, ScheduleError, SkipDecodeError, load
+from skipdecode.core import checkpoint_config
 from skipdecode.errors import ModelError
+from skipdecode.generation import loading
 from tiny import TEXTS, run, save_checkpoint
 
 WEIGHTS = "model.safetensors"
@@ -58,7 +60,7 @@ def refused(folder: Path | str, match: str = ".", **options: Any) -> str:
 def outcome(folder: Path) -> str:
     """The line it is refused with, or that it was loaded."""
     try:
-        trained.choose(loading.read_config(str(folder)))
+        checkpoint_config.resolve_schedule(loading.read_config(str(folder)))
         load(str(folder), device="cpu")
     except (ModelError, ScheduleError) as error:
         return str(error)
@@ -546,9 +548,12 @@ def test_an_entry_of_wrong_shape_is_a_schedule_error(model: Path, entry: Any) ->
     """G: "could not convert string to float", and methods that are no names."""
     edit(model / "config.json", skipdecode=ENTRY)
     config = loading.read_config(str(model))
-    assert (trained.method(config), trained.choose(config)) == ("skipdecode", Schedule(8, 4, 2, horizon=8))
+    assert (checkpoint_config.trained_method(config), checkpoint_config.resolve_schedule(config)) == (
+        "skipdecode",
+        Schedule(8, 4, 2, horizon=8),
+    )
     edit(model / "config.json", skipdecode=entry)
     config = loading.read_config(str(model))
     with pytest.raises(ScheduleError, match=r"\w") as caught:
-        trained.method(config), trained.choose(config)
+        checkpoint_config.trained_method(config), checkpoint_config.resolve_schedule(config)
     assert len(str(caught.value)) < 500

@@ -157,9 +157,9 @@ def test_nobody_confident_is_the_full_model(model):
     network, tokenizer = model
     stock = decode(network, tokenizer, None)
     calm = decode(network, tokenizer, get_method("calm").decoder(network, 1.2, 10))
-    assert [row.text for row in calm.rows] == [row.text for row in stock.rows]
+    assert [row.text for row in calm.completions] == [row.text for row in stock.completions]
     assert calm.cost.average_depth == calm.cost.row_depth == 8
-    assert [row.text for row in decode(network, tokenizer, None).rows] == [row.text for row in stock.rows]
+    assert [row.text for row in decode(network, tokenizer, None).completions] == [row.text for row in stock.completions]
 
 
 def test_everybody_confident_leaves_at_the_first_layer_and_writes_all_caches(model):
@@ -183,7 +183,7 @@ def test_a_batch_runs_at_least_what_its_rows_do_and_rows_do_not_depend_on_it(mod
     options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
     together = generate_ids(network, tokenizer, ids, maker, 4, **options)
     alone = generate_ids(network, tokenizer, ids, maker, 1, **options)
-    assert [row.text for row in together.rows] == [row.text for row in alone.rows]
+    assert [row.text for row in together.completions] == [row.text for row in alone.completions]
     assert 1 < together.cost.row_depth < together.cost.average_depth <= 8
     assert alone.cost.row_depth == alone.cost.average_depth == pytest.approx(together.cost.row_depth)
 
@@ -211,7 +211,7 @@ def test_rows_end_where_generation_ends_them(model):
         )
         assert caches[-1].stops == stops
         # The first token is the prompt's; each later one is a step of its row.
-        assert caches[-1].row_steps == sum(row.tokens - 1 for row in result.rows)
+        assert caches[-1].row_steps == sum(row.tokens - 1 for row in result.completions)
     assert maker(network, 1.2, 10).keywords["stops"] == [network.generation_config.eos_token_id]
 
 

@@ -24,11 +24,12 @@ from torch.utils.data import BatchSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from skipdecode import Schedule, training
+from skipdecode import Schedule
 from skipdecode.data.collation import Collator
 from skipdecode.data.tasks import Example, get_task
 from skipdecode.data.tokenization import for_decoding, train_tokenizer
 from skipdecode.errors import JobError
+from skipdecode.training import trainer as training
 from skipdecode.training.checkpoints import RunFolder, run_folder
 from skipdecode.training.sampler import LengthGrouped
 from skipdecode.training.trainer import arguments, train

@@ -19,12 +19,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import skipdecode
-from skipdecode import Schedule, SkipCache, loading
-from skipdecode.core.checkpoint_config import schedules as schedules_of
+from skipdecode import Schedule, SkipCache
+from skipdecode.core.checkpoint_config import trained_schedules
 from skipdecode.data.collation import Collator, encode
 from skipdecode.data.tasks import Example, get_task
 from skipdecode.errors import CacheError, DivergedError, FileError
 from skipdecode.files import locked
+from skipdecode.generation import loading
 from skipdecode.training.checkpoints import RECORD, STAGE, RunFolder
 from skipdecode.training.trainer import SkipTrainer, arguments, train
 from tiny import TEXTS, Done, no_file_above, run, save_checkpoint
@@ -131,7 +132,7 @@ def test_what_is_asked_for_by_name_is_what_is_trained(checkpoint: Path, data: Pa
     ):
         output = tmp_path / f"b{len(options)}{options[-1:]}"
         assert trained(tmp_path / "a", data, output, "--speedup", 2, *options).returncode == 0
-        found = schedules_of(AutoModelForCausalLM.from_pretrained(output).config)[2]
+        found = trained_schedules(AutoModelForCausalLM.from_pretrained(output).config)[2]
         assert (found.order, found.decay) == form
     refused(trained(checkpoint, data, tmp_path / "c", "--method", "unified", "--order", "top"), "own rules")
 
@@ -168,7 +169,7 @@ def test_a_run_in_the_models_own_folder_goes_on(
             assert f"going on from {Path(output)}/checkpoint-1" in done.stderr
             refused(done, "killed here")
     assert trained("m", data, "m").returncode == 0
-    assert schedules_of(AutoModelForCausalLM.from_pretrained("m").config)
+    assert trained_schedules(AutoModelForCausalLM.from_pretrained("m").config)
     assert (tmp_path / "m" / "notes.txt").exists()
 
 
@@ -385,7 +386,7 @@ def test_the_guides_python_runs(checkpoint: Path, tmp_path: Path, monkeypatch: p
     names: dict[str, object] = {}
     for block in blocks:
         exec(block.replace('load("demo")', f"load({str(checkpoint)!r})").replace("max_steps=20", "max_steps=1"), names)
-    assert 2 in schedules_of(AutoModelForCausalLM.from_pretrained("trained").config)
+    assert 2 in trained_schedules(AutoModelForCausalLM.from_pretrained("trained").config)
     assert names["trainer"].state.global_step == 1
 
 

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig
 
 import skipdecode
 from skipdecode import Schedule, SkipCache
-from skipdecode.core.checkpoint_config import default, entry
-from skipdecode.core.checkpoint_config import schedules as schedules_of
+from skipdecode.core.checkpoint_config import default_schedule, to_config_entry, trained_schedules
 from skipdecode.data.collation import Collator, encode
 from skipdecode.data.tasks import Example, Jsonl
 from skipdecode.training.trainer import SkipTrainer, arguments
@@ -136,7 +135,7 @@ def test_the_result_is_a_stock_directory_that_carries_its_schedule(checkpoint, d
     done = run("train", checkpoint, "--data", data, "--output", target, "--speedups", "1,2,4", *options)
     assert done.returncode == 0, done.stderr
     stock = AutoModelForCausalLM.from_pretrained(target)
-    assert list(schedules_of(stock.config)) == [1, 2, 4]
+    assert list(trained_schedules(stock.config)) == [1, 2, 4]
     model, tokenizer = skipdecode.load(str(target))
     assert stock.state_dict().keys() == model.state_dict().keys()
     result = skipdecode.generate(model, tokenizer, TEXTS[:3], max_new_tokens=12, eos_token_id=None)
@@ -168,10 +167,10 @@ def test_a_step_descends_the_mean_over_its_response_tokens(checkpoint, tmp_path)
 
 def test_the_fastest_budget_is_the_checkpoints_default():
     schedules = {k: Schedule.for_speedup(k, 8, horizon=6) for k in (4, 2, 1)}
-    config = OPTConfig(skipdecode=entry(schedules))
-    assert schedules_of(config) == schedules
-    assert default(config) == schedules[4]
-    assert entry({1: Schedule.full(8)}) is None
+    config = OPTConfig(skipdecode=to_config_entry(schedules))
+    assert trained_schedules(config) == schedules
+    assert default_schedule(config) == schedules[4]
+    assert to_config_entry({1: Schedule.full(8)}) is None
 
 
 @pytest.mark.parametrize(
@@ -352,9 +351,9 @@ def test_a_calibrated_order_is_trained_for_every_budget(checkpoint, data, tmp_pa
     more = ("--speedups", "2,4", "--order", tmp_path / "schedule.json", "--decay", "cosine")
     done = run("train", checkpoint, *common, *more, "--output", tmp_path / "all")
     assert done.returncode == 0, done.stderr
-    found = schedules_of(AutoModelForCausalLM.from_pretrained(tmp_path / "all").config)
+    found = trained_schedules(AutoModelForCausalLM.from_pretrained(tmp_path / "all").config)
     assert {(plan.order, plan.decay) for plan in found.values()} == {(order, "cosine")}
     one = ("--schedule", tmp_path / "schedule.json", "--speedup", 3, "--output", tmp_path / "one")
     assert run("train", checkpoint, *common, *one).returncode == 0
-    found = schedules_of(AutoModelForCausalLM.from_pretrained(tmp_path / "one").config)
+    found = trained_schedules(AutoModelForCausalLM.from_pretrained(tmp_path / "one").config)
     assert found == {3: Schedule.load(tmp_path / "schedule.json")}

@@ -27,7 +27,7 @@ def drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def numbers(text: str) -> tuple[float, ...]:
+def parse_numbers(text: str) -> tuple[float, ...]:
     """``"1,2.5,5"`` as numbers. Raises UsageError."""
     try:
         values = tuple(float(part) for part in text.split(","))
@@ -38,9 +38,9 @@ def numbers(text: str) -> tuple[float, ...]:
     return values
 
 
-def budgets(text: str) -> tuple[float, ...]:
+def parse_speedups(text: str) -> tuple[float, ...]:
     """Distinct speed-ups of at least 1. Raises UsageError."""
-    values = numbers(text)
+    values = parse_numbers(text)
     if not values or min(values) < 1 or len(set(values)) < len(values):
         raise UsageError(f"speed-ups are distinct numbers of at least 1, not {text!r}")
     return values

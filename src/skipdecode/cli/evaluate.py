@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from ..errors import UsageError
-from .console import budgets, err, out, say
+from .console import err, out, parse_speedups, say
 
 if TYPE_CHECKING:
     from ..data.tasks import Example, Task
@@ -61,20 +61,20 @@ def evaluate(
 
     skipdecode evaluate demo --task e2e --data e2e-dataset --speedups 1,2,3,4,5
     """
-    from ..data.tasks import evenly, get_task
+    from ..data.tasks import get_task, subsample
     from ..generation.loading import check_device, read_config
 
     the_task = get_task(task, words)
-    wanted = budgets(speedups)
+    wanted = parse_speedups(speedups)
     if split not in ("test", "validation"):
         raise UsageError(f"--split is test or validation, not {split!r}")
     examples = (_from_file(the_task, data) if data.is_file() else the_task.read(data, split))[:rows]
     if not examples:
         raise UsageError(f"{data} holds no {split} rows")
-    held_out = [] if data.is_file() else evenly(the_task.read(data, "validation"), held_out_rows)
+    held_out = [] if data.is_file() else subsample(the_task.read(data, "validation"), held_out_rows)
     if not held_out or split == "validation":
         say("lengths and thresholds come from the scored rows: there is no other held-out split")
-        held_out = held_out or evenly(examples, held_out_rows)
+        held_out = held_out or subsample(examples, held_out_rows)
 
     from ..evaluation.runner import Bench, Evaluation, arms
 
@@ -209,11 +209,11 @@ def calibrate(
     """
     from dataclasses import replace
 
-    from ..core import checkpoint_config as trained
+    from ..core import checkpoint_config
     from ..core.fitting import fit, refit
     from ..core.schedule import Schedule, is_schedule
     from ..core.shapes import ORDERS
-    from ..data.tasks import evenly, get_task
+    from ..data.tasks import get_task, subsample
     from ..files import check_target
     from ..generation.loading import read_config, resolve
     from ..methods import get_method
@@ -231,14 +231,17 @@ def calibrate(
         raise UsageError("--force goes with --save")
     if save and (model == "demo" or not Path(resolve(model)).is_dir()):
         raise UsageError("--save writes into a local model directory: give one")
-    if save and trained.method(config) not in ("full", method):
-        raise UsageError(f"{model} was trained by {trained.method(config)}: its schedules are not {method}'s to change")
+    if save and checkpoint_config.trained_method(config) not in ("full", method):
+        raise UsageError(
+            f"{model} was trained by {checkpoint_config.trained_method(config)}: "
+            f"its schedules are not {method}'s to change"
+        )
     if order is not None and order not in (*ORDERS, "search"):
         raise UsageError(f"--order is {', '.join(ORDERS)} or search, not {order!r}")
     check_target(output, ours=is_schedule)
-    before = trained.choose(config, speedup)
-    known = {k: plan for k, plan in trained.schedules_of(config, method).items() if not plan.is_full}
-    base, source = known.get(speedup), known.get(speedup) or trained.fastest(known)
+    before = checkpoint_config.resolve_schedule(config, speedup)
+    known = {k: plan for k, plan in checkpoint_config.schedules_of(config, method).items() if not plan.is_full}
+    base, source = known.get(speedup), known.get(speedup) or checkpoint_config.fastest(known)
     form: dict[str, Any] = {"order": "bottom" if method == "multi_exit" else "top", "decay": "linear"}
     form |= source.form if source else {}
     form |= {name: value for name, value in {"decay": decay, "order": order}.items() if value not in (None, "search")}
@@ -268,7 +271,7 @@ def calibrate(
     with Progress(*described, console=err) as progress:
         if order == "search":
             bar = progress.add_task("layer order (passes)", total=trials(layers))
-            batches = batches_of(evenly(examples, search_rows), tokenizer, network, batch_size)
+            batches = batches_of(subsample(examples, search_rows), tokenizer, network, batch_size)
             ranking = rank_layers(network, batches, on_trial=lambda: progress.advance(bar))
             form["order"] = ranking.order
             base = base and replace(base, order=ranking.order)
@@ -332,7 +335,7 @@ def calibrate(
             f"Train with --schedule {output}, or give --force to save it all the same"
         )
     if save:
-        trained.save_calibrated(Path(resolve(model)), speedup, plan, method)
+        checkpoint_config.save_calibrated(Path(resolve(model)), speedup, plan, method)
         say(f"wrote the schedule for {speedup:g}x into {Path(resolve(model)) / 'config.json'}")
 
 
@@ -354,12 +357,12 @@ def _inputs(task: Task, data: Path, count: int | None, split: str = "validation"
 
     Raises UsageError if there are none.
     """
-    from ..data.tasks import evenly
+    from ..data.tasks import subsample
 
     examples = _from_file(task, data) if data.is_file() else task.read(data, split) or task.read(data, "train")
     if not examples:
         raise UsageError(f"{data} holds no rows")
-    return evenly(examples, count or len(examples))
+    return subsample(examples, count or len(examples))
 
 
 def _from_file(task: Task, path: Path) -> list[Example]:

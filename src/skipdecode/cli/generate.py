@@ -18,7 +18,7 @@ from .console import drop_output, err, say
 if TYPE_CHECKING:
     from ..core.schedule import Schedule
     from ..data.inputs import Item
-    from ..generation.generate import Cost, Row
+    from ..generation.generate import Completion, Cost
     from ..generation.jobs import Journal
 
 
@@ -68,8 +68,7 @@ def generate(
 
     skipdecode generate demo --task e2e --input testset_w_refs.csv --output texts.jsonl --speedup 5
     """
-    from ..core.checkpoint_config import choose
-    from ..core.checkpoint_config import method as trained_by
+    from ..core.checkpoint_config import resolve_schedule, trained_method
     from ..core.schedule import Schedule
     from ..data.inputs import read_items
     from ..data.tasks import get_task
@@ -80,8 +79,8 @@ def generate(
     the_task = get_task(task, words)
     # All of this is checked before the weights are loaded.
     config = read_config(model)
-    plan = None if full else choose(config, speedup, Schedule.load(schedule) if schedule else None)
-    if plan is not None and trained_by(config) == "full":
+    plan = None if full else resolve_schedule(config, speedup, Schedule.load(schedule) if schedule else None)
+    if plan is not None and trained_method(config) == "full":
         say(f"{model} was not trained for skipping: its texts will be poor (skipdecode train; or --full)")
     items = read_items(input, the_task, format)
     names = {
@@ -122,7 +121,7 @@ def generate(
 
     def work(journal: jobs.Journal | None) -> tuple[str, dict[str, Any]]:
         """The texts as JSONL, and what they cost and scored."""
-        rows: dict[int, Row] = {}
+        rows: dict[int, Completion] = {}
         cost = Cost(layers)
         if any(item.error is None for item in items):
             rows, cost = _rows(items, model, plan, dtype, device, journal, batch_size=batch_size, seed=seed, **options)
@@ -169,7 +168,7 @@ def _rows(
     device: str | None,
     journal: Journal | None,
     **options: Any,
-) -> tuple[dict[int, Row], Cost]:
+) -> tuple[dict[int, Completion], Cost]:
     """The rows that are not bad, those of the journal included, and their cost."""
     from ..generation import jobs
     from ..generation.loading import load
@@ -179,7 +178,7 @@ def _rows(
     if done:
         say(f"{done} rows were done before")
     with _bar(sum(item.error is None for item in items), done) as progress:
-        return jobs.run(items, network, tokenizer, plan, journal=journal, on_batch=progress, **options)
+        return jobs.run_job(items, network, tokenizer, plan, journal=journal, on_batch=progress, **options)
 
 
 def _refuse_input(source: str, target: Path) -> None:

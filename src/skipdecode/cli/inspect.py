@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from typer import Argument, Exit, Option
 
 from ..errors import UsageError
-from .console import budgets, err, out, say
+from .console import err, out, parse_speedups, say
 
 
 def schedule(
@@ -50,10 +50,10 @@ def schedule(
             2 if speedup is None else speedup, layers, horizon or 64, order=order or "top", decay=decay or "linear"
         )
     else:
-        from ..core.checkpoint_config import choose
+        from ..core.checkpoint_config import resolve_schedule
         from ..generation.loading import read_config
 
-        plan = choose(read_config(str(model)), speedup)
+        plan = resolve_schedule(read_config(str(model)), speedup)
         given = {"horizon": horizon, "order": order, "decay": decay}
         plan = plan.replace(**{name: value for name, value in given.items() if value is not None})
     if save:
@@ -104,12 +104,12 @@ def check(
 
     skipdecode check facebook/opt-1.3b
     """
-    from ..core.checkpoint_config import choose
+    from ..core.checkpoint_config import resolve_schedule
     from ..errors import UnsupportedModel
     from ..evaluation.check import ATTACHES, Finding, run_checks
     from ..generation.loading import load, read_config
 
-    plan = choose(read_config(model), speedup)
+    plan = resolve_schedule(read_config(model), speedup)
     # A short horizon, so that the few tokens decoded here pass through every depth of the schedule.
     if plan.decay != "list":
         plan = plan.replace(horizon=min(plan.horizon, 8))
@@ -155,7 +155,7 @@ def demo(
     from rich.progress import Progress
     from rich.table import Table
 
-    from ..core.checkpoint_config import choose
+    from ..core.checkpoint_config import resolve_schedule
     from ..data.inputs import read_items
     from ..data.tasks import get_task
     from ..evaluation.plots import check_picture, draw_demo
@@ -163,7 +163,7 @@ def demo(
     from ..generation.generate import generate
     from ..generation.loading import DEMO, load
 
-    wanted = budgets(speedups)
+    wanted = parse_speedups(speedups)
     if 1 not in wanted:
         raise UsageError("--speedups needs 1 among them: it is what the others are compared with")
     check_picture(png)
@@ -171,7 +171,7 @@ def demo(
     items = [item for item in read_items(str(input or DEMO / "inputs.csv"), task) if item.error is None]
     prompts = [item.prompt for item in items]
     network, tokenizer = load(model)
-    plans = {k: choose(network.config, k) for k in wanted}
+    plans = {k: resolve_schedule(network.config, k) for k in wanted}
     common: dict[str, Any] = {"batch_size": batch_size, "max_new_tokens": task.max_new_tokens, "do_sample": False}
     with Progress(*Progress.get_default_columns(), console=err, transient=True) as progress:
         bar = progress.add_task("writing, then timing alternately", total=(repeats + 2) * len(plans))
@@ -186,7 +186,7 @@ def demo(
     for i, item in enumerate(items[:show]):
         out.print(f"\n[bold]{escape(item.columns['mr'])}[/]", highlight=False)
         for speedup, own in written.items():
-            out.print(f"  [cyan]{speedup:g}x[/]  {escape(own.rows[i].text)}", highlight=False)
+            out.print(f"  [cyan]{speedup:g}x[/]  {escape(own.completions[i].text)}", highlight=False)
     clocks = {speedup: compare(timings[1], timing, repeats) for speedup, timing in timings.items()}
     table = Table(
         title=f"\n{len(items)} inputs, batch {batch_size}, {steps} steps each at every speed, "

@@ -12,7 +12,7 @@ from typer import Argument, Option
 from ..errors import ScheduleError, UsageError
 from ..files import read_json
 from ..training.checkpoints import run_folder
-from .console import budgets, numbers, say
+from .console import parse_numbers, parse_speedups, say
 
 #: More of anything than a run can mean; less than what hangs or exhausts the memory.
 MANY = 1_000_000
@@ -131,8 +131,8 @@ def train(
     if distill and not teacher and method in ("full", "static", "scratch"):
         raise UsageError(f"{method} always runs all layers it has: to distil, give it a --teacher")
     the_method = get_method(method)
-    wanted = budgets(speedups or f"{2 if speedup is None else speedup:g}")
-    shares = numbers(weights) if weights else None
+    wanted = parse_speedups(speedups or f"{2 if speedup is None else speedup:g}")
+    shares = parse_numbers(weights) if weights else None
     if shares and (len(shares) != len(wanted) or min(shares) < 0 or not 0 < sum(shares) < math.inf):
         raise UsageError(f"--weights needs a number for each of {len(wanted)} speed-ups, not all of them 0")
     if shares and method in ("multi_exit", "calm"):
@@ -150,7 +150,7 @@ def train(
     import torch
     from transformers import SchedulerType
 
-    from ..core import checkpoint_config as trained
+    from ..core import checkpoint_config
     from ..core.fitting import batch_lengths, fit
     from ..data.tokenization import encode_response
     from ..generation import loading
@@ -211,7 +211,11 @@ def train(
             # In float32 whatever the checkpoint holds (--bf16 casts products, not weights); the Trainer moves it.
             network, tokens = loading.load(str(model), dtype="float32", device="cpu", attention=attention)
         vocabulary = fingerprint(*_vocabulary(tokens))
-        known = trained.schedules(network.config) if trained.method(network.config) == method else {}
+        known = (
+            checkpoint_config.trained_schedules(network.config)
+            if checkpoint_config.trained_method(network.config) == method
+            else {}
+        )
         if fixed is not None:
             schedules = {fixed.target if speedup is None else speedup: fixed}
         elif horizon is not None:
@@ -286,7 +290,7 @@ def _schedule(path: Path) -> Any:
 
 def _lengths(text: str) -> list[int]:
     """Decode steps of batches. Raises UsageError."""
-    values = numbers(text)
+    values = parse_numbers(text)
     if not all(1 <= value <= LONGEST and value == int(value) for value in values):
         raise UsageError(f"--lengths are whole numbers of decode steps, 1 to {LONGEST}, not {text[:100]!r}")
     return [int(value) for value in values]

@@ -11,7 +11,7 @@ from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer
 
 from ..errors import CacheError, ScheduleError
-from .checkpoint_config import default
+from .checkpoint_config import default_schedule
 from .schedule import Schedule
 from .stack import decoder_layers, fitted
 
@@ -41,7 +41,7 @@ class SkipCache(DynamicCache):
     def __init__(self, model: nn.Module, schedule: Schedule | None = None) -> None:
         config: Any = model.config
         super().__init__(config=config)
-        schedule = schedule or default(config)
+        schedule = schedule or default_schedule(config)
         if schedule is None:
             raise ScheduleError("no schedule was given and the model's config carries none")
         self.schedule = fitted(schedule, config)

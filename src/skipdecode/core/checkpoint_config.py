@@ -19,14 +19,14 @@ from .schedule import Schedule
 CONFIG_KEY = "skipdecode"
 
 
-def entry(schedules: Mapping[float, Schedule], method: str = "skipdecode") -> dict[str, Any] | None:
+def to_config_entry(schedules: Mapping[float, Schedule], method: str = "skipdecode") -> dict[str, Any] | None:
     """What the config says of a model trained with these (target speed-up -> schedule); None for the full model."""
     if method == "full" or (method == "skipdecode" and all(schedule.is_full for schedule in schedules.values())):
         return None
     return {"method": method, "schedules": {_key(k): schedule.to_dict() for k, schedule in sorted(schedules.items())}}
 
 
-def method(config: Any) -> str:
+def trained_method(config: Any) -> str:
     """The method that a model of this config was trained by; ``full`` if it does not say. Raises ScheduleError."""
     name = _entry(config).get("method", "full")
     if not isinstance(name, str):
@@ -34,7 +34,7 @@ def method(config: Any) -> str:
     return name
 
 
-def schedules(config: Any) -> dict[float, Schedule]:
+def trained_schedules(config: Any) -> dict[float, Schedule]:
     """Target speed-up -> schedule that the config carries, slowest first; empty if it carries none.
 
     Raises ScheduleError for an entry that cannot be read.
@@ -48,9 +48,9 @@ def schedules(config: Any) -> dict[float, Schedule]:
 
 
 def schedules_of(config: Any, method_name: str) -> dict[float, Schedule]:
-    """Those of :func:`schedules` that the model was trained with by this method, or that were calibrated for it."""
-    known = schedules(config)
-    if method(config) == method_name:
+    """Those of :func:`trained_schedules` that the model was trained with by this method, or calibrated for it."""
+    known = trained_schedules(config)
+    if trained_method(config) == method_name:
         return known
     fitted = _entry(config).get("calibrated")
     return {k: plan for k, plan in known.items() if isinstance(fitted, dict) and fitted.get(_key(k)) == method_name}
@@ -84,9 +84,9 @@ def save_calibrated(folder: Path, speedup: float, schedule: Schedule, method_nam
         write(path, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
-def default(config: Any) -> Schedule | None:
+def default_schedule(config: Any) -> Schedule | None:
     """The fastest schedule that the config carries, or None."""
-    return fastest(schedules(config))
+    return fastest(trained_schedules(config))
 
 
 def fastest(known: Mapping[float, Schedule]) -> Schedule | None:
@@ -94,14 +94,14 @@ def fastest(known: Mapping[float, Schedule]) -> Schedule | None:
     return known[max(known)] if known else None
 
 
-def choose(config: Any, speedup: float | None = None, schedule: Schedule | None = None) -> Schedule:
+def resolve_schedule(config: Any, speedup: float | None = None, schedule: Schedule | None = None) -> Schedule:
     """What a user means by these, for a model of this config.
 
     The ``schedule`` itself; else the one trained for ``speedup``, or that budget in the fastest trained one's form;
     else the fastest trained one, else 2x over 64 tokens. Raises ScheduleError if it does not fit the model.
     """
     layers = config.get_text_config(decoder=True).num_hidden_layers
-    if schedule is None and (known := schedules(config)):
+    if schedule is None and (known := trained_schedules(config)):
         fastest = known[max(known)]
         schedule = fastest if speedup is None else known.get(speedup) or fastest.with_speedup(speedup)
     if schedule is None:

@@ -171,7 +171,7 @@ def calibrate(
     def write(schedule: Schedule) -> Written:
         if schedule not in tried:
             result = generate_ids(model, tokenizer, ids, schedule, batch_size, on_batch, **options)
-            texts = tuple(" ".join(row.text.split()) for row in result.rows)
+            texts = tuple(" ".join(row.text.split()) for row in result.completions)
             ratio = achieved(schedule, result.lengths) if sum(result.lengths) else 1.0
             tried[schedule] = Written(schedule, ratio, tuple(result.lengths), texts)
         return tried[schedule]

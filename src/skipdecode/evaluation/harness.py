@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..core.cache import SkipCache
-from ..core.checkpoint_config import choose
+from ..core.checkpoint_config import resolve_schedule
 from ..core.gate import attach, teacher_forced
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
@@ -75,7 +75,7 @@ class SkipLM(HFLM):
         if isinstance(pretrained, str):
             check_tokenizer(pretrained, self.tokenizer, self.model.get_input_embeddings().weight.shape[0])
         layers = len(decoder_layers(attach(self.model)))
-        self.schedule = Schedule.full(layers) if full else choose(self.config, speedup, schedule)
+        self.schedule = Schedule.full(layers) if full else resolve_schedule(self.config, speedup, schedule)
 
     def _get_backend(self, *args: Any, **kwargs: Any) -> None:
         super()._get_backend(*args, **kwargs)

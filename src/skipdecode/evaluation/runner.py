@@ -12,15 +12,15 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
-from ..core import checkpoint_config as trained
+from ..core import checkpoint_config
 from ..core.fitting import fit
 from ..core.schedule import Schedule
 from ..data.metrics import DEFAULT, Agreement, Metric, bootstrap
-from ..data.tasks import Example, Task, evenly
+from ..data.tasks import Example, Task, subsample
 from ..data.tokenization import encode_prompts
 from ..errors import FileError, JobError, UsageError
 from ..files import check_target, locked, read_json, write
-from ..generation.generate import Generated, Plan, generate_ids
+from ..generation.generate import Decoding, Generated, generate_ids
 from ..generation.loading import load, resolve
 from ..methods import get_method
 from ..methods.calm import Calm
@@ -96,12 +96,12 @@ class Bench:
     def __post_init__(self) -> None:
         self.max_new_tokens = self.max_new_tokens or self.task.max_new_tokens
 
-    def run(
+    def generate(
         self,
         model: PreTrainedModel,
         tokens: PreTrainedTokenizerBase,
         examples: Sequence[Example],
-        plan: Plan,
+        plan: Decoding,
         **options: Any,
     ) -> Generated:
         """Texts for these examples' prompts; ``options`` go before the bench's own."""
@@ -221,10 +221,12 @@ class Evaluation:
     def _lengths_of(self, reference: Arm) -> list[int]:
         """Decode steps of the full model's batches on the held-out prompts."""
         if not self._lengths:
-            self._lengths = self.bench.run(*self._load(reference.model, reference), self.bench.held_out, None).lengths
+            self._lengths = self.bench.generate(
+                *self._load(reference.model, reference), self.bench.held_out, None
+            ).lengths
         return self._lengths
 
-    def _plan(self, arm: Arm, reference: Arm) -> tuple[Plan, dict[str, Any]]:
+    def _plan(self, arm: Arm, reference: Arm) -> tuple[Decoding, dict[str, Any]]:
         """How to decode, and what of it to write down."""
         model, _ = self._load(arm.model, reference)
         method, layers = get_method(arm.method), model.config.get_text_config(decoder=True).num_hidden_layers
@@ -232,30 +234,30 @@ class Evaluation:
             return None, {}
         if isinstance(method, Calm):
             return self._calm(method, arm, reference)
-        known = trained.schedules_of(model.config, arm.method)
+        known = checkpoint_config.schedules_of(model.config, arm.method)
         plan = known.get(arm.speedup)
         if plan is None:
             lengths = self._lengths_of(reference)
-            form = trained.fastest({k: plan for k, plan in known.items() if not plan.is_full})
+            form = checkpoint_config.fastest({k: plan for k, plan in known.items() if not plan.is_full})
             if form and arm.method == "skipdecode":  # what it was trained in, as generation takes it
                 plan = fit(layers, arm.speedup, lengths, **form.form)
             else:
                 plan = method.schedule(layers, arm.speedup, lengths)
         return plan, {"schedule": plan.to_dict()}
 
-    def _calm(self, method: Calm, arm: Arm, reference: Arm) -> tuple[Plan, dict[str, Any]]:
+    def _calm(self, method: Calm, arm: Arm, reference: Arm) -> tuple[Decoding, dict[str, Any]]:
         """The threshold at which single tokens of held-out texts run ``speedup`` times fewer layers.
 
         Bisected in the number of nines: a trained model's margins crowd near 1.
         """
         model, tokens = self._load(arm.model, reference)
         horizon = max(self._lengths_of(reference))
-        some = evenly(self.bench.held_out, 2 * self.bench.batch_size)
+        some = subsample(self.bench.held_out, 2 * self.bench.batch_size)
         low, high, tried = 0.0, 6.0, []
         for _ in range(9):
             nines = (low + high) / 2
             threshold = 1 - 10**-nines
-            cost = self.bench.run(
+            cost = self.bench.generate(
                 model, tokens, some, method.decoder(model, threshold, horizon, **self.bench.options)
             ).cost
             ratio = cost.num_layers / cost.row_depth
@@ -271,10 +273,10 @@ class Evaluation:
         model, tokens = self._load(arm.model, reference)
         layers = full.config.get_text_config(decoder=True).num_hidden_layers
         plan, written = self._plan(arm, reference)
-        result = bench.run(model, tokens, bench.examples, plan)
-        texts = [" ".join(row.text.split()) for row in result.rows]
+        result = bench.generate(model, tokens, bench.examples, plan)
+        texts = [" ".join(row.text.split()) for row in result.completions]
         cost = result.cost
-        by = trained.method(model.config)
+        by = checkpoint_config.trained_method(model.config)
         ready = arm.method in ("full", by) or {arm.method, by} == EXITS
         row: dict[str, Any] = {
             "method": arm.method,
@@ -298,10 +300,10 @@ class Evaluation:
             row["loss"] = round(loss, 4)
         if arm is reference:
             self._steps = typical_steps(result.lengths)
-        timed, same = evenly(bench.examples, bench.timing_rows), forced(self._steps)
+        timed, same = subsample(bench.examples, bench.timing_rows), forced(self._steps)
         runs: dict[str, Callable[[], Generated]] = {
-            "full": lambda: bench.run(full, full_tokens, timed, None, **same),
-            "arm": lambda: bench.run(model, tokens, timed, plan, **same),
+            "full": lambda: bench.generate(full, full_tokens, timed, None, **same),
+            "arm": lambda: bench.generate(model, tokens, timed, plan, **same),
         }
         if arm is reference:
             del runs["arm"]

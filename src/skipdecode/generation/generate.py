@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from ..core.cache import SkipCache, cache_bytes
-from ..core.checkpoint_config import choose
+from ..core.checkpoint_config import resolve_schedule
 from ..core.gate import attach
 from ..core.schedule import Schedule
 from ..data.tokenization import encode_prompts
@@ -27,7 +27,7 @@ from ..errors import UsageError
 from .sampling import Sampling, stable_hash
 
 #: How to decode: a schedule, None for the stock model, or what makes each batch's cache for methods of their own.
-Plan = Schedule | Callable[[PreTrainedModel], DynamicCache] | None
+Decoding = Schedule | Callable[[PreTrainedModel], DynamicCache] | None
 
 _OURS = "it is made from the prompts"
 _MORE = "texts and their cost are returned; for more, give model.generate a SkipCache"
@@ -58,7 +58,7 @@ REFUSED = {
 
 
 @dataclass(frozen=True)
-class Row:
+class Completion:
     """One generated text: new ``tokens``, end-of-sequence included; ``finish_reason`` is ``stop`` or ``length``."""
 
     text: str
@@ -126,7 +126,7 @@ class Generated:
     """Rows in the order of the prompts, their cost, and the decode steps that each batch took."""
 
     cost: Cost
-    rows: list[Row] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
 
 
@@ -150,9 +150,9 @@ def generate_batch(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[int]],
-    plan: Plan,
+    plan: Decoding,
     **options: Any,
-) -> tuple[list[Row], Cost]:
+) -> tuple[list[Completion], Cost]:
     """One batch of token-id prompts; ``plan`` None is the stock model with its ordinary cache.
 
     ``options`` go to ``model.generate``; greedy unless ``do_sample`` is among them.
@@ -198,7 +198,7 @@ def generate_batch(
                     ends[row] = min(ends[row] or length, length)
     if options.get("stopping_criteria"):
         ends = [end or _unpadded(row, pad) for row, end in zip(written, ends, strict=True)]
-    rows = [_row(tokenizer, row, end) for row, end in zip(written, ends, strict=True)]
+    rows = [_completion(tokenizer, row, end) for row, end in zip(written, ends, strict=True)]
     steps = clock.calls - 1
     cost = Cost(
         layers,
@@ -215,7 +215,7 @@ def generate_batch(
     return rows, cost
 
 
-def _cache(model: PreTrainedModel, plan: Plan) -> DynamicCache:
+def _cache(model: PreTrainedModel, plan: Decoding) -> DynamicCache:
     if plan is None:
         return DynamicCache(config=model.config)
     return SkipCache(attach(model), plan) if isinstance(plan, Schedule) else plan(model)
@@ -253,7 +253,7 @@ def generate(
     Example:
         >>> model, tokenizer = skipdecode.load("demo")
         >>> result = skipdecode.generate(model, tokenizer, ["name Aromi, food English ->"], speedup=3)
-        >>> result.rows[0].text, result.cost.layer_ratio
+        >>> result.completions[0].text, result.cost.layer_ratio
     """
     texts = _texts(prompts)
     if isinstance(schedule, (str, Path)):
@@ -262,7 +262,7 @@ def generate(
         raise UsageError(f"schedule is a Schedule or the path of its JSON file, not {schedule!r}")
     if full and (speedup is not None or schedule is not None):
         raise UsageError("give one of speedup, schedule and full")
-    chosen = None if full else choose(model.config, speedup, schedule)
+    chosen = None if full else resolve_schedule(model.config, speedup, schedule)
     return generate_ids(model, tokenizer, encode_prompts(tokenizer, texts), chosen, batch_size, seed=seed, **options)
 
 
@@ -286,7 +286,7 @@ def generate_ids(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[int]],
-    plan: Plan,
+    plan: Decoding,
     batch_size: int,
     on_batch: Callable[[Cost], object] | None = None,
     seed: int | None = None,
@@ -296,20 +296,20 @@ def generate_ids(
     empty = next((number for number, prompt in enumerate(prompts) if not len(prompt)), None)
     if empty is not None:
         raise UsageError(f"prompt {empty} has no token to go on from: the tokenizer puts none at the beginning")
-    room = positions(model)
+    room = max_positions(model)
     new = options.get("max_new_tokens") or 0
     longest = max(max(map(len, prompts), default=0) + new, 0 if new else options.get("max_length") or 0)
     if room is not None and longest > room:
         raise UsageError(f"the longest prompt and max_new_tokens need {longest} positions, the model has {room}")
     result = Generated(Cost(model.config.get_text_config(decoder=True).num_hidden_layers))
-    rows: dict[int, Row] = {}
+    rows: dict[int, Completion] = {}
     for indices, batch, cost in batches(model, tokenizer, dict(enumerate(prompts)), plan, batch_size, seed, **options):
         rows.update(zip(indices, batch, strict=True))
         result.cost += cost
         result.lengths.append(cost.steps)
         if on_batch:
             on_batch(cost)
-    result.rows = [rows[i] for i in range(len(prompts))]
+    result.completions = [rows[i] for i in range(len(prompts))]
     return result
 
 
@@ -317,11 +317,11 @@ def batches(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Mapping[int, list[int]],
-    plan: Plan,
+    plan: Decoding,
     batch_size: int,
     seed: int | None = None,
     **options: Any,
-) -> Iterator[tuple[list[int], list[Row], Cost]]:
+) -> Iterator[tuple[list[int], list[Completion], Cost]]:
     """(keys, rows, cost) of token-id ``prompts`` by batch; with a ``seed``, a key samples the same when run again."""
     _check(model, plan, batch_size, seed, options)
     # Similar lengths share a batch, the longest first: what does not fit in memory shows at once.
@@ -340,7 +340,9 @@ def batches(
         yield keys, rows, cost
 
 
-def _check(model: PreTrainedModel, plan: Plan, batch_size: int, seed: int | None, options: Mapping[str, Any]) -> None:
+def _check(
+    model: PreTrainedModel, plan: Decoding, batch_size: int, seed: int | None, options: Mapping[str, Any]
+) -> None:
     """Raises UsageError for what cannot be."""
     if type(batch_size) is not int or batch_size < 1:
         raise UsageError(f"batch_size is a number of rows, 1 or more, not {batch_size!r}")
@@ -366,7 +368,7 @@ def _beams(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
     return options.get("num_beams", model.generation_config.num_beams) or 1
 
 
-def positions(model: PreTrainedModel) -> int | None:
+def max_positions(model: PreTrainedModel) -> int | None:
     """How many tokens, prompt and new ones together, the model has positions for; None if it does not say."""
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
@@ -382,6 +384,6 @@ def _unpadded(row: Sequence[int], pad: int) -> int | None:
     return length if length < len(row) else None
 
 
-def _row(tokenizer: PreTrainedTokenizerBase, new: list[int], end: int | None) -> Row:
+def _completion(tokenizer: PreTrainedTokenizerBase, new: list[int], end: int | None) -> Completion:
     text = tokenizer.decode(new[:end], skip_special_tokens=True).strip()
-    return Row(text, len(new[:end]), "length" if end is None else "stop")
+    return Completion(text, len(new[:end]), "length" if end is None else "stop")

@@ -20,7 +20,7 @@ from ..data.inputs import Item
 from ..data.tokenization import encode_prompts
 from ..errors import FileError, JobError
 from ..files import locked, parse_json, sync_folder, write
-from .generate import Cost, Row, batches, positions
+from .generate import Completion, Cost, batches, max_positions
 
 #: How a journal begins; what begins otherwise is somebody else's file.
 MAGIC = b'{"skipdecode journal": 1, "job": "'
@@ -50,7 +50,7 @@ class Journal:
     def __init__(self, output: Path, job: str, *, replace: bool = False) -> None:
         self.output = Path(os.path.realpath(output))
         self.path = self.output.with_name(self.output.name + ".partial")
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, Completion] = {}
         self.costs: list[Cost] = []
         self.summary: dict[str, Any] | None = None
         self._job = job
@@ -103,7 +103,7 @@ class Journal:
             self.costs.append(batch[1])
             self._good, self._chain = good, chain
 
-    def add(self, indices: Sequence[int], rows: Sequence[Row], cost: Cost) -> None:
+    def add(self, indices: Sequence[int], rows: Sequence[Completion], cost: Cost) -> None:
         """Keep one finished batch; on return it is on the disk."""
         self._append({"rows": {i: asdict(row) for i, row in zip(indices, rows, strict=True)}, "cost": asdict(cost)})
         self.rows.update(zip(indices, rows, strict=True))
@@ -162,17 +162,17 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _batch(entry: dict[str, Any]) -> tuple[dict[int, Row], Cost] | None:
+def _batch(entry: dict[str, Any]) -> tuple[dict[int, Completion], Cost] | None:
     """The batch that a journal's line holds; None if it is of another shape."""
     try:
-        rows = {int(index): Row(**row) for index, row in entry["rows"].items()}
+        rows = {int(index): Completion(**row) for index, row in entry["rows"].items()}
         cost = Cost(**entry["cost"])
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
     return (rows, cost) if rows and _plain(cost) and all(map(_plain, rows.values())) else None
 
 
-def _plain(value: Row | Cost) -> bool:
+def _plain(value: Completion | Cost) -> bool:
     """Whether the fields are of their types; numbers are not negative."""
     kinds: dict[Any, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
     pairs = [(field.type, getattr(value, field.name)) for field in fields(value)]
@@ -190,7 +190,7 @@ def check_lengths(items: Sequence[Item], ids: Sequence[Sequence[int]], limit: in
             )
 
 
-def run(
+def run_job(
     items: Sequence[Item],
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -202,15 +202,15 @@ def run(
     on_batch: Callable[[Cost], None] | None = None,
     seed: int = 0,
     **options: Any,
-) -> tuple[dict[int, Row], Cost]:
+) -> tuple[dict[int, Completion], Cost]:
     """Generate what the journal does not hold yet.
 
     Returns the rows by index of their item (bad items have none) and what they cost, earlier runs included.
     """
     ids = encode_prompts(tokenizer, [item.prompt for item in items]) if items else []
-    check_lengths(items, ids, positions(model), max_new_tokens)
+    check_lengths(items, ids, max_positions(model), max_new_tokens)
     total = Cost(model.config.get_text_config(decoder=True).num_hidden_layers)
-    rows: dict[int, Row] = dict(journal.rows) if journal else {}
+    rows: dict[int, Completion] = dict(journal.rows) if journal else {}
     for cost in journal.costs if journal else []:
         total += cost
     todo = {i: ids[i] for i, item in enumerate(items) if item.error is None and i not in rows}
@@ -226,7 +226,7 @@ def run(
     return rows, total
 
 
-def lines(items: Sequence[Item], rows: dict[int, Row]) -> list[str]:
+def lines(items: Sequence[Item], rows: dict[int, Completion]) -> list[str]:
     """The output's JSONL, in the input's order."""
     made = [
         item.columns | ({"error": f"line {item.line}: {item.error}"} if item.error else asdict(rows[i]))

@@ -18,14 +18,14 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
-from ..core.checkpoint_config import CONFIG_KEY, entry
+from ..core.checkpoint_config import CONFIG_KEY, to_config_entry
 from ..core.gate import attach, teacher_forced
 from ..core.schedule import Schedule
 from ..data.collation import Collator, encode
 from ..data.tasks import Example, Task
 from ..data.tokenization import encode_prompts
 from ..errors import DivergedError, TaskError
-from ..generation.generate import generate, positions
+from ..generation.generate import generate, max_positions
 from ..methods.objectives import Objective, response_loss
 from .callbacks import Steps, StepSeed, TrainingBar
 from .checkpoints import RunFolder, writing
@@ -179,7 +179,7 @@ class SkipTrainer(Trainer):
             max_new_tokens=task.max_new_tokens,
             do_sample=False,
         )
-        return task.score([row.text for row in texts.rows], [e.references for e in self.eval_examples])
+        return task.score([row.text for row in texts.completions], [e.references for e in self.eval_examples])
 
 
 def train(
@@ -226,7 +226,7 @@ def train(
     """
     folder = RunFolder(settings.output_dir)
     folder.claim(model.name_or_path)
-    limit = positions(model) or sys.maxsize
+    limit = max_positions(model) or sys.maxsize
     lengths = map(len, encode_prompts(tokenizer, [example.prompt for example in validation])) if validation else ()
     scored = [e for e, n in zip(validation, lengths, strict=True) if n + task.max_new_tokens <= limit]
     held_out = encode(validation, tokenizer, limit)
@@ -237,7 +237,7 @@ def train(
         raise TaskError(f"no training example fits the model's {limit} positions")
     if len(rows) < len(training):
         warnings.warn(f"{len(training) - len(rows)} training examples over {limit} tokens are left out", stacklevel=2)
-    says = entry(schedules, method)
+    says = to_config_entry(schedules, method)
     if says is not None:
         setattr(model.config, CONFIG_KEY, says)
     elif hasattr(model.config, CONFIG_KEY):
@@ -256,7 +256,7 @@ def train(
         weights=weights,
         task=task,
         eval_examples=scored,
-        data_collator=Collator(tokenizer.pad_token_id, max_length=positions(model)),
+        data_collator=Collator(tokenizer.pad_token_id, max_length=max_positions(model)),
         train_dataset=rows,
         eval_dataset=held_out if len(held_out) else None,
         processing_class=tokenizer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...errors import TaskError
-from .base import Example, Task, evenly
+from .base import Example, Task, subsample
 from .cnn_dm import CnnDm
 from .e2e import E2E
 from .jsonl import Jsonl
@@ -26,4 +26,4 @@ def get_task(name: str, words: int | None = None) -> Task:
     return replace(task, words=words)
 
 
-__all__ = ["TASKS", "Example", "Task", "evenly", "get_task"]
+__all__ = ["TASKS", "Example", "Task", "get_task", "subsample"]

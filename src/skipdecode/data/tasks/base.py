@@ -195,7 +195,7 @@ def examples(pairs: Iterable[tuple[str, str]], split: str) -> list[Example]:
     return gather(pairs)
 
 
-def evenly(examples: Sequence[Example], count: int) -> list[Example]:
+def subsample(examples: Sequence[Example], count: int) -> list[Example]:
     """So many of them, from beginning to end: data sets are often sorted by length."""
     count = min(count, len(examples))
     return [examples[i * len(examples) // count] for i in range(count)]
@@ -209,7 +209,7 @@ def gather(pairs: Iterable[tuple[str, str]]) -> list[Example]:
     return [Example(prompt, tuple(texts)) for prompt, texts in references.items()]
 
 
-def squeeze(text: str, words: int | None = None) -> str:
+def normalize_whitespace(text: str, words: int | None = None) -> str:
     """One space between words and no line breaks; with ``words``, only the first so many, each up to 30 characters.
 
     A path or a link can have hundreds of tokens, and a model has only so many positions.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .base import JSONL, Example, Task, examples, read_split, squeeze
+from .base import JSONL, Example, Task, examples, normalize_whitespace, read_split
 
 #: The validation split may also be its first 300 rows.
 FILES = JSONL | {"validation": (*JSONL["validation"], "validation_300.jsonl")}
@@ -31,9 +31,9 @@ class CnnDm(Task):
 
     def prompt(self, row: Mapping[str, str]) -> str:
         """The article's beginning and, after an empty line, ``TL;DR:``, as GPT-2 was asked."""
-        return f"{squeeze(row['article'], self.words)}\n\nTL;DR:"
+        return f"{normalize_whitespace(row['article'], self.words)}\n\nTL;DR:"
 
     def read(self, folder: Path, split: str) -> list[Example]:
         """``folder`` holds train.jsonl, validation.jsonl and test.jsonl, or is ``abisee/cnn_dailymail`` on the hub."""
         rows = read_split(folder, split, FILES[split], FORMS, config="3.0.0")
-        return examples(((self.prompt(row), squeeze(row["highlights"])) for row in rows), split)
+        return examples(((self.prompt(row), normalize_whitespace(row["highlights"])) for row in rows), split)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...errors import TaskError
-from .base import Example, Task, examples, read_split, squeeze
+from .base import Example, Task, examples, normalize_whitespace, read_split
 
 FILES = {"train": "trainset.csv", "validation": "devset.csv", "test": "testset_w_refs.csv"}
 FORMS = (
@@ -43,4 +43,4 @@ class E2E(Task):
         """
         rows = read_split(folder, split, [FILES[split]], FORMS)
         # The release has stray double spaces; decoding never sees them in the references' tokens.
-        return examples(((self.prompt(row), squeeze(row["ref"])) for row in rows), split)
+        return examples(((self.prompt(row), normalize_whitespace(row["ref"])) for row in rows), split)

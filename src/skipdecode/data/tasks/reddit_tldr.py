@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .base import JSONL, Example, Task, examples, read_split, squeeze
+from .base import JSONL, Example, Task, examples, normalize_whitespace, read_split
 
 #: The second is Webis-TLDR-17's, which has no titles.
 FORMS = (
@@ -33,10 +33,10 @@ class RedditTldr(Task):
 
     def prompt(self, row: Mapping[str, str]) -> str:
         """``Post: Weird crash. After installing my new GPU … TL;DR:``; line breaks become spaces."""
-        title = f"{squeeze(row['title'])}. " if "title" in row else ""
-        return f"Post: {title}{squeeze(row['post'], self.words)} TL;DR:"
+        title = f"{normalize_whitespace(row['title'])}. " if "title" in row else ""
+        return f"Post: {title}{normalize_whitespace(row['post'], self.words)} TL;DR:"
 
     def read(self, folder: Path, split: str) -> list[Example]:
         """``folder`` holds train.jsonl, validation.jsonl (or valid.jsonl) and test.jsonl, or is a hub name."""
         rows = read_split(folder, split, JSONL[split], FORMS)
-        return examples(((self.prompt(row), squeeze(row["summary"])) for row in rows), split)
+        return examples(((self.prompt(row), normalize_whitespace(row["summary"])) for row in rows), split)
