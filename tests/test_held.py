@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 
 from families import LAYERS, SCHEDULES, TOP, build, distance, naive, prompts, reference_logits, run
 from skipdecode import Schedule, attach, detach
-from skipdecode.core.gate import is_attached
+from skipdecode.core.attach import is_attached
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
