@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, pipeline
 
 import skipdecode
-from families import FAMILIES, SCHEDULES, TOP, build, distance, prompts, run
+from helpers.families import FAMILIES, SCHEDULES, TOP, build, distance, prompts, run
 from skipdecode import Schedule, SkipCache, attach, detach
 from skipdecode.core.checkpoint_config import to_config_entry
 from skipdecode.errors import CacheError, ScheduleError, UsageError
-from tiny import TEXTS, save_checkpoint
+from helpers.tiny import TEXTS, save_checkpoint
 
 
 def logits_of(model: PreTrainedModel, **options: object) -> tuple[Tensor, ...]:

@@ -27,7 +27,7 @@ from transformers import (
     RwkvConfig,
 )
 
-from families import (
+from helpers.families import (
     DENSE,
     FAMILIES,
     LAYERS,

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, set_seed
 from transformers.generation import BaseStreamer
 
-from families import (
+from helpers.families import (
     ATTENTIONS,
     DENSE,
     FAMILIES,

@@ -7,8 +7,13 @@ import torch
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 import skipdecode
+<<<<<<< HEAD
 from families import FAMILIES, build
 from skipdecode.core.attach import teacher_forced
+=======
+from helpers.families import FAMILIES, build
+from helpers.tiny import TEXTS, save_checkpoint
+>>>>>>> habits
 from skipdecode.core.fitting import achieved, batch_lengths, fit
 from skipdecode.core.schedule import Schedule
 from skipdecode.core.stack import decoder_layers
@@ -19,7 +24,6 @@ from skipdecode.methods import METHODS, get_method
 from skipdecode.methods.exits import read_out
 from skipdecode.methods.objectives import Distillation, Objective, response_loss
 from skipdecode.methods.static import prune
-from tiny import TEXTS, save_checkpoint
 
 LENGTHS = [44, 39, 40, 36, 35, 32, 25]
 FITTED = ("skipdecode", "multi_exit", "calm", "d3", "hsd")
