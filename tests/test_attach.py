@@ -14,10 +14,10 @@ from transformers import DynamicCache, PreTrainedModel, pipeline
 
 import skipdecode
 from helpers.families import FAMILIES, SCHEDULES, TOP, build, distance, prompts, run
+from helpers.tiny import TEXTS, save_checkpoint
 from skipdecode import Schedule, SkipCache, attach, detach
 from skipdecode.core.checkpoint_config import to_config_entry
 from skipdecode.errors import CacheError, ScheduleError, UsageError
-from helpers.tiny import TEXTS, save_checkpoint
 
 
 def logits_of(model: PreTrainedModel, **options: object) -> tuple[Tensor, ...]:

@@ -7,13 +7,9 @@ import torch
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 import skipdecode
-<<<<<<< HEAD
-from families import FAMILIES, build
-from skipdecode.core.attach import teacher_forced
-=======
 from helpers.families import FAMILIES, build
 from helpers.tiny import TEXTS, save_checkpoint
->>>>>>> habits
+from skipdecode.core.attach import teacher_forced
 from skipdecode.core.fitting import achieved, batch_lengths, fit
 from skipdecode.core.schedule import Schedule
 from skipdecode.core.stack import decoder_layers
