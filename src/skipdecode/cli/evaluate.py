@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from ..errors import UsageError
-from .console import err, out, parse_speedups, say
+from .console import err, out, say
+from .options import parse_speedups
 
 if TYPE_CHECKING:
     from ..data.tasks import Example, Task

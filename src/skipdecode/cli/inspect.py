@@ -11,7 +11,8 @@ from typing import Annotated, Any
 from typer import Argument, Exit, Option
 
 from ..errors import UsageError
-from .console import err, out, parse_speedups, say
+from .console import err, out, say
+from .options import parse_speedups
 
 
 def schedule(

@@ -12,7 +12,8 @@ from typer import Argument, Option
 from ..errors import ScheduleError, UsageError
 from ..files import read_json
 from ..training.checkpoints import run_folder
-from .console import parse_numbers, parse_speedups, say
+from .console import say
+from .options import parse_numbers, parse_speedups
 
 #: More of anything than a run can mean; less than what hangs or exhausts the memory.
 MANY = 1_000_000
