@@ -138,7 +138,7 @@ def train(
         raise UsageError(f"--weights needs a number for each of {len(wanted)} speed-ups, not all of them 0")
     if shares and method in ("multi_exit", "calm"):
         raise UsageError(f"{method} trains all exits in every step: --weights does not go with it")
-    if not the_method.shared and len(wanted) > 1:
+    if not the_method.one_checkpoint_for_all and len(wanted) > 1:
         raise UsageError(f"{method} makes a model per budget: give --speedup")
     fixed = _schedule(schedule) if schedule else None
     steps = _lengths(lengths) if lengths else []
