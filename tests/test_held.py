@@ -24,8 +24,8 @@ from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.errors import ScheduleError
 from skipdecode.evaluation import runner as evaluation
-from skipdecode.generation.generate import Completion, Cost
 from skipdecode.generation.jobs import Journal, lines
+from skipdecode.generation.results import Completion, Cost
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,10 @@ except ModuleNotFoundError:
 from .. import __version__
 from ..errors import SkipDecodeError, UsageError
 from .console import drop_output
+from .demo import demo
 from .evaluate import calibrate, evaluate
 from .generate import generate
-from .inspect import check, demo, schedule
+from .inspect import check, schedule
 from .train import train
 
 #: Which extra of ours brings a library.

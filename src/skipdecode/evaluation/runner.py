@@ -19,8 +19,10 @@ from ..data.tasks import Example, Task, subsample
 from ..data.tokenization import encode_prompts
 from ..errors import FileError, JobError, UsageError
 from ..files import check_target, locked, read_json, write
-from ..generation.generate import Decoding, Generated, generate_ids
+from ..generation.batch import Decoding
+from ..generation.generate import generate_ids
 from ..generation.loading import load, resolve
+from ..generation.results import Generated
 from ..methods import get_method
 from ..provenance import fingerprint, identity
 from .loss import batches_of, loss_by_position

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..core.checkpoint_config import resolve_schedule, trained_method
+from ..core.checkpoint_config import is_trained, resolve_schedule
 from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..data.chat import Message, Prompt
@@ -134,7 +134,7 @@ class GenerationJob:
         """
         config = read_config(self.model, self.revision)
         schedule = None if self.full else resolve_schedule(config, self.speedup, self.schedule)
-        if schedule is not None and trained_method(config) == "full":
+        if schedule is not None and not is_trained(config):
             say(f"{self.model} was not trained for skipping: its texts will be poor (skipdecode train; or --full)")
         items = self._items()
         # Another type or kind of device rounds otherwise; a hub name alone does not say which version it is.
