@@ -92,7 +92,7 @@ def test_check_finds_what_a_run_leaves_behind(checkpoint: Path, monkeypatch: pyt
     else:
         model, _ = skipdecode.load(str(checkpoint))
         model.get_input_embeddings().register_forward_hook(lambda m, args, output: output + torch.randn_like(output))
-        monkeypatch.setattr("skipdecode.generation.loading.load", lambda *args, **kwargs: (model, None))
+        monkeypatch.setattr("skipdecode.evaluation.check.load", lambda *args, **kwargs: (model, None))
     done = run("check", checkpoint, "--json")
     assert done.returncode == 1
     assert not {finding["claim"]: finding["held"] for finding in json.loads(done.stdout)}[claim]

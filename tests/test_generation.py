@@ -28,7 +28,8 @@ from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.core.cache import cache_bytes
 from skipdecode.errors import SkipDecodeError, UsageError
-from skipdecode.generation.generate import Generated, batches, generate_ids
+from skipdecode.generation.generate import batches, generate_ids
+from skipdecode.generation.results import Generated
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 

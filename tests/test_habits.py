@@ -46,7 +46,8 @@ from helpers.families import (
 )
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.core.cache import cache_bytes
-from skipdecode.core.gate import Gate, PassGuard, PromptGuard
+from skipdecode.core.gate import Gate
+from skipdecode.core.guards import PassGuard, PromptGuard
 from skipdecode.core.prefix import Prefix
 from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import CacheError, UnsupportedModel

@@ -18,14 +18,14 @@ from helpers.families import LAYERS, SCHEDULES, TOP, build, distance, naive, pro
 from helpers.tiny import TEXTS, no_file_above, save_checkpoint
 from helpers.tiny import run as command
 from skipdecode import Schedule, attach, detach
-from skipdecode.core.gate import is_attached
+from skipdecode.core.attach import is_attached
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.errors import ScheduleError
 from skipdecode.evaluation import runner as evaluation
-from skipdecode.generation.generate import Completion, Cost
 from skipdecode.generation.jobs import Journal, lines
+from skipdecode.generation.results import Completion, Cost
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from skipdecode.data.tasks import get_task
 from skipdecode.errors import FileError, InputError, JobError
 from skipdecode.generation import generate as generation
 from skipdecode.generation import jobs, loading
-from skipdecode.generation.generate import Completion, Cost
+from skipdecode.generation.results import Completion, Cost
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 import skipdecode
 from helpers.families import FAMILIES, build
 from helpers.tiny import TEXTS, save_checkpoint
+from skipdecode.core.attach import teacher_forced
 from skipdecode.core.fitting import achieved, batch_lengths, fit
-from skipdecode.core.gate import teacher_forced
 from skipdecode.core.schedule import Schedule
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import encode_prompts

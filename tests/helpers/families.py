@@ -44,7 +44,7 @@ from transformers import (
 
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.core.cache import held_bytes
-from skipdecode.evaluation.check import undone
+from skipdecode.evaluation.reference import undone
 
 LAYERS = 8
 WINDOW = 6

@@ -1,15 +1,13 @@
-"""What every verb of the command line shares: errors that end with exit code 2, and where words go."""
+"""What every verb of the command line shares: where words go, and how progress is shown."""
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from contextlib import suppress
+from typing import Any
 
 from rich.console import Console
-
-from ..errors import UsageError
 
 #: Results go to standard output, everything said about them to standard error.
 out = Console()
@@ -27,20 +25,39 @@ def drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def parse_numbers(text: str) -> tuple[float, ...]:
-    """``"1,2.5,5"`` as numbers. Raises UsageError."""
-    try:
-        values = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        values = ()
-    if not values or not all(map(math.isfinite, values)):
-        raise UsageError(f"numbers with commas between are wanted, like 1,2,3, not {text!r}")
-    return values
+class Bar:
+    """A progress bar on standard error with a count, a rate and the time left. It shows once it is started.
 
+    Args:
+        name: what is going on.
+        unit: of the rate; none is shown without one.
+    """
 
-def parse_speedups(text: str) -> tuple[float, ...]:
-    """Distinct speed-ups of at least 1. Raises UsageError."""
-    values = parse_numbers(text)
-    if not values or min(values) < 1 or len(set(values)) < len(values):
-        raise UsageError(f"speed-ups are distinct numbers of at least 1, not {text!r}")
-    return values
+    def __init__(self, name: str, unit: str = "") -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        rate = [TextColumn("{task.fields[rate]}")] if unit else []
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *rate, TimeRemainingColumn())
+        self._progress = Progress(*columns, console=err)
+        self._name = name
+        self._unit = unit
+        self._task: Any = None
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def start(self, total: int, done: int = 0) -> None:
+        """So many in all, so many of them done before."""
+        self._task = self._progress.add_task(self._name, total=total, completed=done, rate="")
+        self._progress.start()
+
+    def advance(self, count: int = 1, rate: float = 0.0) -> None:
+        """So many more are done."""
+        self._progress.update(self._task, advance=count, rate=f"{rate:,.0f} {self._unit}")
+
+    def describe(self, name: str) -> None:
+        """What is going on now."""
+        self._progress.update(self._task, description=name)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from ..errors import UsageError
-from .console import err, out, parse_speedups, say
+from .console import err, out, say
+from .options import parse_speedups
 
 if TYPE_CHECKING:
     from ..data.tasks import Example, Task
@@ -241,7 +242,7 @@ def calibrate(
     check_target(output, ours=is_schedule)
     before = checkpoint_config.resolve_schedule(config, speedup)
     known = {k: plan for k, plan in checkpoint_config.schedules_of(config, method).items() if not plan.is_full}
-    base, source = known.get(speedup), known.get(speedup) or checkpoint_config.fastest(known)
+    base, source = known.get(speedup), known.get(speedup) or (known[max(known)] if known else None)
     form: dict[str, Any] = {"order": "bottom" if method == "multi_exit" else "top", "decay": "linear"}
     form |= source.form if source else {}
     form |= {name: value for name, value in {"decay": decay, "order": order}.items() if value not in (None, "search")}

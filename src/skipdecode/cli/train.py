@@ -12,7 +12,8 @@ from typer import Argument, Option
 from ..errors import ScheduleError, UsageError
 from ..files import read_json
 from ..training.checkpoints import run_folder
-from .console import parse_numbers, parse_speedups, say
+from .console import say
+from .options import parse_numbers, parse_speedups
 
 #: More of anything than a run can mean; less than what hangs or exhausts the memory.
 MANY = 1_000_000
@@ -137,7 +138,7 @@ def train(
         raise UsageError(f"--weights needs a number for each of {len(wanted)} speed-ups, not all of them 0")
     if shares and method in ("multi_exit", "calm"):
         raise UsageError(f"{method} trains all exits in every step: --weights does not go with it")
-    if not the_method.shared and len(wanted) > 1:
+    if not the_method.one_checkpoint_for_all and len(wanted) > 1:
         raise UsageError(f"{method} makes a model per budget: give --speedup")
     fixed = _schedule(schedule) if schedule else None
     steps = _lengths(lengths) if lengths else []

@@ -19,7 +19,9 @@ class Static(Method):
 
     name = "static"
     label = "static pruning"
-    shared = False
+    skips = False
+    fits_depths = False
+    one_checkpoint_for_all = False
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
         """Of the pruned model: all it has."""
@@ -44,7 +46,7 @@ def prune(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """
     import torch
 
-    from ..core.gate import attach, teacher_forced
+    from ..core.attach import attach, teacher_forced
     from ..core.stack import decoder_layers
     from ..errors import UnsupportedModel
 

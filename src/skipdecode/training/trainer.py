@@ -18,8 +18,8 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
+from ..core.attach import attach, teacher_forced
 from ..core.checkpoint_config import CONFIG_KEY, to_config_entry
-from ..core.gate import attach, teacher_forced
 from ..core.schedule import Schedule
 from ..data.collation import Collator, encode
 from ..data.tasks import Example, Task
@@ -226,7 +226,7 @@ def train(
     """
     folder = RunFolder(settings.output_dir)
     folder.claim(model.name_or_path)
-    limit = max_positions(model) or sys.maxsize
+    limit = max_positions(model.config) or sys.maxsize
     lengths = map(len, encode_prompts(tokenizer, [example.prompt for example in validation])) if validation else ()
     scored = [e for e, n in zip(validation, lengths, strict=True) if n + task.max_new_tokens <= limit]
     held_out = encode(validation, tokenizer, limit)
@@ -256,7 +256,7 @@ def train(
         weights=weights,
         task=task,
         eval_examples=scored,
-        data_collator=Collator(tokenizer.pad_token_id, max_length=max_positions(model)),
+        data_collator=Collator(tokenizer.pad_token_id, max_length=max_positions(model.config)),
         train_dataset=rows,
         eval_dataset=held_out if len(held_out) else None,
         processing_class=tokenizer,
