@@ -36,7 +36,7 @@ FEW = f"({FORMS}) and not (post-norm or bottom or even or list or constant or to
 FAST = f"(not test_invariants or {FEW}) and not (compiled or long_texts or nothing_is_kept)"
 #: Files of the core, and of the tests that their mutants meet.
 SUITES = {
-    "schedule shapes fitting": "definitions schedule fitting",
+    "schedule schedule_checks shapes fitting": "definitions schedule fitting",
     "attach cache gate guards prefix stack": "cache stack refusals habits invariants",
 }
 CALLS = 200  # of a function, in one test, by which is known what the test reaches

@@ -55,7 +55,7 @@ def generate_batch(
     pad = tokenizer.pad_token_id
     ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    layers = layer_count(model.config)
     cache = _cache(model, decoding)
     clock = _Clock()
     # What a checkpoint says of its cache and outputs is for others: the cache is ours, texts are what is wanted.

@@ -116,7 +116,7 @@ def generate_ids(
     longest = max(max(map(len, prompts), default=0) + new, 0 if new else options.get("max_length") or 0)
     if room is not None and longest > room:
         raise UsageError(f"the longest prompt and max_new_tokens need {longest} positions, the model has {room}")
-    result = Generated(Cost(text_config(model.config).num_hidden_layers))
+    result = Generated(Cost(layer_count(model.config)))
     rows: dict[int, Completion] = {}
     for indices, batch, cost in batches(
         model, tokenizer, dict(enumerate(prompts)), decoding, batch_size, seed, **options

@@ -180,7 +180,7 @@ class GenerationJob:
     ) -> JobResult:
         """The completions that the journal does not hold yet, with those that it holds."""
         completions = dict(journal.rows) if journal else {}
-        cost = Cost(text_config(config).num_hidden_layers)
+        cost = Cost(layer_count(config))
         for earlier in journal.costs if journal else []:
             cost += earlier
         if completions:
