@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -14,6 +14,13 @@ import torch
 import transformers
 
 from helpers.tiny import save_checkpoint, write_examples
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--update-golden`` writes tests/golden/ anew."""
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden/ anew instead of comparing")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,6 +37,20 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """``golden(name, text)``: the text is that of tests/golden/NAME, but for spaces at the ends of lines."""
+
+    def compare(name: str, text: str) -> None:
+        text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+        if request.config.getoption("--update-golden"):
+            (GOLDEN / name).write_text(text, encoding="utf-8")
+        expected = (GOLDEN / name).read_text(encoding="utf-8")
+        assert text == expected, f"tests/golden/{name} says otherwise: if that is meant, pytest --update-golden"
+
+    return compare
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
