@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.schedule import Schedule
+from ..data.chat import Prompt
 from ..generation.generate import generate
 from ..generation.results import Generated
 from .timing import Clock, Timing, alternate, compare, forced, typical_steps
@@ -55,7 +56,7 @@ class Speeds:
 def compare_speeds(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     schedules: Mapping[float, Schedule],
     *,
     repeats: int = 5,

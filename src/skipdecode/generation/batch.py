@@ -18,6 +18,7 @@ from transformers import (
 
 from ..core.attach import attach
 from ..core.cache import SkipCache, cache_bytes
+from ..core.checkpoint_config import layer_count
 from ..core.schedule import Schedule
 from .results import Completion, Cost
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.checkpoint_config import resolve_schedule
+from ..core.checkpoint_config import layer_count, resolve_schedule
 from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..data.chat import Message, Prompt, parse_messages
@@ -24,7 +24,7 @@ from .sampling import Sampling, stable_hash
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: str | Iterable[Any],
+    prompts: Prompt | Iterable[Any],
     *,
     speedup: float | None = None,
     schedule: Schedule | str | Path | None = None,

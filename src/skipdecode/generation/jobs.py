@@ -11,9 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..core.checkpoint_config import is_trained, resolve_schedule
+from ..core.checkpoint_config import is_trained, layer_count, resolve_schedule
 from ..core.schedule import Schedule
-from ..core.stack import text_config
 from ..data.chat import Message, Prompt
 from ..data.inputs import Item, read_items
 from ..data.tasks import Task, get_task

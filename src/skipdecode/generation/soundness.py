@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..core.checkpoint_config import layer_count
 from ..core.stack import decoder_layers
 from ..errors import FileError, ModelError, SkipDecodeError, UnsupportedModel
 from ..files import read_json
