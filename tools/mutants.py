@@ -37,7 +37,7 @@ FAST = f"(not test_invariants or {FEW}) and not (compiled or long_texts or nothi
 #: Files of the core, and of the tests that their mutants meet.
 SUITES = {
     "schedule schedule_checks shapes fitting": "definitions schedule fitting",
-    "attach cache gate guards prefix stack": "cache stack refusals habits invariants",
+    "attach cache gate guards prefix stack": "attach cache stack refusals habits invariants",
 }
 CALLS = 200  # of a function, in one test, by which is known what the test reaches
 LIMIT = 120  # seconds that a mutant may take over its tests

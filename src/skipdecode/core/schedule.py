@@ -221,9 +221,7 @@ class Schedule:
         unknown = ", ".join(sorted(set(values) - names))
         require(not unknown or not strict, f"unknown schedule keys: {unknown}; known are {', '.join(sorted(names))}")
         if unknown:
-            warnings.warn(
-                f"a later version of skipdecode wrote {unknown} into a schedule: left out", stacklevel=2
-            )
+            warnings.warn(f"a later version of skipdecode wrote {unknown} into a schedule: left out", stacklevel=2)
             values = {name: value for name, value in values.items() if name in names}
         missing = [key for key in ("num_layers", "max_depth", "min_depth", "horizon") if key not in values]
         require(not missing, f"a schedule needs {', '.join(missing)}")

@@ -56,10 +56,12 @@ def check_options(options: Mapping[str, Any], batch_size: int = 1, seed: int | N
             raise UsageError(f"{name}: {reason}")
     given = [name for name in SAMPLING if options.get(name) is not None]
     if given and not options.get("do_sample"):
-        raise UsageError(f"{', '.join(given)} say how to sample: give do_sample (--do-sample) as well")
+        raise UsageError(f"sampling options ({', '.join(given)}) need do_sample as well (--do-sample)")
     new, least = options.get("max_new_tokens"), options.get("min_new_tokens")
     if new is not None and least is not None and least > new:
         raise UsageError(f"min_new_tokens {least} is more than max_new_tokens {new}")
+    if options.get("length_penalty") is not None and (options.get("num_beams") or 1) == 1:
+        raise UsageError("length_penalty goes with num_beams")
     if options.get("num_return_sequences", 1) != 1:
         raise UsageError("one text per prompt is generated: repeat the prompt instead of num_return_sequences")
 
@@ -78,11 +80,8 @@ def check_with_model(
             raise UsageError(f"the checkpoint's generation_config asks for {name}: {reason}; give {name}=None")
     if skips and options.get("use_cache") is False:
         raise UsageError("use_cache=False leaves a schedule nothing to skip by: it works through the cache")
-    beams = num_beams(options, defaults)
-    if options.get("length_penalty") is not None and beams == 1:
-        raise UsageError("length_penalty goes with num_beams")
     mark = options.get("watermarking_config", defaults.watermarking_config)
-    if seed is not None and mark is not None and options.get("do_sample") and beams == 1:
+    if seed is not None and mark is not None and options.get("do_sample") and num_beams(options, defaults) == 1:
         raise UsageError("watermarking_config and seed: both would be the last to touch the scores; leave one out")
 
 
