@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -27,6 +29,19 @@ def pytest_configure(config: pytest.Config) -> None:
     """One thread: the models are tiny, and a second thread only spins while it waits for the next tiny kernel."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of tests that run for every family, those of one family of each form are not slow."""
+    families: Any = sys.modules.get("helpers.families")  # imported by the tests that need it
+    for item in items if families else []:
+        name = (
+            item.callspec.params.get("name")
+            if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+            else None
+        )
+        if name in families.FAMILIES and name not in families.FORMS:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

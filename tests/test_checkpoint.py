@@ -68,6 +68,7 @@ def test_scores_on_the_rows_that_lie_beside_the_tests(speedup: int, bleu: float,
     assert alone.completions[0].text == result.completions[0].text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DATA.exists(), reason="the E2E release is not beside the checkout (docs/training.md)")
 @pytest.mark.parametrize("speedup", [1, 5])
 def test_scores_are_the_cards(speedup: int) -> None:
