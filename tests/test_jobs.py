@@ -678,6 +678,6 @@ def test_what_the_user_can_put_right_is_one_line_and_exit_code_2(
 
 def test_input_without_the_column_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "in.csv"
-    source.write_text("text\nhello\n")
-    with pytest.raises(InputError, match="no column prompt"):
+    source.write_text("title\nhello\n")
+    with pytest.raises(InputError, match="no column prompt or messages or text; it has title"):
         read_items(str(source), get_task("jsonl"))
