@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 
@@ -44,3 +45,14 @@ def parse_speedups(text: str) -> tuple[float, ...]:
     if not values or min(values) < 1 or len(set(values)) < len(values):
         raise UsageError(f"speed-ups are distinct numbers of at least 1, not {text!r}")
     return values
+
+
+@contextmanager
+def progress_bar(*, transient: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error. Yields what to call with (what is under way, how much of it is done, of how much)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=transient) as progress:
+        bar = progress.add_task("", total=None)
+        yield lambda what, done, total: progress.update(bar, description=what, completed=done, total=total)
