@@ -141,7 +141,7 @@ def train(
         raise UsageError(f"{method} makes a model per budget: give --speedup")
     fixed = _schedule(schedule) if schedule else None
     steps = _lengths(lengths) if lengths else []
-    the_task = get_task(task, words)
+    the_task = get_task(task, max_source_words=words)
     training = the_task.read(data, "train")[:rows]
     validation = the_task.read(data, "validation")[:eval_rows]
     if not training:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.fitting import achieved
 from ..core.schedule import Schedule
+from ..data.chat import Prompt
 from ..data.tokenization import encode_prompts
 from ..generation.generate import Cost, generate_ids
 
@@ -39,7 +40,7 @@ class Written:
 def achieve(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     fitted: Callable[[Sequence[int]], Schedule],
     speedup: float,
     before: Schedule,
