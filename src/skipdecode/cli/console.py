@@ -48,11 +48,20 @@ def parse_speedups(text: str) -> tuple[float, ...]:
 
 
 @contextmanager
-def progress_bar(*, transient: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on standard error. Yields what to call with (what is under way, how much of it is done, of how much)."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=transient) as progress:
-        bar = progress.add_task("", total=None)
-        yield lambda what, done, total: progress.update(bar, description=what, completed=done, total=total)
+    progress = Progress(*columns, console=err, transient=True)
+
+    def show(what: str, done: int, total: int) -> None:
+        progress.start()  # here, so that what is refused before any work stands alone
+        bar = progress.task_ids[0] if progress.task_ids else progress.add_task(what)
+        progress.update(bar, description=what, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        if progress.task_ids:
+            progress.stop()

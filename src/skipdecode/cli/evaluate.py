@@ -113,7 +113,7 @@ def evaluate(
         overwrite=overwrite,
     )
     command = shlex.join(["skipdecode", *(_short(part) for part in sys.argv[1:])])
-    with progress_bar(transient=True) as on_progress:
+    with progress_bar() as on_progress:
         results = run(plan, command=command, say=say, on_progress=on_progress)
     _show(results)
     if as_json:
