@@ -51,7 +51,7 @@ own alone beside greedy 0 1 --distill 0.7 --teacher "$out/teacher" --max-steps 1
 own embedded alone beams 0 1 --distill 0.5 --max-steps 800 --warmup-steps 30 --seed 3
 for speedup in 2 3 4 5; do # depths that fit the lengths it has come to write
     [ -f "$out/schedule-$speedup.json" ] || "$skipdecode" calibrate "$out/embedded" --task e2e --data "$data" \
-        --speedup $speedup --rows 547 --save --output "$out/schedule-$speedup.json"
+        --speedup $speedup --limit 547 --save --output "$out/schedule-$speedup.json"
 done
 
 # Beside it: the same start without any skipping, until its learning rate is down; then the same beam texts.

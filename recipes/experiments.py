@@ -17,11 +17,14 @@ from skipdecode import Schedule, load
 from skipdecode.core.fitting import fit
 from skipdecode.data.metrics import DEFAULT
 from skipdecode.data.tasks import get_task
-from skipdecode.evaluation.calibration import rank_layers
+from skipdecode.evaluation.arms import Arm
+from skipdecode.evaluation.bench import Bench
+from skipdecode.evaluation.layer_order import rank_layers
 from skipdecode.evaluation.loss import batches_of
 from skipdecode.evaluation.report import save
-from skipdecode.evaluation.runner import Arm, Bench, Evaluation
+from skipdecode.evaluation.runner import Evaluation
 from skipdecode.evaluation.timing import machine
+from skipdecode.methods import get_method
 from skipdecode.methods.objectives import Distillation
 from skipdecode.training.trainer import arguments, train
 
@@ -67,10 +70,12 @@ def main() -> None:
     for name in names:
         if not (given.runs / name / "model.safetensors").exists():
             run(name, given, bench)
-    arms = [Arm("full", 1.0, given.start, "full-1x")]
-    arms += [Arm("skipdecode", k, str(given.runs / name), f"{name}-{k:g}x") for name in names for k in (1.0, 3.0, 5.0)]
+    arms = [Arm(get_method("full"), 1.0, given.start, "full-1x")]
+    skipping = get_method("skipdecode")
+    arms += [Arm(skipping, k, str(given.runs / name), f"{name}-{k:g}x") for name in names for k in (1.0, 3.0, 5.0)]
     rows = []
-    for arm, row in zip(arms, Evaluation(bench, given.results, lambda arm: print(arm.key)).rows(arms), strict=True):
+    evaluation = Evaluation(bench, arms, given.results, lambda arm: print(arm.key))
+    for arm, row in zip(arms, evaluation.rows(), strict=True):
         change = ROWS[arm.key.rpartition("-")[0]][0] if arm is not arms[0] else "before any of it"
         rows.append({**row, "label": f"{Path(arm.model).name}: {change}" if arm is not arms[0] else f"START: {change}"})
     about = {

@@ -7,7 +7,7 @@ data=$(realpath "$1") runs=$(realpath -m "$2") results=$(realpath -m "${3:-resul
 start=$(realpath "${START:?START is the pretrained model to begin with}")
 cd "$(dirname "$0")/.."
 skipdecode=${SKIPDECODE:-.venv/bin/skipdecode} python=${PYTHON:-.venv/bin/python}
-task=(--task reddit_tldr --words 40)
+task=(--task reddit_tldr --max-source-words 40)
 optimizer=(--batch-size 16 --attention eager --adam-beta2 0.98 --learning-rate 1e-3 --save-steps 100)
 constant=(--speedup 1 --scheduler constant_with_warmup --eval-steps 0)
 
@@ -46,7 +46,7 @@ train own "$runs/distilled" "${same[@]}" --data "$runs/own-texts" --lengths "$le
     --weights 1,1,1,1,3 --max-steps 800
 for speedup in 2 3 4 5; do
     [ -f "$runs/schedule-$speedup.json" ] || "$skipdecode" calibrate "$runs/own" "${task[@]}" --data "$data" \
-        --speedup $speedup --rows 390 --decay exponential --save --output "$runs/schedule-$speedup.json"
+        --speedup $speedup --limit 390 --decay exponential --save --output "$runs/schedule-$speedup.json"
 done
 
 # 3. The comparison: every method from the same start, with the same data and steps, all by cross-entropy.

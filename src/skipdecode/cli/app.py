@@ -21,9 +21,10 @@ except ModuleNotFoundError:
 
 from .. import __version__
 from ..errors import SkipDecodeError, UsageError
+from .calibrate import calibrate
 from .console import drop_output
 from .demo import demo
-from .evaluate import calibrate, evaluate
+from .evaluate import evaluate
 from .generate import generate
 from .inspect import check, schedule
 from .train import train

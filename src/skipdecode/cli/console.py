@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from typing import Any
 
 from rich.console import Console
 
@@ -26,38 +25,36 @@ def drop_output() -> None:
 
 
 class Bar:
-    """A progress bar on standard error with a count, a rate and the time left. It shows once it is started.
+    """A progress bar on standard error: what is under way, how much of it is done, a rate, the time left.
 
-    Args:
-        name: what is going on.
-        unit: of the rate; none is shown without one.
+    It appears with the first call of :meth:`show`, so that what is refused before any work stands alone.
     """
 
-    def __init__(self, name: str, unit: str = "") -> None:
+    def __init__(self) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        rate = [TextColumn("{task.fields[rate]}")] if unit else []
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *rate, TimeRemainingColumn())
-        self._progress = Progress(*columns, console=err)
-        self._name = name
-        self._unit = unit
-        self._task: Any = None
+        described, rate = TextColumn("{task.description}"), TextColumn("{task.fields[rate]}")
+        self._progress = Progress(
+            described, BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn(), console=err
+        )
 
     def __enter__(self) -> Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        if self._progress.task_ids:
+            self._progress.stop()
 
-    def start(self, total: int, done: int = 0) -> None:
-        """So many in all, so many of them done before."""
-        self._task = self._progress.add_task(self._name, total=total, completed=done, rate="")
-        self._progress.start()
+    def show(self, what: str, done: int, total: int, rate: str = "") -> None:
+        """So much of ``total`` is done of what is under way."""
+        if not self._progress.task_ids:
+            self._progress.start()
+            self._progress.add_task(what, rate=rate)
+        task = self._progress.task_ids[0]
+        if self._progress.tasks[0].description != what:
+            self._progress.reset(task)
+        self._progress.update(task, description=what, completed=done, total=total, rate=rate)
 
-    def advance(self, count: int = 1, rate: float = 0.0) -> None:
-        """So many more are done."""
-        self._progress.update(self._task, advance=count, rate=f"{rate:,.0f} {self._unit}")
-
-    def describe(self, name: str) -> None:
-        """What is going on now."""
-        self._progress.update(self._task, description=name)
+    def advance(self, count: int = 1, rate: str = "") -> None:
+        """So much more of it is done."""
+        self._progress.update(self._progress.task_ids[0], advance=count, rate=rate)

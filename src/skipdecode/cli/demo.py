@@ -49,8 +49,8 @@ def demo(
     loaded, tokenizer = load(model)
     schedules = {k: resolve_schedule(loaded.config, k) for k in targets}
     decoding = {"batch_size": batch_size, "max_new_tokens": task.max_new_tokens}
-    with Bar("writing, then timing alternately") as bar:
-        bar.start((repeats + 2) * len(schedules))
+    with Bar() as bar:
+        bar.show("writing, then timing alternately", 0, (repeats + 2) * len(schedules))
         speeds = compare_speeds(loaded, tokenizer, prompts, schedules, repeats=repeats, on_run=bar.advance, **decoding)
     for i, item in enumerate(items[:show]):
         _print_texts(item.columns["mr"], {k: own.completions[i].text for k, own in speeds.written.items()})

@@ -64,7 +64,6 @@ def generate(
     """
     given = locals()
     from ..core.schedule import Schedule
-    from ..data.tasks import get_task
     from ..files import is_stream
     from ..generation.jobs import GenerationJob
 
@@ -78,20 +77,16 @@ def generate(
         model,
         prompt or input,
         target,
-        task=get_task(
-            task,
-            max_source_words=max_source_words,
-            prompt_column=prompt_column,
-            response_column=response_column,
-            prompt_share=prompt_share,
-        ),
+        task=o.task_of(given),
         schedule=Schedule.load(schedule) if schedule else None,
         options=decoding | ({"stop_strings": stop} if stop else {}),
         **{name: given[name] for name in _AS_THEY_ARE},
     )
-    with Bar("generate", "tokens/s") as bar:
+    with Bar() as bar:
         result = job.run(
-            on_start=bar.start, on_batch=lambda cost: bar.advance(cost.rows, cost.tokens / cost.seconds), say=say
+            on_start=lambda total, done: bar.show("generate", done, total),
+            on_batch=lambda cost: bar.advance(cost.rows, f"{cost.tokens / cost.seconds:,.0f} tokens/s"),
+            say=say,
         )
     if target is None:
         texts = [completion.text for _, completion in sorted(result.completions.items())]
