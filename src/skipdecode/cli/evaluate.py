@@ -241,7 +241,7 @@ def calibrate(
     check_target(output, ours=is_schedule)
     before = checkpoint_config.resolve_schedule(config, speedup)
     known = {k: plan for k, plan in checkpoint_config.schedules_of(config, method).items() if not plan.is_full}
-    base, source = known.get(speedup), known.get(speedup) or checkpoint_config.fastest(known)
+    base, source = known.get(speedup), known.get(speedup) or (known[max(known)] if known else None)
     form: dict[str, Any] = {"order": "bottom" if method == "multi_exit" else "top", "decay": "linear"}
     form |= source.form if source else {}
     form |= {name: value for name, value in {"decay": decay, "order": order}.items() if value not in (None, "search")}

@@ -53,9 +53,8 @@ def schedule(
         from ..core.checkpoint_config import resolve_schedule
         from ..generation.loading import read_config
 
-        plan = resolve_schedule(read_config(str(model)), speedup)
-        given = {"horizon": horizon, "order": order, "decay": decay}
-        plan = plan.replace(**{name: value for name, value in given.items() if value is not None})
+        form: dict[str, Any] = {k: v for k, v in {"order": order, "decay": decay}.items() if v is not None}
+        plan = resolve_schedule(read_config(str(model)), speedup, horizon=horizon, **form)
     if save:
         plan.save(save)
         say(f"wrote {save}")

@@ -8,30 +8,45 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import FileError, ScheduleError
 from ..files import locked, read_json, write
+from .fitting import fit
 from .schedule import Schedule
 
 CONFIG_KEY = "skipdecode"
+#: The method of a model whose config says nothing, and the one that is this same model if all its schedules are full.
+UNTRAINED, DEFAULT_METHOD = "full", "skipdecode"
+#: Target and horizon where neither the user nor the model's config says anything.
+DEFAULT_SPEEDUP, DEFAULT_HORIZON = 2.0, 64
 
 
-def to_config_entry(schedules: Mapping[float, Schedule], method: str = "skipdecode") -> dict[str, Any] | None:
+def layer_count(config: Any) -> int:
+    """Decoder layers of a model of this config."""
+    return config.get_text_config(decoder=True).num_hidden_layers
+
+
+def to_config_entry(schedules: Mapping[float, Schedule], method: str = DEFAULT_METHOD) -> dict[str, Any] | None:
     """What the config says of a model trained with these (target speed-up -> schedule); None for the full model."""
-    if method == "full" or (method == "skipdecode" and all(schedule.is_full for schedule in schedules.values())):
+    if method == UNTRAINED or (method == DEFAULT_METHOD and all(s.is_full for s in schedules.values())):
         return None
     return {"method": method, "schedules": {_key(k): schedule.to_dict() for k, schedule in sorted(schedules.items())}}
 
 
 def trained_method(config: Any) -> str:
     """The method that a model of this config was trained by; ``full`` if it does not say. Raises ScheduleError."""
-    name = _entry(config).get("method", "full")
+    name = _entry(config).get("method", UNTRAINED)
     if not isinstance(name, str):
         raise ScheduleError(f"the model config's {CONFIG_KEY!r} names no method: {name!r}")
     return name
+
+
+def is_trained(config: Any) -> bool:
+    """Whether a model of this config was trained to skip layers. Raises ScheduleError."""
+    return trained_method(config) != UNTRAINED
 
 
 def trained_schedules(config: Any) -> dict[float, Schedule]:
@@ -86,29 +101,96 @@ def save_calibrated(folder: Path, speedup: float, schedule: Schedule, method_nam
 
 def default_schedule(config: Any) -> Schedule | None:
     """The fastest schedule that the config carries, or None."""
-    return fastest(trained_schedules(config))
-
-
-def fastest(known: Mapping[float, Schedule]) -> Schedule | None:
-    """The schedule of the greatest speed-up, or None."""
+    known = trained_schedules(config)
     return known[max(known)] if known else None
 
 
-def resolve_schedule(config: Any, speedup: float | None = None, schedule: Schedule | None = None) -> Schedule:
-    """What a user means by these, for a model of this config.
+class Rule(Protocol):
+    """What :func:`resolve_schedule` asks of a method; :class:`skipdecode.methods.Method` says what each means."""
 
-    The ``schedule`` itself; else the one trained for ``speedup``, or that budget in the fastest trained one's form;
-    else the fastest trained one, else 2x over 64 tokens. Raises ScheduleError if it does not fit the model.
+    name: str
+    order: str | None
+    takes_form: bool
+
+    def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
+        """The method's schedule for this speed-up over these lengths."""
+
+
+def resolve_schedule(
+    config: Any,
+    speedup: float | None = None,
+    schedule: Schedule | None = None,
+    *,
+    method: Rule | None = None,
+    lengths: Sequence[int] | None = None,
+    measure: Callable[[], Sequence[int]] | None = None,
+    horizon: int | None = None,
+    **form: Any,
+) -> Schedule:
+    """The schedule that applies to a model of this config: the one place that decides it.
+
+    1. ``schedule`` itself, if it is given.
+    2. The one that the config has for ``speedup`` (without a speed-up: the fastest), unless lengths, a horizon or a
+       form are asked for.
+    3. A new one for ``speedup`` (default: the fastest that the config has, else 2), in the form of the fastest one
+       that the config has, changed by ``form``: the paper's budget over ``horizon``; or fitted to ``lengths``, or to
+       what ``measure`` returns; or the paper's budget over the same horizon as the fastest one, else 64 tokens.
+       A method with a rule of its own applies that rule to the lengths.
+
+    Args:
+        config: the model's, as transformers reads it.
+        speedup: target, 1 to the number of layers.
+        schedule: goes before everything else.
+        method: only schedules that the config has for this method count, and its rule makes new ones. None: whatever
+            the model was trained by counts, and new ones are SkipDecode's.
+        lengths: decode steps of each batch, to fit a new schedule to whatever the config has.
+        measure: returns such lengths. It is only called if a new schedule is needed, and neither ``lengths`` nor
+            ``horizon`` is given.
+        horizon: decode steps over which a new schedule's depth falls; goes before lengths.
+        form: further fields of a new schedule: ``order``, ``decay``, ``warmup``, ….
+
+    Raises:
+        ScheduleError: the schedule does not fit the model, no schedule can be made from these values, the config's
+            entry cannot be read, or the method takes no horizon and no form.
     """
-    layers = config.get_text_config(decoder=True).num_hidden_layers
-    if schedule is None and (known := trained_schedules(config)):
-        fastest = known[max(known)]
-        schedule = fastest if speedup is None else known.get(speedup) or fastest.with_speedup(speedup)
+    layers = layer_count(config)
+    known = trained_schedules(config) if method is None else schedules_of(config, method.name)
+    if method is not None and not method.takes_form and (horizon is not None or form):
+        raise ScheduleError(f"{method.name} has its own layer order and decay: no horizon or form can be set for it")
+    target = max(known, default=DEFAULT_SPEEDUP) if speedup is None else speedup
+    if schedule is None and lengths is None and horizon is None and not form:
+        schedule = known.get(target)
     if schedule is None:
-        schedule = Schedule.for_speedup(2 if speedup is None else speedup, layers, horizon=64)
+        return _new_schedule(layers, target, known, method, lengths, measure, horizon, form)
     if schedule.num_layers != layers:
         raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {layers}")
     return schedule
+
+
+def _new_schedule(
+    num_layers: int,
+    speedup: float,
+    known: Mapping[float, Schedule],
+    method: Rule | None,
+    lengths: Sequence[int] | None,
+    measure: Callable[[], Sequence[int]] | None,
+    horizon: int | None,
+    form: Mapping[str, Any],
+) -> Schedule:
+    """Rule 3 of :func:`resolve_schedule`."""
+    skipping = [k for k, schedule in known.items() if not schedule.is_full]  # a full schedule has no form
+    fastest = known[max(skipping)] if skipping else None
+    if fastest is not None and fastest.num_layers != num_layers:
+        raise ScheduleError(f"the config's schedules are for {fastest.num_layers} layers, the model has {num_layers}")
+    if lengths is None and horizon is None and measure is not None:
+        lengths = measure()
+    if method is not None and method.order is None:
+        return method.schedule(num_layers, speedup, lengths or ())
+    fields = {**({"order": method.order} if method else {}), **(fastest.form if fastest else {}), **form}
+    if lengths is not None and horizon is None:
+        return fit(num_layers, speedup, lengths, **fields)
+    span = horizon or (fastest.horizon if fastest else DEFAULT_HORIZON)
+    return Schedule.for_speedup(speedup, num_layers, span, **fields)
 
 
 def _key(speedup: float) -> str:

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
 from ..core import checkpoint_config
-from ..core.fitting import fit
 from ..core.schedule import Schedule
 from ..data.metrics import DEFAULT, Agreement, Metric, bootstrap
 from ..data.tasks import Example, Task, subsample
@@ -23,13 +22,9 @@ from ..files import check_target, locked, read_json, write
 from ..generation.generate import Decoding, Generated, generate_ids
 from ..generation.loading import load, resolve
 from ..methods import get_method
-from ..methods.calm import Calm
 from ..provenance import fingerprint, identity
 from .loss import batches_of, loss_by_position
 from .timing import alternate, compare, forced, machine, typical_steps
-
-#: Both leave early, and are trained by the same loss.
-EXITS = {"multi_exit", "calm"}
 
 
 @dataclass(frozen=True)
@@ -55,10 +50,10 @@ def arms(methods: str, model: str, speedups: Sequence[float]) -> list[Arm]:
         method = get_method(name)
         if name == "full":
             continue
-        if not method.shared and "{speedup}" not in own:
+        if not method.one_checkpoint_for_all and "{speedup}" not in own:
             raise UsageError(f"{name} is a model per budget: give {name}=DIR-{{speedup}}")
         # On a checkpoint of its own, a method that serves every budget is worth a row at full depth too.
-        own_full = method.shared and name != "calm" and own not in ("", full)
+        own_full = method.fits_depths and own not in ("", full)
         again = sum(name == other for other, _, _ in wanted) > 1 and bool(own)
         for k in speedups:
             if k > 1 or own_full:
@@ -228,44 +223,15 @@ class Evaluation:
 
     def _plan(self, arm: Arm, reference: Arm) -> tuple[Decoding, dict[str, Any]]:
         """How to decode, and what of it to write down."""
-        model, _ = self._load(arm.model, reference)
-        method, layers = get_method(arm.method), model.config.get_text_config(decoder=True).num_hidden_layers
-        if arm.method == "full" or not method.shared:
-            return None, {}
-        if isinstance(method, Calm):
-            return self._calm(method, arm, reference)
-        known = checkpoint_config.schedules_of(model.config, arm.method)
-        plan = known.get(arm.speedup)
-        if plan is None:
-            lengths = self._lengths_of(reference)
-            form = checkpoint_config.fastest({k: plan for k, plan in known.items() if not plan.is_full})
-            if form and arm.method == "skipdecode":  # what it was trained in, as generation takes it
-                plan = fit(layers, arm.speedup, lengths, **form.form)
-            else:
-                plan = method.schedule(layers, arm.speedup, lengths)
-        return plan, {"schedule": plan.to_dict()}
-
-    def _calm(self, method: Calm, arm: Arm, reference: Arm) -> tuple[Decoding, dict[str, Any]]:
-        """The threshold at which single tokens of held-out texts run ``speedup`` times fewer layers.
-
-        Bisected in the number of nines: a trained model's margins crowd near 1.
-        """
         model, tokens = self._load(arm.model, reference)
-        horizon = max(self._lengths_of(reference))
         some = subsample(self.bench.held_out, 2 * self.bench.batch_size)
-        low, high, tried = 0.0, 6.0, []
-        for _ in range(9):
-            nines = (low + high) / 2
-            threshold = 1 - 10**-nines
-            cost = self.bench.generate(
-                model, tokens, some, method.decoder(model, threshold, horizon, **self.bench.options)
-            ).cost
-            ratio = cost.num_layers / cost.row_depth
-            tried.append((abs(ratio / arm.speedup - 1), threshold, ratio))
-            low, high = (low, nines) if ratio < arm.speedup else (nines, high)
-        _, threshold, ratio = min(tried)
-        found = {"threshold": threshold, "threshold_horizon": horizon, "held_out_token_ratio": round(ratio, 3)}
-        return method.decoder(model, threshold, horizon, **self.bench.options), found
+        return get_method(arm.method).decoding(
+            model,
+            arm.speedup,
+            lambda: self._lengths_of(reference),
+            lambda decoding: self.bench.generate(model, tokens, some, decoding).cost,
+            **self.bench.options,
+        )
 
     def _measure(self, arm: Arm, reference: Arm) -> dict[str, Any]:
         bench, method = self.bench, get_method(arm.method)
@@ -276,8 +242,7 @@ class Evaluation:
         result = bench.generate(model, tokens, bench.examples, plan)
         texts = [" ".join(row.text.split()) for row in result.completions]
         cost = result.cost
-        by = checkpoint_config.trained_method(model.config)
-        ready = arm.method in ("full", by) or {arm.method, by} == EXITS
+        ready = method.is_trained_by(checkpoint_config.trained_method(model.config))
         row: dict[str, Any] = {
             "method": arm.method,
             "label": method.label if ready else f"{method.label}, untrained",
@@ -293,7 +258,7 @@ class Evaluation:
         }
         row |= self._scores(texts, self._reference_texts or texts) | written
         answered = [example for example in bench.held_out if example.references]
-        if answered and not isinstance(method, Calm):
+        if answered and not callable(plan):
             schedule = plan if isinstance(plan, Schedule) else Schedule.full(cost.num_layers)
             batches = batches_of(answered, tokens, model, bench.batch_size)
             loss, row["loss_by_position"] = loss_by_position(model, batches, schedule)

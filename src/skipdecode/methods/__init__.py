@@ -1,30 +1,36 @@
-"""SkipDecode and what it is compared with, all trained and run by the same code. One file per method."""
+"""SkipDecode and what it is compared with, all trained and run by the same code. One file per method.
+
+To add a method, write ``methods/NAME.py`` with a subclass of :class:`Method`, and add a line to METHODS.
+"""
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
+
 from ..errors import UsageError
 from .base import Method
-from .calm import Calm
-from .d3 import D3
-from .full import Full
-from .hsd import HSD
-from .multi_exit import MultiExit
-from .scratch import Scratch
-from .skipdecode import SkipDecode
-from .static import Static
-from .unified import Unified
 
-METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (Full(), SkipDecode(), MultiExit(), Calm(), Unified(), D3(), HSD(), Static(), Scratch())
+#: Name -> class, in the file of that name, imported on first use: help texts and choices need no torch.
+METHODS = {
+    "full": "Full",
+    "skipdecode": "SkipDecode",
+    "multi_exit": "MultiExit",
+    "calm": "Calm",
+    "unified": "Unified",
+    "d3": "D3",
+    "hsd": "HSD",
+    "static": "Static",
+    "scratch": "Scratch",
 }
 
 
+@cache
 def get_method(name: str) -> Method:
     """The method called ``name``. Raises UsageError for a name that is none."""
     if name not in METHODS:
         raise UsageError(f"unknown method {name!r}; known are {', '.join(METHODS)}")
-    return METHODS[name]
+    return getattr(import_module(f".{name}", __name__), METHODS[name])()
 
 
 __all__ = ["METHODS", "Method", "get_method"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
+from ..core.checkpoint_config import resolve_schedule
+from ..core.fitting import fit
 from ..core.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -13,17 +15,49 @@ if TYPE_CHECKING:
     from .objectives import Objective
 
 
+class LayerCost(Protocol):
+    """What a method asks of a run's cost (:class:`skipdecode.generation.generate.Cost`)."""
+
+    num_layers: int
+
+    @property
+    def row_depth(self) -> float:
+        """Layers per decode step that a row alone would have run."""
+
+
 class Method:
-    """One way of running fewer layers. ``lengths`` are always the decode steps that batches really take."""
+    """One way of running fewer layers. ``lengths`` are always the decode steps that batches really take.
+
+    What is particular to a method is said here, so that nobody has to ask for a method by its name.
+    """
 
     name: str
     label: str
+    #: Layer order of its schedules, whose depths and horizon are fitted; None: :meth:`schedule` has a rule of its own.
+    order: str | None = None
+    #: Whether the user may set horizon, order and decay, or give a schedule.
+    takes_form = False
+    #: Whether a schedule can be fitted to lengths, as ``calibrate`` does.
+    fits_depths = True
     #: Whether one checkpoint serves every budget; else each budget has a model of its own.
-    shared = True
+    one_checkpoint_for_all = True
+    #: Whether it leaves out layers of its model; else it always runs all that its model has.
+    skips = True
+    #: Whether it minimises a loss of its own over all layers in every step, whatever budget is drawn.
+    own_objective = False
+    #: Whether it is what the others are compared with.
+    is_reference = False
+
+    def is_trained_by(self, name: str) -> bool:
+        """Whether a model trained by the method called ``name`` is trained for this method too."""
+        return name == self.name
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """The depths whose achieved layer ratio over ``lengths`` is as near to ``speedup`` as the method allows."""
-        raise NotImplementedError
+        """The depths whose achieved layer ratio over ``lengths`` is as near to ``speedup`` as the method allows.
+
+        Raises ScheduleError.
+        """
+        return fit(num_layers, speedup, lengths, order=self.order or "top")
 
     def prepare(self, model: PreTrainedModel, speedup: float) -> PreTrainedModel:
         """The model to train, made from the one given."""
@@ -32,3 +66,25 @@ class Method:
     def objective(self, model: PreTrainedModel, schedules: Mapping[float, Schedule]) -> Objective | None:
         """What training minimises; None for the response's cross-entropy."""
         return None
+
+    def decoding(
+        self,
+        model: PreTrainedModel,
+        speedup: float,
+        lengths: Callable[[], Sequence[int]],
+        decode: Callable[[Any], LayerCost],
+        **options: Any,
+    ) -> tuple[Schedule | Callable[[PreTrainedModel], Any] | None, dict[str, Any]]:
+        """How to decode at ``speedup`` (as ``generate_ids`` takes it), and what about it belongs in a table.
+
+        Args:
+            model: as loaded.
+            speedup: target.
+            lengths: measures the full model's decode steps on held-out prompts.
+            decode: writes texts for held-out prompts, decoding as told, and returns the cost.
+            options: as ``model.generate`` will get them.
+        """
+        if not self.skips:
+            return None, {}
+        schedule = resolve_schedule(model.config, speedup, method=self, measure=lengths)
+        return schedule, {"schedule": schedule.to_dict()}

@@ -7,7 +7,7 @@ each row leaves on its own, but the pass ends only when its last row has left: b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..core.gate import attach
 from ..core.stack import decoder_layers
 from ..errors import ModelError, UsageError
+from .base import LayerCost
 from .exits import ReadOut, read_out
 from .multi_exit import MultiExit
 
@@ -30,6 +31,32 @@ class Calm(MultiExit):
 
     name = "calm"
     label = "CALM-DEC"
+    fits_depths = False
+
+    def decoding(
+        self,
+        model: PreTrainedModel,
+        speedup: float,
+        lengths: Callable[[], Sequence[int]],
+        decode: Callable[[Any], LayerCost],
+        **options: Any,
+    ) -> tuple[Callable[[PreTrainedModel], DynamicCache], dict[str, Any]]:
+        """Exit at the threshold at which single tokens of held-out texts run ``speedup`` times fewer layers.
+
+        The number of nines in it is bisected: a trained model's margins crowd near 1.
+        """
+        horizon = max(lengths())
+        low, high, trials = 0.0, 6.0, []
+        for _ in range(9):
+            nines = (low + high) / 2
+            threshold = 1 - 10**-nines
+            cost = decode(self.decoder(model, threshold, horizon, **options))
+            ratio = cost.num_layers / cost.row_depth
+            trials.append((abs(ratio / speedup - 1), threshold, ratio))
+            low, high = (low, nines) if ratio < speedup else (nines, high)
+        _, threshold, ratio = min(trials)
+        notes = {"threshold": threshold, "threshold_horizon": horizon, "held_out_token_ratio": round(ratio, 3)}
+        return self.decoder(model, threshold, horizon, **options), notes
 
     def decoder(
         self, model: PreTrainedModel, threshold: float, horizon: int, **options: Any

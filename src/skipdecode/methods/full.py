@@ -13,6 +13,13 @@ class Full(Method):
 
     name = "full"
     label = "full model"
+    skips = False
+    fits_depths = False
+    is_reference = True
+
+    def is_trained_by(self, name: str) -> bool:
+        """It needs no training."""
+        return True
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
         """The full schedule."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..core.fitting import fit
 from ..core.schedule import Schedule
 from .base import Method
 
@@ -21,10 +20,12 @@ class MultiExit(Method):
 
     name = "multi_exit"
     label = "multi-layer exit"
+    order = "bottom"
+    own_objective = True
 
-    def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """SkipDecode's depths in order ``bottom``."""
-        return fit(num_layers, speedup, lengths, order="bottom")
+    def is_trained_by(self, name: str) -> bool:
+        """CALM is trained by the same loss."""
+        return name in ("multi_exit", "calm")
 
     def objective(self, model: PreTrainedModel, schedules: Mapping[float, Schedule]) -> Objective | None:
         """Mean cross-entropy over all exits: no budget is favoured, and CALM may leave anywhere."""

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from ..core.fitting import fit
-from ..core.schedule import Schedule
 from .base import Method
 
 
@@ -14,7 +10,5 @@ class SkipDecode(Method):
 
     name = "skipdecode"
     label = "SkipDecode"
-
-    def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """See :func:`skipdecode.core.fitting.fit`."""
-        return fit(num_layers, speedup, lengths)
+    order = "top"
+    takes_form = True

@@ -19,7 +19,9 @@ class Static(Method):
 
     name = "static"
     label = "static pruning"
-    shared = False
+    skips = False
+    fits_depths = False
+    one_checkpoint_for_all = False
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
         """Of the pruned model: all it has."""

@@ -1,0 +1,135 @@
+"""One place decides which schedule applies; what a method is like stands on its class."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import OPTConfig
+
+from skipdecode.core.checkpoint_config import CONFIG_KEY, is_trained, resolve_schedule, to_config_entry
+from skipdecode.core.fitting import achieved, fit
+from skipdecode.core.schedule import Schedule
+from skipdecode.errors import ScheduleError
+from skipdecode.methods import METHODS, get_method
+
+LENGTHS = [20, 24, 31]
+EVEN = Schedule(8, 4, 2, 12, order="even", decay="cosine")
+FAST = Schedule(8, 2, 1, 16, order=(0, 7, 1, 6, 2, 5, 3, 4), decay="exponential", rate=2.0, prompt_decay=3)
+
+
+def config_of(schedules: dict[float, Schedule] | None = None, method: str = "skipdecode") -> Any:
+    """The config of a model of eight layers, trained with these schedules or with none."""
+    config = OPTConfig(num_hidden_layers=8)
+    if schedules:
+        setattr(config, CONFIG_KEY, to_config_entry(schedules, method))
+    return config
+
+
+def unmeasured() -> Sequence[int]:
+    """Lengths that nobody may ask for: measuring them takes minutes."""
+    pytest.fail("lengths were measured")
+
+
+def test_the_schedule_given_goes_before_everything() -> None:
+    """Whatever else is asked for."""
+    config = config_of({2.0: EVEN})
+    assert resolve_schedule(config, 2, FAST, lengths=LENGTHS, horizon=9, order="top") is FAST
+    with pytest.raises(ScheduleError, match="for 4 layers, the model has 8"):
+        resolve_schedule(config, 2, Schedule.full(4))
+
+
+def test_the_trained_schedule_of_the_speedup_comes_next() -> None:
+    """Without a speed-up the fastest one; lengths are not measured for it."""
+    config = config_of({2.0: EVEN, 5.0: FAST})
+    assert resolve_schedule(config, 2, measure=unmeasured) == EVEN
+    assert resolve_schedule(config, measure=unmeasured) == FAST
+    assert resolve_schedule(config, 2, method=get_method("skipdecode"), measure=unmeasured) == EVEN
+
+
+@given(speedup=st.sampled_from([1.5, 2.0, 3.0, 5.0, 8.0]), decay=st.sampled_from([None, "linear", "step"]))
+def test_a_new_schedule_has_the_form_of_the_fastest_trained_one(speedup: float, decay: str | None) -> None:
+    """Fitted to lengths, over a horizon or with the paper's budget: order, warm-up and decay stay unless asked for."""
+    config = config_of({1.0: Schedule.full(8), 2.0: EVEN, 5.0: FAST})
+    form = {} if decay is None else {"decay": decay}
+    expected = FAST.form | form
+    assert resolve_schedule(config, speedup, lengths=LENGTHS, **form) == fit(8, speedup, LENGTHS, **expected)
+    over = resolve_schedule(config, speedup, horizon=9, measure=unmeasured, **form)
+    assert over == Schedule.for_speedup(speedup, 8, 9, **expected)
+    assert over.horizon == 9
+    other = resolve_schedule(config, 4, measure=lambda: LENGTHS)
+    assert other == fit(8, 4, LENGTHS, **FAST.form)
+    assert resolve_schedule(config, 4) == FAST.with_speedup(4)
+
+
+def test_what_is_asked_for_replaces_what_was_trained() -> None:
+    """B7: ``train --order top`` on a model that was trained in another order."""
+    config = config_of({2.0: EVEN})
+    for asked in ({"order": "top"}, {"decay": "linear"}, {"warmup": 0, "order": "top"}):
+        new = resolve_schedule(config, 2, measure=lambda: LENGTHS, **asked)
+        assert new != EVEN
+        assert new.form == EVEN.form | asked
+    assert resolve_schedule(config, 2, lengths=LENGTHS) == fit(8, 2, LENGTHS, **EVEN.form)
+
+
+def test_a_model_that_was_never_trained_gets_the_default() -> None:
+    """2x over 64 tokens, or fitted to lengths."""
+    assert resolve_schedule(config_of()) == Schedule.for_speedup(2, 8, 64)
+    assert resolve_schedule(config_of(), 3, lengths=LENGTHS) == fit(8, 3, LENGTHS)
+    assert resolve_schedule(config_of(), 3, horizon=10) == Schedule.for_speedup(3, 8, 10)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if get_method(name).fits_depths])
+def test_a_method_takes_its_own_schedules_and_makes_new_ones_by_its_own_rule(name: str) -> None:
+    """Those trained for another method are no use to it."""
+    method = get_method(name)
+    config = config_of({4.0: EVEN}, "hsd" if name != "hsd" else "d3")
+    new = resolve_schedule(config, 4, method=method, measure=lambda: LENGTHS)
+    assert new == method.schedule(8, 4, LENGTHS)
+    assert new != EVEN
+    assert resolve_schedule(config_of({4.0: EVEN}, name), 4, method=method, measure=unmeasured) == EVEN
+    if not method.takes_form:
+        for asked in ({"horizon": 9}, {"order": "top"}):
+            with pytest.raises(ScheduleError, match=f"{name} has its own"):
+                resolve_schedule(config, 4, method=method, **asked)
+
+
+def test_a_fitted_method_keeps_the_form_it_was_trained_in() -> None:
+    """Multi-layer exit counts from the bottom whatever the speed-up, and keeps a trained decay."""
+    method = get_method("multi_exit")
+    trained = Schedule(8, 4, 2, 12, order="bottom", decay="cosine")
+    new = resolve_schedule(config_of({2.0: trained}, "multi_exit"), 4, method=method, lengths=LENGTHS)
+    assert new.form == trained.form
+    assert achieved(new, LENGTHS) == pytest.approx(4, rel=0.05)
+    assert resolve_schedule(config_of(), 4, method=method).order == "bottom"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_facts_of_a_method_agree(name: str) -> None:
+    """Each file is found by its name; what takes a form is fitted; what skips nothing has nothing to fit."""
+    method = get_method(name)
+    assert method.name == name
+    assert get_method(name) is method
+    assert method.is_trained_by(name)
+    assert not method.is_trained_by("magic") or method.is_reference
+    assert not method.takes_form or (method.order and method.fits_depths)
+    assert method.skips or not method.fits_depths
+    assert method.is_reference == (name == "full")
+
+
+def test_only_a_method_makes_a_model_a_trained_one() -> None:
+    """A model of full schedules alone is the stock model."""
+    assert not is_trained(config_of())
+    assert not is_trained(config_of({1.0: Schedule.full(8)}))
+    assert is_trained(config_of({2.0: EVEN}))
+
+
+def test_choices_of_methods_need_no_torch() -> None:
+    """``--help`` lists them in a tenth of a second."""
+    code = "import sys; from skipdecode.methods import get_method; get_method('d3'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
