@@ -14,7 +14,7 @@ from skipdecode import Schedule, SkipCache
 from skipdecode.core.checkpoint_config import default_schedule, to_config_entry, trained_schedules
 from skipdecode.data.collation import Collator, encode
 from skipdecode.data.tasks import Example, Jsonl
-from skipdecode.training.trainer import SkipTrainer, arguments
+from skipdecode.training.trainer import SkipTrainer, training_args
 from tiny import TEXTS, run, save_checkpoint
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS * 3]
@@ -41,7 +41,7 @@ def trainer_of(model, tokenizer, folder, schedules, task=None, eval_examples=(),
     options = {"per_device_train_batch_size": 4, "use_cpu": True, "max_steps": 2} | options
     return SkipTrainer(
         model=model,
-        args=arguments(output_dir=str(folder), **options),
+        args=training_args(output_dir=str(folder), **options),
         schedules=schedules,
         data_collator=Collator(tokenizer.pad_token_id),
         train_dataset=encode(EXAMPLES, tokenizer, 96),
@@ -131,7 +131,7 @@ def test_a_step_costs_less_than_a_full_one(checkpoint, tmp_path):
 
 def test_the_result_is_a_stock_directory_that_carries_its_schedule(checkpoint, data, tmp_path):
     target = tmp_path / "trained"
-    options = ("--max-steps", 3, "--eval-steps", 2, "--eval-rows", 3, "--horizon", 10, "--batch-size", 4)
+    options = ("--max-steps", 3, "--eval-steps", 2, "--max-eval-samples", 3, "--horizon", 10, "--batch-size", 4)
     done = run("train", checkpoint, "--data", data, "--output", target, "--speedups", "1,2,4", *options)
     assert done.returncode == 0, done.stderr
     stock = AutoModelForCausalLM.from_pretrained(target)
@@ -180,9 +180,9 @@ def test_the_fastest_budget_is_the_checkpoints_default():
         (["--method", "unified"], "method"),
         (["--learning-rate", 1e-3], "learning rate"),
         (["--seed", 1], "seed"),
-        (["--rows", 3], "data"),
-        (["--distill", 0.5], "distillation"),
-        (["--accumulation", 2], "batch"),
+        (["--max-train-samples", 3], "data"),
+        (["--distill-weight", 0.5], "distillation"),
+        (["--gradient-accumulation-steps", 2], "batch"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_not_resumed(changed, word, checkpoint, data, tmp_path):
@@ -194,7 +194,7 @@ def test_a_checkpoint_of_another_run_is_not_resumed(changed, word, checkpoint, d
     assert done.returncode == 2
     assert f"another {word}" in done.stderr or f", {word}" in done.stderr
     assert (target / "model.safetensors").read_bytes() == before
-    assert run("train", checkpoint, *common, "--speedup", 2, *changed, "--fresh").returncode == 0
+    assert run("train", checkpoint, *common, "--speedup", 2, *changed, "--no-resume").returncode == 0
 
 
 def test_another_model_does_not_get_the_weights_of_the_last_one(checkpoint, data, tmp_path):
@@ -262,11 +262,24 @@ def test_accumulated_batches_train_like_one_large_batch(checkpoint, tmp_path):
 
 # peft 0.21 still asks transformers for a name it deprecates.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("options", [["--bf16"], ["--checkpointing"], ["--lora", 4], ["--attention", "eager"]])
+@pytest.mark.parametrize(
+    "options", [["--bf16"], ["--gradient-checkpointing"], ["--lora-rank", 4], ["--attn-implementation", "eager"]]
+)
 def test_ways_to_train(checkpoint, data, tmp_path, options):
     """Each changes the weights and leaves a stock checkpoint without adapters."""
     target = tmp_path / "trained"
-    common = ("--max-steps", 2, "--batch-size", 2, "--accumulation", 2, "--eval-steps", 0, "--learning-rate", 1e-2)
+    common = (
+        "--max-steps",
+        2,
+        "--batch-size",
+        2,
+        "--gradient-accumulation-steps",
+        2,
+        "--eval-steps",
+        0,
+        "--learning-rate",
+        1e-2,
+    )
     done = run("train", checkpoint, "--data", data, "--output", target, "--speedup", 4, *common, *options)
     assert done.returncode == 0, done.stderr
     before, after = (AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for p in (checkpoint, target))
@@ -303,25 +316,27 @@ def test_from_scratch_trains_its_own_tokenizer(data, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--method", "magic"], "unknown method"),
-        (["--method", "d3", "--order", "even"], "own rules"),
+        (["--method", "magic"], "'--method'"),
+        (["--method", "d3", "--order", "even"], "rules of its own"),
         (["--method", "static", "--speedups", "2,4"], "a model per budget"),
-        (["--method", "static", "--distill", 0.5], "--teacher"),
-        (["--method", "multi_exit", "--distill", 0.5], "loss of its own"),
-        (["--distill-on", "hidden"], "go with --distill"),
+        (["--method", "static", "--distill-weight", 0.5], "--teacher"),
+        (["--method", "multi_exit", "--distill-weight", 0.5], "loss of its own"),
+        (["--distill-on", "hidden"], "go with --distill-weight"),
+        (["--speedups", "2,0.5"], "at least 1"),
+        (["--speedups", "2,2"], "distinct"),
         (["--speedups", "2,4", "--weights", "1"], "each of 2"),
         (["--speedups", "2,4", "--weights", "0,0"], "not all of them 0"),
         (["--speedups", "2,4", "--schedule", "s.json"], "one of"),
-        (["--speedup", 0], "at least 1"),
-        (["--method", "scratch", "--speedup", 0.5], "at least 1"),
+        (["--speedup", 0], "'--speedup'"),
+        (["--method", "scratch", "--speedup", 0.5], "'--speedup'"),
         (["--method", "unified", "--speedup", 100], "number of layers"),
-        (["--lengths", "a"], "numbers with commas"),
+        (["--lengths", "a"], "numbers with commas between"),
         (["--order", "x"], "order"),
         (["--decay", "x"], "decay"),
-        (["--scheduler", "x"], "--scheduler is one of"),
+        (["--lr-scheduler-type", "x"], "'--lr-scheduler-type'"),
         (["--horizon", 0], "horizon"),
         (["--batch-size", 0], "batch-size"),
-        (["--distill", 0.5, "--distill-on", "x"], "distilled"),
+        (["--distill-weight", 0.5, "--distill-on", "x"], "'--distill-on'"),
     ],
 )
 def test_wrong_options_are_refused_before_a_model_is_loaded(checkpoint, data, tmp_path, options, words, monkeypatch):
@@ -335,7 +350,7 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(checkpoint, data, tm
 def test_distillation_trains(checkpoint, data, tmp_path, options):
     if options == ["--teacher"]:
         options = ["--teacher", checkpoint]
-    common = ("--max-steps", 3, "--batch-size", 4, "--eval-steps", 0, "--speedups", "1,2,4", "--distill", 0.5)
+    common = ("--max-steps", 3, "--batch-size", 4, "--eval-steps", 0, "--speedups", "1,2,4", "--distill-weight", 0.5)
     target = tmp_path / "trained"
     done = run("train", checkpoint, "--data", data, "--output", target, *common, *options, "--learning-rate", 1e-2)
     assert done.returncode == 0, done.stderr

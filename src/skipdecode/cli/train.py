@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
-from ..training.options import bare_type
+from ..training.options import ENDLESS, bare_type
 from ..training.plan import TrainingPlan, option_fields
 from .console import say
 
@@ -21,7 +21,7 @@ NoResume = Annotated[
 ]
 
 
-def train(config: Config = None, no_resume: NoResume = False, **options: Any) -> None:
+def train(context: Context, config: Config = None, no_resume: NoResume = False, **options: Any) -> None:
     """Train a model with the schedule on. The same command resumes after interruption.
 
     The result is a stock Hugging Face directory whose config carries the schedule.
@@ -30,34 +30,34 @@ def train(config: Config = None, no_resume: NoResume = False, **options: Any) ->
     """
     from ..training.run import train as run
 
-    given = {name: value for name, value in options.items() if value is not None}
+    source = context.get_parameter_source
+    given = {name: value for name, value in options.items() if getattr(source(name), "name", "DEFAULT") != "DEFAULT"}
     plan = TrainingPlan.load(config, **given) if config else TrainingPlan(**given)
     run(plan, resume=not no_resume, say=say)
 
 
 def _parameter(name: str) -> Parameter:
-    """A field of the plan as typer has it. Its value is None if it was not given: a file may hold it."""
+    """A field of the plan as typer has it; several values are one text with commas between."""
     kind, about = option_fields()[name]
     bare, default = bare_type(kind), getattr(TrainingPlan, name)
-    shown = ",".join(default) if isinstance(default, tuple) else default
     more: dict[str, Any] = {"help": about["help"]}
-    if name != "model":
-        more |= {"rich_help_panel": about["group"], "show_default": str(shown) if shown else False}
     if about["choices"]:
         bare = Literal.__getitem__(about["choices"])
     elif bare in (int, float):
-        more |= {"min": about["least"], "max": about["most"]}
+        more |= {"min": about["least"], "max": about["most"] if about["most"] < ENDLESS else None}
     elif bare is not bool and get_origin(bare) is not Literal:
-        bare = str  # several values have commas between
-    info = Argument(**more) if name == "model" else Option(**more)
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[bare | None, info])
+        bare = str
+    if isinstance(default, tuple):
+        default = ",".join(default)
+    if name == "model":
+        info = Argument(metavar="MODEL", show_default=False, **more)
+    else:
+        info = Option(rich_help_panel=about["group"], show_default=default is not False, **more)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[bare | None, info])
 
 
-_own = [
-    Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-    for name, default, kind in (("config", None, Config), ("no_resume", False, NoResume))
-]
-_signature = Signature([*map(_parameter, option_fields()), *_own])
 # typer reads both.
-train.__signature__ = _signature  # type: ignore[attr-defined]
-train.__annotations__ = {name: each.annotation for name, each in _signature.parameters.items()}
+_fixed = [each for each in signature(train, eval_str=True).parameters.values() if each.name != "options"]
+_all = [*_fixed[:1], *map(_parameter, option_fields()), *_fixed[1:]]
+train.__signature__ = Signature([each.replace(kind=Parameter.KEYWORD_ONLY) for each in _all])  # type: ignore[attr-defined]
+train.__annotations__ = {each.name: each.annotation for each in _all}

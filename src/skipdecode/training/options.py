@@ -8,13 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 from ..core.schedule import MOST_LAYERS, Schedule
 from ..core.shapes import ORDERS
 from ..errors import FileError, UsageError
 from ..files import read_json
 from .checkpoints import AUTHOR
+
+#: More than any number of an option; 32 bits hold it.
+ENDLESS = 2**31 - 1
 
 
 def option(
@@ -23,7 +26,7 @@ def option(
     group: str | None = None,
     *,
     least: float = 0,
-    most: float = 2**31 - 1,
+    most: float = ENDLESS,
     choices: Sequence[str] = (),
 ) -> Any:
     """A field of the plan: what it means, where it stands in the help, and what its numbers may be."""
@@ -38,7 +41,8 @@ def option_name(name: str) -> str:
 
 def bare_type(kind: Any) -> Any:
     """``int`` for ``int | None``."""
-    return next(each for each in get_args(kind) if each is not NoneType) if isinstance(kind, UnionType) else kind
+    several = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)  # Literal[…] | None is a Union
+    return next(each for each in several if each is not NoneType)
 
 
 def convert_value(name: str, kind: Any, value: Any, about: Mapping[str, Any]) -> Any:
@@ -50,26 +54,28 @@ def convert_value(name: str, kind: Any, value: Any, about: Mapping[str, Any]) ->
         items = value.split(",") if isinstance(value, str) else value if isinstance(value, Sequence) else [value]
         if not items:
             _refuse(option, value, "needs values with commas between")
-        return tuple(convert_value(name, get_args(bare)[0], item, about) for item in items)
+        return tuple(convert_value(name, get_args(bare)[0], item, {**about, "several": True}) for item in items)
     choices = about["choices"] or (get_args(bare) if get_origin(bare) is Literal else ())
     if choices:
         return value if value in choices else _refuse(option, value, f"takes {', '.join(choices)}")
     if bare in (int, float):
-        return _number(option, bare, value, about["least"], about["most"])
+        return _number(option, bare, value, about)
     if bare is bool:
         return value if isinstance(value, bool) else _refuse(option, value, "takes true or false")
     return os.fspath(value) if isinstance(value, (str, os.PathLike)) else _refuse(option, value, "takes text")
 
 
-def _number(option: str, kind: type, value: Any, least: float, most: float) -> Any:
+def _number(option: str, kind: type, value: Any, about: Mapping[str, Any]) -> Any:
+    numbers = ("whole " if kind is int else "") + "numbers" + " with commas between" * ("several" in about)
     try:
         number = math.nan if isinstance(value, bool) else float(value)  # YAML takes 5e-4 for text
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or (kind is int and number != int(number)):
-        _refuse(option, value, "takes whole numbers" if kind is int else "takes numbers")
+        _refuse(option, value, f"takes {numbers}")
+    least, most = about["least"], about["most"]
     if not least <= number <= most:
-        _refuse(option, value, f"takes numbers of at least {least:g}" + f" and at most {most:g}" * (most < 2**31 - 1))
+        _refuse(option, value, f"takes {numbers} of at least {least:g}" + f" and at most {most:g}" * (most < ENDLESS))
     return kind(number)
 
 
@@ -81,7 +87,7 @@ def read_order(value: Any) -> str | tuple[int, ...] | None:
     """The name of an order, or a ranking of layers: as it stands, or from a schedule's file. Raises UsageError."""
     if value is None or value in ORDERS:
         return value
-    if isinstance(value, str | os.PathLike) and Path(value).is_file():
+    if isinstance(value, str | Path) and Path(value).is_file():
         return Schedule.load(value).order
     about = {"least": 0, "most": MOST_LAYERS, "choices": ()}
     try:
@@ -96,7 +102,7 @@ def read_schedule(value: Any) -> Schedule | None:
         return value
     if isinstance(value, Mapping):
         return Schedule.from_dict(dict(value))
-    if not isinstance(value, str | os.PathLike):
+    if not isinstance(value, str | Path):
         _refuse("--schedule", value, "takes a schedule or its file")
     return Schedule.load(value)
 

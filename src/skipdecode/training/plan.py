@@ -106,7 +106,7 @@ class TrainingPlan:
     prompt_decay: int | None = option(
         None, "Last prompt positions over which the depth falls already (default: 0).", BUDGETS, most=MANY
     )
-    schedule: str | Schedule | None = option(
+    schedule: Schedule | None = option(
         None, "Train for the schedule in this JSON file; --speedup sets the label it is stored under.", BUDGETS
     )
 
@@ -139,9 +139,7 @@ class TrainingPlan:
     eval_steps: int = option(500, "Evaluate every so many steps; 0: never.", REPORTS)
     save_steps: int = option(500, "Write a checkpoint to resume from every so many steps.", REPORTS, least=1)
     logging_steps: int = option(20, "Report the loss every so many steps.", REPORTS, least=1)
-    report_to: tuple[str, ...] = option(
-        ("none",), "Where losses go as well, e.g. tensorboard,wandb.", REPORTS
-    )
+    report_to: tuple[str, ...] = option(("none",), "Where losses go as well, e.g. tensorboard,wandb.", REPORTS)
 
     from_config: str | None = option(
         None, "Train random weights: the config.json of a transformers model, in place of MODEL.", SCRATCH
@@ -149,6 +147,10 @@ class TrainingPlan:
     tokenizer: str | None = option(None, "Take this tokenizer (default: byte-level BPE, trained on the data).", SCRATCH)
 
     def __post_init__(self) -> None:
+        if (self.model is None) == (self.from_config is None):
+            raise UsageError("give either MODEL or --from-config")
+        if (self.speedups is not None) and (self.speedup is not None or self.schedule is not None):
+            raise UsageError("give one of --speedup, --speedups and --schedule")
         for name, (kind, about) in option_fields().items():
             convert = {"order": read_order, "schedule": read_schedule}.get(name)
             value = getattr(self, name)
@@ -164,7 +166,7 @@ class TrainingPlan:
             return self.speedups
         if self.speedup is not None:
             return (self.speedup,)
-        return (self.schedule.target,) if isinstance(self.schedule, Schedule) else (2.0,)
+        return (self.schedule.target,) if self.schedule else (2.0,)
 
     @property
     def form(self) -> dict[str, Any]:
@@ -177,24 +179,14 @@ class TrainingPlan:
         """How the data is read and scored. Raises TaskError."""
         from ..data.tasks import get_task
 
-        return get_task(
-            self.task,
-            max_source_words=self.max_source_words,
-            prompt_column=self.prompt_column,
-            response_column=self.response_column,
-            prompt_share=self.prompt_share,
-        )
+        return get_task(self.task, self.max_source_words)
 
     # --- what is refused
 
     def _check_combinations(self) -> None:
         method, name, shares = get_method(self.method), self.method, self.weights
-        if (self.model is None) == (self.from_config is None):
-            raise UsageError("give either MODEL or --from-config")
         if self.tokenizer and not self.from_config:
             raise UsageError("--tokenizer goes with --from-config: MODEL has one of its own")
-        if self.speedups and (self.speedup is not None or self.schedule):
-            raise UsageError("give one of --speedup, --speedups and --schedule")
         if len(set(self.budgets)) < len(self.budgets):
             raise UsageError(f"--speedups must be distinct, not {self.speedups}")
         if self.num_train_epochs == 0 or self.adam_beta2 == 1:
@@ -226,7 +218,7 @@ class TrainingPlan:
 
         config = config.get_text_config(decoder=True)
         layers = config.num_hidden_layers
-        if isinstance(self.schedule, Schedule):
+        if self.schedule:
             if self.schedule.num_layers != layers:
                 raise ScheduleError(f"--schedule is for {self.schedule.num_layers} layers, the model has {layers}")
         else:
@@ -254,14 +246,14 @@ class TrainingPlan:
         """Plain values of all fields, for JSON or YAML."""
         values = {name: getattr(self, name) for name in option_fields()}
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        return plain | ({"schedule": self.schedule.to_dict()} if isinstance(self.schedule, Schedule) else {})
+        return plain | ({"schedule": self.schedule.to_dict()} if self.schedule else {})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str | Path = "the plan") -> TrainingPlan:
         """Inverse of :meth:`to_dict`; fields may be left out. Raises UsageError for a key that is no field."""
         for key in values:
             if key not in option_fields():
-                near = difflib.get_close_matches(str(key), option_fields(), cutoff=0.5)
+                near = difflib.get_close_matches(str(key), option_fields(), n=2)
                 hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(option_fields())}"
                 raise UsageError(f"{source}: there is no option {str(key)!r}: {hint}")
         return cls(**values)
