@@ -26,7 +26,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from skipdecode import Schedule
 from skipdecode.data.collation import Collator, encode
-from skipdecode.data.tasks import Example, get_task
+from skipdecode.data.tasks import Example
 from skipdecode.data.tokenization import for_decoding, train_tokenizer
 from skipdecode.errors import JobError
 from skipdecode.training import trainer as training
@@ -131,7 +131,7 @@ def go(
         args = training_args(output_dir=str(output), **config | options)
         held_out = EXAMPLES[:2] if "eval_steps" in options else ()
         rows, held_out_rows = encode(EXAMPLES, tokenizer, 96), encode(held_out, tokenizer) if held_out else None
-        rest: dict[str, Any] = {"task": get_task("jsonl"), "eval_examples": held_out, "lora_rank": lora_rank}
+        rest: dict[str, Any] = {"lora_rank": lora_rank}
         rest |= {"record": {"seed": 0}, "say": said.append}
         model = fine_tune(model, tokenizer, SCHEDULES, args, rows, held_out_rows, **rest)
     return torch.cat([p.detach().flatten() for p in model.parameters()])

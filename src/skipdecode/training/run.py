@@ -56,42 +56,28 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
     """
     task = plan.get_task()
     training = task.read(Path(plan.data), "train")[: plan.max_train_samples]
-    validation = task.read(Path(plan.data), "validation")[: plan.max_eval_samples]
+    validation = task.read(Path(plan.data), "validation")[: plan.max_eval_samples] if plan.eval_steps else []
     if not training:
         raise TaskError(f"{plan.data} holds no training rows")
-
     with run_folder(plan.output, plan.model) as folder:
         if folder.finished:
             say(f"{plan.output}: a save that a kill had cut short was finished")
             if plan.model is not None and folder.is_folder_of(plan.model):
-                line = f"{plan.output} holds the trained model; start again to train that one further"
-                if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the other processes would wait for this one
-                    raise JobError(line)
-                say(line)
-                return
+                return _end(f"{plan.output} holds the trained model; start again to train that one further", say)
         # What is wrong shows before any weights are loaded.
-        config = (
-            loading.new_config(Path(plan.from_config)) if plan.from_config else loading.read_config(str(plan.model))
-        )
+        config = _read_config(plan)
         plan.check(config)
-        evaluated = bool(plan.eval_steps and validation)
-        if not evaluated:
+        if not validation:
             say("no validation data, or --eval-steps 0: nothing will be evaluated")
-        args = make_args(plan, evaluated)
         model, tokenizer = _load(plan, config, training)
-
         limit = max_positions(model) or sys.maxsize
-        rows, held_out = encode(training, tokenizer, limit), encode(validation, tokenizer)
-        prompts = held_out["prompt_ids"] if validation else []
-        scored = [e for e, ids in zip(validation, prompts, strict=True) if len(ids) + task.max_new_tokens <= limit]
-        held_out = held_out.filter(lambda row: len(row["prompt_ids"]) + len(row["response_ids"]) <= limit)
+        rows = encode(training, tokenizer, limit)
         if not len(rows):
             raise TaskError(f"no training example fits the model's {limit} positions")
         if len(rows) < len(training):
             say(f"{len(training) - len(rows)} training examples over {limit} tokens are left out")
-        if not len(held_out):
-            args.eval_strategy = "no"
-
+        held_out, scored = _held_out(validation, tokenizer, limit, task.max_new_tokens)
+        args = make_args(plan, evaluated=held_out is not None)
         schedules = _schedules(plan, model.config, rows, task.max_new_tokens, say)
         record = _record(plan, model, tokenizer, training, schedules, args)
         torch.manual_seed(plan.seed)
@@ -102,7 +88,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
             schedules,
             args,
             rows,
-            held_out if len(held_out) else None,
+            held_out,
             method=plan.method,
             lora_rank=plan.lora_rank,
             resume=resume,
@@ -143,6 +129,17 @@ def make_args(plan: TrainingPlan, evaluated: bool = True) -> TrainingArguments:
     )
 
 
+def _end(line: str, say: Callable[[str], object]) -> None:
+    """End with nothing trained. Several processes end with an error: the others would wait for the first one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise JobError(line)
+    say(line)
+
+
+def _read_config(plan: TrainingPlan) -> Any:
+    return loading.new_config(Path(plan.from_config)) if plan.from_config else loading.read_config(str(plan.model))
+
+
 def _load(
     plan: TrainingPlan, config: Any, training: Sequence[Example]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -158,6 +155,20 @@ def _load(
         # In float32 whatever the checkpoint holds (--bf16 casts products, not weights); the Trainer moves it.
         model, tokenizer = loading.load(str(plan.model), dtype="float32", device="cpu", attention=attention)
     return model, tokenizer
+
+
+def _held_out(
+    validation: Sequence[Example], tokenizer: PreTrainedTokenizerBase, limit: int, max_new_tokens: int
+) -> tuple[Dataset | None, list[Example]]:
+    """Validation rows of at most ``limit`` tokens for the loss, and examples that leave room for a text to score."""
+    rows = encode(validation, tokenizer).to_list()
+    scored = [
+        example
+        for example, row in zip(validation, rows, strict=True)
+        if len(row["prompt_ids"]) + max_new_tokens <= limit
+    ]
+    fitting = [row for row in rows if len(row["prompt_ids"]) + len(row["response_ids"]) <= limit]
+    return (Dataset.from_list(fitting) if fitting else None), scored
 
 
 def _schedules(
@@ -208,7 +219,7 @@ def _record(
 ) -> dict[str, Any]:
     """What makes the run what it is. A checkpoint of a run in which any of it differs is not resumed."""
     teacher = plan.teacher and fingerprint(identity(loading.resolve(plan.teacher)))
-    start = loading.new_config(Path(plan.from_config)).to_dict() if plan.from_config else None
+    start = _read_config(plan).to_dict() if plan.from_config else None
     return {
         "model": fingerprint(start or identity(loading.resolve(str(plan.model)))),
         "tokenizer": fingerprint(*vocabulary(tokenizer)),
