@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import skipdecode
+from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.errors import ModelError
 from skipdecode.evaluation.timing import Clock, Timing, alternate, compare, forced, remarks, shown, typical_steps
 from skipdecode.generation.generate import Cost, Generated
-from tiny import TEXTS, run, save_checkpoint
 
 
 @pytest.fixture(scope="module")

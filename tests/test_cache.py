@@ -11,11 +11,12 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from families import FAMILIES, LAYERS, LENGTHS, SCHEDULES, STEPS, TOP, WIDTH, build, decode, prompts, run
+from helpers.families import FAMILIES, LAYERS, LENGTHS, SCHEDULES, STEPS, TOP, WIDTH, build, decode, prompts, run
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.core.cache import cache_bytes, held_bytes
 from skipdecode.core.checkpoint_config import CONFIG_KEY
-from skipdecode.core.gate import GateState, Teacher, _shape
+from skipdecode.core.gate import GateState, Teacher
+from skipdecode.core.guards import _shape
 from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import CacheError, UnsupportedModel
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.core import checkpoint_config
 from skipdecode.core.fitting import refit
 from skipdecode.data.metrics import Agreement
 from skipdecode.errors import FileError
 from skipdecode.evaluation.calibration import POINTS, Quality, fallen
-from tiny import TEXTS, run, save_checkpoint
 
 
 @pytest.fixture(scope="module")

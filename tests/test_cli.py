@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import skipdecode
+from helpers.tiny import run, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.cli.app import main
 from skipdecode.core import cache, gate, prefix
@@ -22,7 +23,6 @@ from skipdecode.data import inputs
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.check import CHECKS
 from skipdecode.generation import generate as generation
-from tiny import run, save_checkpoint
 
 
 @pytest.fixture(scope="module")

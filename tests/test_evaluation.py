@@ -12,13 +12,13 @@ import pytest
 from transformers import AutoConfig
 
 import skipdecode
+from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.core import checkpoint_config
 from skipdecode.data.tasks import Example, Jsonl
 from skipdecode.evaluation.calibration import rank_layers, trials
 from skipdecode.evaluation.loss import batches_of, loss_by_position
 from skipdecode.evaluation.runner import Bench, Evaluation, arms
-from tiny import TEXTS, run, save_checkpoint
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
 

@@ -24,11 +24,11 @@ from transformers import (
 )
 
 import skipdecode
+from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.core.cache import cache_bytes
 from skipdecode.errors import SkipDecodeError, UsageError
 from skipdecode.generation.generate import Generated, batches, generate_ids
-from tiny import TEXTS, run, save_checkpoint
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 

@@ -27,7 +27,7 @@ from transformers import (
     RwkvConfig,
 )
 
-from families import (
+from helpers.families import (
     DENSE,
     FAMILIES,
     LAYERS,
@@ -46,7 +46,8 @@ from families import (
 )
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.core.cache import cache_bytes
-from skipdecode.core.gate import Gate, PassGuard, PromptGuard
+from skipdecode.core.gate import Gate
+from skipdecode.core.guards import PassGuard, PromptGuard
 from skipdecode.core.prefix import Prefix
 from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import CacheError, UnsupportedModel

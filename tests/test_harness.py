@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save
 from transformers import AutoTokenizer, PreTrainedModel, T5Config
 
 import skipdecode
-from families import LAYERS, SCHEDULES, TOP, build
+from helpers.families import LAYERS, SCHEDULES, TOP, build
+from helpers.tiny import TEXTS, WORDS, save_checkpoint
 from skipdecode import Schedule, ScheduleError, SkipCache, SkipDecodeError, attach
 from skipdecode.errors import ModelError, UsageError
-from tiny import TEXTS, WORDS, save_checkpoint
 
 pytest.importorskip("lm_eval")
 

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
-from families import LAYERS, SCHEDULES, TOP, build, distance, naive, prompts, reference_logits, run
+from helpers.families import LAYERS, SCHEDULES, TOP, build, distance, naive, prompts, reference_logits, run
+from helpers.tiny import TEXTS, no_file_above, save_checkpoint
+from helpers.tiny import run as command
 from skipdecode import Schedule, attach, detach
-from skipdecode.core.gate import is_attached
+from skipdecode.core.attach import is_attached
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
@@ -24,8 +26,6 @@ from skipdecode.errors import ScheduleError
 from skipdecode.evaluation import runner as evaluation
 from skipdecode.generation.generate import Completion, Cost
 from skipdecode.generation.jobs import Journal, lines
-from tiny import TEXTS, no_file_above, save_checkpoint
-from tiny import run as command
 
 
 @pytest.fixture(scope="module")

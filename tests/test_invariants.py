@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, set_seed
 from transformers.generation import BaseStreamer
 
-from families import (
+from helpers.families import (
     ATTENTIONS,
     DENSE,
     FAMILIES,
@@ -39,8 +39,9 @@ from families import (
     window,
 )
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
+from skipdecode.core.attach import is_attached
 from skipdecode.core.cache import cache_bytes
-from skipdecode.core.gate import Gate, is_attached
+from skipdecode.core.gate import Gate
 from skipdecode.core.stack import decoder_layers, fitted, lenders
 
 FULL = Schedule.full(LAYERS)

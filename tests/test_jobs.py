@@ -25,13 +25,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.errors import FileError, InputError, JobError
 from skipdecode.generation import generate as generation
 from skipdecode.generation import jobs, loading
 from skipdecode.generation.generate import Completion, Cost
-from tiny import TEXTS, run, save_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from families import FAMILIES, build
+from helpers.families import FAMILIES, build
+from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule, ScheduleError, SkipDecodeError, load
 from skipdecode.core import checkpoint_config
 from skipdecode.errors import ModelError
 from skipdecode.generation import loading
-from tiny import TEXTS, run, save_checkpoint
 
 WEIGHTS = "model.safetensors"
 Damage = Callable[[Path], object]

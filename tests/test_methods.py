@@ -7,9 +7,10 @@ import torch
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 import skipdecode
-from families import FAMILIES, build
+from helpers.families import FAMILIES, build
+from helpers.tiny import TEXTS, save_checkpoint
+from skipdecode.core.attach import teacher_forced
 from skipdecode.core.fitting import achieved, batch_lengths, fit
-from skipdecode.core.gate import teacher_forced
 from skipdecode.core.schedule import Schedule
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import encode_prompts
@@ -19,7 +20,6 @@ from skipdecode.methods import METHODS, get_method
 from skipdecode.methods.exits import read_out
 from skipdecode.methods.objectives import Distillation, Objective, response_loss
 from skipdecode.methods.static import prune
-from tiny import TEXTS, save_checkpoint
 
 LENGTHS = [44, 39, 40, 36, 35, 32, 25]
 FITTED = ("skipdecode", "multi_exit", "calm", "d3", "hsd")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
-from families import LAYERS, NEW, TOP, WIDTH, build, prompts, row, run, uncached
+from helpers.families import LAYERS, NEW, TOP, WIDTH, build, prompts, row, run, uncached
 from skipdecode import Schedule, ScheduleError, SkipCache, attach, teacher_forced
 
 FULL = Schedule.full(LAYERS)

@@ -24,6 +24,7 @@ from torch.utils.data import BatchSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from helpers.tiny import TEXTS
 from skipdecode import Schedule
 from skipdecode.data.collation import Collator, encode
 from skipdecode.data.tasks import Example
@@ -33,7 +34,6 @@ from skipdecode.training import trainer as training
 from skipdecode.training.checkpoints import RunFolder
 from skipdecode.training.sampler import LengthGrouped
 from skipdecode.training.trainer import fine_tune, training_args
-from tiny import TEXTS
 
 #: 14 rows of several widths: with batches of 4, an epoch has four steps, the last of which is short.
 EXAMPLES = [Example(text[: 5 + 2 * i], (text[6 + 2 * i :],)) for i, text in enumerate((TEXTS * 2)[:14])]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from families import LAYERS, TOP, build
+from helpers.families import LAYERS, TOP, build
 from skipdecode import Schedule
 from skipdecode.core.prefix import Prefix, packed
 from skipdecode.core.stack import decoder_layers, fitted, lenders

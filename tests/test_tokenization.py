@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from helpers.tiny import TEXTS, WORDS, sentence_pieces
 from skipdecode.data.collation import Collator, encode
 from skipdecode.data.tasks import Example, get_task
 from skipdecode.data.tokenization import encode_prompts, encode_response, train_tokenizer
 from skipdecode.errors import ModelError
 from skipdecode.generation.loading import DEMO
-from tiny import TEXTS, WORDS, sentence_pieces
 
 E2E = Path(__file__).parents[2] / "shared" / "data" / "e2e"
 

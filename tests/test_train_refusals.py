@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import skipdecode
+from helpers.tiny import TEXTS, Done, no_file_above, run, save_checkpoint
 from skipdecode import Schedule, SkipCache
 from skipdecode.core.checkpoint_config import trained_schedules
 from skipdecode.data.collation import Collator, encode
@@ -28,7 +29,6 @@ from skipdecode.files import locked
 from skipdecode.generation import loading
 from skipdecode.training.checkpoints import RECORD, STAGE, RunFolder
 from skipdecode.training.trainer import SkipTrainer, fine_tune, training_args
-from tiny import TEXTS, Done, no_file_above, run, save_checkpoint
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
 

@@ -10,12 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig
 
 import skipdecode
+from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule, SkipCache
 from skipdecode.core.checkpoint_config import default_schedule, to_config_entry, trained_schedules
 from skipdecode.data.collation import Collator, encode
 from skipdecode.data.tasks import Example, Jsonl
 from skipdecode.training.trainer import SkipTrainer, training_args
-from tiny import TEXTS, run, save_checkpoint
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS * 3]
 

@@ -36,7 +36,7 @@ FAST = f"(not test_invariants or {FEW}) and not (compiled or long_texts or nothi
 #: Files of the core, and of the tests that their mutants meet.
 SUITES = {
     "schedule shapes fitting": "definitions schedule fitting",
-    "cache gate prefix stack": "cache stack refusals habits invariants",
+    "attach cache gate guards prefix stack": "cache stack refusals habits invariants",
 }
 CALLS = 200  # of a function, in one test, by which is known what the test reaches
 LIMIT = 120  # seconds that a mutant may take over its tests
@@ -199,9 +199,8 @@ def fate_of(mutant: Mutant, tree: ast.AST, tests: list[str]) -> str:
 
 def run(tests: list[str], *options: str, plugins: tuple[Any, ...] = ()) -> int:
     """pytest, in this process, without its own time limits."""
-    return pytest.main(
-        ["-q", "-o", "addopts=", "-p", "no:timeout", "-p", "no:cacheprovider", *options, *tests], plugins
-    )
+    own = ["-q", "-o", "addopts=--import-mode=importlib", "-p", "no:timeout", "-p", "no:cacheprovider"]
+    return pytest.main([*own, *options, *tests], plugins)
 
 
 def reached(suite: str) -> Reach:
@@ -210,7 +209,7 @@ def reached(suite: str) -> Reach:
     if run([f"tests/test_{name}.py" for name in suite.split()], "-k", FAST, plugins=(reach,)) != 0:
         sys.exit("the tests fail without any mutant")
     for name in set(sys.modules) - own:
-        if name.startswith(("skipdecode", "test_")) or name in ("conftest", "families", "tiny"):
+        if name.split(".")[0] in ("skipdecode", "helpers", "conftest", "tests") or name.startswith("test_"):
             del sys.modules[name]
     return reach
 

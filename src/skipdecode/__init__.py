@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .core.attach import attach, detach, teacher_forced
     from .core.cache import SkipCache
-    from .core.gate import attach, detach, teacher_forced
     from .core.schedule import Schedule
     from .errors import ScheduleError, SkipDecodeError
     from .generation.generate import generate
@@ -28,9 +28,9 @@ __all__ = [
 
 _HOMES = {
     "SkipCache": "core.cache",
-    "attach": "core.gate",
-    "detach": "core.gate",
-    "teacher_forced": "core.gate",
+    "attach": "core.attach",
+    "detach": "core.attach",
+    "teacher_forced": "core.attach",
     "generate": "generation.generate",
     "load": "generation.loading",
     "Schedule": "core.schedule",

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tiny import save_checkpoint
+from helpers.tiny import save_checkpoint
 from torture import disks, fuzz, habits, kills, models
 from torture.attempt import Attempt, Found, Kind, Limited, rows, write_jsonl
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 
-import tiny
+from helpers import tiny
 from skipdecode.cli.app import main
 
 # What the verbs import when they run, once for all processes.

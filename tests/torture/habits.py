@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
-from families import DENSE, build, distance, naive, run
+from helpers.families import DENSE, build, distance, naive, run
 from skipdecode import Schedule, SkipCache, attach, detach
 from skipdecode.core.stack import decoder_layers
 from torture.attempt import Attempt, Found, Kind

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import families
-from families import LAYERS, build, distance, new_token_logits, reference_logits, row, run, uncached
+from helpers import families
+from helpers.families import LAYERS, build, distance, new_token_logits, reference_logits, row, run, uncached
 from skipdecode import Schedule, attach, detach
 from skipdecode.core.shapes import DECAYS
 from skipdecode.evaluation.check import TOLERANCE

@@ -1,29 +1,24 @@
 """Each decoder layer's ``forward`` runs, runs on a prefix of the positions, or passes the hidden states on.
 
 The gate sits on the layer *instance*: no model subclass, no copied modelling code, state-dict keys stay as they are.
-It acts only when a pass carries a :class:`~skipdecode.core.cache.SkipCache` or runs inside :func:`teacher_forced`.
+It acts only when a pass carries a :class:`~skipdecode.core.cache.SkipCache` or runs inside ``teacher_forced``.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import CacheError, ModelError, UnsupportedModel
+from ..errors import CacheError, UnsupportedModel
 from .cache import SkipCache
 from .prefix import Prefix, packed
 from .schedule import Schedule
-from .stack import check_kind, decoder_layers, fitted, lenders
-
-PREPARE = "prepare_inputs_for_generation"
 
 
 class Stand:
@@ -33,9 +28,9 @@ class Stand:
         self.found: Callable[..., Any] = getattr(module, name)
         self.shadows = name in module.__dict__  # an instance attribute (accelerate's hooks), to be put back
         self.gates = gates
-        functools.update_wrapper(
-            cast(Any, self), self.found, updated=()
-        )  # ``generate`` and the Trainer read signatures
+        # ``generate``, the Trainer and pipelines read signatures; annotations cannot always be pickled.
+        assigned = ("__module__", "__name__", "__qualname__", "__doc__")
+        functools.update_wrapper(cast(Any, self), self.found, assigned, updated=())
 
 
 class Gate(Stand):
@@ -50,7 +45,7 @@ class Gate(Stand):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's output on the positions it runs; the other positions' hidden states unchanged."""
         gates = self.gates
-        cache = _find_cache(args, kwargs)
+        cache = find_cache(args, kwargs)
         plan = gates.teacher() if cache is None else cache
         if plan is None:
             return self.found(*args, **kwargs)
@@ -61,7 +56,7 @@ class Gate(Stand):
         width = hidden.shape[axis]
         count = plan.begin_layer(self.index, width)
         if self.index == 0 and width > 1:  # once a pass: to look into ids waits for the device
-            _refuse_packed(kwargs)
+            refuse_packed(kwargs)
         if width != plan.width:
             # The model has dropped all but the last positions; which of those does this layer run?
             if self.index not in gates.borrowers:
@@ -92,62 +87,6 @@ class Gate(Stand):
         kwargs = {k: None if isinstance(v, SkipCache) else v for k, v in kwargs.items()}
         with torch.no_grad(), torch.random.fork_rng():
             self.gates.learn_form(self.found(*args, **kwargs))
-
-
-class PassGuard(Stand):
-    """Stands in for the model's ``forward``: notices a pass that loses the cache, or never asks it."""
-
-    @torch.compiler.disable(recursive=False)
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output."""
-        cache = _find_cache(args, kwargs)
-        expected, ids = self.gates.expected.pop(threading.get_ident(), (lambda: None, None))
-        # A pass over other ids is another one: that which was prepared never came.
-        lost = expected() is not None and cache is not expected()
-        if lost and any(value is ids for value in (*args, *kwargs.values())):
-            raise CacheError(
-                "the SkipCache was dropped on the way to the model (PEFT's prompt learning does so): merge the adapter "
-                "or leave SkipCache out"
-            )
-        if (plan := self.gates.teacher() if cache is None else cache) is not None:
-            plan.shape = _shape(args, kwargs)
-            if plan.shape is not None and plan.shape[1] > 1:
-                _refuse_packed(kwargs)  # a family may keep its position ids to itself
-        if cache is None:
-            return self.found(*args, **kwargs)
-        if cache.cut_short:
-            raise CacheError("a pass over this SkipCache was cut short, so its layers differ: make a new one")
-        passes = cache.passes
-        try:
-            output = self.found(*args, **kwargs)
-        except BaseException:
-            cache.cut_short = cache.passes > passes
-            raise
-        if cache.passes == passes:
-            raise CacheError(
-                "no layer was given the SkipCache, so none was skipped (gradient checkpointing in training mode drops "
-                "caches: call model.eval(); else this model does not work with SkipDecode)"
-            )
-        return output
-
-
-class PromptGuard(Stand):
-    """Stands in for ``prepare_inputs_for_generation``, which alone is told that a pass belongs to a prompt."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model inputs, if the cache can take them."""
-        cache = kwargs.get("past_key_values")
-        if not isinstance(cache, SkipCache):
-            return self.found(*args, **kwargs)
-        if kwargs.get("use_cache") is False:
-            raise CacheError("with use_cache=False every step runs the whole text anew: leave it out, or SkipCache")
-        # A decode step is told its length, 1. (Before 5.23, a chunk of a prompt is told nothing at all.)
-        if kwargs.get("is_first_iteration") or kwargs.get("next_sequence_length") is None:
-            cache.begin_prompt()
-        inputs = self.found(*args, **kwargs)
-        ids = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
-        self.gates.expected[threading.get_ident()] = weakref.ref(cache), ids
-        return inputs
 
 
 class GateState:
@@ -224,60 +163,8 @@ class Teacher:
         return self._positions[self.width][index]
 
 
-def attach(model: nn.Module) -> nn.Module:
-    """Put a gate on every decoder layer. Inert until a :class:`SkipCache` comes through. Returns the model.
-
-    Raises:
-        UnsupportedModel: the model cannot skip layers exactly; the message says why.
-
-    Example:
-        >>> attach(model)
-        >>> model.generate(**inputs, past_key_values=SkipCache(model, Schedule.for_speedup(3, 24, horizon=64)))
-    """
-    gates = next((stand.gates for _, _, stand in _stands(model)), None)
-    if gates is None:
-        check_kind(model)
-    layers = decoder_layers(model)
-    if gates is None:
-        gates = GateState(frozenset(lenders(model.config)))
-    for index, layer in enumerate(layers):
-        if not _stands_on(layer):
-            layer.forward = Gate(layer, gates, index)
-    # A wrapper put around an attached model (PEFT's) has entrances of its own.
-    if not _stands_on(model):
-        model.forward = PassGuard(model, "forward", gates)
-        if hasattr(model, PREPARE):
-            setattr(model, PREPARE, PromptGuard(model, PREPARE, gates))
-    return model
-
-
-def detach(model: nn.Module) -> nn.Module:
-    """Take the gates off; the model is as it was found. Returns the model."""
-    for module, name, stand in list(_stands(model)):
-        if stand.shadows or name not in ("forward", PREPARE):  # accelerate keeps what it found under another name
-            setattr(module, name, stand.found)
-        else:
-            delattr(module, name)
-    return model
-
-
-def is_attached(model: nn.Module) -> bool:
-    """Whether the model's layers carry gates."""
-    return bool(_stands_on(decoder_layers(model)[0]))
-
-
-def _stands(model: nn.Module) -> Iterator[tuple[nn.Module, str, Stand]]:
-    """All that stands on the model and its modules, below accelerate's hooks too: (module, attribute, it)."""
-    for module in model.modules():
-        for name, stand in _stands_on(module):
-            yield module, name, stand
-
-
-def _stands_on(module: nn.Module) -> list[tuple[str, Stand]]:
-    return [(name, value) for name, value in vars(module).items() if isinstance(value, Stand)]
-
-
-def _refuse_packed(kwargs: dict[str, Any]) -> None:
+def refuse_packed(kwargs: dict[str, Any]) -> None:
+    """Raises CacheError for a batch whose rows hold several sequences."""
     if packed(kwargs):
         raise CacheError("packed (padding-free) batches cannot skip layers: give one sequence per row, left-padded")
 
@@ -287,43 +174,6 @@ def _check_nothing_is_lent(kwargs: dict[str, Any]) -> None:
         raise UnsupportedModel("layers lend each other states of which the config says nothing: none can be skipped")
 
 
-def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-    """(batch, positions) of what a pass is given: ids, or embeddings."""
-    given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
-    return next((tuple(value.shape[:2]) for value in given if isinstance(value, Tensor)), None)
-
-
-def _find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SkipCache | None:
+def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SkipCache | None:
     """The cache of a pass, wherever the family puts it."""
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, SkipCache)), None)
-
-
-@contextmanager
-def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int) -> Iterator[None]:
-    """Inside, an uncached pass of this thread runs each layer on just the positions that decoding would.
-
-    With gradient checkpointing keep the backward pass inside as well: before 5.23, transformers' recomputation comes
-    through the gates.
-
-    Args:
-        model: an attached model.
-        schedule: must have as many layers as the model.
-        prompt_length: width in positions of the left-padded prompt block.
-
-    Raises:
-        ScheduleError: the schedule is for another number of layers.
-        ModelError: the model is not attached.
-    """
-    gates = next((stand.gates for _, _, stand in _stands(model)), None)
-    if gates is None:
-        raise ModelError("the model has no gates: call skipdecode.attach(model) first")
-    thread = threading.get_ident()
-    before = gates.forced.get(thread)
-    gates.forced[thread] = Teacher(fitted(schedule, model.config), prompt_length)
-    try:
-        yield
-    finally:
-        if before is None:
-            del gates.forced[thread]
-        else:
-            gates.forced[thread] = before

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, PreTrainedModel
 
+from ..core.attach import attach, detach, teacher_forced
 from ..core.cache import SkipCache
-from ..core.gate import GateState, attach, detach, teacher_forced
+from ..core.gate import GateState
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers, fitted, text_config
 from ..errors import CacheError, SkipDecodeError

@@ -23,9 +23,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from ..core.attach import attach, teacher_forced
 from ..core.cache import SkipCache
 from ..core.checkpoint_config import resolve_schedule
-from ..core.gate import attach, teacher_forced
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from ..data.collation import Collator

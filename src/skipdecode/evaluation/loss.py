@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.gate import attach, teacher_forced
+from ..core.attach import attach, teacher_forced
 from ..core.schedule import Schedule
 from ..data.collation import Collator, encode
 from ..data.tasks import Example

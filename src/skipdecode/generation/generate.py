@@ -18,9 +18,9 @@ from transformers import (
     StopStringCriteria,
 )
 
+from ..core.attach import attach
 from ..core.cache import SkipCache, cache_bytes
 from ..core.checkpoint_config import resolve_schedule
-from ..core.gate import attach
 from ..core.schedule import Schedule
 from ..data.tokenization import encode_prompts
 from ..errors import UsageError

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..core.gate import attach
+from ..core.attach import attach
 from ..data.tokenization import for_decoding, train_tokenizer
 from ..errors import ModelError
 from .soundness import (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ..core.gate import attach
+from ..core.attach import attach
 from ..core.stack import decoder_layers
 from ..errors import ModelError, UsageError
 from .base import LayerCost

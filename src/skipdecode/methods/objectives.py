@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, mse_loss
 
-from ..core.gate import attach, teacher_forced
+from ..core.attach import attach, teacher_forced
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from ..errors import UsageError

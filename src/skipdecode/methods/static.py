@@ -46,7 +46,7 @@ def prune(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """
     import torch
 
-    from ..core.gate import attach, teacher_forced
+    from ..core.attach import attach, teacher_forced
     from ..core.stack import decoder_layers
     from ..errors import UnsupportedModel
 

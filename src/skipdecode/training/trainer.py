@@ -17,8 +17,8 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
+from ..core.attach import attach, teacher_forced
 from ..core.checkpoint_config import CONFIG_KEY, to_config_entry
-from ..core.gate import attach, teacher_forced
 from ..core.schedule import Schedule
 from ..data.collation import Collator
 from ..data.tasks import Example, Task

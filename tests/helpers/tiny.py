@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from skipdecode.cli.app import main
+from skipdecode.data.tasks.base import Example
 from skipdecode.data.tokenization import train_tokenizer
 
 WORDS = "the cat sat on a mat and saw the dog that sat on the log near a small old house by the river".split()
 TEXTS = [" ".join(WORDS[i : i + 7]) for i in range(len(WORDS) - 7)]
+#: A prompt of nine characters and the rest of the text as its response.
+EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
 
 
 def save_checkpoint(folder: Path, layers: int = 8, positions: int = 96) -> Path:
@@ -43,6 +47,17 @@ def save_checkpoint(folder: Path, layers: int = 8, positions: int = 96) -> Path:
     OPTForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """One JSON object per line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_examples(path: Path, examples: Iterable[Example] = EXAMPLES) -> Path:
+    """Examples with their first references, as the task ``jsonl`` reads them."""
+    return write_jsonl(path, ({"prompt": e.prompt, "response": e.references[0]} for e in examples))
 
 
 def sentence_pieces(kind: str = "legacy", *, bos: bool = True, eos: bool = False) -> PreTrainedTokenizerFast:

@@ -1,0 +1,94 @@
+"""What stands at a model's entrances: a prompt comes first, a pass carries its cache, a call may be given one."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CacheError
+from .cache import SkipCache
+from .gate import GateState, Stand, find_cache, refuse_packed
+from .schedule import Schedule
+
+
+class PassGuard(Stand):
+    """Stands in for the model's ``forward``: notices a pass that loses the cache, or never asks it."""
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output."""
+        cache = find_cache(args, kwargs)
+        expected, ids = self.gates.expected.pop(threading.get_ident(), (lambda: None, None))
+        # A pass over other ids is another one: that which was prepared never came.
+        lost = expected() is not None and cache is not expected()
+        if lost and any(value is ids for value in (*args, *kwargs.values())):
+            raise CacheError(
+                "the SkipCache was dropped on the way to the model (PEFT's prompt learning does so): merge the adapter "
+                "or leave SkipCache out"
+            )
+        if (plan := self.gates.teacher() if cache is None else cache) is not None:
+            plan.shape = _shape(args, kwargs)
+            if plan.shape is not None and plan.shape[1] > 1:
+                refuse_packed(kwargs)  # a family may keep its position ids to itself
+        if cache is None:
+            return self.found(*args, **kwargs)
+        if cache.cut_short:
+            raise CacheError("a pass over this SkipCache was cut short, so its layers differ: make a new one")
+        passes = cache.passes
+        try:
+            output = self.found(*args, **kwargs)
+        except BaseException:
+            cache.cut_short = cache.passes > passes
+            raise
+        if cache.passes == passes:
+            raise CacheError(
+                "no layer was given the SkipCache, so none was skipped (gradient checkpointing in training mode drops "
+                "caches: call model.eval(); else this model does not work with SkipDecode)"
+            )
+        return output
+
+
+class PromptGuard(Stand):
+    """Stands in for ``prepare_inputs_for_generation``, which alone is told that a pass belongs to a prompt."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model inputs, if the cache can take them."""
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, SkipCache):
+            return self.found(*args, **kwargs)
+        if kwargs.get("use_cache") is False:
+            raise CacheError("with use_cache=False every step runs the whole text anew: leave it out, or SkipCache")
+        # A decode step is told its length, 1. (Before 5.23, a chunk of a prompt is told nothing at all.)
+        if kwargs.get("is_first_iteration") or kwargs.get("next_sequence_length") is None:
+            cache.begin_prompt()
+        inputs = self.found(*args, **kwargs)
+        ids = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
+        self.gates.expected[threading.get_ident()] = weakref.ref(cache), ids
+        return inputs
+
+
+class CacheProvider(Stand):
+    """Stands in for ``generate``: a call that brings no cache gets a new SkipCache."""
+
+    def __init__(self, model: nn.Module, gates: GateState, schedule: Schedule) -> None:
+        super().__init__(model, "generate", gates)
+        self.model = model
+        self.schedule = schedule
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What ``generate`` returns."""
+        if kwargs.get("past_key_values") is None:
+            # What a checkpoint says of its cache is for calls without one.
+            kwargs = {"cache_implementation": None} | kwargs
+            kwargs["past_key_values"] = SkipCache(self.model, self.schedule)
+        return self.found(*args, **kwargs)
+
+
+def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    """(batch, positions) of what a pass is given: ids, or embeddings."""
+    given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
+    return next((tuple(value.shape[:2]) for value in given if isinstance(value, Tensor)), None)

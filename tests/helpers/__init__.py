@@ -1,0 +1,1 @@
+"""What many tests share: tiny models, and what is done with them."""

@@ -1,0 +1,139 @@
+"""``attach(model, speedup=3)``: every ``generate`` call of the model gets a new SkipCache, in anybody's loop."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, pipeline
+
+import skipdecode
+from helpers.families import FAMILIES, SCHEDULES, TOP, build, distance, prompts, run
+from helpers.tiny import TEXTS, save_checkpoint
+from skipdecode import Schedule, SkipCache, attach, detach
+from skipdecode.core.checkpoint_config import to_config_entry
+from skipdecode.errors import CacheError, ScheduleError, UsageError
+
+
+def logits_of(model: PreTrainedModel, **options: object) -> tuple[Tensor, ...]:
+    """What a plain ``generate`` of left-padded prompts computes, step by step."""
+    return run(model, prompts(), **options).logits
+
+
+def equal(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
+    """Whether all steps' logits are the same bits."""
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+def close(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
+    """Whether they are equal but for rounding."""
+    return all(distance(a, b) < 1e-4 for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_plain_generate_is_that_of_a_cache_given_by_hand(name: str) -> None:
+    """Each call gets a cache of its own: the second writes what the first did; detached, the model is as it was."""
+    model = build(name)
+    stock, by_hand = logits_of(model), run(model, prompts(), TOP).logits
+    assert equal(logits_of(attach(model, TOP)), by_hand)
+    assert equal(logits_of(model), by_hand)
+    assert not equal(by_hand, stock)
+    assert equal(logits_of(detach(model)), stock)
+    assert "generate" not in vars(model)
+
+
+def test_the_last_schedule_given_decides_and_none_leaves_it() -> None:
+    """What calls ``attach`` for its gates alone (SkipCache's users, ours among them) takes no schedule away."""
+    model = attach(build("llama"), TOP)
+    other = SCHEDULES["bottom"]
+    assert equal(logits_of(attach(attach(model, other))), run(build("llama"), prompts(), other).logits)
+
+
+def test_a_cache_that_is_given_goes_first() -> None:
+    """Full depth is had with an ordinary cache, another schedule with its SkipCache."""
+    model, other = attach(build("llama"), TOP), SCHEDULES["bottom"]
+    assert equal(logits_of(model, past_key_values=DynamicCache(config=model.config)), logits_of(build("llama")))
+    given = logits_of(model, past_key_values=SkipCache(model, other))
+    assert equal(given, run(build("llama"), prompts(), other).logits)
+
+
+def test_beams_and_samples_follow_it() -> None:
+    """What beams reorder and what is drawn is the default cache's as it would be one's own."""
+    for options in ({"num_beams": 3}, {"do_sample": True, "top_k": 5}, {"do_sample": True, "num_return_sequences": 2}):
+        torch.manual_seed(1)
+        expected = run(build("llama"), prompts(), TOP, **options).sequences
+        torch.manual_seed(1)
+        assert torch.equal(run(attach(build("llama"), TOP), prompts(), **options).sequences, expected)
+
+
+def test_a_speedup_means_the_schedule_of_the_models_config() -> None:
+    """As everywhere: the trained one for it, else that budget in the form of the fastest trained one."""
+    model = build("llama")
+    trained = Schedule(8, 3, 2, 6, order="even")
+    model.config.skipdecode = to_config_entry({3: trained})
+    assert equal(logits_of(attach(model, speedup=3)), run(build("llama"), prompts(), trained).logits)
+    form = trained.with_speedup(4)
+    assert equal(logits_of(attach(model, speedup=4)), run(build("llama"), prompts(), form).logits)
+
+
+def test_what_the_checkpoint_says_of_its_cache_does_not_matter() -> None:
+    """A generation_config with a static cache: the schedule's cache goes before it."""
+    model = attach(build("llama"), TOP)
+    model.generation_config.cache_implementation = "static"
+    assert equal(logits_of(model), run(build("llama"), prompts(), TOP).logits)
+
+
+def test_what_cannot_be_meant_is_refused_before_anything_changes() -> None:
+    """A schedule for another model, both a schedule and a speed-up, a step without a cache."""
+    model = build("llama")
+    with pytest.raises(UsageError, match="one of schedule and speedup"):
+        attach(model, TOP, speedup=3)
+    with pytest.raises(ScheduleError, match="for 6 layers, the model has 8"):
+        attach(model, Schedule(6, 3, 2, 4))
+    with pytest.raises(ScheduleError, match="1 to the number of layers"):
+        attach(model, speedup=9)
+    assert "generate" not in vars(model)
+    with pytest.raises(CacheError, match="use_cache=False"):
+        logits_of(attach(model, TOP), use_cache=False)
+
+
+def test_threads_copies_and_pickles_have_caches_of_their_own() -> None:
+    """A copy's generate is the copy's: its cache belongs to it, and detaching one leaves the other."""
+    expected = run(build("llama"), prompts(), TOP).logits
+    model = attach(build("llama"), TOP)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(equal(found, expected) for found in pool.map(lambda _: logits_of(model), range(8)))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert equal(logits_of(twin), expected)
+        detach(twin)
+    assert equal(logits_of(model), expected)
+
+
+def test_a_pipeline_over_a_list_skips(tmp_path: Path) -> None:
+    """transformers' pipeline, in batches: its texts are those of ``skipdecode.generate``, not the full model's."""
+    model, tokenizer = skipdecode.load(str(save_checkpoint(tmp_path)), device="cpu")
+    options = {"max_new_tokens": 12, "do_sample": False}
+    expected = [c.text for c in skipdecode.generate(model, tokenizer, TEXTS[:5], speedup=4, **options).completions]
+    full = [c.text for c in skipdecode.generate(model, tokenizer, TEXTS[:5], full=True, **options).completions]
+    assert expected != full
+    writer = pipeline("text-generation", model=attach(model, speedup=4), tokenizer=tokenizer, batch_size=2)
+    found = [text["generated_text"].strip() for [text] in writer(TEXTS[:5], return_full_text=False, **options)]
+    assert found == expected
+    after = skipdecode.generate(model, tokenizer, TEXTS[:5], full=True, **options)
+    assert [completion.text for completion in after.completions] == full
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_peft_before_and_after() -> None:
+    """Adapters put around an attached model, or attached around adapters: the call that generates is one's own."""
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(target_modules="all-linear")
+    expected = run(build("llama"), prompts(), TOP).logits  # new adapters change nothing
+    assert not close(expected, logits_of(build("llama")))
+    assert close(logits_of(peft.get_peft_model(attach(build("llama"), TOP), adapter)), expected)
+    assert close(logits_of(attach(peft.get_peft_model(build("llama"), adapter), TOP)), expected)
