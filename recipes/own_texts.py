@@ -13,15 +13,15 @@ import json
 import sys
 from pathlib import Path
 
-from skipdecode.data.tasks.base import read_rows
+from skipdecode.data.rows import read_rows
 
 
 def main(train: str, outputs: str, reference: str, target: str, times: str, own_times: str) -> None:
     """Write TARGET."""
-    people = list(read_rows(Path(train)))
+    people = [row for _, row, _ in read_rows(Path(train), strict=True)]
     columns = [name for name in people[0] if name in ("mr", "title", "post")]
     rows = [{name: row[name] for name in (*columns, reference)} for row in people] * int(times)
-    texts = [row for row in read_rows(Path(outputs)) if row.get("text", "").strip()]
+    texts = [row for _, row, _ in read_rows(Path(outputs), strict=True) if row.get("text", "").strip()]
     rows += [{name: row[name] for name in columns} | {reference: row["text"]} for row in texts] * int(own_times)
     with Path(target).open("w", encoding="utf-8", newline="") as file:
         if target.endswith(".csv"):

@@ -77,7 +77,7 @@ def test_a_csv_of_no_form_names_what_is_wanted_and_what_is_there(tmp_path: Path)
 )
 def test_a_stray_quote_swallows_no_rows(tmp_path: Path, content: bytes, line: int) -> None:
     """F16: what is between two stray quotes, or after the last, is not one long prompt."""
-    with pytest.raises(InputError, match=f"begins at line {line} cannot be read: .*quote"):
+    with pytest.raises(InputError, match=rf"in\.csv, line {line}: the row that begins here cannot be read: .*quote"):
         read(tmp_path, content, "in.csv")
 
 
@@ -133,4 +133,6 @@ def test_a_reference_that_is_no_text_makes_its_row_bad(tmp_path: Path) -> None:
     assert [(item.error, item.references) for item in items] == [("not UTF-8", []), (None, ["ran"])]
     path = path.with_suffix(".jsonl")
     path.write_text('{"prompt": "the cat", "response": "sat \\ud800"}\n')
-    assert [(item.error, item.references) for item in read_items(str(path), get_task("jsonl"))] == [("not UTF-8", [])]
+    assert [(item.error, item.references) for item in read_items(str(path), get_task("jsonl"))] == [
+        ("not UTF-8: it escapes half a character (a lone surrogate)", [])
+    ]

@@ -110,10 +110,12 @@ def test_summaries_have_their_size_and_no_prompt_is_long():
 def test_summarization_prompts_are_cut_in_words():
     row = {"title": "Weird  crash", "post": "GPU\nis fried \n\nand so am I", "summary": "x"}
     assert RedditTldr().prompt(row) == "Post: Weird crash. GPU is fried and so am I TL;DR:"
-    assert RedditTldr(words=3).prompt(row) == "Post: Weird crash. GPU is fried TL;DR:"
-    assert CnnDm(words=2).prompt({"article": "(CNN)Share,  and your gift"}) == "(CNN)Share, and\n\nTL;DR:"
+    assert RedditTldr(max_source_words=3).prompt(row) == "Post: Weird crash. GPU is fried TL;DR:"
+    assert CnnDm(max_source_words=2).prompt({"article": "(CNN)Share,  and your gift"}) == "(CNN)Share, and\n\nTL;DR:"
     link = {"article": "see http://" + "long/" * 100}
-    assert len(CnnDm(words=2).prompt(link)) < 60  # a path of hundreds of tokens would take a model's positions
+    assert (
+        len(CnnDm(max_source_words=2).prompt(link)) < 60
+    )  # a path of hundreds of tokens would take a model's positions
     assert len(RedditTldr().prompt(row | {"post": "w " * 500}).split()) == 120 + 4
     assert len(CnnDm().prompt({"article": "w " * 500}).split()) == 400 + 1
 
@@ -150,7 +152,9 @@ def test_an_incomplete_row_is_named(tmp_path, task, good):
     empty = [good | {name: value} for name in good for value in (" ", None, 1)]
     for bad in (*missing, *empty, [1]):
         write(tmp_path / "validation.jsonl", good, bad)
-        with pytest.raises(TaskError, match=r"validation\.jsonl, row 2: needs text under"):
+        with pytest.raises(
+            TaskError, match=r"validation\.jsonl, line 2: (no (title|post|summary|article|highlights)\b|not a)"
+        ):
             get_task(task).read(tmp_path, "validation")
     with pytest.raises(TaskError, match=r"train\.jsonl"):
         get_task(task).read(tmp_path, "train")
@@ -227,10 +231,10 @@ GOOD = "prompt,response\na,b\nc,d\n"
         ('prompt,response\n"a,b\nc,d\n', r"train\.csv, line 2"),
         ('prompt,response\n"a"x,b\nc,"d"\n', r"train\.csv, line 2"),
         ('prompt,response\n"a,b\nc,"d"\n', r"train\.csv, line 2"),
-        ("prompt,response\na, and more,b\n", r"train\.csv, line 2: has 3 fields, the header 2"),
-        ("prompt,response\na\n", r"train\.csv, row 2: needs text"),
+        ("prompt,response\na, and more,b\n", r"train\.csv, line 2: 3 fields where the header has 2"),
+        ("prompt,response\na\n", r"train\.csv, line 2: no response"),
         ("prompt,response,prompt\na,b,c\n", r"train\.csv.*twice"),
-        ("question,answer\na,b\n", r"row 2: needs text under the columns prompt and response; it has question, answer"),
+        ("question,answer\na,b\n", r"line 2: no prompt: the columns are prompt or messages .* it has question, answer"),
     ],
 )
 def test_a_csv_of_which_rows_could_be_lost_is_refused(tmp_path, data, match):
@@ -257,8 +261,8 @@ def test_a_csv_of_long_fields_quotes_and_line_breaks_is_read(tmp_path):
         ('{"prompt": "a\\ud800", "response": "b"}', "line 2.*not UTF-8"),
         ('{"prompt": "a", "response": "\\udfff b"}', "line 2.*not UTF-8"),
         ('{"prompt": ' + "1" * 5000 + "}", "line 2"),
-        ("NaN", "row 2"),
-        ('"text"', "row 2"),
+        ("NaN", "line 2: not a JSON object"),
+        ('"text"', "line 2: not a JSON object"),
     ],
 )
 def test_a_line_that_no_tokenizer_takes_is_named(tmp_path, line, match):
@@ -275,7 +279,7 @@ def test_a_json_array_is_refused_in_one_line(tmp_path):
     rows = [{"prompt": "a", "response": "b"}] * 3
     for text in (json.dumps(rows), json.dumps(rows, indent=2), "\n " + json.dumps(rows)):
         (tmp_path / "train.jsonl").write_text(text, encoding="utf-8")
-        with pytest.raises(TaskError, match=r"train\.jsonl.*an array.*one object per line"):
+        with pytest.raises(TaskError, match=r"train\.jsonl is a JSON array: one object per line"):
             get_task("jsonl").read(tmp_path, "train")
 
 

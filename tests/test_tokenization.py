@@ -37,6 +37,11 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
+def joint(prompt: str, response: str) -> str:
+    """What stands between them: a space, where neither brings white space."""
+    return "" if prompt[-1].isspace() or response[0].isspace() else " "
+
+
 def split(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str) -> tuple[list[int], list[int]]:
     """A pair's ids."""
     return encode_prompts(tokenizer, [prompt])[0], encode_response(tokenizer, [(prompt, response)])[0]
@@ -67,7 +72,7 @@ def test_a_boundary_within_a_token_keeps_prompt_and_text(
 ) -> None:
     """B1: the prompt is what decoding will see, whatever the text would have been cut to; nothing is added or lost."""
     before, after = split(tokenizer, prompt, response)
-    whole = prompt + ("" if prompt[-1].isspace() else " ") + response
+    whole = prompt + joint(prompt, response) + response
     ids = encode_prompts(tokenizer, [whole])[0]
     assert text_of(tokenizer, before + after[:-1]) == text_of(tokenizer, ids)
     if ids[: len(before)] == before:
@@ -76,8 +81,10 @@ def test_a_boundary_within_a_token_keeps_prompt_and_text(
 
 def alone(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str) -> list[int]:
     """The ids of a response as they were before whole texts were cut."""
-    text = response if prompt[-1:].isspace() else f" {response}"
-    return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return [
+        *tokenizer(joint(prompt, response) + response, add_special_tokens=False)["input_ids"],
+        tokenizer.eos_token_id,
+    ]
 
 
 @FAST

@@ -64,7 +64,7 @@ def evaluate(
     from ..data.tasks import get_task, subsample
     from ..generation.loading import check_device, read_config
 
-    the_task = get_task(task, words)
+    the_task = get_task(task, max_source_words=words)
     wanted = parse_speedups(speedups)
     if split not in ("test", "validation"):
         raise UsageError(f"--split is test or validation, not {split!r}")
@@ -218,7 +218,7 @@ def calibrate(
     from ..generation.loading import read_config, resolve
     from ..methods import get_method
 
-    the_task = get_task(task, words)
+    the_task = get_task(task, max_source_words=words)
     config = read_config(model)
     layers = config.get_text_config(decoder=True).num_hidden_layers
     if not 1 < speedup <= layers:

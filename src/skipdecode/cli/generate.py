@@ -76,7 +76,7 @@ def generate(
 
     if sum((speedup is not None, schedule is not None, full)) > 1:
         raise UsageError("give one of --speedup, --schedule and --full")
-    the_task = get_task(task, words)
+    the_task = get_task(task, max_source_words=words)
     # All of this is checked before the weights are loaded.
     config = read_config(model)
     plan = None if full else resolve_schedule(config, speedup, Schedule.load(schedule) if schedule else None)

@@ -8,42 +8,98 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..errors import ModelError
+from .chat import Prompt, render
 
 #: What a response is put behind where it cannot be put behind its prompt: one that merges with no letter is enough.
 ANCHORS = ("\n", ".", ",", "a", "0", "(", "#")
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
-    """Token ids with the tokenizer's own special tokens, less an end-of-sequence that it puts last."""
-    if not prompts:
-        return []
-    rows = tokenizer(list(prompts), padding=False, truncation=False)["input_ids"]
-    closes = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
-    return [row[:-1] if closes and len(row) > 1 else row for row in rows]
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Token ids of texts with the tokenizer's own special tokens, less an end-of-sequence that it puts last.
+
+    An empty text is the begin-of-text token, or nothing where there is none. A conversation is what the tokenizer's
+    chat template writes of it, up to where the assistant's answer begins; the template writes the special tokens.
+
+    Raises ModelError for conversations without a chat template, or ones that it refuses.
+    """
+    return _encode(tokenizer, [p if isinstance(p, str) else render(tokenizer, p) for p in prompts], prompts)
 
 
-def encode_response(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
-    """Ids of each (prompt, response)'s response, set off from its prompt by a space, closed by end-of-sequence.
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Ids of texts that are, or begin with, these prompts."""
+    ids: list[list[int]] = [[]] * len(texts)
+    chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
+    plain = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
+    for places, special in ((plain, True), (chats, False)):
+        if places:
+            rows = tokenizer([texts[i] for i in places], padding=False, truncation=False, add_special_tokens=special)
+            closes = special and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
+            for i, row in zip(places, rows["input_ids"], strict=True):
+                ids[i] = row[:-1] if closes and len(row) > 1 else row
+    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    return [row if text else begin for text, row in zip(texts, ids, strict=True)]
+
+
+def encode_response(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[Prompt, str]]) -> list[list[int]]:
+    """Ids of each (prompt, response)'s response, closed by end-of-sequence.
+
+    Between a text and its response stands a space, unless one of them brings white space or the text is empty. A
+    conversation's response is what the chat template writes behind the prompt, up to the end-of-sequence that closes
+    it.
 
     They are the ids of the whole text after those of the prompt alone, which are all that decoding sees. Where these
     do not begin the whole text's (a prompt that ends in white space may share a token with what follows), they are
     ids that say the rest behind the prompt's: ``decode(prompt + response)`` is always the whole text.
 
-    Raises ModelError for a tokenizer that has no end-of-sequence token: a model could not learn to stop.
+    Raises:
+        ModelError: a tokenizer without an end-of-sequence token (a model could not learn to stop), without a
+            begin-of-text token where a prompt is empty, or without a chat template that writes an answer behind its
+            prompt.
     """
-    eos = tokenizer.eos_token_id
-    if eos is None:
+    if tokenizer.eos_token_id is None:
         raise ModelError("the tokenizer has no end-of-sequence token: set one before training")
-    texts = [response if prompt[-1:].isspace() else f" {response}" for prompt, response in pairs]
-    before = encode_prompts(tokenizer, [prompt for prompt, _ in pairs])
-    whole = encode_prompts(tokenizer, [prompt + text for (prompt, _), text in zip(pairs, texts, strict=True)])
-    return [
-        [*(ids[len(start) :] if ids[: len(start)] == start else _rest(tokenizer, start, ids, text)), eos]
-        for start, ids, text in zip(before, whole, texts, strict=True)
-    ]
+    prompts = [prompt for prompt, _ in pairs]
+    if "" in prompts and tokenizer.bos_token_id is None:
+        raise ModelError(
+            "the tokenizer has no begin-of-text token, so a text cannot be learned from nothing (prompt_share 0): "
+            "give the prompt a share, or set tokenizer.bos_token"
+        )
+    texts = [prompt if isinstance(prompt, str) else render(tokenizer, prompt) for prompt in prompts]
+    rests = [_rest_of(tokenizer, *pair, text) for pair, text in zip(pairs, texts, strict=True)]
+    before = _encode(tokenizer, texts, prompts)
+    whole = _encode(tokenizer, [text + rest for text, rest in zip(texts, rests, strict=True)], prompts)
+    rows = []
+    for prompt, rest, start, ids in zip(prompts, rests, before, whole, strict=True):
+        if ids[: len(start)] == start:
+            ids = ids[len(start) :]
+        elif prompt:  # behind the begin-of-text token that not every tokenizer puts, all of them are the response's
+            ids = _ids_behind(tokenizer, start, ids, rest)
+        rows.append(_closed(tokenizer, ids) if isinstance(prompt, tuple) else [*ids, tokenizer.eos_token_id])
+    return rows
 
 
-def _rest(tokenizer: PreTrainedTokenizerBase, start: list[int], whole: list[int], text: str) -> list[int]:
+def _rest_of(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str, text: str) -> str:
+    """What stands behind the text of a prompt, up to the response's end."""
+    if isinstance(prompt, str):
+        return response if not prompt or prompt[-1].isspace() or response[:1].isspace() else f" {response}"
+    whole = render(tokenizer, prompt, response)
+    if not whole.startswith(text):
+        raise ModelError(
+            "the tokenizer's chat template writes a prompt otherwise once it is answered, so the answer cannot be told "
+            f"from it: {text[-60:]!r} does not begin it. Take a template that only adds the answer"
+        )
+    return whole[len(text) :]
+
+
+def _closed(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    """An answer up to the end-of-sequence that its template closes it with, or with one behind it."""
+    last = len(ids) - 1 - ids[::-1].index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
+    if last < len(ids) and not tokenizer.decode(ids[last + 1 :]).strip():
+        return ids[: last + 1]
+    return [*ids, tokenizer.eos_token_id]
+
+
+def _ids_behind(tokenizer: PreTrainedTokenizerBase, start: list[int], whole: list[int], text: str) -> list[int]:
     """Ids of ``text`` that, behind those of ``start``, say what ``whole`` says."""
 
     def ids_of(part: str) -> list[int]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..core.fitting import achieved
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
+from ..data.chat import Prompt
 from ..data.metrics import DEFAULT, Agreement
 from ..data.tokenization import encode_prompts
 from ..errors import UsageError
@@ -133,7 +134,7 @@ def fallen(quality: Mapping[str, Quality]) -> dict[str, Quality]:
 def calibrate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     fit: Callable[[Sequence[int]], Schedule],
     speedup: float,
     before: Schedule,

@@ -22,6 +22,7 @@ from ..core.attach import attach
 from ..core.cache import SkipCache, cache_bytes
 from ..core.checkpoint_config import resolve_schedule
 from ..core.schedule import Schedule
+from ..data.chat import Prompt
 from ..data.tokenization import encode_prompts
 from ..errors import UsageError
 from .sampling import Sampling, stable_hash
@@ -224,7 +225,7 @@ def _cache(model: PreTrainedModel, plan: Decoding) -> DynamicCache:
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: str | Iterable[str],
+    prompts: str | Iterable[Prompt],
     *,
     speedup: float | None = None,
     schedule: Schedule | str | Path | None = None,
@@ -266,7 +267,7 @@ def generate(
     return generate_ids(model, tokenizer, encode_prompts(tokenizer, texts), chosen, batch_size, seed=seed, **options)
 
 
-def _texts(prompts: Any) -> list[str]:
+def _texts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         prompts = [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, (Mapping, bytes)):
@@ -275,6 +276,8 @@ def _texts(prompts: Any) -> list[str]:
     if not texts:
         raise UsageError("no prompts were given")
     for number, text in enumerate(texts):
+        if isinstance(text, tuple):  # a conversation
+            continue
         if not isinstance(text, str):
             raise UsageError(f"prompt {number} is no string: {text!r}")
         if any("\ud800" <= character <= "\udfff" for character in text):

@@ -179,7 +179,13 @@ class TrainingPlan:
         """How the data is read and scored. Raises TaskError."""
         from ..data.tasks import get_task
 
-        return get_task(self.task, self.max_source_words)
+        return get_task(
+            self.task,
+            max_source_words=self.max_source_words,
+            prompt_column=self.prompt_column,
+            response_column=self.response_column,
+            prompt_share=self.prompt_share,
+        )
 
     # --- what is refused
 

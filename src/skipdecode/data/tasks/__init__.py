@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ...errors import TaskError
 from .base import Example, Task, subsample
 from .cnn_dm import CnnDm
@@ -14,16 +12,43 @@ from .reddit_tldr import RedditTldr
 TASKS: dict[str, Task] = {task.name: task for task in (E2E(), RedditTldr(), CnnDm(), Jsonl())}
 
 
-def get_task(name: str, words: int | None = None) -> Task:
-    """The task called ``name``; ``words``: where summaries cut their source. Raises TaskError."""
+#: Options of tasks, and why others do not have them.
+OPTIONS = {
+    "max_source_words": "only summaries (reddit_tldr, cnn_dm) have a source to cut",
+    "prompt_column": "its columns have fixed names, only those of jsonl can be chosen",
+    "response_column": "its columns have fixed names, only those of jsonl can be chosen",
+    "prompt_share": "only rows of jsonl can be plain text",
+}
+
+
+def get_task(
+    name: str,
+    *,
+    max_source_words: int | None = None,
+    prompt_column: str | None = None,
+    response_column: str | None = None,
+    prompt_share: float | None = None,
+) -> Task:
+    """The task called ``name``.
+
+    Args:
+        name: ``jsonl`` for any data, or a data set with a prompt format of its own: ``e2e``, ``reddit_tldr``,
+            ``cnn_dm``.
+        max_source_words: summaries: where their source is cut.
+        prompt_column, response_column: jsonl: columns of other names.
+        prompt_share: jsonl: rows are plain text, of which this share of the words is the prompt.
+
+    Raises:
+        TaskError: no such task, or an option that it does not have.
+    """
     if name not in TASKS:
         raise TaskError(f"unknown task {name!r}; known are {', '.join(TASKS)}")
-    task = TASKS[name]
-    if words is None:
-        return task
-    if not isinstance(task, (RedditTldr, CnnDm)):
-        raise TaskError(f"only summaries have a source to cut after {words} words; {name} has none")
-    return replace(task, words=words)
+    values = (max_source_words, prompt_column, response_column, prompt_share)
+    options = {option: value for option, value in zip(OPTIONS, values, strict=True) if value is not None}
+    for option in options:
+        if not hasattr(TASKS[name], option):
+            raise TaskError(f"{option} does not go with {name}: {OPTIONS[option]}")
+    return type(TASKS[name])(**options)
 
 
 __all__ = ["TASKS", "Example", "Task", "get_task", "subsample"]

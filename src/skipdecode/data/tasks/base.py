@@ -2,55 +2,118 @@
 
 from __future__ import annotations
 
-import csv
-import json
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from ...errors import FileError, MissingExtra, TaskError
-from ...files import parse_json
-
-# Articles are longer than csv's 131,072 characters; a C long may have 32 bits.
-csv.field_size_limit(2**31 - 1)
+from ...errors import TaskError
+from ..chat import Prompt
+from .splits import JSONL, split_rows
 
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt and the responses that people wrote for it (at least one)."""
+    """One prompt and the responses that people wrote for it (none where only a prompt is known)."""
 
-    prompt: str
+    prompt: Prompt
     references: tuple[str, ...]
 
 
 class Task(ABC):
-    """How a task is read, prompted and scored."""
+    """How a task is read, prompted and scored. The fields of a task are its options."""
 
     name: str
-    #: Columns of an input row that the prompt is made of.
-    columns: tuple[str, ...]
-    #: Column that holds a reference text, where the data has one.
-    reference: str
     #: For each form that rows come in, what its columns are called here.
     forms: Sequence[Mapping[str, str]]
+    #: What the column of the reference text is called here.
+    reference: str
+    #: Files of each split, in the order they are looked for in a folder.
+    files: Mapping[str, Sequence[str]] = JSONL
+    #: The configuration that the data set on the hub needs.
+    hub_config: str | None = None
     #: Whether inputs repeat, one row per reference, and are meant to be generated once.
     distinct: bool = False
     #: How many new tokens its texts need at most.
     max_new_tokens: int
 
     @abstractmethod
-    def prompt(self, row: Mapping[str, str]) -> str:
-        """The text given to the model for one input row."""
+    def prompt(self, row: Mapping[str, Any]) -> Prompt:
+        """What the model is given for one row, whose columns are called as here. Raises TaskError."""
 
-    @abstractmethod
+    @property
+    def prompt_forms(self) -> list[tuple[str, ...]]:
+        """The columns that a prompt is made of, for each form."""
+        return [tuple(column for column in form if form[column] != self.reference) for form in self.forms]
+
+    @property
+    def described(self) -> str:
+        """The columns of a whole row, for messages."""
+        return " or ".join(" and ".join(form) for form in self.forms)
+
+    def columns(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """The columns that this row's prompt is made of."""
+        return self.prompt_forms[self.forms.index(self._form(row))]
+
+    def shown(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What an output repeats of a row: the columns of its prompt."""
+        return {column: row.get(column) for column in self.columns(row)}
+
+    def example(self, row: Mapping[str, Any]) -> Example:
+        """The prompt of a row, and the reference where it has one. Raises TaskError for a row without a prompt."""
+        form = self._form(row)
+        self.check_text(row, self.columns(row))
+        own = {name: row[column] for column, name in form.items() if holds_text(row.get(column))}
+        reference = own.get(self.reference)
+        return Example(self.prompt(own), () if reference is None else (normalize_whitespace(reference),))
+
+    def _form(self, row: Mapping[str, Any]) -> Mapping[str, str]:
+        """The form that most of the row's text is in, that of its prompt above all."""
+
+        def fills(form: Mapping[str, str]) -> tuple[bool, int]:
+            texts = {name for column, name in form.items() if holds_text(row.get(column))}
+            return {*form.values()} - texts <= {self.reference}, len(texts)
+
+        return max(self.forms, key=fills)
+
+    def check_text(self, row: Mapping[str, Any], columns: Iterable[str]) -> None:
+        """Raises TaskError for columns without text; where there are no such columns, it says which there are."""
+        empty = [column for column in columns if not holds_text(row.get(column))]
+        if not empty:
+            return
+        message = f"no {' and no '.join(empty)}"
+        if not set(empty) <= set(row):
+            message += f": the columns are {self.described}; it has {', '.join(map(str, row))[:200] or 'none'}"
+        raise TaskError(message)
+
     def read(self, folder: Path, split: str) -> list[Example]:
         """Examples of a split (``train``, ``validation`` or ``test``) from the task's own files, or from the hub.
 
-        ``train`` keeps one example per row; the others gather all references of an input. Raises TaskError.
+        ``train`` keeps one example per reference; the others gather all references of a prompt.
+
+        Raises:
+            TaskError: no such data, or a row without prompt or reference.
         """
+        return self.examples(folder, split, self.files[split])
+
+    def examples(self, source: Path, split: str, files: Sequence[str]) -> list[Example]:
+        """As :meth:`read`, from the first of these files that is there."""
+        pairs: list[tuple[Prompt, str]] = []
+        for where, row in split_rows(source, split, files, self.hub_config, self.columns({})[0]):
+            try:
+                example = self.example(row)
+                if not example.references:
+                    self.check_reference(row)
+            except TaskError as problem:
+                raise TaskError(f"{where}: {problem}") from None
+            pairs += [(example.prompt, reference) for reference in example.references]
+        return [Example(prompt, (text,)) for prompt, text in pairs] if split == "train" else gather(pairs)
+
+    def check_reference(self, row: Mapping[str, Any]) -> None:
+        """Raises TaskError for a row without a reference."""
+        form = self._form(row)
+        self.check_text(row, [column for column, name in form.items() if name == self.reference])
 
     def score(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
         """Corpus BLEU (lower-cased sacrebleu) and mean ROUGE-L, 0 to 100: each text against all its references."""
@@ -59,140 +122,9 @@ class Task(ABC):
         return {metric.name: metric.score(texts, references) for metric in DEFAULT}
 
 
-#: Files of a split, in the order they are looked for.
-JSONL: dict[str, tuple[str, ...]] = {
-    "train": ("train.jsonl",),
-    "validation": ("validation.jsonl", "valid.jsonl"),
-    "test": ("test.jsonl",),
-}
-
-
-def read_split(
-    source: Path, split: str, files: Sequence[str], forms: Sequence[Mapping[str, str]], config: str | None = None
-) -> Iterator[dict[str, str]]:
-    """Rows of a split, from a folder or from the hub.
-
-    Args:
-        source: a folder, or the name of a data set on the hub (``owner/name``) if there is no such folder.
-        split: ``train``, ``validation`` or ``test``.
-        files: names the split's file may have in a folder; the first that is there is read.
-        forms: for each form that rows come in, what its columns are called here. All of them must hold text.
-        config: the configuration a data set on the hub needs.
-
-    Raises:
-        TaskError: no such data, or a row in none of the forms.
-    """
-    rows: Iterable[Mapping[str, Any]]
-    if not source.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source.as_posix()):
-        where, rows = f"{source.as_posix()} ({split})", _from_hub(source.as_posix(), split, config)
-    else:
-        path = find(source, files)
-        where, rows = str(path), read_rows(path)
-    for number, row in enumerate(rows, 2 if where.lower().endswith(".csv") else 1):
-        form = next((form for form in forms if has_text(row, form)), None)
-        if form is None:
-            wanted = " or ".join(" and ".join(columns) for columns in forms)
-            there = f"it has {', '.join(map(str, row))[:200]}" if isinstance(row, Mapping) else "it is no JSON object"
-            raise TaskError(f"{where}, row {number}: needs text under the columns {wanted}; {there}")
-        yield {name: row[column] for column, name in form.items()}
-
-
-def find(folder: Path, files: Sequence[str]) -> Path:
-    """The first of these files that a folder holds. Raises TaskError."""
-    if not folder.exists():
-        raise TaskError(f"there is no {folder}: give the folder that holds {' or '.join(files)}")
-    if not folder.is_dir():
-        raise TaskError(f"{folder} is no folder: give the one that holds {' or '.join(files)}")
-    path = next((path for name in files if (path := folder / name).exists()), None)
-    if path is None:
-        raise TaskError(f"{folder} holds no {' or '.join(files)}")
-    return path
-
-
-def has_text(row: Any, columns: Iterable[str]) -> bool:
-    """Whether there is more than white space under all these columns."""
-    return isinstance(row, Mapping) and all(isinstance(row.get(c), str) and row[c].strip() for c in columns)
-
-
-def _from_hub(name: str, split: str, config: str | None) -> Iterable[Mapping[str, Any]]:
-    try:
-        import datasets
-    except ImportError:
-        raise MissingExtra(
-            f"{name} is no folder here, and the hub needs datasets: pip install 'skipdecode[train]'"
-        ) from None
-    try:
-        try:
-            return datasets.load_dataset(name, config, split=split)
-        except RuntimeError:
-            # Loading scripts are no longer run; the hub keeps what they made of the data on a branch of its own.
-            return datasets.load_dataset(name, split=split, revision="refs/convert/parquet")
-    except (OSError, ValueError, RuntimeError) as error:
-        why = " ".join(str(error).split())
-        raise TaskError(f"{name} is no folder here, and the hub's cannot be loaded ({split}): {why}") from None
-
-
-def read_rows(path: Path) -> Iterator[dict[str, str]]:
-    """Rows of a CSV or JSONL file that has to be whole: training and test data. Raises TaskError."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            yield from (_csv if path.suffix.lower() == ".csv" else _jsonl)(path, file)
-    except UnicodeDecodeError as error:
-        raise TaskError(f"{path} is not UTF-8: {error}") from None
-    except OSError as error:
-        raise TaskError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _csv(path: Path, file: TextIO) -> Iterator[dict[str, str]]:
-    # Strict, or a stray quote would swallow the rows up to the next one.
-    reader = csv.DictReader(file, strict=True)
-    line = 1
-    try:
-        names = reader.fieldnames or []
-        if len(set(names)) < len(names):
-            raise TaskError(f"{path} has a column twice: {', '.join(names)}")
-        line = reader.line_num + 1
-        for row in reader:
-            if None in row:
-                fields = len(names) + len(row[None])
-                raise TaskError(f"{path}, line {line}: has {fields} fields, the header {len(names)}: quote the commas")
-            yield row
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise TaskError(f"{path}, line {line}: a quote is missing, or one too many: {error}") from None
-
-
-def _jsonl(path: Path, file: TextIO) -> Iterator[dict[str, str]]:
-    first = True
-    for number, line in enumerate(file, 1):
-        if not line.strip():
-            continue
-        if first and line.lstrip().startswith("["):
-            raise TaskError(f"{path} holds an array: JSONL has one object per line")
-        first = False
-        try:
-            row = parse_json(line, f"{path}, line {number}")
-        except FileError as error:
-            raise TaskError(str(error)) from None
-        if "\\u" in line and not _is_utf8(row):
-            raise TaskError(f"{path}, line {number}: not UTF-8: it escapes half a character (a lone surrogate)")
-        yield row
-
-
-def _is_utf8(value: Any) -> bool:
-    """Whether a value of JSON can be written: an escape may stand for half a character, which no tokenizer takes."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def examples(pairs: Iterable[tuple[str, str]], split: str) -> list[Example]:
-    """Prompts and references as ``Task.read`` gives them: one by one to train on, else gathered."""
-    if split == "train":
-        return [Example(prompt, (reference,)) for prompt, reference in pairs]
-    return gather(pairs)
+def holds_text(value: object) -> bool:
+    """Whether it is a string of more than white space."""
+    return isinstance(value, str) and bool(value.strip())
 
 
 def subsample(examples: Sequence[Example], count: int) -> list[Example]:
@@ -201,18 +133,18 @@ def subsample(examples: Sequence[Example], count: int) -> list[Example]:
     return [examples[i * len(examples) // count] for i in range(count)]
 
 
-def gather(pairs: Iterable[tuple[str, str]]) -> list[Example]:
+def gather(pairs: Iterable[tuple[Prompt, str]]) -> list[Example]:
     """One example per distinct prompt, with all its references, in order of first appearance."""
-    references: dict[str, list[str]] = {}
+    references: dict[Prompt, list[str]] = {}
     for prompt, reference in pairs:
         references.setdefault(prompt, []).append(reference)
     return [Example(prompt, tuple(texts)) for prompt, texts in references.items()]
 
 
-def normalize_whitespace(text: str, words: int | None = None) -> str:
-    """One space between words and no line breaks; with ``words``, only the first so many, each up to 30 characters.
+def normalize_whitespace(text: str, max_words: int | None = None) -> str:
+    """One space between words and no line breaks; with ``max_words``, only so many, each up to 30 characters.
 
     A path or a link can have hundreds of tokens, and a model has only so many positions.
     """
     parts = text.split()
-    return " ".join(parts if words is None else [part[:30] for part in parts[:words]])
+    return " ".join(parts if max_words is None else [part[:30] for part in parts[:max_words]])

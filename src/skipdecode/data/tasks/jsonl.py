@@ -1,39 +1,176 @@
-"""Any data with ``prompt`` and ``response``: a file, or a folder with train, validation and test files."""
+"""Data of one's own: prompts and responses, conversations, or plain text."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from .base import Example, Task, examples, find, read_split
+from ...errors import TaskError
+from ..chat import Prompt, parse_messages
+from .base import Example, Task, holds_text
+from .splits import find
 
-FORM = {"prompt": "prompt", "response": "response"}
 NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
+#: How much of a plain text is the prompt, if nothing else is asked for.
+PROMPT_SHARE = 0.5
+#: Columns of an output: a row's own of this name would be written over.
+TAKEN = ("text", "tokens", "finish_reason", "error")
 
 
+@dataclass(frozen=True)
 class Jsonl(Task):
-    """Prompts as they stand."""
+    """Rows in the forms that TRL knows, as JSONL or CSV; docs/data.md shows one of each.
+
+    Attributes:
+        prompt_column: where the prompts are, a string or messages each; by default ``prompt``, ``messages`` or
+            ``text``.
+        response_column: where the responses are, a string, a list of strings (several references) or a list of one
+            assistant message each; by default ``response`` or ``completion``.
+        prompt_share: of plain text, the share of the words that is the prompt; at 0 the prompt is the begin-of-text
+            token alone. By default, rows of ``text`` without a response are plain text, and half is the prompt.
+    """
+
+    prompt_column: str | None = None
+    response_column: str | None = None
+    prompt_share: float | None = None
 
     name = "jsonl"
-    columns = ("prompt",)
+    forms = ({"prompt": "prompt", "response": "response"}, {"prompt": "prompt", "completion": "response"})
     reference = "response"
-    forms = ({"prompt": "prompt", "response": "response"},)
     max_new_tokens = 128
 
-    def prompt(self, row: Mapping[str, str]) -> str:
-        """The prompt itself."""
-        return row["prompt"]
+    def __post_init__(self) -> None:
+        if self.prompt_share is not None and not 0 <= self.prompt_share < 1:
+            raise TaskError(f"prompt_share is at least 0 and below 1, not {self.prompt_share!r}")
+        if self.prompt_share is not None and self.response_column is not None:
+            raise TaskError("prompt_share is for plain text, which has no response_column: give one of them")
+
+    @property
+    def prompt_forms(self) -> list[tuple[str, ...]]:
+        """One column each: the first that holds something is taken."""
+        if self.prompt_column is not None:
+            return [(self.prompt_column,)]
+        return [("prompt",), ("messages",), ("text",)] if self.prompt_share is None else [("text",)]
+
+    @property
+    def described(self) -> str:
+        """The columns of a whole row, for messages."""
+        prompts = " or ".join(column for (column,) in self.prompt_forms)
+        if self.prompt_share is not None:
+            return f"{prompts} (prompt_share is for plain text)"
+        responses = self.response_column or "response or completion"
+        return f"{prompts} for the prompt and {responses} for the response (or name them: prompt_column, …)"
+
+    def columns(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """The first column that holds a prompt; but messages go first in a row that has no response beside them."""
+        named = [columns for columns in self.prompt_forms if columns[0] in row]
+        filled = [columns for columns in named if _holds(row.get(columns[0]))]
+        if ("messages",) in filled and not any(_holds(row.get(name)) for name in self._response_columns):
+            return ("messages",)
+        return (filled or named or self.prompt_forms)[0]
+
+    def shown(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The prompt's column as it is; called ``prompt`` where the output has a column of the same name."""
+        (column,) = self.columns(row)
+        if column not in TAKEN:
+            return {column: row.get(column)}
+        try:
+            return {"prompt": self.prompt(row)}
+        except TaskError:
+            return {"prompt": row.get(column)}
+
+    def prompt(self, row: Mapping[str, Any]) -> Prompt:
+        """The prompt itself, the messages before the answer, or the beginning of the text."""
+        return self.example(row).prompt
+
+    def example(self, row: Mapping[str, Any]) -> Example:
+        """The prompt of a row and its references, if it has any. Raises TaskError."""
+        (column,) = self.columns(row)
+        value: Any = row.get(column)
+        references = self._references(row)
+        if not _holds(value):
+            self.check_text(row, [column])
+        if isinstance(value, list):
+            return self._chat(column, value, references)
+        if column == "messages":
+            raise TaskError("messages are a list of {'role': …, 'content': …}, not a string")
+        if any(isinstance(row.get(name), list) and not _is_strings(row[name]) for name in self._response_columns):
+            raise TaskError("the response is a message, but the prompt is text: give both in the same form")
+        if self.prompt_share is not None and references:
+            raise TaskError("prompt_share is for plain text, but the row has a response")
+        if self.prompt_share is None and (references or column != "text" or self.prompt_column is not None):
+            return Example(value, references)
+        return split_text(value, PROMPT_SHARE if self.prompt_share is None else self.prompt_share)
+
+    def _chat(self, column: str, value: list[Any], references: tuple[str, ...]) -> Example:
+        if self.prompt_share is not None:
+            raise TaskError(f"prompt_share is for plain text, but {column} holds messages")
+        chat = parse_messages(value)
+        if chat[-1].role == "assistant":
+            if references:
+                raise TaskError(f"{column} ends with the assistant's message, but there is a response too: give one")
+            references = (chat[-1].content,) if holds_text(chat[-1].content) else ()
+            chat = chat[:-1]
+        if not chat or not holds_text(chat[-1].content):
+            raise TaskError(f"{column} holds no message for the assistant to answer")
+        return Example(chat, references)
+
+    @property
+    def _response_columns(self) -> tuple[str, ...]:
+        return ("response", "completion") if self.response_column is None else (self.response_column,)
+
+    def _references(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """The texts of the first response column that holds some. Raises TaskError for other than one message."""
+        for column in self._response_columns:
+            value: Any = row.get(column)
+            if holds_text(value):
+                return (value,)
+            if isinstance(value, list) and value:
+                if _is_strings(value):
+                    return tuple(filter(holds_text, value))
+                chat = parse_messages(value)
+                if len(chat) > 1 or chat[0].role != "assistant":
+                    raise TaskError("a response is one message, the assistant's")
+                return (chat[0].content,)
+        return ()
+
+    def check_reference(self, row: Mapping[str, Any]) -> None:
+        """Raises TaskError for a row without a reference."""
+        (column,) = self.columns(row)
+        if column == "messages":
+            raise TaskError("the last message is not the assistant's: there is no response to learn or to compare with")
+        if self.prompt_share is not None or (column == "text" and self.prompt_column is None):
+            raise TaskError("a text of one word has no second part: leave it out, or take prompt_share 0")
+        self.check_text(row, self._response_columns[:1])
 
     def read(self, folder: Path, split: str) -> list[Example]:
-        """``folder`` may also be the training file alone; a missing validation split is empty."""
-        if folder.is_file():
-            path = folder
-            if split != "train":
-                return []
-        else:
-            files = [f"{name}{suffix}" for name in NAMES[split] for suffix in (".jsonl", ".csv")]
-            if split != "train" and not any((folder / name).exists() for name in files):
-                return []
-            path = find(folder, files)
-        rows = read_split(path.parent, split, [path.name], [FORM])
-        return examples(((row["prompt"], row["response"]) for row in rows), split)
+        """``folder`` may also be the training file alone; a missing validation or test split is empty."""
+        files = [f"{name}{suffix}" for name in NAMES[split] for suffix in (".jsonl", ".csv")]
+        if split != "train" and not any((folder / name).exists() for name in files):
+            return []
+        path = folder if folder.is_file() else find(folder, files)
+        return self.examples(path.parent, split, [path.name])
+
+
+def split_text(text: str, share: float) -> Example:
+    """A text cut behind a word: the prompt, and all the rest as it stands, white space included.
+
+    Both parts have a word at least, unless the share is 0 (no prompt) or the text has but one (no rest).
+    """
+    if not share:
+        return Example("", (text,))
+    ends = [word.end() for word in re.finditer(r"\S+", text)]
+    count = max(1, min(round(share * len(ends)), len(ends) - 1))
+    prompt, rest = text[: ends[count - 1]], text[ends[count - 1] :]
+    return Example(prompt, (rest,) if holds_text(rest) else ())
+
+
+def _holds(value: object) -> bool:
+    return holds_text(value) or (isinstance(value, list) and bool(value))
+
+
+def _is_strings(value: list[Any]) -> bool:
+    return all(isinstance(text, str) for text in value)

@@ -1,0 +1,66 @@
+"""Conversations: what a message is, how a row's are read, and how a tokenizer's template writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import ModelError, TaskError
+
+
+class Message(NamedTuple):
+    """What one side of a conversation said; ``role`` is ``system``, ``user``, ``assistant``, …"""
+
+    role: str
+    content: str
+
+
+Chat = tuple[Message, ...]
+#: What a model is given: a text, or a conversation that its answer continues.
+Prompt = str | Chat
+
+
+def parse_messages(value: Any) -> Chat:
+    """A conversation from a list of ``{"role": …, "content": …}``, as TRL and transformers have them.
+
+    Raises TaskError for no list of such messages, and for content that is not text (images, tool calls).
+    """
+    if not isinstance(value, (list, tuple)) or not value:
+        raise TaskError("messages are a list of {'role': …, 'content': …}, at least one")
+    chat = []
+    for number, message in enumerate(value, 1):
+        if isinstance(message, Message):
+            message = message._asdict()
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if not isinstance(role, str) or not role.strip():
+            raise TaskError(f"message {number} has no role: messages are {{'role': …, 'content': …}}")
+        if not isinstance(message.get("content"), str) or message.get("tool_calls"):
+            raise TaskError(f"message {number}: its content is not a string; images and tool calls are not supported")
+        chat.append(Message(role, message["content"]))
+    return tuple(chat)
+
+
+def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, answer: str | None = None) -> str:
+    """The conversation as the tokenizer's chat template writes it, special tokens included.
+
+    Without ``answer`` it ends where the assistant's answer begins; with it, behind the answer.
+
+    Raises ModelError for a tokenizer without a template, and for a conversation that the template refuses.
+    """
+    from jinja2 import TemplateError
+
+    if tokenizer.chat_template is None:
+        raise ModelError(
+            "the tokenizer has no chat template, so it cannot write messages: take a model made for chats, "
+            "set tokenizer.chat_template, or give the prompts as text"
+        )
+    messages = [message._asdict() for message in chat]
+    if answer is not None:
+        messages.append({"role": "assistant", "content": answer})
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer is None)
+    except (TemplateError, ValueError, TypeError) as problem:
+        why = " ".join(str(problem).split())
+        raise ModelError(f"the tokenizer's chat template does not take these messages: {why}") from None

@@ -1,0 +1,163 @@
+"""Rows of JSONL, CSV or lines of text: the one reader of them, lenient for a generation job, strict for training."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..errors import InputError, TaskError
+
+FORMATS = ("jsonl", "csv", "text")
+SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".txt": "text"}
+LINE_BREAK = re.compile(r"\r\n|\r|\n")
+#: No data nests deeper; Python's own limit depends on who calls, so a row that is read might not be written.
+MAX_NESTING = 100
+
+#: The line a row begins at (from 1), its columns, and what is wrong with it.
+Row = tuple[int, dict[str, Any], str | None]
+
+
+def read_rows(
+    source: Path | bytes,
+    format: str | None = None,
+    *,
+    name: str | None = None,
+    strict: bool = False,
+    text_column: str = "prompt",
+) -> Iterator[Row]:
+    """Rows of a file, or of its content.
+
+    Args:
+        source: the file, which is read as the rows are taken, or its bytes.
+        format: ``jsonl``, ``csv`` or ``text``; by default what the name or the beginning says.
+        name: what messages call the source.
+        strict: a row with an error ends the reading.
+        text_column: what the line is called in ``text``.
+
+    Yields:
+        The line, the columns and None; or the line, what columns could be read, and the error. Blank lines of JSONL
+        and CSV are no rows.
+
+    Raises:
+        InputError: the source cannot be read, has no such format, is a JSON array, or is a CSV with a column twice or
+            with quotes that do not match.
+        TaskError: the same if strict; also any error of a row.
+    """
+    name = name or (str(source) if isinstance(source, Path) else "the input")
+    fault = TaskError if strict else InputError
+    try:
+        format = format or (guess_format(str(source)) if isinstance(source, Path) else guess_format("", source))
+        if format not in FORMATS:
+            raise InputError(f"the input's format is {', '.join(FORMATS)}, not {format!r}")
+        binary = source.open("rb") if isinstance(source, Path) else io.BytesIO(source)
+        # surrogateescape lets a bad byte through as a lone surrogate, so that only its own row is lost.
+        with io.TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+            rows = _text(file, text_column) if format == "text" else {"csv": _csv, "jsonl": _jsonl}[format](file, name)
+            for line, row, error in rows:
+                if strict and error is not None:
+                    raise TaskError(f"{name}, line {line}: {error}")
+                yield line, row, error
+    except OSError as problem:
+        raise fault(f"{name} cannot be read: {problem.strerror}") from None
+    except InputError as problem:
+        raise fault(str(problem)) from None
+
+
+def guess_format(path: str, data: bytes = b"{") -> str:
+    """The format that a file's name says, or else the beginning of its content."""
+    begins_like_json = re.match(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{", data)
+    return SUFFIXES.get(Path(path).suffix.lower()) or ("jsonl" if begins_like_json else "text")
+
+
+def is_text(value: str) -> bool:
+    """Whether it can be written as UTF-8: no lone surrogates, from a bad byte or from JSON's escapes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _clean(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def _text(file: TextIO, column: str) -> Iterator[Row]:
+    for number, line in enumerate(file, 1):
+        yield number, {column: _clean(line.rstrip("\r\n"))}, None if is_text(line) else "not UTF-8"
+
+
+def _jsonl(file: TextIO, name: str) -> Iterator[Row]:
+    first = True
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        if first and line.lstrip().startswith("["):
+            raise InputError(f"{name} is a JSON array: one object per line is wanted, as jq -c '.[]' writes them")
+        first = False
+        yield number, *_object(line)
+
+
+def _object(line: str) -> tuple[dict[str, Any], str | None]:
+    if not is_text(line):
+        return {}, "not UTF-8"
+    try:
+        row = json.loads(line)
+    except RecursionError:
+        return {}, "nested too deep"
+    except ValueError as problem:
+        return {}, f"not JSON: {problem}"
+    if not isinstance(row, dict):
+        return {}, "not a JSON object"
+    if not _is_flat(row):
+        return {}, "nested too deep"
+    if "\\u" in line and not is_text(written := json.dumps(row, ensure_ascii=False)):
+        return json.loads(_clean(written)), "not UTF-8: it escapes half a character (a lone surrogate)"
+    return row, None
+
+
+def _is_flat(value: Any, room: int = MAX_NESTING) -> bool:
+    if not isinstance(value, (dict, list)):
+        return True
+    return room > 0 and all(_is_flat(v, room - 1) for v in (value.values() if isinstance(value, dict) else value))
+
+
+def _csv(file: TextIO, name: str) -> Iterator[Row]:
+    records = _records(file, name)
+    _, header = next(records, (1, []))
+    header = [_clean(column) for column in header]
+    if len(set(header)) < len(header):
+        raise InputError(f"{name} has a column twice: {', '.join(header)}")
+    for line, fields in records:
+        row = dict(zip_longest(header, map(_clean, fields[: len(header)])))
+        if len(fields) > len(header):
+            yield line, row, f"{len(fields)} fields where the header has {len(header)}: quote text with commas"
+        else:
+            yield line, row, None if all(map(is_text, fields)) else "not UTF-8"
+
+
+def _records(file: TextIO, name: str) -> Iterator[tuple[int, list[str]]]:
+    """The line that each record of a CSV begins at, and its fields."""
+    reader = csv.reader(file, strict=True)  # or a stray quote would swallow the rows up to the next one
+    while True:
+        begin = reader.line_num + 1
+        limit = csv.field_size_limit(2**31 - 1)  # the most that C's long holds everywhere; the process keeps its own
+        try:
+            fields = next(reader, None)
+        except csv.Error as problem:
+            raise InputError(
+                f"{name}, line {begin}: the row that begins here cannot be read: {problem} "
+                "(a quote that is not closed, or not doubled)"
+            ) from None
+        finally:
+            csv.field_size_limit(limit)
+        if fields is None:
+            return
+        if fields:
+            yield reader.line_num - sum(len(LINE_BREAK.findall(field)) for field in fields), fields

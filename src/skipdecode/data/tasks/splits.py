@@ -1,0 +1,73 @@
+"""Where a split's rows are: in a folder's files, or on the hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import MissingExtra, TaskError
+from ..rows import read_rows
+
+#: Files of a split, in the order they are looked for.
+JSONL: dict[str, tuple[str, ...]] = {
+    "train": ("train.jsonl",),
+    "validation": ("validation.jsonl", "valid.jsonl"),
+    "test": ("test.jsonl",),
+}
+
+
+def split_rows(
+    source: Path, split: str, files: Sequence[str], config: str | None, text_column: str
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Rows of a split, each with the name of its place for messages.
+
+    Args:
+        source: a folder, or the name of a data set on the hub (``owner/name``) if there is no such folder.
+        split: ``train``, ``validation`` or ``test``.
+        files: names the split's file may have in a folder; the first that is there is read.
+        config: the configuration a data set on the hub needs.
+        text_column: what a line of a text file is called.
+
+    Raises:
+        TaskError: no such data, or a row that cannot be read.
+    """
+    if not source.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source.as_posix()):
+        name = source.as_posix()
+        for number, row in enumerate(_from_hub(name, split, config), 1):
+            yield f"{name} ({split}), row {number}", row
+    else:
+        path = find(source, files)
+        for line, row, _ in read_rows(path, strict=True, text_column=text_column):
+            yield f"{path}, line {line}", row
+
+
+def find(folder: Path, files: Sequence[str]) -> Path:
+    """The first of these files that a folder holds. Raises TaskError."""
+    if not folder.exists():
+        raise TaskError(f"there is no {folder}: give the folder that holds {' or '.join(files)}")
+    if not folder.is_dir():
+        raise TaskError(f"{folder} is no folder: give the one that holds {' or '.join(files)}")
+    path = next((path for name in files if (path := folder / name).exists()), None)
+    if path is None:
+        raise TaskError(f"{folder} holds no {' or '.join(files)}")
+    return path
+
+
+def _from_hub(name: str, split: str, config: str | None) -> Iterable[Mapping[str, Any]]:
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtra(
+            f"{name} is no folder here, and the hub needs datasets: pip install 'skipdecode[train]'"
+        ) from None
+    try:
+        try:
+            return datasets.load_dataset(name, config, split=split)
+        except RuntimeError:
+            # Loading scripts are no longer run; the hub keeps what they made of the data on a branch of its own.
+            return datasets.load_dataset(name, split=split, revision="refs/convert/parquet")
+    except (OSError, ValueError, RuntimeError) as error:
+        why = " ".join(str(error).split())
+        raise TaskError(f"{name} is no folder here, and the hub's cannot be loaded ({split}): {why}") from None
