@@ -19,34 +19,27 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import skipdecode
-from helpers.tiny import TEXTS, Done, no_file_above, run, save_checkpoint
+from helpers.tiny import EXAMPLES, TEXTS, Done, no_file_above, run, save_checkpoint, write_examples
 from skipdecode import Schedule, SkipCache
 from skipdecode.core.checkpoint_config import trained_schedules
 from skipdecode.data.collation import Collator, encode
-from skipdecode.data.tasks import Example
 from skipdecode.errors import CacheError, DivergedError, FileError
 from skipdecode.files import locked
 from skipdecode.generation import loading
 from skipdecode.training.checkpoints import RECORD, STAGE, RunFolder
 from skipdecode.training.trainer import SkipTrainer, fine_tune, training_args
 
-EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
-
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model."""
-    folder = save_checkpoint(tmp_path_factory.mktemp("checkpoint"), layers=4)
-    return folder
+def checkpoint(shallow_checkpoint: Path) -> Path:
+    """Four layers."""
+    return shallow_checkpoint
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One JSONL file: no validation."""
-    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    rows = [{"prompt": e.prompt, "response": e.references[0]} for e in EXAMPLES]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_examples(tmp_path_factory.mktemp("data") / "rows.jsonl")
 
 
 def trained(checkpoint: Path | str, data: Path, output: Path | str, *options: object) -> Done:
