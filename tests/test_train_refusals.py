@@ -27,6 +27,7 @@ from skipdecode.errors import CacheError, DivergedError, FileError
 from skipdecode.files import locked
 from skipdecode.generation import loading
 from skipdecode.training.checkpoints import RECORD, STAGE, RunFolder
+from skipdecode.training.plan import TrainingPlan
 from skipdecode.training.trainer import SkipTrainer, fine_tune, training_args
 
 
@@ -371,17 +372,31 @@ def test_a_used_cache_is_refused_after_training_adapters(checkpoint: Path, tmp_p
         model.generate(ids[:, -1:], attention_mask=mask[:, -1:], past_key_values=cache, max_new_tokens=4)
 
 
-def test_the_guides_python_runs(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guides_python_runs(checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """H: docs/training.md, on a smaller model and for fewer steps; what it trains carries its schedule."""
     guide = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     monkeypatch.chdir(tmp_path)
+    shutil.copy(data, "rows.jsonl")
     names: dict[str, object] = {}
     for block in blocks:
-        exec(block.replace('load("demo")', f"load({str(checkpoint)!r})").replace("max_steps=20", "max_steps=1"), names)
-    assert 2 in trained_schedules(AutoModelForCausalLM.from_pretrained("trained").config)
+        for long, short in (
+            ('"demo"', repr(str(checkpoint))),
+            ("max_steps=20", "max_steps=1"),
+            ("length=256", "length=96"),
+        ):
+            block = block.replace(long, short)
+        exec(block, names)
+    for folder in ("trained", "tuned"):
+        assert 2 in trained_schedules(AutoModelForCausalLM.from_pretrained(folder).config)
     assert names["trainer"].state.global_step == 1
+    run_file, options = (
+        re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)[0],
+        {"learning_rate": 1e-4, "distill_weight": 0.5},
+    )
+    Path("run.yaml").write_text(run_file, encoding="utf-8")
+    assert options.items() <= TrainingPlan.load("run.yaml").to_dict().items()
 
 
 def test_a_full_disk_ends_a_run_with_one_line(checkpoint: Path, data: Path, tmp_path: Path) -> None:
