@@ -18,7 +18,7 @@ from skipdecode.core import checkpoint_config
 from skipdecode.core.fitting import refit
 from skipdecode.data.metrics import Agreement
 from skipdecode.errors import FileError
-from skipdecode.evaluation.calibration import POINTS, Quality, fallen
+from skipdecode.evaluation.quality import POINTS, Quality, fallen
 
 
 @pytest.fixture(scope="module")
@@ -248,18 +248,21 @@ def test_a_file_that_is_no_schedule_is_not_replaced(eight: Path, prompts: Path, 
         (("--speedup", "nan"), "speedup"),
         (("--speedup", 1), "above 1"),
         (("--speedup", 9), "number of layers"),
-        (("--decay", "steep"), "decay must be"),
+        (("--decay", "steep"), "--decay"),
         (("--order", "search"), "responses"),
+        (("--order", "sideways"), "--order"),
+        (("--method", "magic"), "--method"),
+        (("--method", "calm"), "no depths to fit"),
         (("--force",), "--save"),
-        (("--rows", 0), "rows"),
-        (("--method", "unified", "--decay", "linear"), "SkipDecode's"),
+        (("--limit", 0), "limit"),
+        (("--method", "unified", "--decay", "linear"), "it has its own"),
     ],
 )
 def test_what_the_user_can_put_right_is_said_first(
     eight: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[object, ...], words: str
 ) -> None:
     """Exit code 2, and no model is loaded."""
-    monkeypatch.setattr("skipdecode.generation.loading.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("skipdecode.evaluation.calibration.load", lambda *a, **k: pytest.fail("a model was loaded"))
     done = calibrate(eight, prompts, tmp_path, *more)
     assert done.returncode == 2
     assert words in done.stderr

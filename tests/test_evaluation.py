@@ -16,9 +16,11 @@ from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.core import checkpoint_config
 from skipdecode.data.tasks import Example, Jsonl
-from skipdecode.evaluation.calibration import rank_layers, trials
+from skipdecode.evaluation.arms import arms
+from skipdecode.evaluation.bench import Bench
+from skipdecode.evaluation.layer_order import rank_layers, trials
 from skipdecode.evaluation.loss import batches_of, loss_by_position
-from skipdecode.evaluation.runner import Bench, Evaluation, arms
+from skipdecode.evaluation.runner import Evaluation
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
 
@@ -90,15 +92,15 @@ def test_a_finished_row_is_not_run_again(checkpoint, data, tmp_path, monkeypatch
     measure, ran = Evaluation._measure, []
     path = tmp_path / "rows" / "full-1x.json"
     path.write_text(path.read_text()[:200])  # cut short by a kill
-    monkeypatch.setattr(Evaluation, "_measure", lambda self, arm, ref: ran.append(arm.key) or measure(self, arm, ref))
+    monkeypatch.setattr(Evaluation, "_measure", lambda self, arm: ran.append(arm.key) or measure(self, arm))
     assert run(*common).returncode == 0
     assert ran == ["full-1x", "skipdecode-4x"]
     after = (tmp_path / "table.csv").read_text()
     assert [row.split(",")[:9] for row in after.splitlines()] == [row.split(",")[:9] for row in before.splitlines()]
     # Another setting is another measurement, and no reason to lose this one (F15).
-    assert run(*common, "--rows", 5).returncode == 2
+    assert run(*common, "--limit", 5).returncode == 2
     assert len(ran) == 2
-    assert run(*common, "--rows", 5, "--overwrite").returncode == 0
+    assert run(*common, "--limit", 5, "--overwrite").returncode == 0
     assert len(ran) == 5
 
 
@@ -157,15 +159,15 @@ def test_early_exits_share_a_training(name, checkpoint, data, tmp_path):
     [
         (("--methods", "magic"), "unknown method"),
         (("--speedups", "1,x"), "numbers"),
-        (("--split", "train"), "--split is test or validation"),
+        (("--split", "train"), "--split"),
         (("--methods", "d3=/nowhere/at/all"), "no model"),
         (("--speedups", "nan"), "numbers"),
         (("--speedups", "inf"), "numbers"),
-        (("--rows", 0), "rows"),
+        (("--limit", 0), "limit"),
         (("--samples", 10**9), "samples"),
         (("--repeats", -1), "repeats"),
-        (("--words", 5), "only summaries"),
-        (("--methods", "static"), "a model per budget"),
+        (("--max-source-words", 5), "only summaries"),
+        (("--methods", "static"), "a checkpoint per speed-up"),
         (("--methods", "d3,d3"), "twice"),
         (("--speedups", "1,9"), "number of layers, 8"),
         (("--bert-score", "/nowhere/at/all"), "cannot load"),
@@ -247,10 +249,10 @@ def test_two_processes_fill_one_folder(checkpoint, data, tmp_path, monkeypatch):
     """F16: a row is measured once; the other waits for it, says for whom, and takes it."""
     measure, ran, held = Evaluation._measure, [], threading.Event()
 
-    def slow(self, arm, reference):
+    def slow(self, arm):
         ran.append(arm.key)
         held.wait(60)
-        return measure(self, arm, reference)
+        return measure(self, arm)
 
     monkeypatch.setattr(Evaluation, "_measure", slow)
     bench = Bench(Jsonl(), EXAMPLES[:4], EXAMPLES[:4], max_new_tokens=4, timing_rows=4, repeats=1, samples=5)
@@ -263,7 +265,7 @@ def test_two_processes_fill_one_folder(checkpoint, data, tmp_path, monkeypatch):
             said.append(line)
             held.set()
 
-        rows[name] = list(Evaluation(bench, tmp_path, say=say).rows(wanted))
+        rows[name] = list(Evaluation(bench, wanted, tmp_path, say=say).rows())
 
     threads = [threading.Thread(target=work, args=(name,)) for name in ("d3", "unified")]
     for thread in threads:
@@ -313,7 +315,7 @@ def test_a_missing_library_names_its_extra(monkeypatch):
 def test_arms_take_the_budget_into_their_paths():
     found = arms("skipdecode,static=runs/static-{speedup},full", "m", (1, 2, 2.5))
     assert len({arm.key for arm in found}) == 5
-    assert [(arm.method, arm.speedup, arm.model) for arm in found] == [
+    assert [(arm.name, arm.speedup, arm.model) for arm in found] == [
         ("full", 1, "m"),
         ("skipdecode", 2, "m"),
         ("skipdecode", 2.5, "m"),

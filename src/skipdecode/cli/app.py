@@ -20,8 +20,9 @@ except ModuleNotFoundError:
     raise SystemExit("skipdecode: the command line needs typer and rich: pip install 'skipdecode[cli]'") from None
 
 from ..errors import SkipDecodeError, UsageError
+from .calibrate import calibrate
 from .console import drop_output
-from .evaluate import calibrate, evaluate
+from .evaluate import evaluate
 from .generate import generate
 from .inspect import check, demo, schedule
 from .train import train

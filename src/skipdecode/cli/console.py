@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 
@@ -44,3 +45,23 @@ def parse_speedups(text: str) -> tuple[float, ...]:
     if not values or min(values) < 1 or len(set(values)) < len(values):
         raise UsageError(f"speed-ups are distinct numbers of at least 1, not {text!r}")
     return values
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error. Yields what to call with (what is under way, how much of it is done, of how much)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    progress = Progress(*columns, console=err, transient=True)
+
+    def show(what: str, done: int, total: int) -> None:
+        progress.start()  # here, so that what is refused before any work stands alone
+        bar = progress.task_ids[0] if progress.task_ids else progress.add_task(what)
+        progress.update(bar, description=what, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        if progress.task_ids:
+            progress.stop()

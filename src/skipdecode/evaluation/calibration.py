@@ -1,196 +1,283 @@
-"""Fit a schedule to a model and its data: lengths that it really writes, layers that it can really spare."""
+"""Fit a schedule to a model and its data, from Python as ``skipdecode calibrate`` does it.
+
+The horizon follows the lengths that the model really writes, and the layer order may follow from the loss:
+
+    calibration = calibrate(CalibrationPlan("demo", Path("prompts.txt"), speedup=3))
+    calibration.schedule, calibration.after.layer_ratio
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.fitting import achieved
-from ..core.schedule import Schedule
-from ..core.stack import decoder_layers
-from ..data.chat import Prompt
-from ..data.metrics import DEFAULT, Agreement
-from ..data.tokenization import encode_prompts
+from ..core.checkpoint_config import (
+    is_trained,
+    layer_count,
+    resolve_schedule,
+    save_calibrated,
+    schedules_of,
+    trained_method,
+)
+from ..core.fitting import fit, refit
+from ..core.schedule import Schedule, is_schedule
+from ..core.shapes import ORDERS
+from ..data.metrics import Agreement
+from ..data.tasks import Example, Task, get_task, subsample
 from ..errors import UsageError
-from ..generation.generate import generate_ids
-from .loss import loss_by_position
+from ..files import check_target
+from ..generation.loading import DEMO, load, read_config, resolve
+from ..methods import METHODS, get_method
+from .achieve import TOLERANCE, Written, achieve
+from .examples import read_examples
+from .layer_order import LayerRanking, rank_layers, trials
+from .loss import batches_of
+from .quality import Quality, fallen, quality_of
 
-#: How far a score may fall by calibration before it is not saved unasked.
-POINTS = 1.0
+OnProgress = Callable[[str, int, int], object]
 
 
 @dataclass(frozen=True)
-class LayerRanking:
-    """``order``: all layers, those that the model can least spare first; ``losses``: nats, the last at full depth,
-    the one before it with a layer less, and so on."""
-
-    order: tuple[int, ...]
-    losses: tuple[float, ...]
-
-
-def rank_layers(
-    model: PreTrainedModel,
-    batches: Sequence[Mapping[str, Any]],
-    warmup: int = 1,
-    on_trial: Callable[[], object] | None = None,
-) -> LayerRanking:
-    """Greedy: of the layers left, drop the one without which the loss on ``batches`` is least, until one is left.
-
-    The prompt keeps all layers, as in decoding. It costs about ``L**2 / 2`` passes over the batches.
+class CalibrationPlan:
+    """What to fit a schedule to, and how.
 
     Args:
-        model: with gates or without.
-        batches: as :func:`skipdecode.evaluation.loss.batches_of` makes them.
-        warmup: bottom layers that are never candidates.
-        on_trial: called after each pass.
+        model: directory, hub name or ``demo``.
+        data: rows like those to come: a file, in which prompts are enough, or the task's folder or hub name.
+        speedup: the layer ratio that decode steps are to achieve.
+        task: how rows are prompted and scored.
+        method: whose depths are fitted.
+        limit: use so many inputs, evenly drawn.
+        batch_size: as it will be used: a batch runs until its longest row ends.
+        max_new_tokens: None: the task's.
+        decay: None: as trained, else linear.
+        order: ``top``, ``bottom``, ``even``, or ``search``: from the loss on the data's responses. None: as trained,
+            else ``top``.
+        search_rows: rows that the search computes its losses on.
+        output: gets the schedule as JSON.
+        save: whether :meth:`Calibration.save` will be called: that it can be is then checked first.
+        device: as :func:`skipdecode.load` takes it.
+
+    Raises:
+        UsageError: values that contradict each other or are out of range.
     """
-    count = len(decoder_layers(model))
-    left = list(range(count))
-    full = loss_by_position(model, batches, Schedule.full(count))[0]
-    dropped: list[int] = []
-    losses = [full]
-    while len(left) > max(warmup, 1):
-        trials = {}
-        for layer in left[warmup:]:
-            order = (*(i for i in left if i != layer), layer, *reversed(dropped))
-            depth = len(left) - 1
-            schedule = Schedule(count, depth, depth, horizon=1, decay="constant", order=order)
-            trials[layer] = loss_by_position(model, batches, schedule)[0]
-            if on_trial:
-                on_trial()
-        best = min(trials, key=lambda layer: trials[layer])
-        left.remove(best)
-        dropped.append(best)
-        losses.append(trials[best])
-    return LayerRanking((*left, *reversed(dropped)), tuple(reversed(losses)))
 
+    model: str
+    data: Path
+    speedup: float = 2.0
+    task: Task = field(default_factory=lambda: get_task("jsonl"))
+    method: str = "skipdecode"
+    limit: int = 256
+    batch_size: int = 32
+    max_new_tokens: int | None = None
+    decay: str | None = None
+    order: str | None = None
+    search_rows: int = 64
+    output: Path | None = None
+    save: bool = False
+    device: str | None = None
 
-def trials(num_layers: int, warmup: int = 1) -> int:
-    """How many passes :func:`rank_layers` makes after the first."""
-    return sum(n - warmup for n in range(max(warmup, 1) + 1, num_layers + 1))
-
-
-@dataclass(frozen=True)
-class Written:
-    """What a model wrote with a schedule: the layer ratio it achieved, decode steps of each batch, texts in order."""
-
-    schedule: Schedule
-    layer_ratio: float
-    lengths: tuple[int, ...]
-    texts: tuple[str, ...]
+    def __post_init__(self) -> None:
+        method = get_method(self.method)
+        if not method.fits_depths:
+            others = ", ".join(name for name in METHODS if get_method(name).fits_depths)
+            raise UsageError(f"{self.method} has no depths to fit; methods that have are {others}")
+        if not method.takes_form and (self.order or self.decay):
+            raise UsageError(f"order and decay cannot be set for {self.method}: it has its own")
+        if self.order is not None and self.order not in (*ORDERS, "search"):
+            raise UsageError(f"order is {', '.join(ORDERS)} or search, not {self.order!r}")
+        for name in ("limit", "batch_size", "max_new_tokens", "search_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is at least 1, not {value}")
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was written before and after, and by the full model."""
+    """A fitted schedule, and what it changes.
 
+    Attributes:
+        plan: what was asked for.
+        before, after, full: texts of the schedule there was, of the fitted one, and of the full model.
+        quality: each score by its label; agreement with full depth comes last.
+        trained: the schedule that was trained for this speed-up, in the form asked for; None if there is none.
+        ranking: the layer order that was searched for, if it was.
+    """
+
+    plan: CalibrationPlan
     before: Written
     after: Written
     full: Written
+    quality: Mapping[str, Quality]
+    trained: Schedule | None = None
+    ranking: LayerRanking | None = None
 
     @property
     def schedule(self) -> Schedule:
         """The fitted one."""
         return self.after.schedule
 
-    def quality(self, references: Sequence[Sequence[str]]) -> dict[str, Quality]:
-        """Each score by its label: of the rows that have references, and everyone's agreement with full depth.
-
-        Args:
-            references: of each row, in the order of the prompts; none where there are none.
-        """
-        scored = [i for i, texts in enumerate(references) if texts]
-        found = {}
-        for metric in DEFAULT if scored else ():
-            found[metric.label] = Quality(
-                *(
-                    metric.score([each.texts[i] for i in scored], [references[i] for i in scored])
-                    for each in (self.full, self.before, self.after)
-                )
+    def remarks(self) -> list[str]:
+        """What the user should know: depths other than the trained ones, a ratio that is not achieved."""
+        new, old, target = self.schedule, self.trained, f"{self.plan.speedup:g}x"
+        lines = []
+        if old and (new.max_depth, new.min_depth) != (old.max_depth, old.min_depth):
+            lines.append(
+                f"no horizon gives {target} over these lengths with the {old.max_depth} to {old.min_depth} layers "
+                f"that were trained: the depths moved to {new.max_depth} to {new.min_depth}"
             )
-        full = [[text] for text in self.full.texts]
-        agreed = (Agreement().score(each.texts, full) for each in (self.full, self.before, self.after))
-        return found | {"agreement with full depth": Quality(*agreed)}
+        if abs(self.after.layer_ratio / self.plan.speedup - 1) > TOLERANCE:
+            lines.append(f"{self.plan.method} comes no nearer to {target} with {new.num_layers} layers")
+        return lines
 
+    def summary(self) -> dict[str, Any]:
+        """Plain values, as JSON has them."""
+        losses = {"losses": [round(loss, 4) for loss in self.ranking.losses]} if self.ranking else {}
+        old = {"schedule": self.before.schedule.to_dict(), "layer_ratio": round(self.before.layer_ratio, 3)}
+        return losses | {
+            "schedule": self.schedule.to_dict(),
+            "speedup": self.plan.speedup,
+            "layer_ratio": round(self.after.layer_ratio, 3),
+            "lengths": list(self.after.lengths),
+            "before": old,
+            "quality": {name: {k: round(v, 2) for k, v in vars(each).items()} for name, each in self.quality.items()},
+        }
 
-@dataclass(frozen=True)
-class Quality:
-    """One score, 0 to 100, of the full model, of the schedule there was, and of the fitted one."""
+    def save(self, force: bool = False) -> Path:
+        """Put the schedule into the model's config, where ``speedup`` of every verb finds it. Returns the config.
 
-    full: float
-    before: float
-    after: float
-
-
-def fallen(quality: Mapping[str, Quality]) -> dict[str, Quality]:
-    """Scores that fell by more than POINTS; where there are scores against references, agreement does not count."""
-    judged = list(quality)[: max(len(quality) - 1, 1)]
-    return {label: quality[label] for label in judged if quality[label].before - quality[label].after > POINTS}
+        Raises:
+            UsageError: a score falls by more than POINTS, and ``force`` is not set; nothing is written.
+        """
+        if (worse := fallen(self.quality)) and not force:
+            falls = ", ".join(f"{name} falls from {q.before:.2f} to {q.after:.2f}" for name, q in worse.items())
+            raise UsageError(
+                f"{falls} (layer ratio {self.before.layer_ratio:.2f}x before, {self.after.layer_ratio:.2f}x after): "
+                f"{self.plan.model} stays as it was. Train with --schedule {self.plan.output}, or give --force to save "
+                "it all the same"
+            )
+        folder = Path(resolve(self.plan.model))
+        save_calibrated(folder, self.plan.speedup, self.schedule, self.plan.method)
+        return folder / "config.json"
 
 
 def calibrate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    fit: Callable[[Sequence[int]], Schedule],
-    speedup: float,
-    before: Schedule,
+    plan: CalibrationPlan,
     *,
-    keep: bool = False,
-    batch_size: int = 32,
-    tolerance: float = 0.03,
-    rounds: int = 3,
-    on_batch: Callable[[Any], object] | None = None,
-    **options: Any,
+    say: Callable[[str], object] = warnings.warn,
+    on_progress: OnProgress = lambda what, done, total: None,
 ) -> Calibration:
-    """Write the prompts, fit to the lengths, write again: until what is written achieves ``speedup``.
+    """Let the model write, fit the schedule to the lengths, write again: until the texts achieve the speed-up.
+
+    What the model was trained with stays: order, decay, warm-up, and the depths if a horizon can be found for them.
 
     Args:
-        model, tokenizer: as loaded.
-        prompts: like those the schedule will meet; batches are made of similar lengths.
-        fit: lengths -> schedule: :func:`skipdecode.core.fitting.fit` or ``refit`` with the other arguments bound.
-        speedup: the layer ratio wanted.
-        before: what the model is decoded with now; its texts stand beside those of the fitted schedule.
-        keep: ``before`` is the answer if it is near enough: what was trained is not moved without need.
-        batch_size: lengths are those of whole batches, so it matters.
-        tolerance: how far the achieved ratio may be off.
-        rounds: how many fitted schedules it may write with at most. The best one counts.
-        on_batch: is told each batch's cost.
-        options: as ``model.generate`` names them.
+        plan: what to fit to.
+        say: called with a line about each bad row.
+        on_progress: called with what is under way, how much of it is done, and of how much.
 
     Raises:
-        UsageError: no round at all, or no prompts.
+        SkipDecodeError: data, model or options that cannot be used; said before the model is loaded.
     """
-    if rounds < 1 or not prompts:
-        raise UsageError("calibration needs prompts, and at least one round")
-    ids = encode_prompts(tokenizer, prompts)
-    tried: dict[Schedule, Written] = {}
+    config = read_config(plan.model)
+    _check(plan, config)
+    before = resolve_schedule(config, plan.speedup)
+    trained, form = _trained_form(plan, config)
+    examples = read_examples(plan.task, plan.data, "validation", say)
+    if not examples and not plan.data.is_file():
+        examples = plan.task.read(plan.data, "train")
+    if not examples:
+        raise UsageError(f"{plan.data} holds no rows")
+    examples = subsample(examples, plan.limit)
+    if plan.order == "search" and not all(example.references for example in examples):
+        raise UsageError("order search computes its losses on responses: every row needs one")
+    Agreement().score(["a text"], [["a text"]])  # a library that is missing shows before a model is loaded
+    model, tokenizer = load(plan.model, device=plan.device)
+    ranking = None
+    if plan.order == "search":
+        ranking = _search(plan, model, tokenizer, examples, on_progress)
+        form["order"] = ranking.order
+        trained = trained and trained.replace(order=ranking.order)
+    texts = achieve(
+        model,
+        tokenizer,
+        [example.prompt for example in examples],
+        _rule(plan, before.num_layers, trained, form),
+        plan.speedup,
+        before,
+        keep=trained == before,
+        batch_size=plan.batch_size,
+        on_rows=lambda done, total: on_progress("texts (rows)", done, total),
+        max_new_tokens=plan.max_new_tokens or plan.task.max_new_tokens,
+        do_sample=False,
+    )
+    if plan.output is not None:
+        texts[1].schedule.save(plan.output)
+    return Calibration(plan, *texts, quality_of(*texts, examples), trained, ranking)
 
-    def write(schedule: Schedule) -> Written:
-        if schedule not in tried:
-            result = generate_ids(model, tokenizer, ids, schedule, batch_size, on_batch, **options)
-            texts = tuple(" ".join(row.text.split()) for row in result.completions)
-            ratio = achieved(schedule, result.lengths) if sum(result.lengths) else 1.0
-            tried[schedule] = Written(schedule, ratio, tuple(result.lengths), texts)
-        return tried[schedule]
 
-    def off(written: Written) -> float:
-        return abs(written.layer_ratio / speedup - 1)
+def _check(plan: CalibrationPlan, config: Any) -> None:
+    """What the model's config and the disk rule out."""
+    layers = layer_count(config)
+    if not 1 < plan.speedup <= layers:
+        raise UsageError(f"a speed-up is above 1 and at most the number of layers ({layers}), not {plan.speedup:g}")
+    if plan.save and (resolve(plan.model) == str(DEMO) or not Path(resolve(plan.model)).is_dir()):
+        raise UsageError(f"the schedule can only be saved into a local model directory, which {plan.model} is not")
+    if plan.save and is_trained(config) and trained_method(config) != plan.method:
+        raise UsageError(
+            f"{plan.model} was trained by {trained_method(config)}: its schedules are not {plan.method}'s to change"
+        )
+    if plan.output is not None:
+        check_target(plan.output, ours=is_schedule)
 
-    full, old = write(Schedule.full(before.num_layers)), write(before)
-    if keep and off(old) <= tolerance:
-        return Calibration(old, old, full)
-    found: list[Written] = []
-    last = full
-    for _ in range(rounds):
-        schedule = fit(last.lengths)
-        if schedule in [each.schedule for each in found]:
-            break  # it would write the same again
-        last = write(schedule)
-        found.append(last)
-        if off(last) <= tolerance:
-            break
-    return Calibration(old, min(found, key=off), full)
+
+def _trained_form(plan: CalibrationPlan, config: Any) -> tuple[Schedule | None, dict[str, Any]]:
+    """The schedule whose depths are kept if they can be, and the form of a new one."""
+    method, layers = get_method(plan.method), layer_count(config)
+    known = {k: s for k, s in schedules_of(config, plan.method).items() if not s.is_full}
+    trained = known.get(plan.speedup)
+    if method.order is None:
+        return trained, {}
+    source = trained or (known[max(known)] if known else None)
+    if source and source.decay == "list" and plan.decay is None:
+        raise UsageError(f"{plan.model} was trained with a list of depths, which has no form to fit: give a --decay")
+    asked = {"decay": plan.decay, "order": None if plan.order == "search" else plan.order}
+    form: dict[str, Any] = {"order": method.order, "decay": "linear", **(source.form if source else {})}
+    form |= {name: value for name, value in asked.items() if value is not None}
+    Schedule(layers, layers, layers, 1, **form)  # contradictions show before the weights are loaded
+    if trained and ("list" in (trained.decay, form["decay"]) or "constant" in {trained.decay} ^ {form["decay"]}):
+        trained = None  # such depths are no use in the form asked for
+    return trained and trained.replace(**form), form
+
+
+def _rule(
+    plan: CalibrationPlan, num_layers: int, trained: Schedule | None, form: Mapping[str, Any]
+) -> Callable[[Sequence[int]], Schedule]:
+    """Lengths -> schedule: the trained depths over another horizon if that is enough, else new depths."""
+    method = get_method(plan.method)
+
+    def fitted(lengths: Sequence[int]) -> Schedule:
+        if method.order is None:
+            return method.schedule(num_layers, plan.speedup, lengths)
+        return (trained and refit(trained, plan.speedup, lengths)) or fit(num_layers, plan.speedup, lengths, **form)
+
+    return fitted
+
+
+def _search(
+    plan: CalibrationPlan,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    on_progress: OnProgress,
+) -> LayerRanking:
+    """The layer order found from the loss on the examples' responses."""
+    batches = batches_of(subsample(examples, plan.search_rows), tokenizer, model, plan.batch_size)
+    passes = iter(range(1, trials(layer_count(model.config)) + 1))
+    total = trials(layer_count(model.config))
+    return rank_layers(model, batches, on_trial=lambda: on_progress("layer order (passes)", next(passes), total))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +97,22 @@ def _grid(axes: Axes, schedule: Schedule, length: int) -> None:
     axes.legend(handles=patches, loc="center")
 
 
-def draw_tradeoff(rows: Sequence[Mapping[str, Any]], metrics: Sequence[tuple[str, str]], path: Path, note: str) -> None:
-    """Quality against the achieved layer ratio and against the clock, all methods, one line of panels per metric."""
+def draw_tradeoff(
+    rows: Sequence[Mapping[str, Any]],
+    metrics: Sequence[tuple[str, str]],
+    path: Path,
+    note: str,
+    highlight: Collection[str],
+) -> None:
+    """Quality against the achieved layer ratio and against the clock, all methods, one line of panels per metric.
+
+    Args:
+        rows: the first one is the full model's.
+        metrics: (key in the rows, label) of each.
+        path: where the picture goes.
+        note: small print above it.
+        highlight: methods that are drawn thicker.
+    """
     figure, panels = plt.subplots(
         len(metrics), 2, figsize=(11, 3.6 * len(metrics)), layout="constrained", squeeze=False, sharey="row"
     )
@@ -106,19 +120,19 @@ def draw_tradeoff(rows: Sequence[Mapping[str, Any]], metrics: Sequence[tuple[str
         ("layer_ratio", "times fewer layers run (achieved)"),
         ("clock_ratio", "times faster for the same prompts and steps (wall clock)"),
     )
-    for (name, label), line in zip(metrics, panels, strict=True):
+    for (metric, label), line in zip(metrics, panels, strict=True):
         for panel, (x, title) in zip(line, axes_of, strict=True):
-            for number, (method, points) in enumerate(_by_method(rows).items()):
+            for number, (name, points) in enumerate(_by_label(rows).items()):
                 ordered = sorted(points, key=lambda row: row["target"])
                 panel.plot(
                     [row[x] for row in ordered],
-                    [row[name] for row in ordered],
-                    "k*" if method == rows[0]["label"] else f"{MARKERS[number % len(MARKERS)]}-",
-                    label=method,
-                    lw=2.5 if method == "SkipDecode" else 1.2,
-                    ms=10 if method == rows[0]["label"] else 6,
+                    [row[metric] for row in ordered],
+                    "k*" if number == 0 else f"{MARKERS[number % len(MARKERS)]}-",
+                    label=name,
+                    lw=2.5 if points[0]["method"] in highlight else 1.2,
+                    ms=10 if number == 0 else 6,
                 )
-            panel.axhline(rows[0][name], color="grey", lw=0.8, ls=":")
+            panel.axhline(rows[0][metric], color="grey", lw=0.8, ls=":")
             panel.set(xlabel=title)
         line[0].set(ylabel=label)
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
@@ -126,28 +140,28 @@ def draw_tradeoff(rows: Sequence[Mapping[str, Any]], metrics: Sequence[tuple[str
     _save(figure, path, 130)
 
 
-def draw_losses(rows: Sequence[Mapping[str, Any]], path: Path, note: str) -> None:
-    """Teacher-forced loss by position in the response, SkipDecode's budgets against the full model.
+def draw_losses(rows: Sequence[Mapping[str, Any]], path: Path, note: str, methods: Collection[str]) -> None:
+    """Teacher-forced loss by position in the response: these methods at every budget, and the full model (first row).
 
-    Nothing is drawn where no row has a loss: prompts without responses have none.
+    Nothing is drawn if no row has a loss: without responses there is none.
     """
     if not any("loss_by_position" in row for row in rows):
         return
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    for row in rows:
-        if row["method"] in ("full", "skipdecode") and "loss_by_position" in row:
+    for number, row in enumerate(rows):
+        if (number == 0 or row["method"] in methods) and "loss_by_position" in row:
             # The last positions are reached by a handful of texts: their means are noise.
             most = max(count for _, count in row["loss_by_position"])
             shown = [loss for loss, count in row["loss_by_position"] if count >= most / 10]
-            axes.plot(shown, label=f"{row['label']} {row['target']:g}x", lw=2 if row["method"] == "full" else 1.2)
+            axes.plot(shown, label=f"{row['label']} {row['target']:g}x", lw=1.2 if number else 2)
     axes.set(xlabel="position in the response", ylabel="loss (nats per token)")
     axes.legend(fontsize=8)
     figure.suptitle(note, fontsize=8, color="grey")
     _save(figure, path, 130)
 
 
-def _by_method(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    found: dict[str, list[Mapping[str, Any]]] = {}
+def _by_label(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        found.setdefault(row["label"], []).append(row)
-    return found
+        groups.setdefault(row["label"], []).append(row)
+    return groups

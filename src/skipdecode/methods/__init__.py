@@ -1,18 +1,23 @@
 """SkipDecode and what it is compared with, all trained and run by the same code. One file per method.
 
-To add a method, write ``methods/NAME.py`` with a subclass of :class:`Method`, and add a line to METHODS.
+To add a method, write ``methods/NAME.py`` with a subclass of :class:`Method`, and add its name to METHODS and
+MethodName.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from typing import Literal
 
 from ..errors import UsageError
 from .base import Method
 
-#: Name -> class, in the file of that name, imported on first use: help texts and choices need no torch.
-METHODS = {
+#: For command lines, which need the names and no torch.
+MethodName = Literal["full", "skipdecode", "multi_exit", "calm", "unified", "d3", "hsd", "static", "scratch"]
+
+#: Name -> class, in the file of that name, which is imported on first use.
+METHODS: dict[str, str] = {
     "full": "Full",
     "skipdecode": "SkipDecode",
     "multi_exit": "MultiExit",
@@ -33,4 +38,4 @@ def get_method(name: str) -> Method:
     return getattr(import_module(f".{name}", __name__), METHODS[name])()
 
 
-__all__ = ["METHODS", "Method", "get_method"]
+__all__ = ["METHODS", "Method", "MethodName", "get_method"]

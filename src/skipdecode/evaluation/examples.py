@@ -1,0 +1,30 @@
+"""Rows to evaluate or calibrate on: a split of a task's data, or any file that ``generate`` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ..data.inputs import read_items
+from ..data.tasks import Example, Task
+
+
+def read_examples(task: Task, source: Path, split: str, say: Callable[[str], object]) -> list[Example]:
+    """The examples of a split; of a file, whatever the split, all rows that are not bad.
+
+    Args:
+        task: how the rows are read and prompted.
+        source: folder with the task's files, hub name, or one file of rows, in which prompts are enough.
+        split: ``validation`` or ``test``.
+        say: called with a line about each bad row of a file.
+
+    Raises:
+        TaskError, InputError: the data cannot be read.
+    """
+    if not source.is_file():
+        return task.read(source, split)
+    items = read_items(str(source), task)
+    for item in items:
+        if item.error:
+            say(f"{source}, line {item.line}: {item.error}")
+    return [Example(item.prompt, tuple(item.references)) for item in items if not item.error]
