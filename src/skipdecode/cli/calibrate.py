@@ -86,8 +86,9 @@ def _show(calibration: Calibration) -> None:
     schedule, plan, after = calibration.schedule, calibration.plan, calibration.after
     out.print(
         f"{schedule.max_depth} to {schedule.min_depth} of {schedule.num_layers} layers over {schedule.horizon} steps, "
-        f"{schedule.decay} decay, order {schedule.order}\nachieved a layer reduction of "
-        f"[bold]{after.layer_ratio:.2f}x[/] ({after.layer_ratio / plan.speedup - 1:+.1%}) over {len(after.texts)} texts in batches of {plan.batch_size}, "
+        f"{schedule.decay} decay, order {schedule.order}\n"
+        f"achieved a layer reduction of [bold]{after.layer_ratio:.2f}x[/] ({after.layer_ratio / plan.speedup - 1:+.1%}) "
+        f"over {len(after.texts)} texts in batches of {plan.batch_size}, "
         f"{min(after.lengths)} to {max(after.lengths)} steps each",
         highlight=False,
     )
