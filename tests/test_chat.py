@@ -192,7 +192,11 @@ def test_a_job_writes_what_the_conversations_are_answered_with(tmp_path: Path) -
     """From the command line as from the rendered text; the messages stand in the output as they were."""
     model = save_checkpoint(tmp_path / "model")
     with_template(AutoTokenizer.from_pretrained(model), OPEN).save_pretrained(model)
-    rows = [{"messages": [USER]}, {"messages": [SYSTEM, USER, ASSISTANT, USER], "id": 3}, {"messages": [ASSISTANT]}]
+    rows: list[dict[str, Any]] = [
+        {"messages": [USER]},
+        {"messages": [SYSTEM, USER, ASSISTANT, USER], "id": 3},
+        {"messages": [ASSISTANT]},
+    ]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     options = ["--speedup", 2, "--max-new-tokens", 6, "--output", tmp_path / "out.jsonl"]
     assert run("generate", model, "--input", tmp_path / "in.jsonl", *options).returncode == 0

@@ -291,9 +291,9 @@ def task(tmp_path: Path) -> Path:
         "test_split": "train",
         "doc_to_text": "{{prompt}}",
     }
-    rest = {"task": "rest", "output_type": "loglikelihood", "doc_to_target": " {{rest}}"}
+    rest: dict[str, Any] = {"task": "rest", "output_type": "loglikelihood", "doc_to_target": " {{rest}}"}
     rest["metric_list"] = [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}]
-    choice = {"task": "choice", "output_type": "multiple_choice", "doc_to_target": 0}
+    choice: dict[str, Any] = {"task": "choice", "output_type": "multiple_choice", "doc_to_target": 0}
     choice |= {"doc_to_choice": "{{[rest, other]}}", "metric_list": [{"metric": "acc"}]}
     for name, values in {"rest": rest, "choice": choice}.items():
         (tmp_path / f"{name}.yaml").write_text(json.dumps(base | values), encoding="utf-8")

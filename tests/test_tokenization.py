@@ -101,7 +101,7 @@ def test_the_embedded_checkpoints_ids_are_what_they_were() -> None:
     """B1: its figures hold."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     rows = get_task("e2e").read(E2E, "validation")
-    pairs = [(row.prompt, reference) for row in rows for reference in row.references][:1000]
+    pairs = [(str(row.prompt), reference) for row in rows for reference in row.references][:1000]
     prompts = tokenizer([prompt for prompt, _ in pairs])["input_ids"]
     assert encode_prompts(tokenizer, [prompt for prompt, _ in pairs]) == prompts
     assert encode_response(tokenizer, pairs) == [alone(tokenizer, *pair) for pair in pairs]
@@ -228,7 +228,7 @@ def test_encoded_rows_are_the_examples_that_fit(tokenizer: PreTrainedTokenizerBa
     examples = [Example(text, (text[::-1],)) for text in TEXTS]
     rows = list(encode(examples, tokenizer, 1000))
     assert [(row["prompt_ids"], row["response_ids"]) for row in rows] == [
-        split(tokenizer, e.prompt, e.references[0]) for e in examples
+        split(tokenizer, str(e.prompt), e.references[0]) for e in examples
     ]
     longest = sorted(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)[len(rows) // 2]
     kept = list(encode(examples, tokenizer, longest))
