@@ -25,9 +25,7 @@ def inputs(path: Path) -> list[str]:
 
 def main(folder: Path, target: Path, count: int) -> None:
     """Write the training inputs of the E2E release in FOLDER, and COUNT new ones, to TARGET."""
-    train, validation, test = (
-        inputs(folder / name) for name in ("trainset.csv", "devset.csv", "testset_w_refs.csv")
-    )
+    train, validation, test = (inputs(folder / name) for name in ("trainset.csv", "devset.csv", "testset_w_refs.csv"))
     rng = random.Random(0)
     values: dict[str, Counter[str]] = {}
     for attribute, value in (part for row in train for part in PART.findall(row)):
