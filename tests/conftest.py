@@ -35,11 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of tests that run for every family, those of one family of each form are not slow."""
     families: Any = sys.modules.get("helpers.families")  # imported by the tests that need it
     for item in items if families else []:
-        name = (
-            item.callspec.params.get("name")
-            if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-            else None
-        )
+        name = getattr(getattr(item, "callspec", None), "params", {}).get("name")
         if name in families.FAMILIES and name not in families.FORMS:
             item.add_marker(pytest.mark.slow)
 
