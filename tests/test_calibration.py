@@ -17,7 +17,9 @@ from skipdecode import Schedule
 from skipdecode.core import checkpoint_config
 from skipdecode.core.fitting import refit
 from skipdecode.data.metrics import Agreement
-from skipdecode.errors import FileError
+from skipdecode.errors import FileError, UsageError
+from skipdecode.evaluation import calibration
+from skipdecode.evaluation.calibration import CalibrationPlan
 from skipdecode.evaluation.quality import POINTS, Quality, fallen
 
 
@@ -275,3 +277,39 @@ def test_a_trained_list_of_depths_has_no_form_to_fit(eight: Path, prompts: Path,
     assert done.returncode == 2
     assert "--decay" in done.stderr
     assert calibrate(model, prompts, tmp_path, "--speedup", 3, "--decay", "linear").returncode == 0
+
+
+def test_python_does_all_that_the_verb_does(eight: Path, prompts: Path, tmp_path: Path) -> None:
+    """The same schedule and numbers from a CalibrationPlan, and the same refusal to save what is worse."""
+    model = trained_with(eight, tmp_path / "model", {4.0: Schedule(8, 8, 7, 200)})
+    done = calibrate(model, prompts, tmp_path, "--speedup", 4)
+    assert done.returncode == 0, done.stderr
+    rows: list[tuple[str, int, int]] = []
+    output = tmp_path / "mine.json"
+    plan = CalibrationPlan(str(model), prompts, 4, max_new_tokens=24, batch_size=7, output=output, save=True)
+    result = calibration.calibrate(plan, on_progress=lambda *now: rows.append(now))
+    assert json.loads(json.dumps(result.summary())) == json.loads(done.stdout.splitlines()[-1])
+    assert Schedule.load(output) == result.schedule == Schedule.load(tmp_path / "schedule.json")
+    assert rows[-1][1] <= rows[-1][2]
+    config = (model / "config.json").read_bytes()
+    with pytest.raises(UsageError, match="falls from"):
+        result.save()
+    assert (model / "config.json").read_bytes() == config
+    assert result.save(force=True) == model / "config.json"
+    assert checkpoint_config.trained_schedules(AutoConfig.from_pretrained(model))[4.0] == result.schedule
+
+
+@pytest.mark.parametrize("values", [{"method": "calm"}, {"method": "d3", "order": "top"}, {"limit": 0}, {"order": "x"}])
+def test_a_plan_checks_itself(values: dict[str, Any]) -> None:
+    """What cannot be calibrated is said when the plan is made."""
+    with pytest.raises(UsageError, match=r"\w"):
+        CalibrationPlan("m", Path("data"), **values)
+
+
+def test_where_a_model_would_be_loaded(
+    eight: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The patch of the test of refusals stands where ``calibrate`` loads its model."""
+    monkeypatch.setattr("skipdecode.evaluation.calibration.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    with pytest.raises(pytest.fail.Exception, match="was loaded"):
+        calibrate(eight, prompts, tmp_path)

@@ -16,8 +16,10 @@ from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.core import checkpoint_config
 from skipdecode.data.tasks import Example, Jsonl
+from skipdecode.errors import UsageError
 from skipdecode.evaluation.arms import arms
 from skipdecode.evaluation.bench import Bench
+from skipdecode.evaluation.evaluate import EvaluationPlan, evaluate
 from skipdecode.evaluation.layer_order import rank_layers, trials
 from skipdecode.evaluation.loss import batches_of, loss_by_position
 from skipdecode.evaluation.runner import Evaluation
@@ -181,7 +183,119 @@ def test_what_the_user_can_put_right_is_said_before_a_model_is_loaded(
     monkeypatch.setattr("skipdecode.evaluation.runner.load", lambda *a, **k: pytest.fail("a model was loaded"))
     done = run("evaluate", checkpoint, *options(data, tmp_path, *more))
     assert done.returncode == 2
-    assert words in done.stderr
+    assert words in " ".join(done.stderr.split())
+
+
+def test_where_a_model_would_be_loaded(checkpoint, data, tmp_path, monkeypatch):
+    """The patch of the test above stands where ``evaluate`` loads its models."""
+    loaded = []
+    monkeypatch.setattr(
+        "skipdecode.evaluation.runner.load", lambda name, **k: loaded.append(name) or skipdecode.load(name)
+    )
+    assert run("evaluate", checkpoint, *options(data, tmp_path, "--speedups", "2")).returncode == 0
+    assert loaded == [str(checkpoint)]
+
+
+@pytest.fixture(scope="module")
+def schedules(tmp_path_factory):
+    """Three files: a cosine, a constant depth, and one for a model of other depth."""
+    folder = tmp_path_factory.mktemp("schedules")
+    Schedule(8, 5, 2, 8, order="even", decay="cosine").save(folder / "cosine.json")
+    Schedule(8, 3, 3, 1, decay="constant").save(folder / "flat.json")
+    Schedule(6, 3, 2, 8).save(folder / "six.json")
+    return folder
+
+
+def test_a_schedule_file_is_a_row_beside_the_speedups(checkpoint, data, schedules, tmp_path):
+    """H: whatever runs in ``generate --schedule`` can be evaluated; its row has the file's name."""
+    files = ("--schedule", f"{schedules / 'cosine.json'},{schedules / 'flat.json'}")
+    done = run("evaluate", checkpoint, *options(data, tmp_path, "--speedups", "2", *files, "--json"))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [row["method"] for row in rows] == ["full", "skipdecode", "cosine.json", "flat.json"]
+    for row in rows[2:]:
+        schedule = Schedule.load(schedules / row["method"])
+        assert row["schedule"] == schedule.to_dict()
+        assert row["target"] == schedule.target
+        assert row["timed_layer_ratio"] == pytest.approx(schedule.layer_ratio(row["timed_steps"]), rel=1e-3)
+        assert row["label"].startswith(row["method"])
+    assert rows[3]["layers"] == 3
+    assert "cosine.json" in (tmp_path / "table.md").read_text()
+    # The option may be repeated too, and what is finished counts.
+    files = [part for path in files[1].split(",") for part in ("--schedule", path)]
+    before = (tmp_path / "rows" / "schedule-flat.json").stat().st_mtime_ns
+    assert run("evaluate", checkpoint, *options(data, tmp_path, "--speedups", "2", *files)).returncode == 0
+    assert (tmp_path / "rows" / "schedule-flat.json").stat().st_mtime_ns == before
+
+
+def test_a_schedule_file_that_cannot_be_a_row_is_refused_first(checkpoint, data, schedules, tmp_path, monkeypatch):
+    """Of another model, twice, or not there."""
+    monkeypatch.setattr("skipdecode.evaluation.runner.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    (tmp_path / "flat.json").write_bytes((schedules / "flat.json").read_bytes())
+    for names, words in (
+        (schedules / "six.json", "for 6 layers, the model has 8"),
+        (f"{schedules / 'flat.json'},{tmp_path / 'flat.json'}", "different names"),
+        (schedules / "no.json", "no.json"),
+        (data / "test.jsonl", "test.jsonl"),
+    ):
+        done = run("evaluate", checkpoint, *options(data, tmp_path / "out", "--schedule", names))
+        assert done.returncode == 2
+        assert words in " ".join(done.stderr.split())
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_python_does_all_that_the_verb_does(evaluated, checkpoint, data, monkeypatch):
+    """The same rows, tables and plots from an EvaluationPlan; finished rows count, so no model is loaded."""
+    folder, command = evaluated
+    assert run(*command).returncode == 0
+    table = json.loads((folder / "table.json").read_text())
+    for name in ("table.md", "tradeoff.png", "losses.png"):
+        (folder / name).unlink()
+    monkeypatch.setattr("skipdecode.evaluation.runner.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    progress = []
+    plan = EvaluationPlan(
+        str(checkpoint),
+        data,
+        speedups=(2,),
+        output=folder,
+        max_new_tokens=12,
+        repeats=1,
+        timing_rows=4,
+        batch_size=4,
+        samples=20,
+    )
+    results = evaluate(plan, say=lambda line: None, on_progress=lambda *now: progress.append(now))
+    again = json.loads((folder / "table.json").read_text())
+    assert again["rows"] == table["rows"]
+    assert again["about"] == {k: v for k, v in table["about"].items() if k != "command"} == results.about
+    assert [row["texts"] for row in results.rows]
+    assert {path.name for path in results.files} >= {"table.md", "tradeoff.png", "losses.png"}
+    assert progress[-1] == ("skipdecode-2x", 2, 2)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"split": "train"}, {"speedups": ()}, {"speedups": (2, 2)}, {"speedups": (0.5,)}, {"limit": 0}, {"samples": -1}],
+)
+def test_a_plan_checks_itself(values):
+    """What typer refuses on the command line is refused from Python too."""
+    with pytest.raises(UsageError, match=next(iter(values))):
+        EvaluationPlan("m", **values)
+
+
+def test_columns_of_ones_own_are_evaluated_and_calibrated(checkpoint, tmp_path):
+    """H: named by the same two options in every verb."""
+    rows = [{"question": e.prompt, "answer": e.references[0]} for e in EXAMPLES]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = ("--prompt-column", "question", "--response-column", "answer")
+    common = options(tmp_path / "rows.jsonl", tmp_path / "out", "--speedups", "2", "--limit", 4)
+    done = run("evaluate", checkpoint, *common, *columns, "--json")
+    assert done.returncode == 0, done.stderr
+    assert all("bleu" in row for row in json.loads(done.stdout.splitlines()[-1])["rows"])
+    data = ("--data", tmp_path / "rows.jsonl", "--output", tmp_path / "s.json", "--max-new-tokens", 12, "--limit", 4)
+    done = run("calibrate", checkpoint, *data, *columns, "--json")
+    assert done.returncode == 0, done.stderr
+    assert "BLEU" in json.loads(done.stdout.splitlines()[-1])["quality"]
 
 
 CUT = {

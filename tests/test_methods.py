@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
@@ -15,7 +17,7 @@ from skipdecode.core.schedule import Schedule
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import encode_prompts
 from skipdecode.errors import ModelError, ScheduleError, UnsupportedModel
-from skipdecode.generation.generate import generate_ids
+from skipdecode.generation.generate import Cost, generate_ids
 from skipdecode.methods import METHODS, get_method
 from skipdecode.methods.exits import read_out
 from skipdecode.methods.objectives import Distillation, Objective, response_loss
@@ -213,6 +215,25 @@ def test_rows_end_where_generation_ends_them(model):
         # The first token is the prompt's; each later one is a step of its row.
         assert caches[-1].row_steps == sum(row.tokens - 1 for row in result.completions)
     assert maker(network, 1.2, 10).keywords["stops"] == [network.generation_config.eos_token_id]
+
+
+@pytest.mark.parametrize("speedup", [1.5, 3.0, 6.0])
+def test_a_threshold_stands_for_a_budget(model, speedup):
+    """Of nine thresholds, the one at which held-out tokens come nearest to the target; each is tried on the texts."""
+    network, _ = model
+    tried = []
+
+    def decode(maker):
+        nines = -math.log10(1 - maker.keywords["threshold"])
+        tried.append(maker.keywords["threshold"])
+        return Cost(8, row_layers=round(1000 * min(8, 1 + nines * 1.5)), row_steps=1000)
+
+    maker, notes = get_method("calm").decoding(network, speedup, lambda: [7, 12, 9], decode, eos_token_id=5)
+    assert len(tried) == 9
+    assert maker.keywords["threshold"] == notes["threshold"]
+    assert notes["threshold_horizon"] == maker.keywords["horizon"] == 12
+    assert maker.keywords["stops"] == [5]
+    assert notes["held_out_token_ratio"] == pytest.approx(speedup, rel=0.02)
 
 
 def test_recurrent_layers_are_refused_with_a_reason():

@@ -97,7 +97,7 @@ def train(kind: str, attempt: Attempt) -> None:
 
 def evaluate(kind: str, attempt: Attempt) -> None:
     """The table is that of an evaluation with room enough."""
-    options = ["--data", attempt.data, "--rows", 4, "--repeats", 1, "--timing-rows", 2, "--samples", 5]
+    options = ["--data", attempt.data, "--limit", 4, "--repeats", 1, "--timing-rows", 2, "--samples", 5]
     options += ["--max-new-tokens", 5, "--speedups", "1,2,4"]
 
     def check(target: Path, whole: Path) -> None:
@@ -109,7 +109,7 @@ def evaluate(kind: str, attempt: Attempt) -> None:
 
 def calibrate(kind: str, attempt: Attempt) -> None:
     """The model's config holds the schedules that it held before, or those and the new one."""
-    options = ["--data", attempt.data, "--rows", 6, "--max-new-tokens", 8, "--batch-size", 2, "--save", "--force"]
+    options = ["--data", attempt.data, "--limit", 6, "--max-new-tokens", 8, "--batch-size", 2, "--save", "--force"]
     speedup = attempt.random.choice((1.5, 2, 3))
 
     def command(folder: Path) -> list[object]:

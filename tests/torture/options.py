@@ -59,12 +59,12 @@ def command(verb: str, attempt: Attempt, given: dict[str, object]) -> list[objec
     folder, model, data = attempt.folder, attempt.model, attempt.data
     source = write_jsonl(folder / "prompts.jsonl", rows(Random(0), 5))
     texts = {"--max-new-tokens": 4, "--batch-size": 4}
-    timing = {"--repeats": 1, "--timing-rows": 2, "--samples": 5, "--rows": 4, "--speedups": "1,2"}
+    timing = {"--repeats": 1, "--timing-rows": 2, "--samples": 5, "--limit": 4, "--speedups": "1,2"}
     plans: dict[str, dict[str, object]] = {
         "generate": {"--input": source, "--output": folder / "texts", "--speedup": 2, **texts},
         "train": {"--data": data, "--output": folder / "run", "--max-steps": 2, "--batch-size": 4, "--speedup": 2},
         "evaluate": {"--data": data, "--output": folder / "tables", **timing, **texts},
-        "calibrate": {"--data": data, "--output": folder / "found.json", "--rows": 4, **texts},
+        "calibrate": {"--data": data, "--output": folder / "found.json", "--limit": 4, **texts},
         "check": {},
         "schedule": {"--speedup": 2},
         "demo": {"--speedups": "1,2", "--png": folder / "demo.png"},

@@ -93,7 +93,7 @@ def _of_method(
         raise UsageError(f"{method.name} needs a checkpoint per speed-up: give {method.name}=DIR-{{speedup}}")
     own_full_depth = method.fits_depths and checkpoint not in ("", full)
     return [
-        Arm(method, k, checkpoint.replace("{speedup}", f"{k:g}") or model, f"{method.name}-{k:g}x{suffix}")
+        Arm(method, float(k), checkpoint.replace("{speedup}", f"{k:g}") or model, f"{method.name}-{k:g}x{suffix}")
         for k in speedups
         if k > 1 or own_full_depth
     ]

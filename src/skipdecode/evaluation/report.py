@@ -45,10 +45,15 @@ def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list
 
 
 def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
-    """Heads and cells. ``metrics`` are (name, label); an interval is that of the difference from the full model.
+    """Heads and cells of everything that is measured.
 
-    Ratios say how many times less than the full model: layers that the batch ran; in equal numbers of timed steps
-    layers, seconds of all and of a decode step.
+    Every ratio is the full model's figure divided by the row's: ``achieved`` and ``per token`` the layers per decode
+    step of the texts; of the timed steps, ``layers timed`` the layers, ``clock`` the seconds of the whole run and
+    ``decode clock`` the seconds per decode step.
+
+    Args:
+        rows: the first one is the full model's.
+        metrics: (key in the rows, label) of each; intervals are those of the difference from the full model.
     """
     heads = ["method", "target", "layers", "achieved", "per token"]
     heads += [cell for _, label in metrics for cell in (label, "vs full (95%)")]
@@ -72,16 +77,19 @@ def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[li
 
 
 def notes(rows: Sequence[Row]) -> dict[str, str]:
-    """How these rows were timed, and what has to be known of their clock."""
+    """How these rows were timed, what their ratios mean, and what has to be known about their clock."""
     first = rows[0]
     figures = [
         shown(row[name], row["timed_layer_ratio"]) for row in rows for name in ("clock_ratio", "decode_clock_ratio")
     ]
     timed = (
-        f"{first['timed_steps']} decode steps for each of the same {first['timed_rows']} inputs, end-of-sequence held "
-        "off; each method in turn with the full model, medians"
+        f"{first['timed_steps']} decode steps for each of the same {first['timed_rows']} inputs, end-of-sequence "
+        "suppressed; each method in turn with the full model, medians"
     )
-    return {"clock": timed} | remarks(figures, first["timed_rows"], min(row["timed_batches"] for row in rows))
+    ratios = "the full model's layers or seconds divided by the row's"
+    return {"clock": timed, "ratios": ratios} | remarks(
+        figures, first["timed_rows"], min(row["timed_batches"] for row in rows)
+    )
 
 
 def markdown(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], note: str) -> str:

@@ -1,7 +1,8 @@
-"""What the clock says: equal numbers of decode steps for the same prompts, timed alternately.
+"""Wall clock: equal numbers of decode steps for the same prompts, timed alternately.
 
-Texts end when they end, and one straggler keeps a whole batch going: seconds of texts as they come compare lengths, not
-speeds. So every timed run takes the same steps, and whatever else the machine does hits all of them alike.
+Texts differ in length, and the longest text keeps its whole batch going, so the seconds of ordinary runs compare
+lengths, not speeds. Therefore every timed run takes the same number of steps, and the runs alternate, so that whatever
+else the machine does slows all of them alike.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Clock:
     Attributes:
         ratio: the full model's seconds over this run's, prompts included.
         decode_ratio: the same for one decode step.
-        layer_ratio: the full model's layers over those that these very steps ran: what the clock could give at most.
+        layer_ratio: the full model's layers over those that these very steps ran: the clock should not exceed it.
         seconds_per_1k, full_seconds_per_1k: seconds per 1,000 new tokens; ``ratio`` is theirs.
         step_ms, full_step_ms: milliseconds per decode step.
         batches: batches that were timed, all rounds together.
@@ -101,20 +102,20 @@ def compare(full: Timing, own: Timing, repeats: int) -> Clock:
 
 
 def shown(ratio: float, layer_ratio: float) -> str:
-    """A clock figure as it is printed: with an asterisk if it is more than the layers saved could give."""
+    """A clock figure as it is printed: with an asterisk if it is more than the saved layers explain."""
     return f"{ratio:.2f}x" + ("*" if round(ratio, 2) > round(layer_ratio, 2) else "")
 
 
 def remarks(figures: Sequence[str], rows: int, batches: int) -> dict[str, str]:
-    """What has to stand below clock figures: what an asterisk means if one has it, and that they are rough."""
-    found = {}
+    """Notes below clock figures: what an asterisk means if there is one, and that few inputs make them rough."""
+    notes = {}
     if any(figure.endswith("*") for figure in figures):
-        found["*"] = (
-            "more than the layers saved: noise, few rows, or fewer layers' better fit into the machine's caches"
+        notes["*"] = (
+            "more than the saved layers explain: noise, few rows, or fewer layers' better fit into the machine's caches"
         )
     if rows < FEW_ROWS or batches < FEW_BATCHES:
-        found["rough"] = f"the clock is that of {rows} inputs and {batches} timed batches: give it more of them"
-    return found
+        notes["rough"] = f"the clock is that of {rows} inputs and {batches} timed batches: give it more of them"
+    return notes
 
 
 def alternate(
