@@ -34,6 +34,7 @@ needs_summaries = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_e2e
 @pytest.mark.parametrize(("system", "bleu", "rouge_l"), [("tgen", 65.93, 68.10), ("slug", 66.19, 67.56)])
 def test_scorer_gives_the_challenges_official_bleu(system: str, bleu: float, rouge_l: float) -> None:
