@@ -1,24 +1,24 @@
-"""Average the weights of two checkpoints of one run: python recipes/average.py EARLIER LATER OUTPUT SHARE_OF_LATER
+"""Average the weights of two checkpoints of one run: python recipes/average.py EARLIER LATER OUTPUT SHARE
 
-Config and tokenizer are LATER's.
+SHARE is that of LATER, 0 to 1. Config and tokenizer are LATER's.
 """
 
 from __future__ import annotations
 
-import sys
+from typing import Annotated
 
+import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def main(earlier: str, later: str, output: str, share: str) -> None:
-    """Write the average."""
+def main(earlier: str, later: str, output: str, share: Annotated[float, typer.Argument(min=0, max=1)]) -> None:
+    """Write the average of two checkpoints' weights to OUTPUT; SHARE is that of LATER."""
     model, other = (AutoModelForCausalLM.from_pretrained(path) for path in (later, earlier))
-    weight = float(share)
     before = other.state_dict()
-    model.load_state_dict({k: weight * v + (1 - weight) * before[k] for k, v in model.state_dict().items()})
+    model.load_state_dict({k: share * v + (1 - share) * before[k] for k, v in model.state_dict().items()})
     model.save_pretrained(output)
     AutoTokenizer.from_pretrained(later).save_pretrained(output)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    typer.run(main)

@@ -10,28 +10,29 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 
+import typer
 
-def main(source: str, copies: str, titles: str, times: str) -> None:
-    """Write COPIES for ``--task jsonl`` and TITLES for ``--task reddit_tldr``."""
+
+def main(source: Path, copies: Path, titles: Path, times: int) -> None:
+    """Write COPIES, for --task jsonl, TIMES over, and TITLES, for --task reddit_tldr, from the posts of SOURCE."""
     draw = random.Random(0)
-    with Path(source).open(encoding="utf-8") as file:
+    with source.open(encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
-    with Path(copies).open("w", encoding="utf-8") as out:
-        for row in rows * int(times):
+    with copies.open("w", encoding="utf-8") as out:
+        for row in rows * times:
             post, title = row["post"].split(), " ".join(row["title"].split())
             length = draw.randint(8, 30)
             start = draw.randint(0, max(0, len(post) - length))
             piece = " ".join(post[start : start + length])
-            words = " ".join(draw.sample(post[:60], min(length, len(post[:60]))))
-            for shown, again in ((piece, piece), (words, words), (f"{title}. {' '.join(post[:25])}", title)):
+            shuffled = " ".join(draw.sample(post[:60], min(length, len(post[:60]))))
+            for shown, again in ((piece, piece), (shuffled, shuffled), (f"{title}. {' '.join(post[:25])}", title)):
                 print(json.dumps({"prompt": "Post:", "response": f"{shown} TL;DR: {again}"}), file=out)
-    with Path(titles).open("w", encoding="utf-8") as out:
+    with titles.open("w", encoding="utf-8") as out:
         for row in rows:
             out.writelines(json.dumps(row | {"summary": row[key]}) + "\n" for key in ("summary", "title"))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    typer.run(main)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import csv
 import random
 import re
-import sys
 from collections import Counter
 from pathlib import Path
+
+import typer
 
 PART = re.compile(r"(?:^|, )([^\[\],]+)\[([^\]]*)\]")
 
@@ -22,11 +23,9 @@ def inputs(path: Path) -> list[str]:
         return list(dict.fromkeys(row["mr"] for row in csv.DictReader(file)))
 
 
-def main(folder: str, target: str, count: str) -> None:
-    """Write the column ``mr``."""
-    train, validation, test = (
-        inputs(Path(folder) / name) for name in ("trainset.csv", "devset.csv", "testset_w_refs.csv")
-    )
+def main(folder: Path, target: Path, count: int) -> None:
+    """Write the training inputs of the E2E release in FOLDER, and COUNT new ones, to TARGET."""
+    train, validation, test = (inputs(folder / name) for name in ("trainset.csv", "devset.csv", "testset_w_refs.csv"))
     rng = random.Random(0)
     values: dict[str, Counter[str]] = {}
     for attribute, value in (part for row in train for part in PART.findall(row)):
@@ -35,15 +34,15 @@ def main(folder: str, target: str, count: str) -> None:
     order = [attribute for attribute, _ in longest]
     sizes = [len(PART.findall(row)) for row in validation]
     known, made = {*train, *validation, *test}, dict.fromkeys(train)
-    while len(made) < len(train) + int(count):
+    while len(made) < len(train) + count:
         others = rng.sample([a for a in order if a != "name"], rng.choice(sizes) - 1)
         chosen = [a for a in order if a == "name" or a in others]
         row = ", ".join(f"{a}[{rng.choices(*zip(*values[a].items(), strict=True))[0]}]" for a in chosen)
         if row not in known:
             made[row] = None
-    with Path(target).open("w", encoding="utf-8", newline="") as file:
+    with target.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([["mr"], *([row] for row in made)])
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    typer.run(main)

@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from pathlib import Path
+
+import typer
 
 from skipdecode.data.rows import read_rows
 
 
-def main(train: str, outputs: str, reference: str, target: str, times: str, own_times: str) -> None:
-    """Write TARGET."""
-    people = [row for _, row, _ in read_rows(Path(train), strict=True)]
+def main(train: Path, outputs: Path, reference: str, target: Path, times: int, own_times: int) -> None:
+    """Write TARGET: the rows of TRAIN, TIMES over, and the texts of OUTPUTS as their REFERENCE, OWN_TIMES over."""
+    people = [row for _, row, _ in read_rows(train, strict=True)]
     columns = [name for name in people[0] if name in ("mr", "title", "post")]
-    rows = [{name: row[name] for name in (*columns, reference)} for row in people] * int(times)
-    texts = [row for _, row, _ in read_rows(Path(outputs), strict=True) if row.get("text", "").strip()]
-    rows += [{name: row[name] for name in columns} | {reference: row["text"]} for row in texts] * int(own_times)
-    with Path(target).open("w", encoding="utf-8", newline="") as file:
-        if target.endswith(".csv"):
+    rows = [{name: row[name] for name in (*columns, reference)} for row in people] * times
+    texts = [row for _, row, _ in read_rows(outputs, strict=True) if row.get("text", "").strip()]
+    rows += [{name: row[name] for name in columns} | {reference: row["text"]} for row in texts] * own_times
+    with target.open("w", encoding="utf-8", newline="") as file:
+        if target.suffix == ".csv":
             writer = csv.DictWriter(file, [*columns, reference])
             writer.writeheader()
             writer.writerows(rows)
@@ -33,4 +34,4 @@ def main(train: str, outputs: str, reference: str, target: str, times: str, own_
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    typer.run(main)

@@ -7,21 +7,21 @@ of the words that the task's prompt leaves out.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
+import typer
 
-def main(source: str, target: str, words: str) -> None:
-    """Write rows of ``prompt`` and ``response`` for ``--task jsonl``."""
-    limit = int(words)
-    with Path(source).open(encoding="utf-8") as rows, Path(target).open("w", encoding="utf-8") as out:
+
+def main(source: Path, target: Path, words: int) -> None:
+    """Write the posts of SOURCE to TARGET, cut after so many WORDS: prompt and response for --task jsonl."""
+    with source.open(encoding="utf-8") as rows, target.open("w", encoding="utf-8") as out:
         for row in map(json.loads, rows):
             post = row["post"].split()
             title, summary = (" ".join(row[key].split()) for key in ("title", "summary"))
-            texts = [f"{title}. {' '.join(post[:limit])} TL;DR: {summary}", " ".join(post[limit:])]
+            texts = [f"{title}. {' '.join(post[:words])} TL;DR: {summary}", " ".join(post[words:])]
             for text in filter(None, texts):
                 print(json.dumps({"prompt": "Post:", "response": text}), file=out)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    typer.run(main)

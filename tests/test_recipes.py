@@ -1,31 +1,42 @@
-"""The recipes' own scripts: what goes into training is what they say, and nothing of the held-out sets."""
+"""The recipes: what goes into training is what they say, nothing of the held-out sets, and their options are there."""
 
 from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from skipdecode.cli.app import app
+from skipdecode.training.plan import TrainingPlan
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 
-def run(script, *arguments):
+def run(script: str, *arguments: object) -> None:
+    """One of the scripts."""
     subprocess.run([sys.executable, RECIPES / script, *map(str, arguments)], check=True)
 
 
-def write(path, columns, rows):
+def write(path: Path, columns: list[str], rows: list[tuple[str, str]]) -> None:
+    """A CSV file."""
     with path.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([columns, *rows])
 
 
-def read(path):
+def read(path: Path) -> list[dict[str, str]]:
+    """Its rows."""
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
-def release(folder):
+def release(folder: Path) -> tuple[list[str], list[str]]:
     """Ten training inputs with values for 60 others, of which 20 are held out."""
     full = "name[A], food[{}], area[{}]"
     every = [full.format(food, area) for food in "abcdefgh" for area in "ijklmnop"]
@@ -36,7 +47,8 @@ def release(folder):
     return seen, held
 
 
-def test_new_inputs_are_new_and_none_is_held_out(tmp_path):
+def test_new_inputs_are_new_and_none_is_held_out(tmp_path: Path) -> None:
+    """Training inputs come first, once each; the others are in no set, and in the release's form."""
     seen, held = release(tmp_path)
     run("more_inputs.py", tmp_path, tmp_path / "inputs.csv", 12)
     made = [row["mr"] for row in read(tmp_path / "inputs.csv")]
@@ -48,7 +60,8 @@ def test_new_inputs_are_new_and_none_is_held_out(tmp_path):
     assert all(row.startswith("name[A], food[") and ", area[" in row for row in new)  # in the release's order
 
 
-def test_own_texts_stand_beside_peoples_as_often_as_asked(tmp_path):
+def test_own_texts_stand_beside_peoples_as_often_as_asked(tmp_path: Path) -> None:
+    """Empty texts are left out."""
     seen, _ = release(tmp_path)
     texts = [{"mr": "new", "text": "mine", "tokens": 1}, {"mr": "empty", "text": " "}]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts), encoding="utf-8")
@@ -59,7 +72,8 @@ def test_own_texts_stand_beside_peoples_as_often_as_asked(tmp_path):
         assert rows == [(row, f"text of {row}") for row in seen] * times + [("new", "mine")] * own
 
 
-def test_whole_posts_lose_no_word(tmp_path):
+def test_whole_posts_lose_no_word(tmp_path: Path) -> None:
+    """What the task's prompt leaves out becomes a row of its own."""
     post = {"title": "Help", "post": "one two\nthree four", "summary": "short"}
     (tmp_path / "train.jsonl").write_text(json.dumps(post) + "\n", encoding="utf-8")
     run("whole_posts.py", tmp_path / "train.jsonl", tmp_path / "posts.jsonl", 3)
@@ -67,7 +81,8 @@ def test_whole_posts_lose_no_word(tmp_path):
     assert [row["response"] for row in rows] == ["Help. one two three TL;DR: short", "four"]
 
 
-def test_what_stands_after_the_tldr_of_a_copy_stands_before_it(tmp_path):
+def test_what_stands_after_the_tldr_of_a_copy_stands_before_it(tmp_path: Path) -> None:
+    """Copying can be learnt from every row; titles stand beside summaries."""
     posts = [
         {"title": f"Title\n{i}", "post": " ".join(f"w{j}" for j in range(1, 10 * i)), "summary": "s"} for i in range(5)
     ]
@@ -82,3 +97,32 @@ def test_what_stands_after_the_tldr_of_a_copy_stands_before_it(tmp_path):
     for row in rows:
         shown, again = row.split(" TL;DR:")
         assert f"{shown} ".startswith(f"{again.strip()} ") or shown.startswith(f"{again.strip()}. ")
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in RECIPES.glob("*.py")))
+def test_a_missing_word_is_a_usage_error(script: str) -> None:
+    """Exit code 2 with the name of what is missing, no traceback."""
+    done = subprocess.run([sys.executable, RECIPES / script], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Missing argument" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_recipes_file_is_a_plan(path: Path) -> None:
+    """Its keys and values are options of a run; a model from scratch has its config."""
+    scratch = "from_config:" in path.read_text(encoding="utf-8")
+    plan = TrainingPlan.load(path, **({} if scratch else {"model": "demo"}))
+    assert not plan.from_config or (RECIPES.parent / plan.from_config).is_file()
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.sh")), ids=lambda path: path.name)
+def test_the_scripts_options_and_files_are_there(path: Path) -> None:
+    """bash can read it; every option is one of a verb (or shuf's), and every file of recipes exists."""
+    subprocess.run(["bash", "-n", path], check=True)
+    line: Any = typer.main.get_command(app)
+    options = {name for verb in line.commands.values() for parameter in verb.params for name in parameter.opts}
+    text = re.sub(r"^\s*#.*", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= {*options, "--random-source"}
+    for name in re.findall(r"recipes/[\w/.-]+\.(?:yaml|json|py|sh)", text):
+        assert (RECIPES.parent / name).is_file(), name

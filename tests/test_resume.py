@@ -26,14 +26,14 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from helpers.tiny import TEXTS
 from skipdecode import Schedule
-from skipdecode.data.collation import Collator
-from skipdecode.data.tasks import Example, get_task
+from skipdecode.data.collation import Collator, encode
+from skipdecode.data.tasks import Example
 from skipdecode.data.tokenization import for_decoding, train_tokenizer
 from skipdecode.errors import JobError
 from skipdecode.training import trainer as training
-from skipdecode.training.checkpoints import RunFolder, run_folder
+from skipdecode.training.checkpoints import RunFolder
 from skipdecode.training.sampler import LengthGrouped
-from skipdecode.training.trainer import arguments, train
+from skipdecode.training.trainer import fine_tune, training_args
 
 #: 14 rows of several widths: with batches of 4, an epoch has four steps, the last of which is short.
 EXAMPLES = [Example(text[: 5 + 2 * i], (text[6 + 2 * i :],)) for i, text in enumerate((TEXTS * 2)[:14])]
@@ -128,13 +128,12 @@ def go(
                 "__init__",
                 lambda self, *a, **k: (init(self, *a, **k), self.add_callback(StopAt(stop)))[0],
             )
-        with run_folder(output) as folder:
-            resume = folder.newest({"seed": 0}, say=said.append)
-            args = arguments(output_dir=str(output), **config | options)
-            task = get_task("jsonl")
-            held_out = EXAMPLES[:2] if "eval_steps" in options else ()
-            rest = {"lora_rank": lora_rank, "resume": resume, "record": {"seed": 0}}
-            model = train(model, tokenizer, SCHEDULES, args, task, EXAMPLES, held_out, **rest)
+        args = training_args(output_dir=str(output), **config | options)
+        held_out = EXAMPLES[:2] if "eval_steps" in options else ()
+        rows, held_out_rows = encode(EXAMPLES, tokenizer, 96), encode(held_out, tokenizer) if held_out else None
+        rest: dict[str, Any] = {"lora_rank": lora_rank}
+        rest |= {"record": {"seed": 0}, "say": said.append}
+        model = fine_tune(model, tokenizer, SCHEDULES, args, rows, held_out_rows, **rest)
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 

@@ -19,34 +19,28 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import skipdecode
-from helpers.tiny import TEXTS, Done, no_file_above, run, save_checkpoint
+from helpers.tiny import EXAMPLES, TEXTS, Done, no_file_above, run, save_checkpoint, write_examples
 from skipdecode import Schedule, SkipCache
 from skipdecode.core.checkpoint_config import trained_schedules
 from skipdecode.data.collation import Collator, encode
-from skipdecode.data.tasks import Example, get_task
 from skipdecode.errors import CacheError, DivergedError, FileError
 from skipdecode.files import locked
 from skipdecode.generation import loading
 from skipdecode.training.checkpoints import RECORD, STAGE, RunFolder
-from skipdecode.training.trainer import SkipTrainer, arguments, train
-
-EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
+from skipdecode.training.plan import TrainingPlan
+from skipdecode.training.trainer import SkipTrainer, fine_tune, training_args
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model."""
-    folder = save_checkpoint(tmp_path_factory.mktemp("checkpoint"), layers=4)
-    return folder
+def checkpoint(shallow_checkpoint: Path) -> Path:
+    """Four layers."""
+    return shallow_checkpoint
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One JSONL file: no validation."""
-    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    rows = [{"prompt": e.prompt, "response": e.references[0]} for e in EXAMPLES]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_examples(tmp_path_factory.mktemp("data") / "rows.jsonl")
 
 
 def trained(checkpoint: Path | str, data: Path, output: Path | str, *options: object) -> Done:
@@ -72,20 +66,20 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "options",
     [
-        ["--rows", -1],
-        ["--rows", 0],
-        ["--eval-rows", -1],
+        ["--max-train-samples", -1],
+        ["--max-train-samples", 0],
+        ["--max-eval-samples", -1],
         ["--eval-steps", -1],
-        ["--epochs", 0],
-        ["--epochs", -1],
-        ["--epochs", "inf"],
-        ["--epochs", "nan"],
-        ["--epochs", 1e18],
+        ["--num-train-epochs", 0],
+        ["--num-train-epochs", -1],
+        ["--num-train-epochs", "inf"],
+        ["--num-train-epochs", "nan"],
+        ["--num-train-epochs", 1e18],
         ["--max-steps", 0],
         ["--max-steps", -2],
         ["--batch-size", 10**9],
-        ["--accumulation", 0],
-        ["--accumulation", 10**9],
+        ["--gradient-accumulation-steps", 0],
+        ["--gradient-accumulation-steps", 10**9],
         ["--learning-rate", -1e-5],
         ["--learning-rate", "inf"],
         ["--warmup-steps", -1],
@@ -93,11 +87,11 @@ def contents(folder: Path) -> dict[str, bytes]:
         ["--weight-decay", -0.1],
         ["--adam-beta2", 1],
         ["--adam-beta2", -0.1],
-        ["--lora", -1],
-        ["--lora", 10**6],
+        ["--lora-rank", -1],
+        ["--lora-rank", 10**6],
         ["--save-steps", 0],
         ["--seed", -1],
-        ["--words", 10**18],
+        ["--max-source-words", 10**18],
         ["--horizon", 10**20],
         ["--horizon", 10**9],
         ["--lengths", "inf"],
@@ -108,7 +102,7 @@ def contents(folder: Path) -> dict[str, bytes]:
         ["--speedups", "nan"],
         ["--speedups", "2,4", "--weights", "1e308,1e308"],
         ["--speedup", "inf"],
-        ["--distill", 1.5],
+        ["--distill-weight", 1.5],
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(
@@ -127,14 +121,14 @@ def test_what_is_asked_for_by_name_is_what_is_trained(checkpoint: Path, data: Pa
     assert trained(checkpoint, data, tmp_path / "a", *even).returncode == 0
     for options, form in (
         ((), ("even", "cosine")),
-        (("--order", "top"), ("top", "linear")),
-        (("--decay", "linear"), ("top", "linear")),
+        (("--order", "top"), ("top", "cosine")),
+        (("--decay", "linear"), ("even", "linear")),
     ):
         output = tmp_path / f"b{len(options)}{options[-1:]}"
         assert trained(tmp_path / "a", data, output, "--speedup", 2, *options).returncode == 0
         found = trained_schedules(AutoModelForCausalLM.from_pretrained(output).config)[2]
         assert (found.order, found.decay) == form
-    refused(trained(checkpoint, data, tmp_path / "c", "--method", "unified", "--order", "top"), "own rules")
+    refused(trained(checkpoint, data, tmp_path / "c", "--method", "unified", "--order", "top"), "rules of its own")
 
 
 def test_another_tokenizer_is_another_run(data: Path, tmp_path: Path) -> None:
@@ -200,7 +194,7 @@ def test_a_save_cut_short_is_finished_by_the_same_command(
 
 
 def test_fresh_removes_the_runs_own_checkpoints_and_no_others(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    """F15: folders of the user's stay, whatever their names, with --fresh and without; in the way they are named."""
+    """F15: folders of the user's stay, whatever their names, resumed or not; in the way they are named."""
     output = tmp_path / "out"
     for name in ("checkpoint-77", "checkpoint-final", "checkpoint-abc", "checkpoint-", "checkpoint-1e3"):
         (output / name).mkdir(parents=True)
@@ -208,7 +202,7 @@ def test_fresh_removes_the_runs_own_checkpoints_and_no_others(checkpoint: Path, 
     theirs = contents(output)
     assert trained(checkpoint, data, output).returncode == 0
     assert (output / "checkpoint-1").is_dir()
-    done = trained(checkpoint, data, output, "--fresh", "--seed", 1)
+    done = trained(checkpoint, data, output, "--no-resume", "--seed", 1)
     assert done.returncode == 0, done.stderr
     assert "going on" not in done.stderr
     assert theirs.items() <= contents(output).items()
@@ -221,7 +215,7 @@ def test_fresh_removes_the_runs_own_checkpoints_and_no_others(checkpoint: Path, 
     for path in output.glob("tokenizer*"):
         path.unlink()
     before = contents(output)
-    for options in ((), ("--fresh",)):
+    for options in ((), ("--no-resume",)):
         refused(trained(checkpoint, data, output, *options), "checkpoint-1 ", "move it away")
         assert before.items() <= contents(output).items()
 
@@ -231,7 +225,7 @@ def test_another_models_folder_is_not_written_into(checkpoint: Path, data: Path,
     output = save_checkpoint(tmp_path / "theirs", layers=2)
     before = contents(output)
     refused(trained(checkpoint, data, output), str(output), "another --output")
-    refused(trained(checkpoint, data, output, "--fresh"), str(output))
+    refused(trained(checkpoint, data, output, "--no-resume"), str(output))
     assert contents(output) == before
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / RECORD).write_text('{"lr": 1}')
@@ -245,7 +239,7 @@ def test_two_runs_in_one_folder(checkpoint: Path, data: Path, tmp_path: Path) ->
     assert trained(checkpoint, data, output).returncode == 0
     before = contents(output)
     with locked(output / RECORD):
-        refused(trained(checkpoint, data, output, "--fresh"), "in use by process", str(os.getpid()))
+        refused(trained(checkpoint, data, output, "--no-resume"), "in use by process", str(os.getpid()))
     assert contents(output) == before
 
 
@@ -303,7 +297,7 @@ def test_a_broken_schedule_file_is_named(
 
 # peft 0.21 still asks transformers for a name it deprecates.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("options", [(), ("--lora", 2)])
+@pytest.mark.parametrize("options", [(), ("--lora-rank", 2)])
 def test_a_diverged_run_saves_nothing(
     options: tuple[object, ...], checkpoint: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -312,7 +306,7 @@ def test_a_diverged_run_saves_nothing(
     good = ("--seed", 3, "--warmup-steps", 0, *options)
     assert trained(checkpoint, data, output, *good).returncode == 0
     model = (output / "model.safetensors").read_bytes()
-    wild = ("--learning-rate", 1e9, "--fresh", "--max-steps", 30, "--save-steps", 100)
+    wild = ("--learning-rate", 1e9, "--no-resume", "--max-steps", 30, "--save-steps", 100)
     done = trained(checkpoint, data, output, *good, *wild)
     refused(done, "nothing was saved since", "--learning-rate")
     assert done.stderr.splitlines()[-1].startswith("skipdecode: ")
@@ -339,7 +333,7 @@ def trainer_of(model: object, tokenizer: object, folder: Path, **options: object
     settings = {"per_device_train_batch_size": 4, "use_cpu": True, "max_steps": 2, "disable_tqdm": True} | options
     return SkipTrainer(
         model=model,
-        args=arguments(output_dir=str(folder), **settings),
+        args=training_args(output_dir=str(folder), **settings),
         schedules={1: Schedule.full(4), 2: Schedule.for_speedup(2, 4, horizon=6)},
         data_collator=Collator(tokenizer.pad_token_id),
         train_dataset=encode(EXAMPLES, tokenizer, 96),
@@ -363,12 +357,13 @@ def test_an_interrupted_evaluation_leaves_training_as_it_was(
 # peft 0.21 still asks transformers for a name it deprecates.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_a_used_cache_is_refused_after_training_adapters(checkpoint: Path, tmp_path: Path) -> None:
-    """B4: the model that `train(lora_rank=…)` returns guards its prompts, as any attached model does."""
+    """B4: the model that `fine_tune(lora_rank=…)` returns guards its prompts, as any attached model does."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     tokenizer = loading.for_decoding(AutoTokenizer.from_pretrained(checkpoint))
     schedule = Schedule.for_speedup(2, 4, horizon=6)
-    args = arguments(output_dir=str(tmp_path), max_steps=1, use_cpu=True, disable_tqdm=True, save_strategy="no")
-    model = train(model.train(), tokenizer, {2: schedule}, args, get_task("jsonl"), EXAMPLES, lora_rank=2).eval()
+    args = training_args(output_dir=str(tmp_path), max_steps=1, use_cpu=True, disable_tqdm=True, save_strategy="no")
+    rows = encode(EXAMPLES, tokenizer, 96)
+    model = fine_tune(model.train(), tokenizer, {2: schedule}, args, rows, lora_rank=2).eval()
     cache = SkipCache(model, schedule)
     ids = torch.tensor([[5, 6, 7], [tokenizer.pad_token_id, 5, 6]])
     mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
@@ -377,17 +372,31 @@ def test_a_used_cache_is_refused_after_training_adapters(checkpoint: Path, tmp_p
         model.generate(ids[:, -1:], attention_mask=mask[:, -1:], past_key_values=cache, max_new_tokens=4)
 
 
-def test_the_guides_python_runs(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guides_python_runs(checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """H: docs/training.md, on a smaller model and for fewer steps; what it trains carries its schedule."""
     guide = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     monkeypatch.chdir(tmp_path)
+    shutil.copy(data, "rows.jsonl")
     names: dict[str, object] = {}
     for block in blocks:
-        exec(block.replace('load("demo")', f"load({str(checkpoint)!r})").replace("max_steps=20", "max_steps=1"), names)
-    assert 2 in trained_schedules(AutoModelForCausalLM.from_pretrained("trained").config)
+        for long, short in (
+            ('"demo"', repr(str(checkpoint))),
+            ("max_steps=20", "max_steps=1"),
+            ("length=256", "length=96"),
+        ):
+            block = block.replace(long, short)
+        exec(block, names)
+    for folder in ("trained", "tuned"):
+        assert 2 in trained_schedules(AutoModelForCausalLM.from_pretrained(folder).config)
     assert names["trainer"].state.global_step == 1
+    run_file, options = (
+        re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)[0],
+        {"learning_rate": 1e-4, "distill_weight": 0.5},
+    )
+    Path("run.yaml").write_text(run_file, encoding="utf-8")
+    assert options.items() <= TrainingPlan.load("run.yaml").to_dict().items()
 
 
 def test_a_full_disk_ends_a_run_with_one_line(checkpoint: Path, data: Path, tmp_path: Path) -> None:

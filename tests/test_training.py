@@ -3,60 +3,71 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig
 
 import skipdecode
-from helpers.tiny import TEXTS, run, save_checkpoint
+from helpers.tiny import EXAMPLES, TEXTS, run, save_checkpoint
 from skipdecode import Schedule, SkipCache
 from skipdecode.core.checkpoint_config import default_schedule, to_config_entry, trained_schedules
 from skipdecode.data.collation import Collator, encode
-from skipdecode.data.tasks import Example, Jsonl
-from skipdecode.training.trainer import SkipTrainer, arguments
+from skipdecode.data.tasks import Example, Task
+from skipdecode.data.tasks.jsonl import Jsonl
+from skipdecode.methods.objectives import Distillation, Objective
+from skipdecode.training import trainer as training
+from skipdecode.training.trainer import SkipTrainer, training_args
 
-EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS * 3]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture
-def data(tmp_path):
-    rows = [{"prompt": e.prompt, "response": e.references[0]} for e in EXAMPLES]
-    for split in ("train", "validation"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
+MANY = EXAMPLES * 3
 
 
 class ShortTask(Jsonl):
+    """Texts that leave room on a model of 96 positions."""
+
     max_new_tokens = 12
 
 
-def trainer_of(model, tokenizer, folder, schedules, task=None, eval_examples=(), eval_dataset=None, **options):
+def trainer_of(
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    schedules: Mapping[float, Schedule],
+    task: Task | None = None,
+    eval_examples: Sequence[Example] = (),
+    eval_dataset: Dataset | None = None,
+    objective: Objective | None = None,
+    **options: Any,
+) -> SkipTrainer:
+    """A trainer of two steps."""
     options = {"per_device_train_batch_size": 4, "use_cpu": True, "max_steps": 2} | options
     return SkipTrainer(
         model=model,
-        args=arguments(output_dir=str(folder), **options),
+        args=training_args(output_dir=str(folder), **options),
         schedules=schedules,
         data_collator=Collator(tokenizer.pad_token_id),
-        train_dataset=encode(EXAMPLES, tokenizer, 96),
+        train_dataset=encode(MANY, tokenizer, 96),
         processing_class=tokenizer,
         task=task,
         eval_examples=eval_examples,
         eval_dataset=eval_dataset,
+        objective=objective,
     )
 
 
-def weights(model):
+def weights(model: nn.Module) -> torch.Tensor:
+    """All of a model's, in one row."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def test_collator_puts_the_prompt_edge_in_one_column():
+def test_collator_puts_the_prompt_edge_in_one_column() -> None:
+    """Prompts end, and responses begin, in the same column of every row; labels and positions follow."""
     rows = [{"prompt_ids": [5, 6, 7], "response_ids": [8, 9, 1]}, {"prompt_ids": [4], "response_ids": [3] * 9 + [1]}]
     batch = Collator(0)(rows)
     edge = batch["prompt_length"]
@@ -74,7 +85,7 @@ def test_collator_puts_the_prompt_edge_in_one_column():
         assert batch["position_ids"][i, seen].tolist() == list(range(n + m - 1))
 
 
-def test_no_batch_is_wider_than_the_models_positions():
+def test_no_batch_is_wider_than_the_models_positions() -> None:
     """A long prompt and a long response of two rows may not fit side by side; each row alone does."""
     rows = [{"prompt_ids": [4] * 20, "response_ids": [3, 1]}, {"prompt_ids": [5], "response_ids": [6] * 20 + [1]}]
     batch = Collator(0, max_length=30)(rows)
@@ -89,7 +100,7 @@ def test_no_batch_is_wider_than_the_models_positions():
         assert batch["labels"][0, 1:].tolist()[: 30 - longest] == [3] * (30 - longest)
 
 
-def test_loss_is_that_of_the_tokens_decoding_would_score(checkpoint, tmp_path):
+def test_loss_is_that_of_the_tokens_decoding_would_score(checkpoint: Path, tmp_path: Path) -> None:
     """The trainer's loss on a left-padded batch equals step-by-step decoding with a SkipCache, fed the reference."""
     model, tokenizer = skipdecode.load(str(checkpoint))
     schedule = Schedule.for_speedup(2, 8, horizon=6)
@@ -112,7 +123,7 @@ def test_loss_is_that_of_the_tokens_decoding_would_score(checkpoint, tmp_path):
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_step_costs_less_than_a_full_one(checkpoint, tmp_path):
+def test_a_step_costs_less_than_a_full_one(checkpoint: Path, tmp_path: Path) -> None:
     """Forward and backward FLOPs of the layers fall as the columns they run do."""
     model, tokenizer = skipdecode.load(str(checkpoint))
     flops = {}
@@ -129,9 +140,12 @@ def test_a_step_costs_less_than_a_full_one(checkpoint, tmp_path):
     assert flops["4x"] / flops["full"] == pytest.approx(columns / (8 * width), rel=0.15)
 
 
-def test_the_result_is_a_stock_directory_that_carries_its_schedule(checkpoint, data, tmp_path):
+def test_the_result_is_a_stock_directory_that_carries_its_schedule(
+    checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
+    """transformers loads it as any model; generate uses the schedule of the budget asked for."""
     target = tmp_path / "trained"
-    options = ("--max-steps", 3, "--eval-steps", 2, "--eval-rows", 3, "--horizon", 10, "--batch-size", 4)
+    options = ("--max-steps", 3, "--eval-steps", 2, "--max-eval-samples", 3, "--horizon", 10, "--batch-size", 4)
     done = run("train", checkpoint, "--data", data, "--output", target, "--speedups", "1,2,4", *options)
     assert done.returncode == 0, done.stderr
     stock = AutoModelForCausalLM.from_pretrained(target)
@@ -145,7 +159,7 @@ def test_the_result_is_a_stock_directory_that_carries_its_schedule(checkpoint, d
     assert other.cost.average_depth == pytest.approx(Schedule.for_speedup(2, 8, horizon=10).average_depth(11))
 
 
-def test_a_step_descends_the_mean_over_its_response_tokens(checkpoint, tmp_path):
+def test_a_step_descends_the_mean_over_its_response_tokens(checkpoint: Path, tmp_path: Path) -> None:
     """One step of plain gradient descent by the Trainer is the hand-made one: no token missed or counted twice."""
     ends = []
     for by_hand in (False, True):
@@ -165,7 +179,8 @@ def test_a_step_descends_the_mean_over_its_response_tokens(checkpoint, tmp_path)
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
 
 
-def test_the_fastest_budget_is_the_checkpoints_default():
+def test_the_fastest_budget_is_the_checkpoints_default() -> None:
+    """Schedules go through the config unchanged; full depth alone says nothing."""
     schedules = {k: Schedule.for_speedup(k, 8, horizon=6) for k in (4, 2, 1)}
     config = OPTConfig(skipdecode=to_config_entry(schedules))
     assert trained_schedules(config) == schedules
@@ -180,12 +195,15 @@ def test_the_fastest_budget_is_the_checkpoints_default():
         (["--method", "unified"], "method"),
         (["--learning-rate", 1e-3], "learning rate"),
         (["--seed", 1], "seed"),
-        (["--rows", 3], "data"),
-        (["--distill", 0.5], "distillation"),
-        (["--accumulation", 2], "batch"),
+        (["--max-train-samples", 3], "data"),
+        (["--distill-weight", 0.5], "distillation"),
+        (["--gradient-accumulation-steps", 2], "batch"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_not_resumed(changed, word, checkpoint, data, tmp_path):
+def test_a_checkpoint_of_another_run_is_not_resumed(
+    changed: list[Any], word: str, checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
+    """The message says what differs, and the trained model stays; --no-resume starts anew."""
     target = tmp_path / "trained"
     common = ("--data", data, "--output", target, "--max-steps", 1, "--save-steps", 1, "--eval-steps", 0)
     assert run("train", checkpoint, *common, "--speedup", 2).returncode == 0
@@ -194,23 +212,26 @@ def test_a_checkpoint_of_another_run_is_not_resumed(changed, word, checkpoint, d
     assert done.returncode == 2
     assert f"another {word}" in done.stderr or f", {word}" in done.stderr
     assert (target / "model.safetensors").read_bytes() == before
-    assert run("train", checkpoint, *common, "--speedup", 2, *changed, "--fresh").returncode == 0
+    assert run("train", checkpoint, *common, "--speedup", 2, *changed, "--no-resume").returncode == 0
 
 
-def test_another_model_does_not_get_the_weights_of_the_last_one(checkpoint, data, tmp_path):
+def test_another_model_does_not_get_the_weights_of_the_last_one(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """The model is part of the record, by the identity of its files."""
     common = ("--data", data, "--output", tmp_path / "trained", "--max-steps", 1, "--save-steps", 1, "--eval-steps", 0)
     assert run("train", checkpoint, *common).returncode == 0
     assert "another model" in run("train", save_checkpoint(tmp_path / "other"), *common).stderr
 
 
-def test_training_at_full_depth_takes_an_old_schedule_out(checkpoint, data, tmp_path):
+def test_training_at_full_depth_takes_an_old_schedule_out(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """A model that runs all layers again does not claim to skip."""
     common = ("--data", data, "--max-steps", 1, "--eval-steps", 0)
     assert run("train", checkpoint, *common, "--output", tmp_path / "a", "--speedup", 2).returncode == 0
     assert run("train", tmp_path / "a", *common, "--output", tmp_path / "b", "--speedup", 1).returncode == 0
     assert not hasattr(AutoModelForCausalLM.from_pretrained(tmp_path / "b").config, "skipdecode")
 
 
-def test_validation_reports_each_budget_and_the_score(checkpoint, tmp_path):
+def test_validation_reports_each_budget_and_the_score(checkpoint: Path, tmp_path: Path) -> None:
+    """The loss at each budget differs; eval_loss and the score are those of the last."""
     model, tokenizer = skipdecode.load(str(checkpoint))
     trainer = trainer_of(
         model,
@@ -226,7 +247,8 @@ def test_validation_reports_each_budget_and_the_score(checkpoint, tmp_path):
     assert metrics["eval_1x_loss"] != metrics["eval_2x_loss"] == metrics["eval_loss"]
 
 
-def test_budgets_are_drawn_by_seed_and_step_alone(checkpoint, tmp_path):
+def test_budgets_are_drawn_by_seed_and_step_alone(checkpoint: Path, tmp_path: Path) -> None:
+    """A second trainer draws the same, and all of them come."""
     model, tokenizer = skipdecode.load(str(checkpoint))
     schedules = {k: Schedule.for_speedup(k, 8, horizon=6) for k in (1, 2, 4)}
     drawn = []
@@ -239,7 +261,7 @@ def test_budgets_are_drawn_by_seed_and_step_alone(checkpoint, tmp_path):
     assert set(drawn[0]) == set(schedules.values())
 
 
-def test_accumulated_batches_train_like_one_large_batch(checkpoint, tmp_path):
+def test_accumulated_batches_train_like_one_large_batch(checkpoint: Path, tmp_path: Path) -> None:
     """The loss is the mean over all response tokens of a step, however it is cut into batches."""
     ends = []
     for size, pieces in ((8, 1), (2, 4)):
@@ -260,13 +282,60 @@ def test_accumulated_batches_train_like_one_large_batch(checkpoint, tmp_path):
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
 
 
+# Before 5.23, transformers' recomputation comes through the gates: they must be those of the forward pass.
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gates_are_entered_once_a_batch_and_stay_for_the_backward_pass(
+    checkpointing: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the teacher runs outside of them; after the step, and after one that failed, none is set."""
+    model, tokenizer = skipdecode.load(str(checkpoint))
+    schedule = Schedule.for_speedup(4, 8, horizon=6)
+    options = {"gradient_accumulation_steps": 2, **training.checkpointing_option(checkpointing)}
+    trainer = trainer_of(model, tokenizer, tmp_path, {4: schedule}, objective=Distillation(0.5), **options)
+    entered: list[Schedule] = []
+    forced = model.model.decoder.layers[0].forward.gates.forced
+    backward: list[bool] = []
+    enter = training.teacher_forced
+
+    def counted(model: nn.Module, schedule: Schedule, prompt_length: int) -> Any:
+        assert not forced
+        entered.append(schedule)
+        return enter(model, schedule, prompt_length)
+
+    monkeypatch.setattr(training, "teacher_forced", counted)
+    next(model.parameters()).register_hook(lambda gradient: backward.append(bool(forced)))
+    trainer.train()
+    assert entered == [schedule] * 4
+    assert backward
+    assert all(backward)
+    assert not forced
+    monkeypatch.setattr(trainer.objective, "prepare", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.training_step(model.train(), trainer.data_collator(trainer.train_dataset.to_list()[:2]))
+    assert not forced
+    assert trainer._step is None
+
+
 # peft 0.21 still asks transformers for a name it deprecates.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("options", [["--bf16"], ["--checkpointing"], ["--lora", 4], ["--attention", "eager"]])
-def test_ways_to_train(checkpoint, data, tmp_path, options):
+@pytest.mark.parametrize(
+    "options", [["--bf16"], ["--gradient-checkpointing"], ["--lora-rank", 4], ["--attn-implementation", "eager"]]
+)
+def test_ways_to_train(checkpoint: Path, data: Path, tmp_path: Path, options: list[Any]) -> None:
     """Each changes the weights and leaves a stock checkpoint without adapters."""
     target = tmp_path / "trained"
-    common = ("--max-steps", 2, "--batch-size", 2, "--accumulation", 2, "--eval-steps", 0, "--learning-rate", 1e-2)
+    common = (
+        "--max-steps",
+        2,
+        "--batch-size",
+        2,
+        "--gradient-accumulation-steps",
+        2,
+        "--eval-steps",
+        0,
+        "--learning-rate",
+        1e-2,
+    )
     done = run("train", checkpoint, "--data", data, "--output", target, "--speedup", 4, *common, *options)
     assert done.returncode == 0, done.stderr
     before, after = (AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for p in (checkpoint, target))
@@ -275,7 +344,7 @@ def test_ways_to_train(checkpoint, data, tmp_path, options):
     assert not torch.equal(weights(before), weights(after))
 
 
-def test_a_half_precision_checkpoint_trains_in_float32(checkpoint, data, tmp_path):
+def test_a_half_precision_checkpoint_trains_in_float32(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     """fp16 weights with AdamW end as NaN."""
     AutoModelForCausalLM.from_pretrained(checkpoint).half().save_pretrained(tmp_path / "half")
     AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "half")
@@ -287,7 +356,8 @@ def test_a_half_precision_checkpoint_trains_in_float32(checkpoint, data, tmp_pat
     assert torch.isfinite(weights(model)).all()
 
 
-def test_from_scratch_trains_its_own_tokenizer(data, tmp_path):
+def test_from_scratch_trains_its_own_tokenizer(data: Path, tmp_path: Path) -> None:
+    """From a config alone: random weights, and a tokenizer of the size it says."""
     config = {"model_type": "gpt2", "n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 300}
     (tmp_path / "config.json").write_text(json.dumps(config))
     target = tmp_path / "trained"
@@ -303,28 +373,33 @@ def test_from_scratch_trains_its_own_tokenizer(data, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--method", "magic"], "unknown method"),
-        (["--method", "d3", "--order", "even"], "own rules"),
+        (["--method", "magic"], "'--method'"),
+        (["--method", "d3", "--order", "even"], "rules of its own"),
         (["--method", "static", "--speedups", "2,4"], "a model per budget"),
-        (["--method", "static", "--distill", 0.5], "--teacher"),
-        (["--method", "multi_exit", "--distill", 0.5], "loss of its own"),
-        (["--distill-on", "hidden"], "go with --distill"),
+        (["--method", "static", "--distill-weight", 0.5], "--teacher"),
+        (["--method", "multi_exit", "--distill-weight", 0.5], "loss of its own"),
+        (["--distill-on", "hidden"], "go with --distill-weight"),
+        (["--speedups", "2,0.5"], "at least 1"),
+        (["--speedups", "2,2"], "distinct"),
         (["--speedups", "2,4", "--weights", "1"], "each of 2"),
         (["--speedups", "2,4", "--weights", "0,0"], "not all of them 0"),
         (["--speedups", "2,4", "--schedule", "s.json"], "one of"),
-        (["--speedup", 0], "at least 1"),
-        (["--method", "scratch", "--speedup", 0.5], "at least 1"),
+        (["--speedup", 0], "'--speedup'"),
+        (["--method", "scratch", "--speedup", 0.5], "'--speedup'"),
         (["--method", "unified", "--speedup", 100], "number of layers"),
-        (["--lengths", "a"], "numbers with commas"),
+        (["--lengths", "a"], "numbers with commas between"),
         (["--order", "x"], "order"),
         (["--decay", "x"], "decay"),
-        (["--scheduler", "x"], "--scheduler is one of"),
+        (["--lr-scheduler-type", "x"], "'--lr-scheduler-type'"),
         (["--horizon", 0], "horizon"),
         (["--batch-size", 0], "batch-size"),
-        (["--distill", 0.5, "--distill-on", "x"], "distilled"),
+        (["--distill-weight", 0.5, "--distill-on", "x"], "'--distill-on'"),
     ],
 )
-def test_wrong_options_are_refused_before_a_model_is_loaded(checkpoint, data, tmp_path, options, words, monkeypatch):
+def test_wrong_options_are_refused_before_a_model_is_loaded(
+    checkpoint: Path, data: Path, tmp_path: Path, options: list[Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 2, with a line that names the option."""
     monkeypatch.setattr("skipdecode.generation.loading.load", lambda *a, **k: pytest.fail("a model was loaded"))
     done = run("train", checkpoint, "--data", data, "--output", tmp_path / "trained", *options)
     assert done.returncode == 2
@@ -332,10 +407,11 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(checkpoint, data, tm
 
 
 @pytest.mark.parametrize("options", [["--distill-on", "logits"], ["--distill-on", "hidden"], ["--teacher"]])
-def test_distillation_trains(checkpoint, data, tmp_path, options):
+def test_distillation_trains(checkpoint: Path, data: Path, tmp_path: Path, options: list[Any]) -> None:
+    """From full depth or from a teacher, on logits or hidden states: the weights change and stay finite."""
     if options == ["--teacher"]:
         options = ["--teacher", checkpoint]
-    common = ("--max-steps", 3, "--batch-size", 4, "--eval-steps", 0, "--speedups", "1,2,4", "--distill", 0.5)
+    common = ("--max-steps", 3, "--batch-size", 4, "--eval-steps", 0, "--speedups", "1,2,4", "--distill-weight", 0.5)
     target = tmp_path / "trained"
     done = run("train", checkpoint, "--data", data, "--output", target, *common, *options, "--learning-rate", 1e-2)
     assert done.returncode == 0, done.stderr
@@ -344,7 +420,8 @@ def test_distillation_trains(checkpoint, data, tmp_path, options):
     assert not torch.equal(weights(before), weights(after))
 
 
-def test_a_calibrated_order_is_trained_for_every_budget(checkpoint, data, tmp_path):
+def test_a_calibrated_order_is_trained_for_every_budget(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """An order from a schedule's file goes into all schedules; --schedule is taken as it is."""
     order = (0, 7, 3, 5, 1, 2, 4, 6)
     Schedule(8, 4, 2, horizon=6, order=order).save(tmp_path / "schedule.json")
     common = ("--data", data, "--max-steps", 1, "--eval-steps", 0)

@@ -86,7 +86,7 @@ def generate(kind: str, attempt: Attempt) -> None:
 
 def train(kind: str, attempt: Attempt) -> None:
     """The weights are those of a run with room enough."""
-    options = ["--data", attempt.data / "train.jsonl", "--epochs", 1, "--batch-size", 4, "--save-steps", 1]
+    options = ["--data", attempt.data / "train.jsonl", "--num-train-epochs", 1, "--batch-size", 4, "--save-steps", 1]
 
     def check(target: Path, whole: Path) -> None:
         weights = [(folder / "out" / "model.safetensors").read_bytes() for folder in (target, whole)]

@@ -203,7 +203,7 @@ def runs(attempt: Attempt) -> None:
         attempt.data / "train.jsonl",
         "--batch-size",
         4,
-        "--epochs",
+        "--num-train-epochs",
         2,
     ]
     arguments += ["--save-steps", 2, "--speedups", "1,2"]

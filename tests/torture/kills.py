@@ -85,7 +85,8 @@ def job(random: Random, folder: Path) -> list[object]:
         (folder / name).write_text("".join(value["prompt"] + "\n" for value in values), encoding="utf-8")
     else:
         write_jsonl(folder / name, values)
-    depth: list[object] = random.choice((["--full"], ["--speedup", 2], ["--speedup", 3.5], []))
+    depths: tuple[list[object], ...] = (["--full"], ["--speedup", 2], ["--speedup", 3.5], [])
+    depth = random.choice(depths)
     ways: list[list[object]] = [
         [],
         ["--do-sample", "--seed", random.randint(0, 9)],
@@ -172,12 +173,20 @@ def train(attempt: Attempt) -> None:
     """The final weights are those of the unbroken run, to the bit; nothing else is left than it leaves."""
     random = attempt.random
     options = ["train", attempt.model, "--data", attempt.data / "train.jsonl", "--seed", random.randint(0, 99)]
-    options += ["--epochs", 3, "--batch-size", random.choice((3, 4, 5)), "--save-steps", random.randint(1, 4)]
-    options += random.choice(([], ["--accumulation", 2], ["--lora", 2], ["--distill", 0.5], ["--method", "unified"]))
+    options += ["--num-train-epochs", 3, "--batch-size", random.choice((3, 4, 5)), "--save-steps", random.randint(1, 4)]
+    options += random.choice(
+        (
+            [],
+            ["--gradient-accumulation-steps", 2],
+            ["--lora-rank", 2],
+            ["--distill-weight", 0.5],
+            ["--method", "unified"],
+        )
+    )
     options += random.choice((["--speedups", "1,2,4"], ["--speedup", 2], ["--speedups", "1,3", "--weights", "1,2"]))
     if "--data" in options and random.random() < 0.3:  # with evaluations between
         options[options.index("--data") + 1] = attempt.data
-        options += ["--eval-steps", 3, "--eval-rows", 3]
+        options += ["--eval-steps", 3, "--max-eval-samples", 3]
     began = time.monotonic()
     attempt.run(*options, "--output", attempt.folder / "whole").sound(0)
     took = time.monotonic() - began

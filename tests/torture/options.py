@@ -11,7 +11,7 @@ from skipdecode.cli.app import app
 from torture.attempt import Attempt, Done, rows, write_jsonl
 
 #: Numbers that mean work for hours, rightly; and what must not be made odd, or everything ends there.
-LONG = {"--epochs", "--max-steps", "--repeats", "--samples", "--num-beams", "--horizon", "--lengths"}
+LONG = {"--num-train-epochs", "--max-steps", "--repeats", "--samples", "--num-beams", "--horizon", "--lengths"}
 WORDS = [
     *(
         "",

@@ -59,7 +59,7 @@ def trained_schedules(config: Any) -> dict[float, Schedule]:
         return {}
     if not isinstance(values.get("schedules"), dict) or not values["schedules"]:
         raise ScheduleError(f"the model config's {CONFIG_KEY!r} has no schedules: {str(values)[:200]}")
-    return {_speedup(k): Schedule.from_dict(schedule) for k, schedule in values["schedules"].items()}
+    return {_speedup(k): Schedule.from_dict(schedule, strict=False) for k, schedule in values["schedules"].items()}
 
 
 def schedules_of(config: Any, method_name: str) -> dict[float, Schedule]:

@@ -63,7 +63,7 @@ class Collator:
         }
 
 
-def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
+def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> Dataset:
     """Token ids of each example's prompt and first response; examples over ``max_length`` tokens are left out."""
     if not examples:
         return Dataset.from_list([])
@@ -73,7 +73,7 @@ def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_
         # The sampler groups by "length": prompts of like width first, responses of like length among them.
         {"prompt_ids": p, "response_ids": r, "length": _round_up(len(p), 8) * 10_000 + len(r)}
         for p, r in zip(prompts, responses, strict=True)
-        if len(p) + len(r) <= max_length
+        if max_length is None or len(p) + len(r) <= max_length
     ]
     return Dataset.from_list(rows)
 

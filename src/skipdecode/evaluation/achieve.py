@@ -12,7 +12,8 @@ from ..core.fitting import achieved
 from ..core.schedule import Schedule
 from ..data.chat import Prompt
 from ..data.tokenization import encode_prompts
-from ..generation.generate import Cost, generate_ids
+from ..generation.generate import generate_ids
+from ..generation.results import Cost
 
 #: How far the achieved layer ratio may be off, as a share of the target.
 TOLERANCE = 0.03

@@ -57,7 +57,7 @@ class Steps(TrainerCallback):
         if state.global_step > state.max_steps:
             raise JobError(
                 f"{args.output_dir} holds a checkpoint of step {state.global_step}, past the {state.max_steps} asked "
-                "for: give another --output, or --fresh to drop it"
+                "for: give another --output, or --no-resume to drop it"
             )
         path = self.folder.foreign(state.max_steps)
         if path is not None:

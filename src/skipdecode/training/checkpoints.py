@@ -79,8 +79,8 @@ class RunFolder:
 
     # --- checkpoints
 
-    def start(self, run: Mapping[str, Any], resume: Path | None = None) -> None:
-        """Write down what makes this run what it is.
+    def start(self, run: Mapping[str, Any], plan: Mapping[str, Any], resume: Path | None = None) -> None:
+        """Write down what makes this run what it is, and the options it was started with.
 
         Checkpoints newer than ``resume`` go, and those that would have gone before; all of them without it.
         """
@@ -89,7 +89,7 @@ class RunFolder:
             kept = [name for name in sorted(names, key=_step) if _step(name) <= _step(resume.name)][-KEEP:]
             names = [name for name in names if name not in kept]
         self._drop(names)
-        self._write(self._read() | {"run": dict(run)})
+        self._write(self._read() | {"run": dict(run), "plan": dict(plan)})
 
     def begin(self, name: str) -> None:
         """From here on ``name`` is a checkpoint of this run, not whole yet. What a killed run left in it is removed."""
@@ -106,7 +106,7 @@ class RunFolder:
         self._write(values)
         self._drop(list(values["checkpoints"])[:-KEEP])
 
-    def newest(self, run: Mapping[str, Any], say: Callable[[str], None] = warnings.warn) -> Path | None:
+    def newest(self, run: Mapping[str, Any], say: Callable[[str], object] = warnings.warn) -> Path | None:
         """The newest whole checkpoint of this very run, or None; ``say`` gets a line for each that is passed over.
 
         Raises:
@@ -119,7 +119,7 @@ class RunFolder:
         if there and differs:
             raise JobError(
                 f"{self.folder} holds checkpoints of a run with another {', '.join(differs)}: "
-                "give another --output, or --fresh to drop them"
+                "give another --output, or --no-resume to drop them"
             )
         for name in sorted(there, key=_step, reverse=True):
             damage = _damage(self.folder / name, values["checkpoints"][name])
@@ -170,7 +170,7 @@ class RunFolder:
     def _read(self) -> dict[str, Any]:
         path = self.folder / RECORD
         if not path.exists():
-            return {"author": AUTHOR, "run": {}, "checkpoints": {}, "saving": []}
+            return {"author": AUTHOR, "run": {}, "plan": {}, "checkpoints": {}, "saving": []}
         remedy = f"delete it and {self.folder}/checkpoint-* to start anew, or give another --output"
         try:
             values = read_json(path)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import random
-import sys
 import time
-import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
@@ -21,15 +20,16 @@ from transformers.trainer_callback import ProgressCallback
 from ..core.attach import attach, teacher_forced
 from ..core.checkpoint_config import CONFIG_KEY, to_config_entry
 from ..core.schedule import Schedule
-from ..data.collation import Collator, encode
+from ..data.collation import Collator
 from ..data.tasks import Example, Task
-from ..data.tokenization import encode_prompts
 from ..errors import DivergedError, TaskError
 from ..generation.generate import generate, max_positions
 from ..methods.objectives import Objective, response_loss
 from .callbacks import Steps, StepSeed, TrainingBar
-from .checkpoints import RunFolder, writing
+from .checkpoints import RunFolder, run_folder, writing
 from .sampler import LengthGrouped
+
+logger = logging.getLogger(__name__)
 
 
 class SkipTrainer(Trainer):
@@ -70,6 +70,7 @@ class SkipTrainer(Trainer):
         self.eval_examples = eval_examples
         self.folder = folder
         self._evaluated: Schedule | None = None
+        self._step: ExitStack | None = None  # what ends with the training step under way
         self._tokens = 0
         self._clock = time.perf_counter()
         attach(self.model)
@@ -79,26 +80,28 @@ class SkipTrainer(Trainer):
         self.add_callback(StepSeed(self.args.process_index))
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The stock loss, on the columns that each layer would run while decoding."""
-        gates = self._gates(model, inputs)
-        inputs = dict(inputs)
-        inputs["logits_to_keep"] = inputs["input_ids"].shape[1] - inputs.pop("prompt_length") + 1
+        """The stock loss, on the positions that each layer would run while decoding."""
+        prompt_length = inputs["prompt_length"]
+        inputs = {name: value for name, value in inputs.items() if name != "prompt_length"}
+        inputs["logits_to_keep"] = inputs["input_ids"].shape[1] - prompt_length + 1
+        bare = self.accelerator.unwrap_model(model)
+        schedule = self._evaluated or self.objective.schedule or self._drawn()
         if model.training:
             self._tokens += int(inputs["attention_mask"].sum())
             if self.objective.hidden_states:
                 inputs["output_hidden_states"] = True
-            self.objective.prepare(self.accelerator.unwrap_model(model), inputs, self._drawn())
-        with gates:
+            self.objective.prepare(bare, inputs, self._drawn())
+        with ExitStack() as here:
+            (self._step or here).enter_context(teacher_forced(bare, schedule, prompt_length))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        loss = self.objective if self.model.training else response_loss
-        return loss(outputs, labels, num_items_in_batch)
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        """The stock step; the backward pass may recompute layers, so it too runs with the gates set."""
-        with self._gates(model, inputs):
-            loss = super().training_step(model, inputs, *args, **kwargs)
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The stock step. The backward pass may recompute layers, so the gates stay set until it is over."""
+        with ExitStack() as self._step:
+            try:
+                loss = super().training_step(*args, **kwargs)
+            finally:
+                self._step = None
         if not torch.isfinite(loss):
             raise DivergedError(
                 f"step {self.state.global_step + 1}: the loss is {loss.item()}; nothing was saved since the last "
@@ -106,10 +109,9 @@ class SkipTrainer(Trainer):
             )
         return loss
 
-    def _gates(self, model: nn.Module, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
-        schedule = self._evaluated or self.objective.schedule or self._drawn()
-        bare = self.accelerator.unwrap_model(model)
-        return teacher_forced(bare, schedule, inputs["prompt_length"])
+    def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        loss = self.objective if self.model.training else response_loss
+        return loss(outputs, labels, num_items_in_batch)
 
     def _drawn(self) -> Schedule:
         """A function of the seed and the step alone, so that a resumed run draws what the killed one would have."""
@@ -182,100 +184,91 @@ class SkipTrainer(Trainer):
         return task.score([row.text for row in texts.completions], [e.references for e in self.eval_examples])
 
 
-def train(
+def fine_tune(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     schedules: Mapping[float, Schedule],
-    settings: TrainingArguments,
-    task: Task,
-    training: Sequence[Example],
-    validation: Sequence[Example] = (),
+    args: TrainingArguments,
+    train_dataset: Dataset,
+    eval_dataset: Dataset | None = None,
     *,
     method: str = "skipdecode",
-    objective: Objective | None = None,
-    weights: Sequence[float] | None = None,
     lora_rank: int = 0,
-    resume: Path | None = None,
+    resume: bool = True,
     record: Mapping[str, Any] | None = None,
+    plan: Mapping[str, Any] | None = None,
+    folder: RunFolder | None = None,
+    say: Callable[[str], object] = logger.info,
+    **options: Any,
 ) -> PreTrainedModel:
-    """Fine-tune (or train from scratch) and save a stock Hugging Face directory to ``settings.output_dir``.
+    """Train a model that is there already, and save a stock Hugging Face directory to ``args.output_dir``.
 
     Args:
         model, tokenizer: any decoder-only causal LM of transformers.
         schedules: target speed-up -> schedule; the fastest becomes the checkpoint's default.
-        settings: transformers' own, best made by :func:`arguments`.
-        task, training, validation: the data. The loss is computed on the validation examples that fit the model's
-            positions, the score on those that leave room for a text.
+        args: transformers' own, best made by :func:`training_args`.
+        train_dataset, eval_dataset: made by :func:`skipdecode.data.collation.encode`.
         method: what the checkpoint's config will say it was trained by.
-        objective: what is minimised (:class:`~skipdecode.methods.objectives.Distillation` for one); cross-entropy if
-            None.
-        weights: how often each schedule is drawn, relative to the others; equally if None.
         lora_rank: train adapters of this rank on all linear layers (peft), merged at the end; 0 trains all weights.
-        resume: a checkpoint folder of this very run to go on from, as :meth:`RunFolder.newest` finds it; None: start
-            anew, and remove the checkpoints of an earlier run in ``settings.output_dir``.
-        record: what makes this run what it is, plain values; kept beside the checkpoints in ``training.json``, where
-            :meth:`RunFolder.newest` compares it.
+        resume: go on from the newest whole checkpoint in the folder, if it is of a run with the same ``record``.
+            False removes the folder's checkpoints.
+        record: what makes the run what it is, plain values. Without it nothing is ever resumed.
+        plan: the options of the run, to be kept beside its record.
+        folder: ``args.output_dir``, if the caller holds it already; else it is held while this runs.
+        say: gets a line for the checkpoint that is gone on from, and for each that is passed over.
+        options: further ones of :class:`SkipTrainer`: ``objective``, ``weights``, ``task``, ``eval_examples``.
 
     Returns:
-        The trained model. Gates stay on; its config carries the schedule.
+        The trained model. Gates stay on; its config carries the schedules.
 
     Raises:
-        TaskError: no training example fits the model's positions.
-        FileError: ``settings.output_dir`` holds what no training run wrote.
+        TaskError: there are no training rows.
+        JobError: another process trains in the folder, or its checkpoints are of another run.
+        FileError: the folder holds what no training run wrote.
         DivergedError: loss or weights are no longer finite; the last checkpoint and model stay.
     """
-    folder = RunFolder(settings.output_dir)
-    folder.claim(model.name_or_path)
-    limit = max_positions(model) or sys.maxsize
-    lengths = map(len, encode_prompts(tokenizer, [example.prompt for example in validation])) if validation else ()
-    scored = [e for e, n in zip(validation, lengths, strict=True) if n + task.max_new_tokens <= limit]
-    held_out = encode(validation, tokenizer, limit)
-    if not len(held_out):
-        settings.eval_strategy = "no"
-    rows = encode(training, tokenizer, limit)
-    if not len(rows):
-        raise TaskError(f"no training example fits the model's {limit} positions")
-    if len(rows) < len(training):
-        warnings.warn(f"{len(training) - len(rows)} training examples over {limit} tokens are left out", stacklevel=2)
-    says = to_config_entry(schedules, method)
-    if says is not None:
-        setattr(model.config, CONFIG_KEY, says)
-    elif hasattr(model.config, CONFIG_KEY):
-        delattr(model.config, CONFIG_KEY)
-    settings._n_gpu = 1  # torch's DataParallel would copy gates that point to the first GPU: use accelerate launch
-    trained: Any = attach(model)  # before peft wraps it: the guard belongs on the model that is returned
-    if lora_rank:
-        from peft import LoraConfig, get_peft_model
+    if not len(train_dataset):
+        raise TaskError("there are no training rows")
+    with run_folder(args.output_dir, model.name_or_path) if folder is None else nullcontext(folder) as folder:
+        checkpoint = folder.newest(record, say) if resume and record is not None else None
+        if checkpoint is not None:
+            say(f"going on from {checkpoint}")
+        entry = to_config_entry(schedules, method)
+        if entry is not None:
+            setattr(model.config, CONFIG_KEY, entry)
+        elif hasattr(model.config, CONFIG_KEY):
+            delattr(model.config, CONFIG_KEY)
+        args._n_gpu = 1  # torch's DataParallel would copy gates that point to the first GPU: use accelerate launch
+        trained: Any = attach(model)  # before peft wraps it: the guard belongs on the model that is returned
+        if lora_rank:
+            from peft import LoraConfig, get_peft_model
 
-        trained = get_peft_model(model, LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear"))
-    trainer = SkipTrainer(
-        model=trained,
-        args=settings,
-        schedules=schedules,
-        objective=objective,
-        weights=weights,
-        task=task,
-        eval_examples=scored,
-        data_collator=Collator(tokenizer.pad_token_id, max_length=max_positions(model)),
-        train_dataset=rows,
-        eval_dataset=held_out if len(held_out) else None,
-        processing_class=tokenizer,
-        folder=folder,
-    )
-    if trainer.is_world_process_zero():
-        folder.folder.mkdir(parents=True, exist_ok=True)
-        folder.start(record or {}, resume)
-    trainer.add_callback(Steps(folder))
-    try:
-        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    finally:
-        trainer.bar.close()
-    if lora_rank:
-        model = trained.merge_and_unload()
-    model.config.use_cache = True  # the Trainer turns it off
-    refuse_broken(model)
-    if trainer.is_world_process_zero():
-        folder.publish(lambda stage: (model.save_pretrained(stage), tokenizer.save_pretrained(stage)))
+            config = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
+            trained = get_peft_model(model, config)
+        trainer = SkipTrainer(
+            model=trained,
+            args=args,
+            schedules=schedules,
+            data_collator=Collator(tokenizer.pad_token_id, max_length=max_positions(model.config)),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            folder=folder,
+            **options,
+        )
+        if trainer.is_world_process_zero():
+            folder.start(record or {}, plan or {}, checkpoint)
+        trainer.add_callback(Steps(folder))
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        finally:
+            trainer.bar.close()
+        if lora_rank:
+            model = trained.merge_and_unload()
+        model.config.use_cache = True  # the Trainer turns it off
+        refuse_broken(model)
+        if trainer.is_world_process_zero():
+            folder.publish(lambda stage: (model.save_pretrained(stage), tokenizer.save_pretrained(stage)))
     return model
 
 
@@ -289,7 +282,7 @@ def refuse_broken(model: nn.Module) -> None:
 
 
 #: TrainingArguments with what SkipDecode's collator and sampler need.
-arguments = partial(
+training_args = partial(
     TrainingArguments,
     remove_unused_columns=False,
     prediction_loss_only=True,

@@ -1,0 +1,131 @@
+"""Options of a run: how a field of the plan is described, and how a value of any source becomes the field's."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+
+from ..core.schedule import MOST_LAYERS, Schedule
+from ..core.shapes import ORDERS
+from ..errors import FileError, UsageError
+from ..files import read_json
+from .checkpoints import AUTHOR
+
+#: More than any number of an option; 32 bits hold it.
+ENDLESS = 2**31 - 1
+
+
+def option(
+    default: Any,
+    help: str,
+    group: str | None = None,
+    *,
+    least: float = 0,
+    most: float = ENDLESS,
+    choices: Sequence[str] = (),
+) -> Any:
+    """A field of the plan: what it means, where it stands in the help, and what its numbers may be."""
+    about = {"help": help, "group": group, "least": least, "most": most, "choices": tuple(choices)}
+    return field(default=default, metadata=about)
+
+
+def option_name(name: str) -> str:
+    """``max_steps`` as the command line has it."""
+    return f"--{name.replace('_', '-')}"
+
+
+def bare_type(kind: Any) -> Any:
+    """``int`` for ``int | None``."""
+    several = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)  # Literal[…] | None is a Union
+    return next(each for each in several if each is not NoneType)
+
+
+def convert_value(name: str, kind: Any, value: Any, about: Mapping[str, Any]) -> Any:
+    """``value`` in the type of its field, which YAML and the command line may not have given it. Raises UsageError."""
+    option, bare = option_name(name), bare_type(kind)
+    if value is None and bare is not kind:
+        return None
+    if get_origin(bare) is tuple:
+        items = value.split(",") if isinstance(value, str) else value if isinstance(value, Sequence) else [value]
+        if not items:
+            _refuse(option, value, "needs values with commas between")
+        return tuple(convert_value(name, get_args(bare)[0], item, {**about, "several": True}) for item in items)
+    choices = about["choices"] or (get_args(bare) if get_origin(bare) is Literal else ())
+    if choices:
+        return value if value in choices else _refuse(option, value, f"takes {', '.join(choices)}")
+    if bare in (int, float):
+        return _number(option, bare, value, about)
+    if bare is bool:
+        return value if isinstance(value, bool) else _refuse(option, value, "takes true or false")
+    return os.fspath(value) if isinstance(value, (str, os.PathLike)) else _refuse(option, value, "takes text")
+
+
+def _number(option: str, kind: type, value: Any, about: Mapping[str, Any]) -> Any:
+    numbers = ("whole " if kind is int else "") + "numbers" + " with commas between" * ("several" in about)
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)  # YAML takes 5e-4 for text
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number) or (kind is int and number != int(number)):
+        _refuse(option, value, f"takes {numbers}")
+    least, most = about["least"], about["most"]
+    if not least <= number <= most:
+        _refuse(option, value, f"takes {numbers} of at least {least:g}" + f" and at most {most:g}" * (most < ENDLESS))
+    return kind(number)
+
+
+def _refuse(option: str, value: Any, what: str) -> NoReturn:
+    raise UsageError(f"{option} {what}, not {str(value)[:100]!r}")
+
+
+def read_order(value: Any) -> str | tuple[int, ...] | None:
+    """The name of an order, or a ranking of layers: as it stands, or from a schedule's file. Raises UsageError."""
+    if value is None or value in ORDERS:
+        return value
+    if isinstance(value, str | Path) and Path(value).is_file():
+        return Schedule.load(value).order
+    about = {"least": 0, "most": MOST_LAYERS, "choices": ()}
+    try:
+        return convert_value("order", tuple[int, ...], value, about)
+    except UsageError:
+        _refuse("--order", value, f"takes {', '.join(ORDERS)}, layers with commas between, or a schedule's file")
+
+
+def read_schedule(value: Any) -> Schedule | None:
+    """A schedule, its fields, or the one in a file. Raises ScheduleError, FileError."""
+    if value is None or isinstance(value, Schedule):
+        return value
+    if isinstance(value, Mapping):
+        return Schedule.from_dict(dict(value))
+    if not isinstance(value, str | Path):
+        _refuse("--schedule", value, "takes a schedule or its file")
+    return Schedule.load(value)
+
+
+def read_run_file(path: Path) -> dict[str, Any]:
+    """The keys and values of a run's file. Raises FileError."""
+    if path.suffix.lower() in (".yaml", ".yml"):
+        values = _read_yaml(path)
+    else:
+        values = read_json(path)
+        if isinstance(values, Mapping) and values.get("author") == AUTHOR:
+            values = values.get("plan")
+    if not isinstance(values, dict):
+        raise FileError(f"{path} holds no options of a run: it needs lines like `max_steps: 100`")
+    return values
+
+
+def _read_yaml(path: Path) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(path.read_bytes())
+    except OSError as error:
+        raise FileError(f"{path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise FileError(f"{path} is not YAML: {' '.join(str(error).split())[:300]}") from None

@@ -1,0 +1,289 @@
+"""What one training run is: the options of ``skipdecode train``, and the keys of a run's file."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+
+from ..core.schedule import Schedule
+from ..errors import ScheduleError, UsageError
+from ..methods import METHODS, get_method
+from .options import convert_value, option, read_order, read_run_file, read_schedule
+
+if TYPE_CHECKING:
+    from ..data.tasks import Task
+
+#: More of anything than a run can mean; less than what hangs or exhausts the memory.
+MANY = 1_000_000
+#: Decode steps of one batch; to fit a schedule takes a millisecond or two for each.
+LONGEST = 100_000
+#: Options of which the last one given counts: one on the command line puts the other one in the file out.
+EITHER_OR = (("speedup", "speedups"), ("model", "from_config"), ("max_steps", "num_train_epochs"))
+
+DATA = "Data"
+BUDGETS = "Budgets and schedules"
+DISTILLATION = "Distillation"
+OPTIMIZER = "Optimizer and memory"
+REPORTS = "Evaluation, checkpoints and reports"
+SCRATCH = "From scratch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
+    """One training run, from the model to begin with to the folder of the result.
+
+    Every field is an option of ``skipdecode train`` (``max_steps`` is ``--max-steps``), which says what it means, and a
+    key of a run's file. Those that TrainingArguments has too have its names and meanings, but for ``batch_size``, its
+    ``per_device_train_batch_size``, which all commands call so. Lists may be given as text with commas between.
+
+    Raises:
+        UsageError: a value that its field cannot have, or values that contradict each other.
+        ScheduleError: a schedule, or a file of one, that cannot be read.
+
+    Example:
+        >>> TrainingPlan(model="demo", data="rows.jsonl", speedups="1,2,5").budgets
+        (1.0, 2.0, 5.0)
+    """
+
+    model: str | None = option(
+        None, "Directory, hub name, or 'demo' for the embedded checkpoint; leave it out with --from-config."
+    )
+    output: str = option("trained", "Folder for the trained checkpoint.")
+    data: str = option(".", "Folder with the task's files, a hub data set, or one JSONL or CSV file.")
+    task: Literal["jsonl", "e2e", "reddit_tldr", "cnn_dm"] = option(
+        "jsonl", "Format of the rows: jsonl takes any data, the others are data sets with a prompt format of their own."
+    )
+    speedup: float | None = option(None, "Train for this one target speed-up (2 if nothing is said).", least=1)
+    speedups: tuple[float, ...] | None = option(
+        None, "Train one checkpoint for several, e.g. 1,2,3,4,5: one is drawn per step.", least=1
+    )
+    num_train_epochs: float = option(3.0, "Passes over the data.", most=MANY)
+    max_steps: int | None = option(None, "Stop after this many optimizer steps instead.", least=1, most=10**9)
+    batch_size: int = option(32, "Rows per process and batch.", least=1, most=MANY)
+    learning_rate: float = option(5e-5, "Peak learning rate of AdamW.")
+    seed: int = option(0, "Seed of new weights, data order, budgets and dropout.")
+
+    prompt_column: str | None = option(None, "Column of the prompts, if it is not prompt, messages or text.", DATA)
+    response_column: str | None = option(None, "Column of the responses, if it is not response or completion.", DATA)
+    prompt_share: float | None = option(
+        None,
+        "Rows of plain text: this share of the words is the prompt; 0: only the begin-of-text token.",
+        DATA,
+        most=0.99,
+    )
+    max_source_words: int | None = option(
+        None, "Summaries: cut a source after so many words.", DATA, least=1, most=MANY
+    )
+    max_train_samples: int | None = option(None, "Use only the first so many training rows.", DATA, least=1)
+    max_eval_samples: int = option(100, "Validation inputs used for loss and score.", DATA)
+
+    method: str = option("skipdecode", "SkipDecode, or a baseline to compare it with.", BUDGETS, choices=tuple(METHODS))
+    weights: tuple[float, ...] | None = option(
+        None, "How often each of --speedups is drawn, e.g. 2,1,1,1,3 (default: equally).", BUDGETS
+    )
+    lengths: tuple[int, ...] | None = option(
+        None,
+        "Fit schedules to batches of so many decode steps, as calibrate prints them (default: to the responses).",
+        BUDGETS,
+        least=1,
+        most=LONGEST,
+    )
+    horizon: int | None = option(
+        None, "Do not fit: the paper's budgets, falling over so many generated tokens.", BUDGETS, least=1, most=MANY
+    )
+    order: str | tuple[int, ...] | None = option(
+        None, "Layer order: top, bottom, even, or a schedule's JSON file to take it from (default: top).", BUDGETS
+    )
+    decay: Literal["linear", "cosine", "exponential", "power", "step", "constant"] | None = option(
+        None, "Shape of the fall of the depth (default: linear).", BUDGETS
+    )
+    warmup_layers: int | None = option(None, "Bottom layers that order top never skips (default: 1).", BUDGETS)
+    prompt_decay: int | None = option(
+        None, "Last prompt positions over which the depth falls already (default: 0).", BUDGETS, most=MANY
+    )
+    schedule: Schedule | None = option(
+        None, "Train for the schedule in this JSON file; --speedup sets the label it is stored under.", BUDGETS
+    )
+
+    distill_weight: float = option(
+        0.0, "Weight of distillation from full depth in the loss; 0: none.", DISTILLATION, most=1
+    )
+    distill_on: Literal["logits", "hidden"] = option(
+        "logits", "What is distilled: the logits, or the last hidden states.", DISTILLATION
+    )
+    teacher: str | None = option(
+        None, "Distil from this model (default: from the trained one itself at full depth).", DISTILLATION
+    )
+
+    gradient_accumulation_steps: int = option(1, "Batches per optimizer step.", OPTIMIZER, least=1, most=MANY)
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+    ] = option("cosine", "Learning-rate schedule.", OPTIMIZER)
+    warmup_steps: float = option(
+        0.03, "Warm-up steps of the learning rate; below 1: a share of all steps.", OPTIMIZER, most=10**9
+    )
+    weight_decay: float = option(0.01, "Weight decay of AdamW.", OPTIMIZER)
+    adam_beta2: float = option(0.999, "Second beta of AdamW.", OPTIMIZER, most=1)
+    lora_rank: int = option(0, "Rank of LoRA adapters, merged at the end; 0 trains all weights.", OPTIMIZER)
+    bf16: bool = option(False, "Compute in bfloat16; the weights stay float32.", OPTIMIZER)
+    gradient_checkpointing: bool = option(False, "Less memory, more time.", OPTIMIZER)
+    attn_implementation: str | None = option(
+        None, "eager, sdpa, …; transformers' choice if left out. On CPUs eager is faster for short texts.", OPTIMIZER
+    )
+
+    eval_steps: int = option(500, "Evaluate every so many steps; 0: never.", REPORTS)
+    save_steps: int = option(500, "Write a checkpoint to resume from every so many steps.", REPORTS, least=1)
+    logging_steps: int = option(20, "Report the loss every so many steps.", REPORTS, least=1)
+    report_to: tuple[str, ...] = option(("none",), "Where losses go as well, e.g. tensorboard,wandb.", REPORTS)
+
+    from_config: str | None = option(
+        None, "Train random weights: the config.json of a transformers model, in place of MODEL.", SCRATCH
+    )
+    tokenizer: str | None = option(None, "Take this tokenizer (default: byte-level BPE, trained on the data).", SCRATCH)
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.from_config is None):
+            raise UsageError("give either MODEL or --from-config")
+        if (self.speedups is not None) and (self.speedup is not None or self.schedule is not None):
+            raise UsageError("give one of --speedup, --speedups and --schedule")
+        for name, (kind, about) in option_fields().items():
+            convert = {"order": read_order, "schedule": read_schedule}.get(name)
+            value = getattr(self, name)
+            object.__setattr__(self, name, convert(value) if convert else convert_value(name, kind, value, about))
+        self._check_combinations()
+
+    # --- what follows from the fields
+
+    @property
+    def budgets(self) -> tuple[float, ...]:
+        """Target speed-ups to train for."""
+        if self.speedups is not None:
+            return self.speedups
+        if self.speedup is not None:
+            return (self.speedup,)
+        return (self.schedule.target,) if self.schedule else (2.0,)
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """Fields of the schedules that were asked for; in the others a model that brings schedules keeps its own."""
+        fields = {"order": self.order, "decay": self.decay, "warmup": self.warmup_layers}
+        fields |= {"prompt_decay": self.prompt_decay}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def get_task(self) -> Task:
+        """How the data is read and scored. Raises TaskError."""
+        from ..data.tasks import get_task
+
+        return get_task(
+            self.task,
+            max_source_words=self.max_source_words,
+            prompt_column=self.prompt_column,
+            response_column=self.response_column,
+            prompt_share=self.prompt_share,
+        )
+
+    # --- what is refused
+
+    def _check_combinations(self) -> None:
+        method, name, shares = get_method(self.method), self.method, self.weights
+        if self.tokenizer and not self.from_config:
+            raise UsageError("--tokenizer goes with --from-config: MODEL has one of its own")
+        if len(set(self.budgets)) < len(self.budgets):
+            raise UsageError(f"--speedups must be distinct, not {self.speedups}")
+        if self.num_train_epochs == 0 or self.adam_beta2 == 1:
+            raise UsageError("--num-train-epochs must be above 0, and --adam-beta2 below 1")
+        if (self.schedule or self.horizon or self.form) and not method.takes_form:
+            options = "--schedule, --horizon, --order, --decay, --warmup-layers and --prompt-decay"
+            raise UsageError(f"{options} do not go with {name}, which has rules of its own")
+        if self.distill_weight == 0 and (self.teacher or self.distill_on != "logits"):
+            raise UsageError("--teacher and --distill-on go with --distill-weight")
+        if self.distill_weight and method.own_objective:
+            raise UsageError(f"{name} has a loss of its own: --distill-weight does not go with it")
+        if self.distill_weight and not self.teacher and not method.skips:
+            raise UsageError(f"{name} always runs all layers it has: to distil, give it a --teacher")
+        if shares and (len(shares) != len(self.budgets) or not 0 < sum(shares) < math.inf):
+            raise UsageError(f"--weights needs a number for each of {len(self.budgets)} speed-ups, not all of them 0")
+        if shares and method.own_objective:
+            raise UsageError(f"{name} trains all exits in every step: --weights does not go with it")
+        if len(self.budgets) > 1 and not method.one_checkpoint_for_all:
+            raise UsageError(f"{name} makes a model per budget: give --speedup")
+
+    def check(self, config: Any) -> None:
+        """Refuse what does not fit the model or this machine. Needs the model's config only, not its weights.
+
+        Raises:
+            UsageError: a rank or a schedule that does not fit the model, or a report that cannot be made here.
+            ScheduleError: no schedule of this form can be made for the model.
+        """
+        from transformers.integrations import get_available_reporting_integrations
+
+        config = config.get_text_config(decoder=True)
+        layers = config.num_hidden_layers
+        if self.schedule:
+            if self.schedule.num_layers != layers:
+                raise ScheduleError(f"--schedule is for {self.schedule.num_layers} layers, the model has {layers}")
+        else:
+            for speedup in self.budgets:
+                Schedule.for_speedup(speedup, layers, self.horizon or 64, **self.form)
+        if self.lora_rank > config.hidden_size:
+            raise UsageError(f"--lora-rank {self.lora_rank} is more than the model's hidden size")
+        missing = sorted({*self.report_to} - {"none", *(known := get_available_reporting_integrations())})
+        if missing:
+            raise UsageError(
+                f"--report-to: {', '.join(missing)} is not installed; here are {', '.join(known) or 'none'}"
+            )
+
+    def check_teacher(self, config: Any, teacher: Any) -> None:
+        """Refuse a teacher whose outputs cannot be learned from, by the configs of both. Raises UsageError."""
+        ours, theirs = (each.get_text_config(decoder=True) for each in (config, teacher))
+        if theirs.vocab_size != ours.vocab_size:
+            raise UsageError(f"{self.teacher} has another vocabulary than the model: its logits cannot be learned from")
+        if self.distill_on == "hidden" and theirs.hidden_size != ours.hidden_size:
+            raise UsageError(f"{self.teacher} has hidden states of another width than the model: distil its logits")
+
+    # --- files
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values of all fields, for JSON or YAML."""
+        values = {name: getattr(self, name) for name in option_fields()}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return plain | ({"schedule": self.schedule.to_dict()} if self.schedule else {})
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str | Path = "the plan") -> TrainingPlan:
+        """Inverse of :meth:`to_dict`; fields may be left out. Raises UsageError for a key that is no field."""
+        for key in values:
+            if key not in option_fields():
+                near = difflib.get_close_matches(str(key), option_fields(), n=2)
+                hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(option_fields())}"
+                raise UsageError(f"{source}: there is no option {str(key)!r}: {hint}")
+        return cls(**values)
+
+    @classmethod
+    def load(cls, path: str | Path, **overrides: Any) -> TrainingPlan:
+        """The plan in a YAML or JSON file, or in the ``training.json`` that a run leaves.
+
+        Args:
+            path: the file; its keys are the fields' names, and it may leave some out.
+            overrides: fields whose values go before the file's.
+
+        Raises:
+            FileError: the file cannot be read, or holds no plan.
+        """
+        values = read_run_file(Path(path))
+        for group in EITHER_OR:
+            if any(name in overrides for name in group):
+                values = {name: value for name, value in values.items() if name not in group}
+        return cls.from_dict(values | overrides, path)
+
+
+@cache
+def option_fields() -> dict[str, tuple[Any, Mapping[str, Any]]]:
+    """Name of each field -> its type, and what is said about it: help, group, least, most, choices."""
+    types = get_type_hints(TrainingPlan)
+    return {each.name: (types[each.name], each.metadata) for each in fields(TrainingPlan)}

@@ -1,0 +1,245 @@
+"""One training run from beginning to end: what ``skipdecode train`` does, for Python too."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+from ..core.checkpoint_config import resolve_schedule, schedules_of
+from ..core.fitting import batch_lengths
+from ..core.schedule import Schedule
+from ..data.collation import encode
+from ..data.tasks import Example
+from ..errors import JobError, TaskError
+from ..generation import loading
+from ..generation.generate import max_positions
+from ..methods import get_method
+from ..methods.objectives import Distillation, Objective
+from ..provenance import fingerprint, identity
+from .checkpoints import run_folder
+from .plan import TrainingPlan
+from .trainer import checkpointing_option, fine_tune, training_args
+
+logger = logging.getLogger(__name__)
+
+#: Training responses that schedules are fitted to.
+MEASURED = 5000
+
+
+def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], object] = logger.info) -> None:
+    """Train as ``plan`` says. The checkpoint and ``training.json``, which holds the plan, lie in its ``output`` then.
+
+    A run that was stopped goes on from its newest whole checkpoint, and ends with the weights it would have had.
+
+    Args:
+        plan: the run.
+        resume: False starts anew, and removes the checkpoints of the run in ``plan.output``.
+        say: gets a line for whatever the user should know.
+
+    Raises:
+        UsageError, ScheduleError: the plan does not fit the model.
+        TaskError: data that is missing, not in the task's form, or longer than the model's positions.
+        ModelError: a model or a teacher that is not there, is damaged, or cannot skip layers.
+        JobError: another process trains in the folder, or what is to be resumed there is another run.
+        FileError: the folder holds what no training run wrote.
+        DivergedError: loss or weights are no longer finite; the last checkpoint and model stay.
+    """
+    task = plan.get_task()
+    training = task.read(Path(plan.data), "train")[: plan.max_train_samples]
+    validation = task.read(Path(plan.data), "validation")[: plan.max_eval_samples] if plan.eval_steps else []
+    if not training:
+        raise TaskError(f"{plan.data} holds no training rows")
+    with run_folder(plan.output, plan.model) as folder:
+        if folder.finished:
+            say(f"{plan.output}: a save that a kill had cut short was finished")
+            if plan.model is not None and folder.is_folder_of(plan.model):
+                return _end(f"{plan.output} holds the trained model; start again to train that one further", say)
+        # What is wrong shows before any weights are loaded.
+        config = _read_config(plan)
+        plan.check(config)
+        if not validation:
+            say("no validation data, or --eval-steps 0: nothing will be evaluated")
+        model, tokenizer = _load(plan, config, training)
+        limit = max_positions(model.config) or sys.maxsize
+        rows = encode(training, tokenizer, limit)
+        if not len(rows):
+            raise TaskError(f"no training example fits the model's {limit} positions")
+        if len(rows) < len(training):
+            say(f"{len(training) - len(rows)} training examples over {limit} tokens are left out")
+        held_out, scored = _held_out(validation, tokenizer, limit, task.max_new_tokens)
+        args = make_args(plan, evaluated=held_out is not None)
+        schedules = _schedules(plan, model.config, rows, task.max_new_tokens, say)
+        record = _record(plan, model, tokenizer, training, schedules, args)
+        torch.manual_seed(plan.seed)
+        model = get_method(plan.method).prepare(model, plan.budgets[0])
+        fine_tune(
+            model.train(),
+            tokenizer,
+            schedules,
+            args,
+            rows,
+            held_out,
+            method=plan.method,
+            lora_rank=plan.lora_rank,
+            resume=resume,
+            record=record,
+            plan=plan.to_dict(),
+            folder=folder,
+            say=say,
+            objective=_objective(plan, model, schedules),
+            weights=plan.weights,
+            task=task,
+            eval_examples=scored,
+        )
+        say(f"saved to {plan.output}")
+
+
+def make_args(plan: TrainingPlan, evaluated: bool = True) -> TrainingArguments:
+    """The plan as transformers has it; ``evaluated``: every ``plan.eval_steps`` steps."""
+    return training_args(
+        output_dir=plan.output,
+        num_train_epochs=plan.num_train_epochs,
+        max_steps=plan.max_steps or -1,
+        per_device_train_batch_size=plan.batch_size,
+        per_device_eval_batch_size=plan.batch_size,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        learning_rate=plan.learning_rate,
+        lr_scheduler_type=plan.lr_scheduler_type,
+        warmup_steps=plan.warmup_steps,
+        weight_decay=plan.weight_decay,
+        adam_beta2=plan.adam_beta2,
+        use_cpu=not torch.accelerator.is_available(),
+        bf16=plan.bf16,
+        save_steps=plan.save_steps,
+        logging_steps=plan.logging_steps,
+        report_to=list(plan.report_to),
+        seed=plan.seed,
+        **checkpointing_option(plan.gradient_checkpointing),
+        **({"eval_strategy": "steps", "eval_steps": plan.eval_steps} if evaluated else {}),
+    )
+
+
+def _end(line: str, say: Callable[[str], object]) -> None:
+    """End with nothing trained. Several processes end with an error: the others would wait for the first one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise JobError(line)
+    say(line)
+
+
+def _read_config(plan: TrainingPlan) -> Any:
+    return loading.new_config(Path(plan.from_config)) if plan.from_config else loading.read_config(str(plan.model))
+
+
+def _load(
+    plan: TrainingPlan, config: Any, training: Sequence[Example]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model to begin with, after a look at its teacher."""
+    attention = plan.attn_implementation
+    if plan.from_config:
+        texts = [f"{example.prompt} {example.references[0]}" for example in training]
+        model, tokenizer = loading.from_config(Path(plan.from_config), texts, plan.tokenizer, attention, plan.seed)
+        config = model.config
+    if plan.teacher:
+        plan.check_teacher(config, loading.read_config(plan.teacher))
+    if not plan.from_config:
+        # In float32 whatever the checkpoint holds (--bf16 casts products, not weights); the Trainer moves it.
+        model, tokenizer = loading.load(str(plan.model), dtype="float32", device="cpu", attention=attention)
+    return model, tokenizer
+
+
+def _held_out(
+    validation: Sequence[Example], tokenizer: PreTrainedTokenizerBase, limit: int, max_new_tokens: int
+) -> tuple[Dataset | None, list[Example]]:
+    """Validation rows of at most ``limit`` tokens for the loss, and examples that leave room for a text to score."""
+    rows = encode(validation, tokenizer).to_list()
+    scored = [
+        example
+        for example, row in zip(validation, rows, strict=True)
+        if len(row["prompt_ids"]) + max_new_tokens <= limit
+    ]
+    fitting = [row for row in rows if len(row["prompt_ids"]) + len(row["response_ids"]) <= limit]
+    return (Dataset.from_list(fitting) if fitting else None), scored
+
+
+def _schedules(
+    plan: TrainingPlan, config: Any, rows: Dataset, max_new_tokens: int, say: Callable[[str], object]
+) -> dict[float, Schedule]:
+    """Target speed-up -> schedule to train for."""
+
+    @cache
+    def measure() -> list[int]:
+        responses = rows[:MEASURED]["response_ids"]
+        return batch_lengths([min(len(ids), max_new_tokens) for ids in responses], plan.batch_size)
+
+    schedules = {
+        speedup: resolve_schedule(
+            config,
+            speedup,
+            plan.schedule,
+            method=get_method(plan.method),
+            lengths=plan.lengths,
+            measure=measure,
+            horizon=plan.horizon,
+            **plan.form,
+        )
+        for speedup in plan.budgets
+    }
+    kept = [k for k, schedule in schedules_of(config, plan.method).items() if schedules.get(k) == schedule]
+    if kept:
+        which = ", ".join(f"{k:g}x" for k in kept)
+        say(f"{plan.model} brings schedules for {which}: they stay as they are (--lengths fits new ones)")
+    return schedules
+
+
+def _objective(plan: TrainingPlan, model: PreTrainedModel, schedules: Mapping[float, Schedule]) -> Objective | None:
+    """What is minimised, with the teacher loaded; None for cross-entropy."""
+    if not plan.distill_weight:
+        return get_method(plan.method).objective(model, schedules)
+    teacher = loading.load(plan.teacher, dtype="float32", device="cpu")[0] if plan.teacher else None
+    return Distillation(plan.distill_weight, plan.distill_on, teacher)
+
+
+def _record(
+    plan: TrainingPlan,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    training: Sequence[Example],
+    schedules: Mapping[float, Schedule],
+    args: TrainingArguments,
+) -> dict[str, Any]:
+    """What makes the run what it is. A checkpoint of a run in which any of it differs is not resumed."""
+    teacher = plan.teacher and fingerprint(identity(loading.resolve(plan.teacher)))
+    start = _read_config(plan).to_dict() if plan.from_config else None
+    return {
+        "model": fingerprint(start or identity(loading.resolve(str(plan.model)))),
+        "tokenizer": fingerprint(*vocabulary(tokenizer)),
+        "data": fingerprint(*map(asdict, training)),
+        "method": plan.method,
+        "budgets": {f"{k:g}": schedule.to_dict() for k, schedule in schedules.items()},
+        "weights": plan.weights and list(plan.weights),
+        "distillation": [plan.distill_weight, plan.distill_on, teacher],
+        "batch": [plan.batch_size, plan.gradient_accumulation_steps, args.world_size],
+        "learning_rate": [plan.learning_rate, plan.lr_scheduler_type, plan.warmup_steps],
+        "optimizer": [plan.weight_decay, plan.adam_beta2],
+        "lora": plan.lora_rank,
+        "bf16": plan.bf16,
+        "attention": plan.attn_implementation,
+        "seed": plan.seed,
+    }
+
+
+def vocabulary(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """What decides which ids a text or a chat has."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    words = tokenizer.get_vocab() if fast is None else fast.to_str()
+    return [type(tokenizer).__name__, tokenizer.special_tokens_map, words, tokenizer.chat_template]
