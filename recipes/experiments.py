@@ -86,7 +86,7 @@ def main(start: str, data: Path, runs: Path, results: Path, steps: int = 150, on
         "vs full": f"START at full depth; paired bootstrap over inputs, {bench.samples} samples",
         "machine": machine(),
     }
-    save(rows, [(metric.name, metric.label) for metric in DEFAULT], about, results)
+    save(rows, [(metric.name, metric.label) for metric in DEFAULT], about, results, evaluation.job(arms[0]))
 
 
 def draw_rows(data: Path, target: Path, count: int) -> None:
