@@ -29,9 +29,7 @@ VERBS: dict[str, set[str]] = {
     for name, verb in COMMAND.commands.items()
 }
 #: Options of other programs that documents name: pytest, `make torture`, lm-evaluation-harness.
-OTHERS = set(
-    "--update-golden --seconds --include --tasks --model".split()
-)
+OTHERS = set("--update-golden --seconds --include --tasks --model".split())
 
 
 def name_of(path: Path) -> str:

@@ -87,8 +87,8 @@ def _show(calibration: Calibration) -> None:
     out.print(
         f"{schedule.max_depth} to {schedule.min_depth} of {schedule.num_layers} layers over {schedule.horizon} steps, "
         f"{schedule.decay} decay, order {schedule.order}\n"
-        f"achieved a layer reduction of [bold]{after.layer_ratio:.2f}x[/] ({after.layer_ratio / plan.speedup - 1:+.1%}) "
-        f"over {len(after.texts)} texts in batches of {plan.batch_size}, "
+        f"achieved a layer reduction of [bold]{after.layer_ratio:.2f}x[/] "
+        f"({after.layer_ratio / plan.speedup - 1:+.1%}) over {len(after.texts)} texts in batches of {plan.batch_size}, "
         f"{min(after.lengths)} to {max(after.lengths)} steps each",
         highlight=False,
     )
