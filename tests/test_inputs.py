@@ -188,7 +188,7 @@ def test_a_column_twice_is_refused(tmp_path: Path) -> None:
 
 def test_a_csv_may_begin_with_a_row_without_a_prompt(tmp_path: Path) -> None:
     """Its header says that there are prompts; the row alone is bad."""
-    assert [item.error for item in read(tmp_path, b"text,id\n,1\nthe cat sat,2\n", "in.csv")] == ["no text", None]
+    assert [item.error for item in read(tmp_path, b"prompt,id\n,1\nthe cat sat,2\n", "in.csv")] == ["no prompt", None]
     header = b"content,summary\n"
     assert [item.error is None for item in read(tmp_path, header + b",x\na post,y\n", "in.csv", "reddit_tldr")] == [
         False,
