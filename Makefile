@@ -1,9 +1,12 @@
-# `make demo`, `make test`, and the tables. All create .venv on first use, with the versions that were tested.
+# `make demo`, `make check` (lint, types, tests), `make format`, and the tables. All create .venv on first use, with the
+# versions that were tested.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Whose tables are written from results/*/table.json, between their cog marks.
+TABLES := README.md results/README.md src/skipdecode/demo/README.md
 
-.PHONY: demo test torture lint mutants clean results-smoke results-e2e results-tldr
+.PHONY: demo check test test-fast torture lint format lock mutants clean distclean results-smoke results-e2e results-tldr
 
 $(VENV)/installed: pyproject.toml requirements.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "SkipDecode needs Python 3.10 or newer"'
@@ -18,19 +21,39 @@ $(VENV)/installed: pyproject.toml requirements.txt
 demo: $(VENV)/installed
 	$(BIN)/skipdecode demo
 
+check: lint test
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/cog --check -P -I tools $(TABLES)
+
+format: $(VENV)/installed          # what lint can mend by itself
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/cog -r -P -I tools $(TABLES)
+
 test: $(VENV)/installed
-	$(BIN)/python -m pytest --numprocesses auto
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+test-fast: $(VENV)/installed       # without the slow ones: about a minute
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m 'not slow'
 
 # All of what `make test` tests in small, for a quarter of an hour: kills, full disks, fuzz, threads, families, habits.
 # TORTURE="kills fuzz/options --seconds 60 --seed 7" chooses.
 torture: $(VENV)/installed
 	$(BIN)/python tests/torture $(TORTURE)
 
-lint: $(VENV)/installed
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+lock: $(VENV)/installed            # requirements.txt anew, within the bounds of pyproject.toml; pins that still fit stay
+	$(BIN)/pip install --quiet --disable-pip-version-check uv
+	cp requirements.txt $(VENV)/lock
+	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.10 --no-annotate --no-header --quiet \
+		--output-file $(VENV)/lock
+	(grep '^#' requirements.txt; grep -vE '^(#|nvidia-|cuda-|triton=)' $(VENV)/lock) > $(VENV)/requirements
+	mv $(VENV)/requirements requirements.txt
 
 mutants: $(VENV)/installed         # an hour: which small faults in the core would the tests not notice?
 	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py
@@ -50,5 +73,9 @@ results-e2e: $(VENV)/installed     # many hours, from random weights
 results-tldr: $(VENV)/installed    # hours
 	recipes/results-tldr.sh $(TLDR) $(RUNS)/tldr results
 
-clean:
+clean:                             # caches and build outputs
+	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
 	rm -rf $(VENV)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -15,11 +17,27 @@ import transformers
 
 from helpers.tiny import save_checkpoint, write_examples
 
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--update-golden`` writes tests/golden/ anew."""
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden/ anew instead of comparing")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """One thread: the models are tiny, and a second thread only spins while it waits for the next tiny kernel."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of tests that run for every family, those of one family of each form are not slow."""
+    families: Any = sys.modules.get("helpers.families")  # imported by the tests that need it
+    for item in items if families else []:
+        name = getattr(getattr(item, "callspec", None), "params", {}).get("name")
+        if name in families.FAMILIES and name not in families.FORMS:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:
@@ -30,6 +48,20 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """``golden(name, text)``: the text is that of tests/golden/NAME, but for spaces at the ends of lines."""
+
+    def compare(name: str, text: str) -> None:
+        text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+        if request.config.getoption("--update-golden"):
+            (GOLDEN / name).write_text(text, encoding="utf-8")
+        expected = (GOLDEN / name).read_text(encoding="utf-8")
+        assert text == expected, f"tests/golden/{name} says otherwise: if that is meant, pytest --update-golden"
+
+    return compare
 
 
 def _contents(folder: Path) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.errors import ModelError
 from skipdecode.evaluation.timing import Clock, Timing, alternate, compare, forced, remarks, shown, typical_steps
-from skipdecode.generation.generate import Cost, Generated
+from skipdecode.generation.results import Cost, Generated
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -17,13 +18,15 @@ from skipdecode.generation.loading import DEMO
 DATA = Path(__file__).parents[2] / "shared" / "data" / "e2e"
 
 
-def figures():
+def figures() -> dict[tuple[int, str], float]:
     """BLEU and ROUGE-L by target speed-up, from the metadata of the model card."""
     results = ModelCard.load(DEMO / "README.md").data.eval_results
+    assert results is not None
     return {(int(result.dataset_args["speedup"]), result.metric_type): result.metric_value for result in results}
 
 
-def test_it_is_a_small_stock_opt_of_24_layers():
+def test_it_is_a_small_stock_opt_of_24_layers() -> None:
+    """At most 25 MB, and schedules for 1x to 5x in its config."""
     files = list(DEMO.glob("*.safetensors"))
     assert 0 < sum(file.stat().st_size for file in files) <= 25e6
     model = AutoModelForCausalLM.from_pretrained(DEMO)
@@ -32,7 +35,8 @@ def test_it_is_a_small_stock_opt_of_24_layers():
     assert list(trained_schedules(model.config)) == [1, 2, 3, 4, 5]
 
 
-def test_it_names_the_restaurant_at_every_speed():
+def test_it_names_the_restaurant_at_every_speed() -> None:
+    """A text at each speed ends by itself and says what was asked for."""
     model, tokenizer = skipdecode.load()
     prompt = get_task("e2e").prompt({"mr": "name[The Mill], eatType[pub], food[English], area[riverside]"})
     for speedup in (1, 2, 3, 4, 5):
@@ -54,7 +58,7 @@ def test_scores_on_the_rows_that_lie_beside_the_tests(speedup: int, bleu: float,
     items = read_items(str(Path(__file__).parent / "data" / "e2e_32.csv"), task)
     assert len(items) == 32
     model, tokenizer = skipdecode.load()
-    options = {"speedup": speedup, "max_new_tokens": task.max_new_tokens, "do_sample": False}
+    options: dict[str, Any] = {"speedup": speedup, "max_new_tokens": task.max_new_tokens, "do_sample": False}
     result = skipdecode.generate(model, tokenizer, [item.prompt for item in items], **options)
     scores = task.score([row.text for row in result.completions], [item.references for item in items])
     assert scores["bleu"] == pytest.approx(bleu, abs=1)
@@ -64,15 +68,16 @@ def test_scores_on_the_rows_that_lie_beside_the_tests(speedup: int, bleu: float,
     assert alone.completions[0].text == result.completions[0].text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DATA.exists(), reason="the E2E release is not beside the checkout (docs/training.md)")
 @pytest.mark.parametrize("speedup", [1, 5])
-def test_scores_are_the_cards(speedup):
+def test_scores_are_the_cards(speedup: int) -> None:
     """All 630 test inputs, greedy; other CPUs may round another way now and then, hence the 0.3."""
     task = get_task("e2e")
     examples = task.read(DATA, "test")
     model, tokenizer = skipdecode.load()
     prompts = [example.prompt for example in examples]
-    options = {"full": True} if speedup == 1 else {"speedup": speedup}
+    options: dict[str, Any] = {"full": True} if speedup == 1 else {"speedup": speedup}
     result = skipdecode.generate(
         model, tokenizer, prompts, max_new_tokens=task.max_new_tokens, do_sample=False, **options
     )
@@ -82,13 +87,13 @@ def test_scores_are_the_cards(speedup):
     assert result.cost.layer_ratio == pytest.approx(speedup, rel=0.03)
 
 
-def test_the_card_states_every_speed():
+def test_the_card_states_every_speed() -> None:
     """The card alone: its figures are checked above, all of them where the data is, on 32 inputs everywhere."""
     assert {speedup for speedup, _ in figures()} == {1, 2, 3, 4, 5}
     assert len(figures()) == 10
 
 
-def test_the_card_claims_that_no_speed_costs_half_a_point():
+def test_the_card_claims_that_no_speed_costs_half_a_point() -> None:
     """The card alone, as above."""
     card = figures()
     assert card[1, "bleu"] >= 65.5

@@ -19,10 +19,10 @@ from helpers.tiny import run, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.cli.app import main
 from skipdecode.core import cache, gate, prefix
-from skipdecode.data import inputs
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.check import CHECKS
 from skipdecode.generation import generate as generation
+from skipdecode.generation import jobs
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_check_finds_what_a_run_leaves_behind(checkpoint: Path, monkeypatch: pyt
     else:
         model, _ = skipdecode.load(str(checkpoint))
         model.get_input_embeddings().register_forward_hook(lambda m, args, output: output + torch.randn_like(output))
-        monkeypatch.setattr("skipdecode.generation.loading.load", lambda *args, **kwargs: (model, None))
+        monkeypatch.setattr("skipdecode.evaluation.check.load", lambda *args, **kwargs: (model, None))
     done = run("check", checkpoint, "--json")
     assert done.returncode == 1
     assert not {finding["claim"]: finding["held"] for finding in json.loads(done.stdout)}[claim]
@@ -148,7 +148,7 @@ def test_full_is_the_stock_model(checkpoint: Path) -> None:
     model, tokenizer = skipdecode.load(str(checkpoint))
     texts = ["the cat", "the dog sat"]
     full = skipdecode.generate(model, tokenizer, texts, full=True, max_new_tokens=9, do_sample=False)
-    gate.detach(model)
+    skipdecode.detach(model)
     batch = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
     stock = model.generate(**batch, max_new_tokens=9, do_sample=False)
     new = stock[:, batch["input_ids"].shape[1] :]
@@ -170,7 +170,7 @@ def in_error(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(inputs, "read_items", fail)
+    monkeypatch.setattr(jobs, "read_items", fail)
 
 
 @pytest.mark.parametrize(
@@ -328,13 +328,13 @@ def test_texts_that_nobody_takes_are_not_lost_in_silence(checkpoint: Path, strea
         (["--top-k", -1, "--do-sample"], "top-k"),
         (["--length-penalty", "1e18"], "length-penalty"),
         (["--length-penalty", 1e4, "--num-beams", 2], "length-penalty"),
-        (["--length-penalty", 2], "goes with --num-beams"),
+        (["--length-penalty", 2], "length_penalty goes with num_beams"),
         (["--repetition-penalty", 0], "repetition-penalty"),
         (["--repetition-penalty", -1], "repetition-penalty"),
         (["--num-beams", 0], "num-beams"),
         (["--num-beams", 100_000], "num-beams"),
         (["--max-new-tokens", 2_000_000_000], "max-new-tokens"),
-        (["--min-new-tokens", 9, "--max-new-tokens", 8], "--min-new-tokens 9 is more than --max-new-tokens 8"),
+        (["--min-new-tokens", 9, "--max-new-tokens", 8], "min_new_tokens 9 is more than max_new_tokens 8"),
         (["--no-repeat-ngram-size", 2_000_000_000], "no-repeat-ngram-size"),
         (["--batch-size", 2_000_000_000], "batch-size"),
         (["--seed", -1], "seed"),

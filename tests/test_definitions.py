@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from skipdecode import Schedule
 from skipdecode.core.shapes import budget, flat_depth, mix, ranking, remaining, round_half_up, share_of_max, target
 
-PAPER = {(24, 2): (16, 8), (24, 5): (6, 4), (32, 2): (22, 11), (32, 3): (14, 8), (32, 4): (10, 6), (32, 5): (8, 5)}
+PAPER: dict[tuple[int, int | Fraction], tuple[int, int]] = {
+    (24, 2): (16, 8),
+    (24, 5): (6, 4),
+    (32, 2): (22, 11),
+    (32, 3): (14, 8),
+    (32, 4): (10, 6),
+    (32, 5): (8, 5),
+}
 
 
 def half_up(x: Fraction) -> int:
@@ -75,7 +82,7 @@ def test_a_mix_stays_between_its_ends(weight: float, most: int, least: int) -> N
     depth = mix(weight, most, least)
     assert least <= depth <= most
     exact = Fraction(weight) * most + (1 - Fraction(weight)) * least
-    assert abs(depth - min(max(exact, least), most)) <= Fraction(1, 2) + Fraction(1, 10**8)
+    assert abs(depth - min(max(exact, Fraction(least)), Fraction(most))) <= Fraction(1, 2) + Fraction(1, 10**8)
 
 
 @given(st.integers(1, 32), st.integers(1, 12), st.data())

@@ -28,7 +28,8 @@ from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.core.cache import cache_bytes
 from skipdecode.errors import SkipDecodeError, UsageError
-from skipdecode.generation.generate import Generated, batches, generate_ids
+from skipdecode.generation.generate import batches, generate_ids
+from skipdecode.generation.results import Generated
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -63,13 +64,13 @@ def test_one_string_is_one_prompt(loaded: Loaded) -> None:
         ([], "no prompts"),
         (["", "the cat"], "prompt 0 has no token"),
         (["the cat", ""], "prompt 1 has no token"),
-        (["the cat", 7], "prompt 1 is no string: 7"),
-        (["the cat", ["the dog"]], "prompt 1 is no string"),
-        (["the cat", None], "prompt 1 is no string"),
+        (["the cat", 7], "prompt 1 is neither a text nor a list of messages: 7"),
+        (["the cat", ["the dog"]], "prompt 1 is neither a text nor a list of messages"),
+        (["the cat", None], "prompt 1 is neither a text nor a list of messages"),
         (["the cat", "\ud800"], "prompt 1 holds a lone surrogate"),
-        (7, "a string or a list of strings"),
-        (None, "a string or a list of strings"),
-        ({"prompt": "x"}, "a string or a list of strings"),
+        (7, "prompts are texts or lists of messages"),
+        (None, "prompts are texts or lists of messages"),
+        ({"prompt": "x"}, "prompts are texts or lists of messages"),
     ],
 )
 def test_prompts_that_are_none_are_refused_by_their_index(loaded: Loaded, prompts: Any, words: str) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel, T5Config
 
 import skipdecode
 from helpers.families import LAYERS, SCHEDULES, TOP, build
-from helpers.tiny import TEXTS, WORDS, save_checkpoint
+from helpers.tiny import TEXTS, WORDS, save_checkpoint, sentence_pieces
 from skipdecode import Schedule, ScheduleError, SkipCache, SkipDecodeError, attach
 from skipdecode.errors import ModelError, UsageError
 
@@ -195,6 +195,62 @@ def test_the_embedded_checkpoint() -> None:
     assert "The Mill" in text
 
 
+# --- chat templates
+
+#: Writes both special tokens itself; what it ends in belongs to the prompt.
+TEMPLATE = (
+    "{{ bos_token or '' }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+HISTORY = [{"role": "user", "content": "the cat sat"}]
+
+
+@pytest.fixture(scope="module")
+def chats(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint with a chat template."""
+    folder = Path(shutil.copytree(checkpoint, tmp_path_factory.mktemp("chats") / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_chat_templates_are_applied_as_the_stock_backend_does(chats: Path, checkpoint: Path) -> None:
+    """The harness asks a model for its template's name, text and result."""
+    ours, stock = load(SkipLM, chats, speedup=3), load(HFLM, chats)
+    assert ours.apply_chat_template(HISTORY) == "user: the cat sat</s>assistant:"
+    for history, prompt in ((HISTORY, True), ([*HISTORY, {"role": "assistant", "content": "on"}], False)):
+        assert ours.apply_chat_template(history, prompt) == stock.apply_chat_template(history, prompt)
+    assert ours.chat_template(True) == stock.chat_template(True) == TEMPLATE
+    assert ours.tokenizer_name == stock.tokenizer_name
+    assert ours.chat_template(False) is None
+    assert not load(SkipLM, checkpoint).tokenizer.chat_template
+
+
+def test_a_template_that_begins_a_text_does_so_once() -> None:
+    """The tokenizer's own begin-of-text token is left out, in log-likelihoods and in texts."""
+    tokenizer = sentence_pieces()
+    tokenizer.chat_template = TEMPLATE
+    lm = SkipLM(pretrained=build("llama"), tokenizer=tokenizer, speedup=3)
+    context = lm.apply_chat_template(HISTORY)
+    assert lm.tok_encode("the cat").count(tokenizer.bos_token_id) == 1
+    assert lm.tok_encode(context).count(tokenizer.bos_token_id) == 1
+    assert lm.tok_batch_encode([context])[0][0].tolist().count(tokenizer.bos_token_id) == 1
+    before, after = lm._encode_pair(context, " on a mat")
+    assert (before + after).count(tokenizer.bos_token_id) == 1
+
+
+def test_tasks_are_scored_behind_the_template(chats: Path, task: Path) -> None:
+    """At full depth it is the stock backend's score, at a budget another one."""
+    stock = evaluate("hf", task, True, pretrained=str(chats))
+    assert evaluate("skipdecode", task, True, pretrained=str(chats), full=True) == pytest.approx(stock, rel=1e-5)
+    for other in (
+        evaluate("skipdecode", task, True, pretrained=str(chats), speedup=4),
+        evaluate("skipdecode", task, False, pretrained=str(chats), full=True),
+    ):
+        assert not math.isclose(other[0], stock[0], rel_tol=1e-3)
+
+
 # --- what is chosen and refused
 
 
@@ -235,16 +291,17 @@ def task(tmp_path: Path) -> Path:
         "test_split": "train",
         "doc_to_text": "{{prompt}}",
     }
-    rest = {"task": "rest", "output_type": "loglikelihood", "doc_to_target": " {{rest}}"}
+    rest: dict[str, Any] = {"task": "rest", "output_type": "loglikelihood", "doc_to_target": " {{rest}}"}
     rest["metric_list"] = [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}]
-    choice = {"task": "choice", "output_type": "multiple_choice", "doc_to_target": 0}
+    choice: dict[str, Any] = {"task": "choice", "output_type": "multiple_choice", "doc_to_target": 0}
     choice |= {"doc_to_choice": "{{[rest, other]}}", "metric_list": [{"metric": "acc"}]}
     for name, values in {"rest": rest, "choice": choice}.items():
         (tmp_path / f"{name}.yaml").write_text(json.dumps(base | values), encoding="utf-8")
     return tmp_path
 
 
-def evaluate(model: str, folder: Path, **arguments: Any) -> tuple[float, float]:
+def evaluate(model: str, folder: Path, chat: bool = False, **arguments: Any) -> tuple[float, float]:
+    """Perplexity of the rest, and accuracy of the choice."""
     done = simple_evaluate(
         model=model,
         model_args=arguments,
@@ -252,6 +309,7 @@ def evaluate(model: str, folder: Path, **arguments: Any) -> tuple[float, float]:
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         batch_size=4,
         device="cpu",
+        apply_chat_template=chat,
         bootstrap_iters=0,
         log_samples=False,
     )["results"]
@@ -266,28 +324,22 @@ def test_simple_evaluate(checkpoint: Path, task: Path) -> None:
     assert not math.isclose(fast[0], stock[0], rel_tol=1e-3)
 
 
-def test_the_command_line(checkpoint: Path, task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [
-        "harness",
-        "--model",
-        "skipdecode",
-        "--tasks",
-        "rest",
-        "--device",
-        "cpu",
-        "--output_path",
-        str(task / "out"),
-    ]
-    command += ["--model_args", f"pretrained={checkpoint},speedup=4", "--include_path", str(task)]
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_command_line(chats: Path, task: Path, monkeypatch: pytest.MonkeyPatch, chat: bool) -> None:
+    """It is the harness's own, `--apply_chat_template` included; the schedule stands beside the results."""
+    command = ["harness", "--model", "skipdecode", "--tasks", "rest", "--device", "cpu"]
+    command += ["--output_path", str(task / "out"), *["--apply_chat_template"] * chat]
+    command += ["--model_args", f"pretrained={chats},speedup=4", "--include_path", str(task)]
     monkeypatch.setattr(sys, "argv", command)
     # Reading the harness's own thousands of tasks would take most of a minute.
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
     main()
     (report,) = (task / "out").rglob("results_*.json")
     results = json.loads(report.read_text(encoding="utf-8"))
-    expected, _ = evaluate("skipdecode", task, pretrained=str(checkpoint), speedup=4)
+    expected, _ = evaluate("skipdecode", task, chat, pretrained=str(chats), speedup=4)
     assert results["results"]["rest"]["perplexity,none"] == pytest.approx(expected, rel=1e-4)
     assert results["config"]["skipdecode_schedule"]["max_depth"] < LAYERS
+    assert results["chat_template"] == (TEMPLATE if chat else None)
 
 
 # --- what a checkpoint is refused for

@@ -24,8 +24,9 @@ from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.errors import ScheduleError
 from skipdecode.evaluation import runner as evaluation
-from skipdecode.generation.generate import Completion, Cost
-from skipdecode.generation.jobs import Journal, lines
+from skipdecode.generation.jobs import JobResult
+from skipdecode.generation.journal import Journal
+from skipdecode.generation.results import Completion, Cost
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +135,7 @@ def test_a_row_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
         assert journal.path.stat().st_ino == inode
         assert journal.rows == rows
         assert len(journal.costs) == 100
-    assert len(lines(items, rows)) == len(items)
+    assert JobResult(items, rows, {}).jsonl.count("\n") == len(items)
 
 
 ODD = [None, True, -1, 0, 1, 9, 10**9, 2.5, float("nan"), float("inf"), "", "top", "\ud800", [], [1, 0], {}, [None]]

@@ -8,12 +8,13 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from skipdecode.data.inputs import Item, read_items
+from skipdecode.data.rows import FORMATS, read_rows
 from skipdecode.data.tasks import TASKS, get_task
-from skipdecode.errors import InputError
+from skipdecode.errors import InputError, TaskError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
 
@@ -39,6 +40,7 @@ def test_a_json_array_is_refused(tmp_path: Path, content: bytes, name: str) -> N
 
 
 def test_lines_of_text_may_begin_with_a_bracket(tmp_path: Path) -> None:
+    """Only JSON can be an array."""
     assert [item.prompt for item in read(tmp_path, b"[INST] hello\n[]\n", "in.txt")] == ["[INST] hello", "[]"]
 
 
@@ -123,6 +125,75 @@ def test_any_bytes_are_a_row_or_an_error_per_line(folder: Path, lines: list[byte
             assert len(items) == len((b"\n".join(lines)).splitlines())
         assert all(bool(item.error) != bool(item.prompt) for item in items)
         json.dumps([item.columns for item in items], ensure_ascii=False).encode()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    data=st.binary(max_size=60)
+    | st.text(st.sampled_from('prompt,":{}[]\\\n\r \x00ud8é\u2028\x0b'), max_size=60).map(str.encode),
+    format=st.sampled_from([None, *FORMATS]),
+)
+@example(data=b"\xef\xbb\xbf\xef\xbb\xbf{}", format="jsonl")
+@example(data=b"a\rb\r\nc\n\rd", format="text")
+@example(data=b'a\n"\r\n\r"\n\xff', format="csv")
+def test_reading_is_a_row_per_line_or_one_refusal(data: bytes, format: str | None) -> None:
+    """Strictly it is the same rows, as long as none has an error; the first one ends it, as TaskError."""
+    try:
+        rows, refused = list(read_rows(data, format)), False
+    except InputError:
+        rows, refused = [], True
+    lines = [line for line, _, _ in rows]
+    assert lines == sorted(set(lines))
+    assert len(lines) <= len(data.splitlines())
+    assert json.dumps([row for _, row, _ in rows], ensure_ascii=False).encode()
+    if refused or any(error for _, _, error in rows):
+        with pytest.raises(TaskError):
+            list(read_rows(data, format, strict=True))
+    else:
+        assert list(read_rows(data, format, strict=True)) == rows
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.csv", "in.txt"])
+def test_a_file_is_read_as_its_content_is(tmp_path: Path, name: str) -> None:
+    """Rows of a path are taken from the disk one by one."""
+    data = b'prompt\nthe "cat"\n\xff\n'
+    (tmp_path / name).write_bytes(data)
+    rows = list(read_rows(tmp_path / name))
+    assert rows == list(read_rows(data, {".jsonl": "jsonl", ".csv": "csv", ".txt": "text"}[name[2:]]))
+    assert rows[-1][0] == 3
+    assert rows[-1][2] == "not UTF-8"
+    with pytest.raises(TaskError, match=rf"{name}, line \d: "):
+        list(read_rows(tmp_path / name, strict=True))
+    with pytest.raises(InputError, match="gone cannot be read: No such file"):
+        list(read_rows(tmp_path / "gone"))
+    with pytest.raises(TaskError, match="gone cannot be read: No such file"):
+        list(read_rows(tmp_path / "gone", strict=True))
+    with pytest.raises(InputError, match="format is jsonl, csv, text, not 'xml'"):
+        list(read_rows(data, "xml"))
+
+
+def test_a_row_is_not_nested_deeper_than_it_can_be_written(tmp_path: Path) -> None:
+    """G: it is read here, and written back where Python may have less room."""
+    for depth, error in ((90, "no prompt"), (101, "nested too deep"), (100_000, "nested too deep")):
+        (item,) = read(tmp_path, b'{"prompt": ' + b"[" * depth + b"]" * depth + b"}", "in.jsonl")
+        assert item.error is not None
+        assert error in item.error or "message 1" in item.error
+
+
+def test_a_column_twice_is_refused(tmp_path: Path) -> None:
+    """One of the two would be lost."""
+    with pytest.raises(InputError, match="has a column twice: prompt, x, prompt"):
+        read(tmp_path, b"prompt,x,prompt\na,b,c\n", "in.csv")
+
+
+def test_a_csv_may_begin_with_a_row_without_a_prompt(tmp_path: Path) -> None:
+    """Its header says that there are prompts; the row alone is bad."""
+    assert [item.error for item in read(tmp_path, b"text,id\n,1\nthe cat sat,2\n", "in.csv")] == ["no text", None]
+    header = b"content,summary\n"
+    assert [item.error is None for item in read(tmp_path, header + b",x\na post,y\n", "in.csv", "reddit_tldr")] == [
+        False,
+        True,
+    ]
 
 
 def test_a_reference_that_is_no_text_makes_its_row_bad(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ from skipdecode.data.tasks import get_task
 from skipdecode.errors import FileError, InputError, JobError
 from skipdecode.generation import generate as generation
 from skipdecode.generation import jobs, loading
-from skipdecode.generation.generate import Completion, Cost
+from skipdecode.generation.journal import MAGIC
+from skipdecode.generation.results import Completion, Cost
 
 
 @pytest.fixture(scope="module")
@@ -489,7 +490,7 @@ class JournalMachine(RuleBasedStateMachine):
         try:
             self.journal = jobs.Journal(self.output, "job")
         except FileError:  # a byte of its very beginning was hit: no longer known as ours, and left alone
-            assert not self.path.read_bytes().startswith(jobs.MAGIC)
+            assert not self.path.read_bytes().startswith(MAGIC)
             self.path.unlink()
             assert not self.batches
 
@@ -644,11 +645,11 @@ def test_standard_input_and_output(checkpoint: Path) -> None:
         (["generate", "MODEL", "--input", "EMPTY"], "holds no rows"),
         (["generate", "MODEL", "--input", "IN", "--schedule", "PLAN"], "schedule is for 24 layers, the model has 8"),
         (["generate", "MODEL", "--input", "IN", "--speedup", "9"], "1 to the number of layers"),
-        (["generate", "MODEL", "--input", "IN", "--speedup", "2", "--full"], "one of --speedup"),
-        (["generate", "MODEL", "--input", "IN", "--task", "nope"], "unknown task"),
+        (["generate", "MODEL", "--input", "IN", "--speedup", "2", "--full"], "one of speedup, schedule and full"),
+        (["generate", "MODEL", "--input", "IN", "--task", "nope"], "'nope'"),
         (["generate", "MODEL", "--input", "IN", "--output", "no/such/out.jsonl"], "no folder"),
         (["generate", "MODEL", "--input", "IN", "--output", "PLAN"], "already there"),
-        (["generate", "MODEL", "--input", "IN", "--top-p", "0.5"], "go with --do-sample"),
+        (["generate", "MODEL", "--input", "IN", "--top-p", "0.5"], "need do_sample"),
         (["generate", "MODEL", "--input", "IN", "--batch-size", "0"], "--batch-size"),
         (["check", "./nowhere"], "nowhere"),
         (["schedule"], "MODEL or --layers"),
@@ -677,6 +678,6 @@ def test_what_the_user_can_put_right_is_one_line_and_exit_code_2(
 
 def test_input_without_the_column_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "in.csv"
-    source.write_text("text\nhello\n")
-    with pytest.raises(InputError, match="no column prompt"):
+    source.write_text("title\nhello\n")
+    with pytest.raises(InputError, match="no column prompt or messages or text; it has title"):
         read_items(str(source), get_task("jsonl"))

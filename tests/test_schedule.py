@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipdecode import Schedule, ScheduleError
-from skipdecode.core.schedule import MOST_LAYERS, MOST_TOKENS
+from skipdecode.core.schedule import MOST_LAYERS
+from skipdecode.core.schedule_checks import MOST_TOKENS
 from skipdecode.core.shapes import DECAYS
 from skipdecode.errors import FileError
 

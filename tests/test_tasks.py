@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from skipdecode.data.chat import Message
 from skipdecode.data.inputs import read_items
-from skipdecode.data.tasks import TASKS, get_task
+from skipdecode.data.tasks import TASKS, Example, Task, get_task
 from skipdecode.data.tasks.cnn_dm import CnnDm
 from skipdecode.data.tasks.reddit_tldr import RedditTldr
 from skipdecode.errors import MissingExtra, SkipDecodeError, TaskError
@@ -33,7 +36,7 @@ needs_summaries = pytest.mark.skipif(
 
 @needs_e2e
 @pytest.mark.parametrize(("system", "bleu", "rouge_l"), [("tgen", 65.93, 68.10), ("slug", 66.19, 67.56)])
-def test_scorer_gives_the_challenges_official_bleu(system, bleu, rouge_l):
+def test_scorer_gives_the_challenges_official_bleu(system: str, bleu: float, rouge_l: float) -> None:
     """ROUGE-L has no official figure to meet: the challenge's own scorer counts it otherwise. Ours is held fast."""
     task = get_task("e2e")
     with (DATA / "challenge_outputs" / f"{system}.tsv").open(encoding="utf-8") as file:
@@ -46,7 +49,8 @@ def test_scorer_gives_the_challenges_official_bleu(system, bleu, rouge_l):
 
 
 @needs_e2e
-def test_e2e_splits_have_the_releases_size():
+def test_e2e_splits_have_the_releases_size() -> None:
+    """No row is lost, and each reference is counted."""
     task = get_task("e2e")
     assert len(task.read(DATA, "train")) == 42061
     assert sum(len(e.references) for e in task.read(DATA, "validation")) == 4672
@@ -54,18 +58,21 @@ def test_e2e_splits_have_the_releases_size():
 
 
 @pytest.mark.parametrize("mr", ["", "hello", "name[Aromi", "name[Aromi] food", "Aromi]"])
-def test_what_is_no_meaning_representation_is_named(mr):
+def test_what_is_no_meaning_representation_is_named(mr: str) -> None:
+    """It is never turned into half a prompt."""
     with pytest.raises(TaskError, match="meaning representation"):
         get_task("e2e").prompt({"mr": mr})
 
 
-def test_e2e_prompt_keeps_every_attribute():
+def test_e2e_prompt_keeps_every_attribute() -> None:
+    """In their order, with their values."""
     mr = "name[The Rice Boat], priceRange[£20-25], customer rating[5 out of 5], familyFriendly[no]"
     expected = "name The Rice Boat, priceRange £20-25, customer rating 5 out of 5, familyFriendly no ->"
     assert get_task("e2e").prompt({"mr": mr}) == expected
 
 
-def test_jsonl_gathers_references_outside_training(tmp_path):
+def test_jsonl_gathers_references_outside_training(tmp_path: Path) -> None:
+    """One example per row to train on, one per prompt to score."""
     rows = [("a", "1"), ("b", "2"), ("a", "3")]
     for name in ("train", "valid"):
         lines = (json.dumps({"prompt": p, "response": r}) for p, r in rows)
@@ -76,13 +83,15 @@ def test_jsonl_gathers_references_outside_training(tmp_path):
 
 
 @pytest.mark.parametrize("line", ['{"prompt": "a"}', "[1]", '{"prompt": 1, "response": "x"}', "{"])
-def test_training_data_must_be_whole(tmp_path, line):
+def test_training_data_must_be_whole(tmp_path: Path, line: str) -> None:
+    """A row without text under both columns is an error, with its file."""
     (tmp_path / "train.jsonl").write_text(line + "\n")
     with pytest.raises(TaskError, match=r"train\.jsonl"):
         get_task("jsonl").read(tmp_path, "train")
 
 
-def test_unknown_task_and_missing_files_are_named(tmp_path):
+def test_unknown_task_and_missing_files_are_named(tmp_path: Path) -> None:
+    """The message says which, and what is known or looked for."""
     with pytest.raises(TaskError, match="unknown task"):
         get_task("nope")
     with pytest.raises(TaskError, match=r"trainset\.csv"):
@@ -92,7 +101,8 @@ def test_unknown_task_and_missing_files_are_named(tmp_path):
 
 
 @needs_summaries
-def test_summaries_have_their_size_and_no_prompt_is_long():
+def test_summaries_have_their_size_and_no_prompt_is_long() -> None:
+    """No row is lost, and prompts are cut."""
     reddit, news = get_task("reddit_tldr"), get_task("cnn_dm")
     splits = {split: reddit.read(SHARED / "reddit_tldr", split) for split in ("train", "validation", "test")}
     assert {split: sum(len(e.references) for e in rows) for split, rows in splits.items()} == {
@@ -100,14 +110,15 @@ def test_summaries_have_their_size_and_no_prompt_is_long():
         "validation": 390,
         "test": 372,
     }
-    assert all(e.prompt.startswith("Post: ") and e.prompt.endswith(" TL;DR:") for e in splits["train"])
-    assert not any("\n" in e.prompt + e.references[0] for e in splits["train"])
+    assert all(re.fullmatch(r"Post: .* TL;DR:", str(e.prompt)) for e in splits["train"])
+    assert not any("\n" in f"{e.prompt}{e.references[0]}" for e in splits["train"])
     articles = news.read(SHARED / "cnn_dm", "validation")
     assert len(articles) == 300
-    assert max(len(e.prompt.split()) for e in articles) == 401
+    assert max(len(str(e.prompt).split()) for e in articles) == 401
 
 
-def test_summarization_prompts_are_cut_in_words():
+def test_summarization_prompts_are_cut_in_words() -> None:
+    """Line breaks become spaces; words of links are cut."""
     row = {"title": "Weird  crash", "post": "GPU\nis fried \n\nand so am I", "summary": "x"}
     assert RedditTldr().prompt(row) == "Post: Weird crash. GPU is fried and so am I TL;DR:"
     assert RedditTldr(max_source_words=3).prompt(row) == "Post: Weird crash. GPU is fried TL;DR:"
@@ -120,11 +131,13 @@ def test_summarization_prompts_are_cut_in_words():
     assert len(CnnDm().prompt({"article": "w " * 500}).split()) == 400 + 1
 
 
-def write(path, *rows):
+def write(path: Path, *rows: Any) -> None:
+    """Rows as JSONL."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_splits_go_by_either_name_and_are_gathered_outside_training(tmp_path):
+def test_splits_go_by_either_name_and_are_gathered_outside_training(tmp_path: Path) -> None:
+    """The full name goes first."""
     rows = [{"title": "T", "post": "p", "summary": summary} for summary in ("one\ntwo", "three")]
     write(tmp_path / "train.jsonl", *rows)
     write(tmp_path / "valid.jsonl", *rows)
@@ -135,7 +148,8 @@ def test_splits_go_by_either_name_and_are_gathered_outside_training(tmp_path):
     assert [e.references for e in task.read(tmp_path, "validation")] == [("one two",)]
 
 
-def test_the_first_300_articles_stand_in_for_the_validation_split(tmp_path):
+def test_the_first_300_articles_stand_in_for_the_validation_split(tmp_path: Path) -> None:
+    """If the whole split is not there."""
     write(tmp_path / "validation.jsonl", {"article": "a", "highlights": "all"})
     write(tmp_path / "validation_300.jsonl", {"article": "a", "highlights": "some"})
     assert get_task("cnn_dm").read(tmp_path, "validation")[0].references == ("all",)
@@ -147,9 +161,10 @@ def test_the_first_300_articles_stand_in_for_the_validation_split(tmp_path):
     ("task", "good"),
     [("reddit_tldr", {"title": "T", "post": "p", "summary": "s"}), ("cnn_dm", {"article": "a", "highlights": "h"})],
 )
-def test_an_incomplete_row_is_named(tmp_path, task, good):
+def test_an_incomplete_row_is_named(tmp_path: Path, task: str, good: dict[str, str]) -> None:
+    """By its file and line, whatever is wrong with it."""
     missing = [{k: v for k, v in good.items() if k != name} for name in good]
-    empty = [good | {name: value} for name in good for value in (" ", None, 1)]
+    empty: list[Any] = [{**good, name: value} for name in good for value in (" ", None, 1)]
     for bad in (*missing, *empty, [1]):
         write(tmp_path / "validation.jsonl", good, bad)
         with pytest.raises(
@@ -170,13 +185,15 @@ def test_an_incomplete_row_is_named(tmp_path, task, good):
         ("reddit_tldr", "webis/tldr-17", {"content": "p", "summary": "r r", "body": "p r r"}, "Post: p TL;DR:"),
     ],
 )
-def test_hub_data_sets_are_read_by_name(monkeypatch, task, name, row, prompt):
+def test_hub_data_sets_are_read_by_name(
+    monkeypatch: pytest.MonkeyPatch, task: str, name: str, row: dict[str, Any], prompt: str
+) -> None:
     """Tests have no network: ``load_dataset`` is replaced, and the columns are those the hub's cards give."""
     import datasets
 
-    asked = []
+    asked: list[Any] = []
 
-    def load_dataset(*args, **kwargs):
+    def load_dataset(*args: Any, **kwargs: Any) -> datasets.Dataset:
         asked.append((args, kwargs))
         return datasets.Dataset.from_list([row])
 
@@ -186,11 +203,11 @@ def test_hub_data_sets_are_read_by_name(monkeypatch, task, name, row, prompt):
     assert asked == [((name, "3.0.0" if task == "cnn_dm" else None), {"split": "validation"})]
 
 
-def test_a_hub_data_set_with_a_script_is_read_from_its_parquet_branch(monkeypatch):
+def test_a_hub_data_set_with_a_script_is_read_from_its_parquet_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests have no network: this raises what ``load_dataset`` raises for a repository with a loading script."""
     import datasets
 
-    def load_dataset(*_, revision=None, **__):
+    def load_dataset(*_: Any, revision: str | None = None, **__: Any) -> datasets.Dataset:
         if revision is None:
             raise RuntimeError("Dataset scripts are no longer supported, but found e2e_nlg.py")
         assert revision == "refs/convert/parquet"
@@ -200,7 +217,7 @@ def test_a_hub_data_set_with_a_script_is_read_from_its_parquet_branch(monkeypatc
     assert len(get_task("e2e").read(Path("tuetschek/e2e_nlg"), "test")) == 1
 
 
-def test_what_the_hub_does_not_give_is_named(monkeypatch, tmp_path):
+def test_what_the_hub_does_not_give_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tests have no network: ``load_dataset`` is replaced."""
     import datasets
 
@@ -220,6 +237,171 @@ def test_what_the_hub_does_not_give_is_named(monkeypatch, tmp_path):
             get_task("cnn_dm").read(Path(folder), "test")
 
 
+# --- data of one's own
+
+QA = {"question": "What sat?", "answer": "The cat.", "id": 7}
+TALK = [{"role": "user", "content": "What sat?"}, {"role": "assistant", "content": "The cat."}]
+
+
+def both_ways(folder: Path, task: Task, *rows: dict[str, Any]) -> list[tuple[Any, tuple[str, ...]]]:
+    """Prompts and references of rows, which are the same in training and in a job."""
+    write(folder / "test.jsonl", *rows)
+    items = read_items(str(folder / "test.jsonl"), task)
+    assert [item.error for item in items] == [None] * len(rows)
+    read = [(item.prompt, tuple(item.references)) for item in items]
+    assert [(e.prompt, e.references) for e in task.read(folder, "test")] == read
+    write(folder / "train.jsonl", *rows)
+    training = [(e.prompt, e.references) for e in task.read(folder, "train")]
+    assert training == [(prompt, (text,)) for prompt, references in read for text in references]
+    return read
+
+
+@pytest.mark.parametrize(
+    ("options", "row", "references"),
+    [
+        ({}, {"prompt": "What sat?", "response": "The cat."}, ("The cat.",)),
+        ({}, {"prompt": "What sat?", "completion": " The cat."}, (" The cat.",)),
+        ({}, {"prompt": "What sat?", "response": ["The cat.", "A cat.", ""]}, ("The cat.", "A cat.")),
+        ({}, {"text": "What sat?", "response": "The cat."}, ("The cat.",)),
+        ({}, {"prompt": "What sat?", "text": "other", "response": "The cat."}, ("The cat.",)),
+        ({"prompt_column": "question", "response_column": "answer"}, QA, ("The cat.",)),
+        ({"prompt_column": "question"}, {"question": "What sat?", "completion": "The cat."}, ("The cat.",)),
+        ({"response_column": "answer"}, {"prompt": "What sat?", "answer": ["A", "B"]}, ("A", "B")),
+        ({"prompt_column": "text", "response_column": "answer"}, {"text": "What sat?", "answer": "A"}, ("A",)),
+    ],
+)
+def test_rows_of_many_forms_are_read(
+    tmp_path: Path, options: dict[str, Any], row: dict[str, Any], references: tuple[str, ...]
+) -> None:
+    """H: TRL's columns, several references, and columns of one's own."""
+    assert both_ways(tmp_path, get_task("jsonl", **options), row) == [("What sat?", references)]
+
+
+def test_columns_of_ones_own_may_hold_messages(tmp_path: Path) -> None:
+    """The column's name does not matter, what it holds does."""
+    chat = (Message("user", "What sat?"),)
+    task = get_task("jsonl", prompt_column="conversation")
+    assert both_ways(tmp_path, task, {"conversation": TALK}) == [(chat, ("The cat.",))]
+    task = get_task("jsonl", prompt_column="asked", response_column="answered")
+    assert both_ways(tmp_path, task, {"asked": TALK[:1], "answered": TALK[1:]}) == [(chat, ("The cat.",))]
+
+
+def test_a_csv_has_columns_of_ones_own(tmp_path: Path) -> None:
+    """As JSONL has; messages do not fit in a cell."""
+    (tmp_path / "train.csv").write_text("question,answer\nWhat sat?,The cat.\n", encoding="utf-8")
+    task = get_task("jsonl", prompt_column="question", response_column="answer")
+    assert task.read(tmp_path, "train") == [Example("What sat?", ("The cat.",))]
+    (tmp_path / "train.csv").write_text(f'messages\n"{json.dumps(TALK).replace(chr(34), chr(34) * 2)}"\n')
+    with pytest.raises(TaskError, match=r"line 2: messages are a list .* not a string"):
+        get_task("jsonl").read(tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    ("options", "row", "match"),
+    [
+        ({}, QA, r"no prompt: the columns are prompt or messages or text .* it has question, answer, id"),
+        ({}, {"prompt": "x", "answer": "y"}, r"no response: .* response or completion .* it has prompt, answer"),
+        ({}, {"prompt": "x", "response": None}, r"no response$"),
+        ({}, {"prompt": "x", "completion": ["", " "]}, r"no completion$"),
+        ({}, {"prompt": " ", "response": "y"}, r"no prompt$"),
+        ({}, {"text": "", "id": 1}, r"no text$"),
+        ({}, {"text": "What sat?", "response": ""}, r"no response$"),
+        ({"prompt_column": "query"}, QA, r"no query: .*query for the prompt.* it has question, answer, id"),
+        ({"prompt_column": "question"}, QA, r"no response: .* it has question, answer, id"),
+        ({"response_column": "answer"}, {"text": "What sat?"}, r"no answer: .* it has text"),
+        ({"response_column": "answer"}, {"messages": TALK}, "responses have a column of their own"),
+        ({"prompt_share": 0.5}, {"prompt": "x", "response": "y"}, r"no text: .*prompt_share is for plain text"),
+        ({"prompt_share": 0.5}, {"text": "x y", "response": "y"}, "prompt_share is for plain text"),
+        ({"prompt_share": 0.5, "prompt_column": "a"}, {"a": TALK}, "prompt_share is for plain text, but a holds"),
+        ({}, {"text": "What"}, "a text of one word"),
+    ],
+)
+def test_a_row_that_does_not_fit_says_what_it_has(
+    tmp_path: Path, options: dict[str, Any], row: dict[str, Any], match: str
+) -> None:
+    """H: the columns that were found are named, beside those that are looked for."""
+    write(tmp_path / "train.jsonl", row)
+    with pytest.raises(TaskError, match=rf"train\.jsonl, line 1: .*{match}"):
+        get_task("jsonl", **options).read(tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "match"),
+    [
+        ("e2e", {"prompt_column": "x"}, "prompt_column does not go with e2e: .*jsonl"),
+        ("cnn_dm", {"response_column": "x"}, "response_column does not go with cnn_dm: .*jsonl"),
+        ("reddit_tldr", {"prompt_share": 0.5}, "prompt_share does not go with reddit_tldr: .*plain text"),
+        ("jsonl", {"max_source_words": 5}, "max_source_words does not go with jsonl: only summaries"),
+        ("e2e", {"max_source_words": 5}, "max_source_words does not go with e2e: only summaries"),
+        ("jsonl", {"prompt_share": 1}, "at least 0 and below 1, not 1"),
+        ("jsonl", {"prompt_share": -0.1}, "at least 0 and below 1"),
+        ("jsonl", {"prompt_share": float("nan")}, "at least 0 and below 1"),
+        ("jsonl", {"prompt_share": 0.5, "response_column": "x"}, "give one of them"),
+    ],
+)
+def test_an_option_that_does_not_fit_its_task_is_refused(name: str, option: dict[str, Any], match: str) -> None:
+    """H: it would be ignored."""
+    with pytest.raises(TaskError, match=match):
+        get_task(name, **option)
+
+
+def test_options_make_a_task_and_leave_the_others_alone() -> None:
+    """`TASKS` holds the defaults."""
+    assert get_task("cnn_dm", max_source_words=5) == CnnDm(max_source_words=5)
+    assert get_task("cnn_dm") == TASKS["cnn_dm"] == CnnDm()
+    assert get_task("jsonl", prompt_share=0).prompt({"text": "the cat"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("share", "prompt", "rest"),
+    [
+        (None, "  The cat\n sat", "  on\ta mat. \n"),
+        (0, "", "  The cat\n sat  on\ta mat. \n"),
+        (0.01, "  The", " cat\n sat  on\ta mat. \n"),
+        (0.99, "  The cat\n sat  on\ta", " mat. \n"),
+    ],
+)
+def test_a_plain_text_is_cut_behind_a_word(tmp_path: Path, share: float | None, prompt: str, rest: str) -> None:
+    """H: a corpus of texts can be used; half of a text is the prompt if nothing is said."""
+    text = "  The cat\n sat  on\ta mat. \n"
+    task = get_task("jsonl", prompt_share=share)
+    assert both_ways(tmp_path, task, {"text": text}) == [(prompt, (rest,))]
+    assert prompt + rest == text
+    (item,) = read_items(str(tmp_path / "test.jsonl"), task)
+    assert item.columns == {"prompt": prompt}  # the output's own `text` is what was generated
+
+
+def test_lines_of_a_text_file_may_be_plain_text(tmp_path: Path) -> None:
+    """They are whole prompts, unless a share is asked for; with one they can be trained on as well."""
+    path = tmp_path / "corpus.txt"
+    path.write_text("the cat sat on\nthe dog ran far\n", encoding="utf-8")
+    assert [item.prompt for item in read_items(str(path), get_task("jsonl"))] == ["the cat sat on", "the dog ran far"]
+    halves = get_task("jsonl", prompt_share=0.5)
+    assert [item.prompt for item in read_items(str(path), halves)] == ["the cat", "the dog"]
+    assert halves.read(path, "train") == [Example("the cat", (" sat on",)), Example("the dog", (" ran far",))]
+    with pytest.raises(TaskError, match="line 1: no response"):
+        get_task("jsonl").read(path, "train")
+
+
+DOCS = (Path(__file__).parents[1] / "docs" / "data.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("line", re.findall(r"^    (\{.*\})$", DOCS, re.MULTILINE))
+def test_the_documentations_rows_are_read(tmp_path: Path, line: str) -> None:
+    """Every example of docs/data.md: as it stands, or with the columns that stand beside it."""
+    row = json.loads(line)
+    options: dict[str, Any] = {"prompt_column": "question", "response_column": "answer"} if "question" in row else {}
+    assert both_ways(tmp_path, get_task("jsonl", **options), row)
+
+
+def test_the_documentations_refusal_is_ours(tmp_path: Path) -> None:
+    """Word for word."""
+    write(tmp_path / "train.jsonl", {"question": "q", "answer": "a", "id": 1})
+    with pytest.raises(TaskError) as caught:
+        get_task("jsonl").read(tmp_path, "train")
+    assert str(caught.value).removeprefix(f"{tmp_path}/") in DOCS
+
+
 # --- damaged data ends in one line, whatever the damage
 
 GOOD = "prompt,response\na,b\nc,d\n"
@@ -237,14 +419,14 @@ GOOD = "prompt,response\na,b\nc,d\n"
         ("question,answer\na,b\n", r"line 2: no prompt: the columns are prompt or messages .* it has question, answer"),
     ],
 )
-def test_a_csv_of_which_rows_could_be_lost_is_refused(tmp_path, data, match):
+def test_a_csv_of_which_rows_could_be_lost_is_refused(tmp_path: Path, data: str, match: str) -> None:
     """F16: a stray quote swallowed the rows up to the next one; an unquoted comma cut the prompt."""
     (tmp_path / "train.csv").write_text(data, encoding="utf-8")
     with pytest.raises(TaskError, match=match):
         get_task("jsonl").read(tmp_path, "train")
 
 
-def test_a_csv_of_long_fields_quotes_and_line_breaks_is_read(tmp_path):
+def test_a_csv_of_long_fields_quotes_and_line_breaks_is_read(tmp_path: Path) -> None:
     """F16: strict is not narrow."""
     long = "x" * 200_000
     (tmp_path / "train.csv").write_text(
@@ -265,7 +447,7 @@ def test_a_csv_of_long_fields_quotes_and_line_breaks_is_read(tmp_path):
         ('"text"', "line 2: not a JSON object"),
     ],
 )
-def test_a_line_that_no_tokenizer_takes_is_named(tmp_path, line, match):
+def test_a_line_that_no_tokenizer_takes_is_named(tmp_path: Path, line: str, match: str) -> None:
     """G: RecursionError, and TypeError from the tokenizer."""
     good = json.dumps({"prompt": "a", "response": "b"})
     (tmp_path / "train.jsonl").write_text(f"{good}\n{line}\n", encoding="utf-8")
@@ -274,7 +456,7 @@ def test_a_line_that_no_tokenizer_takes_is_named(tmp_path, line, match):
     assert len(str(caught.value)) < 500
 
 
-def test_a_json_array_is_refused_in_one_line(tmp_path):
+def test_a_json_array_is_refused_in_one_line(tmp_path: Path) -> None:
     """B11, for training data: one error, and it says what is wanted."""
     rows = [{"prompt": "a", "response": "b"}] * 3
     for text in (json.dumps(rows), json.dumps(rows, indent=2), "\n " + json.dumps(rows)):
@@ -284,7 +466,7 @@ def test_a_json_array_is_refused_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("task", sorted(TASKS))
-def test_what_is_not_there_is_said_to_be_not_there(tmp_path, task):
+def test_what_is_not_there_is_said_to_be_not_there(tmp_path: Path, task: str) -> None:
     """G: `--data nope` "holds no train.jsonl" though it does not exist."""
     with pytest.raises(TaskError, match=f"there is no {tmp_path / 'nope'}"):
         get_task(task).read(tmp_path / "nope", "train")
@@ -304,7 +486,7 @@ def test_what_is_not_there_is_said_to_be_not_there(tmp_path, task):
 )
 @example(data=b'{"prompt": "a", "response": "\\ud800"}')
 @example(data=b"\xef\xbb\xbf\xef\xbb\xbfprompt,response\n\r\n,\n")
-def test_whatever_a_file_holds_reading_ends_in_examples_or_one_line(tmp_path, suffix, data):
+def test_whatever_a_file_holds_reading_ends_in_examples_or_one_line(tmp_path: Path, suffix: str, data: bytes) -> None:
     """G: never a traceback of csv, json or a codec; what is read can be written and tokenized."""
     path = tmp_path / f"train{suffix}"
     head = b"prompt,response\n" if suffix == ".csv" else b'{"prompt": "a", "response": "b"}\n'
@@ -312,7 +494,7 @@ def test_whatever_a_file_holds_reading_ends_in_examples_or_one_line(tmp_path, su
         path.write_bytes(content)
         with suppress(TaskError):
             for one in get_task("jsonl").read(path, "train"):
-                assert (one.prompt + one.references[0]).encode()
+                assert f"{one.prompt}{one.references[0]}".encode()
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv", "text", None])
@@ -320,7 +502,7 @@ def test_whatever_a_file_holds_reading_ends_in_examples_or_one_line(tmp_path, su
 @given(
     data=st.binary(max_size=60) | st.text(st.sampled_from('prompt,":{}[]\\\n\r \x00ud8é'), max_size=60).map(str.encode)
 )
-def test_whatever_an_input_holds_is_items_in_order_or_one_line(tmp_path, form, data):
+def test_whatever_an_input_holds_is_items_in_order_or_one_line(tmp_path: Path, form: str | None, data: bytes) -> None:
     """Held: bad rows are reported, never fatal."""
     path = tmp_path / "input"
     path.write_bytes(data)
@@ -332,7 +514,7 @@ def test_whatever_an_input_holds_is_items_in_order_or_one_line(tmp_path, form, d
         assert json.dumps([item.columns for item in items], ensure_ascii=False).encode()
 
 
-def test_a_missing_library_is_named_with_its_extra(monkeypatch):
+def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """G: "No module named 'datasets'" names no remedy."""
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.delitem(sys.modules, "skipdecode.data.collation", raising=False)

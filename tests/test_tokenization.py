@@ -101,7 +101,7 @@ def test_the_embedded_checkpoints_ids_are_what_they_were() -> None:
     """B1: its figures hold."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     rows = get_task("e2e").read(E2E, "validation")
-    pairs = [(row.prompt, reference) for row in rows for reference in row.references][:1000]
+    pairs = [(str(row.prompt), reference) for row in rows for reference in row.references][:1000]
     prompts = tokenizer([prompt for prompt, _ in pairs])["input_ids"]
     assert encode_prompts(tokenizer, [prompt for prompt, _ in pairs]) == prompts
     assert encode_response(tokenizer, pairs) == [alone(tokenizer, *pair) for pair in pairs]
@@ -126,6 +126,60 @@ def test_a_tokenizer_without_an_end_is_refused() -> None:
     tokenizer.eos_token = None
     with pytest.raises(ModelError, match="end-of-sequence"):
         encode_response(tokenizer, [("a", "b")])
+
+
+# --- plain text
+
+SPACED = st.text(st.sampled_from("\n \tabcdehst.,'7->"), min_size=1, max_size=30)
+BPE = TOKENIZERS["bytes"]
+
+
+@pytest.mark.parametrize("tokenizer", [*TOKENIZERS.values(), CROSSING], ids=[*TOKENIZERS, "crossing"])
+@FAST
+@given(text=(SPACED | words).filter(lambda text: len(text.split()) > 1), share=st.floats(0, 0.99))
+@example(text="  the cat\n\n  sat on\ta mat \n", share=0.5)
+@example(text="the cat", share=0.99)
+@example(text="\nthe cat sat", share=0)
+def test_both_parts_of_a_plain_text_are_the_text(tokenizer: PreTrainedTokenizerBase, text: str, share: float) -> None:
+    """White space is part of it: no space is added where it is cut, none is lost."""
+    one = get_task("jsonl", prompt_share=share).example({"text": text})
+    (response,) = one.references
+    assert f"{one.prompt}{response}" == text
+    if share == 0 and tokenizer.bos_token_id is None:
+        with pytest.raises(ModelError, match="no begin-of-text token"):
+            split(tokenizer, "", response)
+        return
+    before, after = split(tokenizer, str(one.prompt), response)
+    whole = encode_prompts(tokenizer, [text])[0]
+    assert after[-1] == tokenizer.eos_token_id
+    assert text_of(tokenizer, before + after[:-1]) == text_of(tokenizer, whole)
+    if tokenizer is BPE:  # loses nothing itself
+        assert text_of(tokenizer, before + after[:-1]) == text
+    if share == 0:
+        assert before == [tokenizer.bos_token_id]
+
+
+@pytest.mark.parametrize("kind", ["bare", "legacy", "closed"])
+def test_nothing_is_the_begin_of_text_token(kind: str) -> None:
+    """Also of a tokenizer that has one and does not put it before a text."""
+    tokenizer = TOKENIZERS[kind]
+    before, after = split(tokenizer, "", "the cat sat")
+    assert before == [tokenizer.bos_token_id]
+    assert text_of(tokenizer, before + after) == "the cat sat"
+    assert after.count(tokenizer.bos_token_id) == 0
+    assert encode_prompts(tokenizer, ["", "the cat"]) == [before, encode_prompts(tokenizer, ["the cat"])[0]]
+
+
+def test_without_a_begin_of_text_token_nothing_is_no_prompt() -> None:
+    """A job names the row; training is refused, with what to do."""
+    assert encode_prompts(BPE, ["", "the cat"])[0] == []
+    with pytest.raises(ModelError, match=r"no begin-of-text token.*set tokenizer\.bos_token"):
+        encode_response(BPE, [("", "the cat")])
+
+
+def test_a_response_that_brings_its_own_space_gets_no_other() -> None:
+    """TRL's prompt-completion rows: `The sky is` and ` blue.`"""
+    assert split(BPE, "the cat", " sat") == split(BPE, "the cat", "sat")
 
 
 # --- batches
@@ -174,7 +228,7 @@ def test_encoded_rows_are_the_examples_that_fit(tokenizer: PreTrainedTokenizerBa
     examples = [Example(text, (text[::-1],)) for text in TEXTS]
     rows = list(encode(examples, tokenizer, 1000))
     assert [(row["prompt_ids"], row["response_ids"]) for row in rows] == [
-        split(tokenizer, e.prompt, e.references[0]) for e in examples
+        split(tokenizer, str(e.prompt), e.references[0]) for e in examples
     ]
     longest = sorted(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)[len(rows) // 2]
     kept = list(encode(examples, tokenizer, longest))

@@ -44,7 +44,7 @@ from transformers import (
 
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.core.cache import held_bytes
-from skipdecode.evaluation.check import undone
+from skipdecode.evaluation.reference import undone
 
 LAYERS = 8
 WINDOW = 6
@@ -163,6 +163,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
 }
 
+#: One family of each form: layers that return tuples, sliding windows, recurrent layers, keys that are lent.
+FORMS = ("opt", "gpt-neo", "gemma3", "qwen3.5", "gemma4-shared")
 #: The upper layers of these attend to the keys of lower ones. Before 5.21, no config said which: they were refused.
 SHARED = ("gemma3n", "gemma4-shared")
 if not hasattr(Gemma3nTextConfig, "kv_sharing_modes"):

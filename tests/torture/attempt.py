@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from torture import child
 
@@ -79,7 +80,7 @@ class Attempt:
     limits: Limited
     counts: Counter[str] = field(default_factory=Counter)
 
-    def run(self, *arguments: object, **options: object) -> Done:
+    def run(self, *arguments: object, **options: Any) -> Done:
         """A command, to its end."""
         return self.start(*arguments, **options).wait()
 

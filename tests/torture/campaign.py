@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace, chosen: dict[str, dict[str, Kind]], base: 
     data.mkdir()
     for number, split in enumerate(("train", "validation", "test")):
         write_jsonl(data / f"{split}.jsonl", rows(Random(number), 12))
-    shared = {"model": model, "data": data, "limits": Limited(base)}
+    shared: dict[str, Any] = {"model": model, "data": data, "limits": Limited(base)}
     tallies: dict[str, Tally] = {}
     console.print("importing what is attacked, once for all processes", style="dim")
     Attempt(Random(0), base, **shared).run("schedule", "--layers", 2).sound(0)

@@ -28,7 +28,7 @@ PLAIN = tuple(DENSE)
 class Biased(LogitsProcessor):
     """A processor of one's own: some tokens are likelier after an even last one."""
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         bias = torch.linspace(-2, 2, scores.shape[1]).expand_as(scores)
         return torch.where((input_ids[:, -1:] % 2 == 0), scores + bias, scores)
 

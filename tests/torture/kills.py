@@ -85,7 +85,8 @@ def job(random: Random, folder: Path) -> list[object]:
         (folder / name).write_text("".join(value["prompt"] + "\n" for value in values), encoding="utf-8")
     else:
         write_jsonl(folder / name, values)
-    depth: list[object] = random.choice((["--full"], ["--speedup", 2], ["--speedup", 3.5], []))
+    depths: tuple[list[object], ...] = (["--full"], ["--speedup", 2], ["--speedup", 3.5], [])
+    depth = random.choice(depths)
     ways: list[list[object]] = [
         [],
         ["--do-sample", "--seed", random.randint(0, 9)],

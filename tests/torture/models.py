@@ -6,7 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from random import Random
 from typing import Any
 
@@ -150,8 +150,8 @@ def threads(attempt: Attempt) -> None:
 
     works: list[tuple[str, Callable[[], Tensor]]] = [("stock", lambda: generate(model, None))]
     for plan in plans:
-        works.append((f"generate {plan}", lambda plan=plan: generate(model, plan)))
-        works.append((f"teacher-forced {plan}", lambda plan=plan: taught(plan)))
+        works.append((f"generate {plan}", partial(generate, model, plan)))
+        works.append((f"teacher-forced {plan}", partial(taught, plan)))
     works.append((f"deepcopy {plans[0]}", lambda: generate(copy.deepcopy(model), plans[0])))
     works.append((f"pickle {plans[1]}", lambda: generate(pickle.loads(pickle.dumps(model)), plans[1])))
     expected = [work() for _, work in works]

@@ -12,19 +12,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 try:
     import typer
 except ModuleNotFoundError:
     raise SystemExit("skipdecode: the command line needs typer and rich: pip install 'skipdecode[cli]'") from None
 
+from .. import __version__
 from ..errors import SkipDecodeError, UsageError
 from .calibrate import calibrate
 from .console import drop_output
+from .demo import demo
 from .evaluate import evaluate
 from .generate import generate
-from .inspect import check, demo, schedule
+from .inspect import check, schedule
 from .train import train
 
 #: Which extra of ours brings a library.
@@ -43,8 +45,18 @@ EXTRAS = {
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"skipdecode {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def skipdecode() -> None:
+def skipdecode(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Faster generation with language models by running fewer layers."""
 
 

@@ -10,56 +10,50 @@ from typer import Option
 
 from ..errors import UsageError
 from ..methods import MethodName
-from .console import out, progress_bar, say
-from .options import (
-    MOST,
-    BatchSize,
-    Device,
-    Json,
-    MaxNewTokens,
-    MaxSourceWords,
-    Model,
-    PromptColumn,
-    PromptShare,
-    ResponseColumn,
-    Task,
-)
+from . import options as o
+from .console import Bar, out, say
 
 if TYPE_CHECKING:
     from ..evaluation.calibration import Calibration
 
+Rows = Annotated[Path, Option(help="Rows like those to come: a file (prompts are enough), or the task's folder.")]
+Target = Annotated[float, Option(help="Target layer reduction of a decode step.")]
+Method = Annotated[MethodName, Option(help="Whose depths to fit; full, calm, static and scratch have none.")]
+Limit = Annotated[int, Option(min=1, max=o.MOST, help="Use so many inputs, evenly drawn.")]
+Order = Annotated[
+    Literal["top", "bottom", "even", "search"] | None,
+    Option(help="Layer order (default: as trained, else top). search finds one from the loss on the responses."),
+]
+SearchRows = Annotated[int, Option(min=1, max=o.MOST, help="Rows that the search computes its losses on.")]
+File = Annotated[Path, Option(help="The schedule, for --schedule.")]
+Save = Annotated[bool, Option("--save", help="Also save it in MODEL's config: --speedup of every verb then uses it.")]
+Force = Annotated[bool, Option("--force", help="Save it even if the texts get worse.")]
+
+#: What goes into the plan under its own name.
+PLAN = "limit batch_size max_new_tokens decay order search_rows output save device".split()
+
 
 def calibrate(
-    model: Model,
-    data: Annotated[Path, Option(help="Rows like those to come: a file (prompts are enough), or the task's folder.")],
-    speedup: Annotated[float, Option(help="Target reduction of layers per decode step.")] = 2.0,
-    task: Task = "jsonl",
-    method: Annotated[
-        MethodName, Option(help="Whose depths to fit; full, calm, static and scratch have none.")
-    ] = "skipdecode",
-    limit: Annotated[int, Option(min=1, max=MOST, help="Use so many inputs, evenly drawn.")] = 256,
-    prompt_column: PromptColumn = None,
-    response_column: ResponseColumn = None,
-    prompt_share: PromptShare = None,
-    max_source_words: MaxSourceWords = None,
-    batch_size: BatchSize = 32,
-    max_new_tokens: MaxNewTokens = None,
-    decay: Annotated[
-        Literal["linear", "cosine", "exponential", "power", "step", "constant"] | None,
-        Option(help="Shape of the fall (default: as trained, else linear)."),
-    ] = None,
-    order: Annotated[
-        Literal["top", "bottom", "even", "search"] | None,
-        Option(help="Layer order (default: as trained, else top). search finds one from the loss on the responses."),
-    ] = None,
-    search_rows: Annotated[int, Option(min=1, max=MOST, help="Rows that the search computes its losses on.")] = 64,
-    output: Annotated[Path, Option(help="The schedule, for --schedule.")] = Path("schedule.json"),
-    save: Annotated[
-        bool, Option("--save", help="Also save it in MODEL's config: --speedup of every verb then uses it.")
-    ] = False,
-    force: Annotated[bool, Option("--force", help="Save it even if the texts get worse.")] = False,
-    device: Device = None,
-    as_json: Json = False,
+    model: o.Model,
+    data: Rows,
+    speedup: Target = 2.0,
+    task: o.Task = "jsonl",
+    method: Method = "skipdecode",
+    limit: Limit = 256,
+    batch_size: o.BatchSize = 32,
+    max_new_tokens: o.MaxNewTokens = None,
+    decay: o.Decay = None,
+    order: Order = None,
+    search_rows: SearchRows = 64,
+    output: File = Path("schedule.json"),
+    save: Save = False,
+    force: Force = False,
+    prompt_column: o.PromptColumn = None,
+    response_column: o.ResponseColumn = None,
+    prompt_share: o.PromptShare = None,
+    max_source_words: o.MaxSourceWords = None,
+    device: o.Device = None,
+    as_json: o.Json = False,
 ) -> None:
     """Set the horizon from the lengths that MODEL really writes, so that SPEEDUP is achieved.
 
@@ -68,36 +62,15 @@ def calibrate(
 
     skipdecode calibrate demo --task e2e --data e2e-dataset --speedup 5
     """
+    given = locals()
     if force and not save:
         raise UsageError("--force goes with --save")
-    from ..data.tasks import get_task
     from ..evaluation.calibration import CalibrationPlan
     from ..evaluation.calibration import calibrate as run
 
-    plan = CalibrationPlan(
-        model,
-        data,
-        speedup,
-        get_task(
-            task,
-            max_source_words=max_source_words,
-            prompt_column=prompt_column,
-            response_column=response_column,
-            prompt_share=prompt_share,
-        ),
-        method,
-        limit=limit,
-        batch_size=batch_size,
-        max_new_tokens=max_new_tokens,
-        decay=decay,
-        order=order,
-        search_rows=search_rows,
-        output=output,
-        save=save,
-        device=device,
-    )
-    with progress_bar() as on_progress:
-        calibration = run(plan, say=say, on_progress=on_progress)
+    plan = CalibrationPlan(model, data, speedup, o.task_of(given), method, **{name: given[name] for name in PLAN})
+    with Bar() as bar:
+        calibration = run(plan, say=say, on_progress=bar.show)
     say(f"wrote {output}")
     _show(calibration)
     if as_json:
@@ -112,8 +85,9 @@ def _show(calibration: Calibration) -> None:
 
     schedule, plan, after = calibration.schedule, calibration.plan, calibration.after
     out.print(
-        f"{schedule.max_depth} to {schedule.min_depth} of {schedule.num_layers} layers over {schedule.horizon} tokens, "
-        f"{schedule.decay} decay, order {schedule.order}\nachieved [bold]{after.layer_ratio:.2f}x[/] fewer layers "
+        f"{schedule.max_depth} to {schedule.min_depth} of {schedule.num_layers} layers over {schedule.horizon} steps, "
+        f"{schedule.decay} decay, order {schedule.order}\n"
+        f"achieved a layer reduction of [bold]{after.layer_ratio:.2f}x[/] "
         f"({after.layer_ratio / plan.speedup - 1:+.1%}) over {len(after.texts)} texts in batches of {plan.batch_size}, "
         f"{min(after.lengths)} to {max(after.lengths)} steps each",
         highlight=False,
@@ -122,7 +96,7 @@ def _show(calibration: Calibration) -> None:
     for number, head in enumerate(("", "full depth", "before", "after")):
         table.add_column(head, justify="right" if number else "left")
     columns = (calibration.full, calibration.before, after)
-    table.add_row("fewer layers", *(f"{each.layer_ratio:.2f}x" for each in columns))
+    table.add_row("layer reduction", *(f"{each.layer_ratio:.2f}x" for each in columns))
     for label, each in calibration.quality.items():
         table.add_row(label, *(f"{value:.2f}" for value in (each.full, each.before, each.after)))
     out.print(table)

@@ -1,16 +1,12 @@
-"""What every verb of the command line shares: errors that end with exit code 2, and where words go."""
+"""What every verb of the command line shares: where words go, and how progress is shown."""
 
 from __future__ import annotations
 
-import math
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from rich.console import Console
-
-from ..errors import UsageError
 
 #: Results go to standard output, everything said about them to standard error.
 out = Console()
@@ -28,40 +24,37 @@ def drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def parse_numbers(text: str) -> tuple[float, ...]:
-    """``"1,2.5,5"`` as numbers. Raises UsageError."""
-    try:
-        values = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        values = ()
-    if not values or not all(map(math.isfinite, values)):
-        raise UsageError(f"numbers with commas between are wanted, like 1,2,3, not {text!r}")
-    return values
+class Bar:
+    """A progress bar on standard error: what is under way, how much of it is done, a rate, the time left.
 
+    It appears with the first call of :meth:`show`, so that what is refused before any work stands alone.
+    """
 
-def parse_speedups(text: str) -> tuple[float, ...]:
-    """Distinct speed-ups of at least 1. Raises UsageError."""
-    values = parse_numbers(text)
-    if not values or min(values) < 1 or len(set(values)) < len(values):
-        raise UsageError(f"speed-ups are distinct numbers of at least 1, not {text!r}")
-    return values
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+        described, rate = TextColumn("{task.description}"), TextColumn("{task.fields[rate]}")
+        self._progress = Progress(
+            described, BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn(), console=err
+        )
 
-@contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on standard error. Yields what to call with (what is under way, how much of it is done, of how much)."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    def __enter__(self) -> Bar:
+        return self
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=err, transient=True)
+    def __exit__(self, *_: object) -> None:
+        if self._progress.task_ids:
+            self._progress.stop()
 
-    def show(what: str, done: int, total: int) -> None:
-        progress.start()  # here, so that what is refused before any work stands alone
-        bar = progress.task_ids[0] if progress.task_ids else progress.add_task(what)
-        progress.update(bar, description=what, completed=done, total=total)
+    def show(self, what: str, done: int, total: int, rate: str = "") -> None:
+        """So much of ``total`` is done of what is under way."""
+        if not self._progress.task_ids:
+            self._progress.start()
+            self._progress.add_task(what, rate=rate)
+        task = self._progress.task_ids[0]
+        if self._progress.tasks[0].description != what:
+            self._progress.reset(task)
+        self._progress.update(task, description=what, completed=done, total=total, rate=rate)
 
-    try:
-        yield show
-    finally:
-        if progress.task_ids:
-            progress.stop()
+    def advance(self, count: int = 1, rate: str = "") -> None:
+        """So much more of it is done."""
+        self._progress.update(self._progress.task_ids[0], advance=count, rate=rate)

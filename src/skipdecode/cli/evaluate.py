@@ -11,110 +11,99 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from typer import Option
 
 from ..methods import METHODS
-from .console import out, parse_speedups, progress_bar, say
-from .options import (
-    MOST,
-    BatchSize,
-    Device,
-    Dtype,
-    Json,
-    MaxNewTokens,
-    MaxSourceWords,
-    Model,
-    PromptColumn,
-    PromptShare,
-    ResponseColumn,
-    Task,
-)
+from . import options as o
+from .console import Bar, out, say
 
 if TYPE_CHECKING:
     from ..evaluation.evaluate import Results
 
+Speedups = Annotated[str, Option(help="Target layer reductions of every method.")]
+Methods = Annotated[
+    str,
+    Option(
+        help=f"Methods to compare with the full model, separated by commas: {', '.join(METHODS)}. "
+        "METHOD=MODEL runs one on a checkpoint of its own; {speedup} in MODEL stands for the target."
+    ),
+]
+Schedules = Annotated[
+    list[str] | None,
+    Option("--schedule", help="Compare the schedule in this JSON file too (several: repeat it, or use commas)."),
+]
+Folder = Annotated[Path, Option(help="Folder for tables, plots and finished rows.")]
+Split = Annotated[Literal["test", "validation"], Option(help="The split that is scored.", rich_help_panel=o.DATA)]
+HeldOutRows = Annotated[
+    int,
+    Option(
+        min=1,
+        max=o.MOST,
+        help="Validation inputs for lengths, CALM's threshold and the loss by position.",
+        rich_help_panel=o.DATA,
+    ),
+]
+_CLOCK = "Clock and intervals"
+TimingRows = Annotated[int, Option(min=1, max=o.MOST, help="Inputs that are timed.", rich_help_panel=_CLOCK)]
+Repeats = Annotated[
+    int, Option(min=1, max=1000, help="Rounds timed, the full model and the method in turn.", rich_help_panel=_CLOCK)
+]
+Samples = Annotated[
+    int, Option(min=1, max=100_000, help="Bootstrap samples of the inputs for the intervals.", rich_help_panel=_CLOCK)
+]
+BertScore = Annotated[str | None, Option(help="Add BERTScore with this encoder: directory or hub name.")]
+Overwrite = Annotated[
+    bool, Option("--overwrite", help="Replace rows and tables of other settings or models in OUTPUT.")
+]
+
+#: What goes into the plan under its own name.
+PLAN = (
+    "methods output split limit held_out_rows batch_size max_new_tokens timing_rows repeats samples bert_score dtype "
+    "device overwrite"
+).split()
+
 
 def evaluate(
-    model: Model,
-    data: Annotated[
-        Path, Option(help="Folder with the task's files, a hub name, or a file of rows (prompts are enough).")
-    ] = Path("."),
-    task: Task = "jsonl",
-    speedups: Annotated[str, Option(help="Target speed-ups of every method.")] = "1,2,3,4,5",
-    methods: Annotated[
-        str,
-        Option(
-            help=f"Methods to compare with the full model, separated by commas: {', '.join(METHODS)}. "
-            "METHOD=MODEL runs one on a checkpoint of its own; {speedup} in MODEL stands for the target."
-        ),
-    ] = "skipdecode",
-    schedule: Annotated[
-        list[str] | None,
-        Option(help="Compare the schedule in this JSON file too (several: repeat the option, or use commas)."),
-    ] = None,
-    output: Annotated[Path, Option(help="Folder for tables, plots and finished rows.")] = Path("evaluation"),
-    split: Annotated[Literal["test", "validation"], Option(help="The split that is scored.")] = "test",
-    limit: Annotated[int | None, Option(min=1, max=MOST, help="Score only the first so many inputs.")] = None,
-    held_out_rows: Annotated[
-        int, Option(min=1, max=MOST, help="Validation inputs for lengths, CALM's threshold and the loss by position.")
-    ] = 256,
-    prompt_column: PromptColumn = None,
-    response_column: ResponseColumn = None,
-    prompt_share: PromptShare = None,
-    max_source_words: MaxSourceWords = None,
-    batch_size: BatchSize = 32,
-    max_new_tokens: MaxNewTokens = None,
-    timing_rows: Annotated[int, Option(min=1, max=MOST, help="Inputs that are timed.")] = 64,
-    repeats: Annotated[int, Option(min=1, max=1000, help="Rounds timed, the full model and the method in turn.")] = 5,
-    samples: Annotated[
-        int, Option(min=1, max=100_000, help="Bootstrap samples of the inputs for the confidence intervals.")
-    ] = 1000,
-    bert_score: Annotated[str | None, Option(help="Add BERTScore with this encoder: directory or hub name.")] = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    overwrite: Annotated[
-        bool, Option("--overwrite", help="Replace rows and tables of other settings or models in OUTPUT.")
-    ] = False,
-    as_json: Json = False,
+    model: o.Model,
+    data: o.Data = Path("."),
+    task: o.Task = "jsonl",
+    speedups: Speedups = "1,2,3,4,5",
+    methods: Methods = "skipdecode",
+    schedule: Schedules = None,
+    output: Folder = Path("evaluation"),
+    limit: o.Limit = None,
+    batch_size: o.BatchSize = 32,
+    max_new_tokens: o.MaxNewTokens = None,
+    bert_score: BertScore = None,
+    split: Split = "test",
+    held_out_rows: HeldOutRows = 256,
+    prompt_column: o.PromptColumn = None,
+    response_column: o.ResponseColumn = None,
+    prompt_share: o.PromptShare = None,
+    max_source_words: o.MaxSourceWords = None,
+    timing_rows: TimingRows = 64,
+    repeats: Repeats = 5,
+    samples: Samples = 1000,
+    dtype: o.Dtype = "auto",
+    device: o.Device = None,
+    overwrite: Overwrite = False,
+    as_json: o.Json = False,
 ) -> None:
-    """Compare quality, layers, wall clock and memory with the full model: one row per method and target speed-up.
+    """Compare quality, layers, wall clock and memory with the full model: one row per method and target.
 
-    Resumes after interruption: finished rows are kept in OUTPUT.
+    After an interruption, the same command measures only the rows that OUTPUT does not hold yet.
 
     skipdecode evaluate demo --task e2e --data e2e-dataset --speedups 1,2,3,4,5
     """
-    targets = parse_speedups(speedups)
-    from ..data.tasks import get_task
+    given = locals()
+    targets = o.parse_speedups(speedups)
     from ..evaluation.evaluate import EvaluationPlan
     from ..evaluation.evaluate import evaluate as run
 
+    files = [Path(name) for names in schedule or () for name in names.split(",")]
     plan = EvaluationPlan(
-        model,
-        data,
-        get_task(
-            task,
-            max_source_words=max_source_words,
-            prompt_column=prompt_column,
-            response_column=response_column,
-            prompt_share=prompt_share,
-        ),
-        targets,
-        methods,
-        schedules=[Path(name) for names in schedule or () for name in names.split(",")],
-        output=output,
-        split=split,
-        limit=limit,
-        held_out_rows=held_out_rows,
-        batch_size=batch_size,
-        max_new_tokens=max_new_tokens,
-        timing_rows=timing_rows,
-        repeats=repeats,
-        samples=samples,
-        bert_score=bert_score,
-        dtype=dtype,
-        device=device,
-        overwrite=overwrite,
+        model, data, o.task_of(given), targets, schedules=files, **{name: given[name] for name in PLAN}
     )
     command = shlex.join(["skipdecode", *(_short(part) for part in sys.argv[1:])])
-    with progress_bar() as on_progress:
-        results = run(plan, command=command, say=say, on_progress=on_progress)
+    with Bar() as bar:
+        results = run(plan, command=command, say=say, on_progress=bar.show)
     _show(results)
     if as_json:
         print(json.dumps({"about": results.about, "rows": results.rows}))

@@ -1,45 +1,142 @@
-"""Options that several verbs share, so that they have one name, one range and one help text."""
+"""The options of the command line: each has one name, one range and one help text, whatever verb takes it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from ..data.tasks import Task as TaskType
 
 #: More tokens, rows or words than anybody means: a slip that would run for ever or fill the memory.
 MOST = 1_000_000
 
+#: Panels of the help texts.
+DATA, LENGTH, SAMPLING, MACHINE = "Data", "Text", "Sampling and beams", "Machine"
+
+# --- the model and its schedule
 Model = Annotated[
     str,
     Argument(metavar="MODEL", help="Directory, hub name, or 'demo' for the embedded checkpoint.", show_default=False),
 ]
-Revision = Annotated[str | None, Option(help="Branch, tag or commit of a hub model.")]
-Attention = Annotated[
-    str | None, Option("--attn-implementation", help="eager, sdpa, …; transformers' choice if left out.")
+Speedup = Annotated[
+    float | None,
+    Option(help="Target layer reduction: 3 runs a third of the layers (default: the model's own schedule, else 2)."),
 ]
-Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], Option(help="Type of the weights.")]
-Device = Annotated[str | None, Option(help="cpu, cuda, …; a GPU if there is one.")]
+ScheduleFile = Annotated[Path | None, Option(help="A schedule's JSON file instead.")]
+Full = Annotated[bool, Option("--full", help="The unmodified model.")]
+Order = Annotated[str | None, Option(help="Layer order: top, bottom or even (default: the model's, else top).")]
+Decay = Annotated[
+    Literal["linear", "cosine", "exponential", "power", "step", "constant"] | None,
+    Option(help="How the depth falls (default: the model's, else linear)."),
+]
 
+# --- data
+Input = Annotated[str, Option(help="JSONL or CSV with prompts, lines of text, or - for standard input.")]
+Prompts = Annotated[
+    list[str] | None, Option("--prompt", help="A prompt instead of an input; may be repeated. Its text is printed.")
+]
+Output = Annotated[str, Option(help="JSONL, in the input's order; - for standard output.")]
+Data = Annotated[Path, Option(help="Folder with the task's files, a hub data set, or one JSONL or CSV file.")]
 Task = Annotated[
     Literal["jsonl", "e2e", "reddit_tldr", "cnn_dm"],
-    Option(
-        help="Format of the rows: jsonl takes any data, the others are data sets with a prompt format of their own."
-    ),
+    Option(help="jsonl takes any rows; the others are data sets with a prompt format.", rich_help_panel=DATA),
 ]
-Data = Annotated[Path, Option(help="Folder with the task's files, a hub data set, or one JSONL or CSV file.")]
-PromptColumn = Annotated[str | None, Option(help="Column of the prompts, if it is not prompt, messages or text.")]
-ResponseColumn = Annotated[str | None, Option(help="Column of the responses, if it is not response or completion.")]
+Format = Annotated[
+    Literal["jsonl", "csv", "text"] | None,
+    Option(help="The input's format, if its name does not tell.", rich_help_panel=DATA),
+]
+PromptColumn = Annotated[
+    str | None, Option(help="Column of the prompts, if not prompt, messages or text.", rich_help_panel=DATA)
+]
+ResponseColumn = Annotated[
+    str | None, Option(help="Column of the responses, if not response or completion.", rich_help_panel=DATA)
+]
 PromptShare = Annotated[
     float | None,
     Option(
         min=0,
         max=0.99,
-        help="Rows of plain text: this share of the words is the prompt; 0: only the begin-of-text token.",
+        help="Plain text: this share of its words is the prompt; 0: the begin-of-text token alone.",
+        rich_help_panel=DATA,
     ),
 ]
-MaxSourceWords = Annotated[int | None, Option(min=1, max=MOST, help="Summaries: cut a source after so many words.")]
+MaxSourceWords = Annotated[
+    int | None, Option(min=1, max=MOST, help="Summaries: cut a source after so many words.", rich_help_panel=DATA)
+]
+Chat = Annotated[
+    bool,
+    Option(
+        "--chat", help="Each prompt is a user's message: apply the tokenizer's chat template.", rich_help_panel=DATA
+    ),
+]
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace an output, finished or not, that is already there.")]
 
+Limit = Annotated[int | None, Option(min=1, max=MOST, help="Take only the first so many inputs.")]
+
+# --- decoding, by the names that transformers gives its options
 BatchSize = Annotated[int, Option(min=1, max=MOST, help="Rows decoded together.")]
 MaxNewTokens = Annotated[int | None, Option(min=1, max=MOST, help="Default: the task's (jsonl 128, e2e 80).")]
+MinNewTokens = Annotated[int | None, Option(min=0, max=MOST, rich_help_panel=LENGTH)]
+RepetitionPenalty = Annotated[float | None, Option(min=0.001, max=1000, rich_help_panel=LENGTH)]
+NoRepeatNgramSize = Annotated[int | None, Option(min=0, max=MOST, rich_help_panel=LENGTH)]
+Stop = Annotated[
+    list[str] | None, Option("--stop", help="End a text at this string; may be repeated.", rich_help_panel=LENGTH)
+]
+DoSample = Annotated[
+    bool,
+    Option("--do-sample", help="Sample instead of taking the likeliest token.", rich_help_panel=SAMPLING),
+]
+Temperature = Annotated[float | None, Option(min=0.001, max=1000, rich_help_panel=SAMPLING)]
+TopP = Annotated[float | None, Option(min=1e-6, max=1, rich_help_panel=SAMPLING)]
+TopK = Annotated[int | None, Option(min=0, max=MOST, rich_help_panel=SAMPLING)]
+SamplingSeed = Annotated[int, Option(min=0, help="Seed of the sampling.", rich_help_panel=SAMPLING)]
+NumBeams = Annotated[int | None, Option(min=1, max=1000, rich_help_panel=SAMPLING)]
+LengthPenalty = Annotated[float | None, Option(min=-10, max=10, rich_help_panel=SAMPLING)]
+
+# --- where it runs
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"], Option(help="Type of the weights.", rich_help_panel=MACHINE)
+]
+Device = Annotated[str | None, Option(help="cpu, cuda, …; a GPU if there is one.", rich_help_panel=MACHINE)]
+Revision = Annotated[str | None, Option(help="Branch, tag or commit of a hub model.", rich_help_panel=MACHINE)]
+Attention = Annotated[
+    str | None,
+    Option("--attn-implementation", help="eager, sdpa, … (default: transformers').", rich_help_panel=MACHINE),
+]
+
+# --- results
 Json = Annotated[bool, Option("--json", help="The result as JSON on the last line of standard output.")]
+
+
+def task_of(given: Mapping[str, Any]) -> TaskType:
+    """The task that a verb's options describe. Raises TaskError."""
+    from ..data.tasks import get_task
+
+    names = ("max_source_words", "prompt_column", "response_column", "prompt_share")
+    return get_task(given["task"], **{name: given[name] for name in names})
+
+
+def parse_numbers(text: str) -> tuple[float, ...]:
+    """``"1,2.5,5"`` as numbers. Raises UsageError."""
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or not all(map(math.isfinite, values)):
+        raise UsageError(f"numbers with commas between them are needed, like 1,2,3, not {text!r}")
+    return values
+
+
+def parse_speedups(text: str) -> tuple[float, ...]:
+    """Distinct speed-ups of at least 1. Raises UsageError."""
+    values = parse_numbers(text)
+    if min(values) < 1 or len(set(values)) < len(values):
+        raise UsageError(f"speed-ups are distinct numbers of at least 1, not {text!r}")
+    return values

@@ -10,7 +10,8 @@ from itertools import accumulate
 from typing import Any
 
 from ..errors import ScheduleError
-from .schedule import MOST_TOKENS, Schedule
+from .schedule import Schedule
+from .schedule_checks import MOST_TOKENS
 from .shapes import mix, remaining, round_half_up, share_of_max
 
 #: How near the achieved ratio comes where whole layers allow it.

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ..errors import FileError, ScheduleError, SkipDecodeError
 from ..files import parse_json, read_json, write
-from .shapes import DECAYS, ORDERS, budget, flat_depth, mix, ranking, remaining, target
+from .schedule_checks import MOST_TOKENS, check_depths, check_order, check_whole, require
+from .shapes import DECAYS, budget, flat_depth, mix, ranking, remaining, target
 
-#: More than any model has, and few enough that nothing hangs: depths are kept step by step.
+#: More than any model has.
 MOST_LAYERS = 1024
-MOST_TOKENS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -68,56 +68,15 @@ class Schedule:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("num_layers", "max_depth", "min_depth", "horizon", "warmup", "stairs", "prompt_decay"):
             least = 0 if name in ("warmup", "prompt_decay") else 1
-            _whole(name, getattr(self, name), least, MOST_LAYERS if name == "num_layers" else MOST_TOKENS)
-        _require(self.decay in DECAYS, f"decay must be one of {', '.join(DECAYS)}, not {self.decay!r}")
-        _require(
+            check_whole(name, getattr(self, name), least, MOST_LAYERS if name == "num_layers" else MOST_TOKENS)
+        require(self.decay in DECAYS, f"decay must be one of {', '.join(DECAYS)}, not {self.decay!r}")
+        require(
             isinstance(self.rate, (int, float)) and not isinstance(self.rate, bool) and 0 < self.rate < math.inf,
             f"rate must be a finite number above 0, not {self.rate!r}",
         )
-        _require(self.stairs >= 2, f"stairs must be at least 2, not {self.stairs}")
-        self._check_depths()
-        self._check_order()
-
-    def _check_depths(self) -> None:
-        if self.decay == "list":
-            depths = self.depths if isinstance(self.depths, tuple) else ()
-            _require(bool(depths), "decay 'list' needs depths, one number of layers per step")
-            for value in depths:
-                _whole("each of depths", value)
-            _require(
-                all(a >= b for a, b in pairwise(depths)),
-                f"depths must never increase (a layer once skipped has no keys and values to go back to): {depths}",
-            )
-            _require(
-                (self.max_depth, self.min_depth, self.horizon) == (depths[0], depths[-1], len(depths)),
-                "with decay 'list', max_depth, min_depth and horizon must be the list's first, last and length; "
-                "Schedule.from_depths sets them",
-            )
-        else:
-            _require(self.depths is None, f"depths go with decay 'list', not with {self.decay!r}")
-        _require(
-            self.min_depth <= self.max_depth, f"min_depth {self.min_depth} is greater than max_depth {self.max_depth}"
-        )
-        _require(
-            self.max_depth <= self.num_layers,
-            f"max_depth {self.max_depth} is greater than num_layers {self.num_layers}",
-        )
-        if self.decay == "constant":
-            _require(self.max_depth == self.min_depth, "decay 'constant' needs max_depth equal to min_depth")
-
-    def _check_order(self) -> None:
-        if isinstance(self.order, tuple):
-            # A tuple of anything but int would compare equal for 1.0 or True: the type is checked too.
-            _require(
-                all(type(i) is int for i in self.order) and sorted(self.order) == list(range(self.num_layers)),
-                f"order must hold each of the layers 0 to {self.num_layers - 1} exactly once, not {self.order}",
-            )
-        else:
-            _require(self.order in ORDERS, f"order must be {', '.join(ORDERS)} or a permutation, not {self.order!r}")
-        _require(
-            self.order != "top" or self.warmup <= self.min_depth,
-            f"warmup {self.warmup} is greater than min_depth {self.min_depth}",
-        )
+        require(self.stairs >= 2, f"stairs must be at least 2, not {self.stairs}")
+        check_depths(self)
+        check_order(self)
 
     # --- what a step runs
 
@@ -159,7 +118,7 @@ class Schedule:
 
     def average_depth(self, length: int) -> float:
         """Mean layers per step over ``length`` steps."""
-        _whole("length", length)
+        check_whole("length", length)
         inside = self._staircase[:length]
         return (sum(inside) + (length - len(inside)) * self.min_depth) / length
 
@@ -202,8 +161,8 @@ class Schedule:
 
         ``options`` are further fields of the schedule, ``order`` and ``decay`` among them.
         """
-        _whole("num_layers", num_layers)
-        _require(
+        check_whole("num_layers", num_layers)
+        require(
             isinstance(speedup, (int, float)) and 1 <= speedup <= num_layers,
             f"a speed-up is 1 to the number of layers ({num_layers}), not {speedup}",
         )
@@ -234,7 +193,7 @@ class Schedule:
     @classmethod
     def from_depths(cls, num_layers: int, depths: list[int] | tuple[int, ...], **options: Any) -> Schedule:
         """The explicit list: step ``g`` runs ``depths[g]`` layers, the last one holds from there on."""
-        _require(bool(depths), "depths must hold at least one number")
+        require(bool(depths), "depths must hold at least one number")
         return cls(num_layers, depths[0], depths[-1], len(depths), decay="list", depths=tuple(depths), **options)
 
     def replace(self, **changes: Any) -> Schedule:
@@ -246,14 +205,26 @@ class Schedule:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if v is not None}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Schedule:
-        """Inverse of :meth:`to_dict`. Raises ScheduleError on unknown or missing keys."""
-        _require(isinstance(values, dict), f"a schedule is a JSON object, not {type(values).__name__}")
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(values) - known)
-        _require(not unknown, f"unknown schedule keys: {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    def from_dict(cls, values: dict[str, Any], *, strict: bool = True) -> Schedule:
+        """Inverse of :meth:`to_dict`.
+
+        Args:
+            values: as JSON has them.
+            strict: whether keys that this version does not know are refused; else they are left out with a warning,
+                so that a model that a later version has trained can be opened.
+
+        Raises:
+            ScheduleError: unknown or missing keys, or values that contradict each other.
+        """
+        require(isinstance(values, dict), f"a schedule is a JSON object, not {type(values).__name__}")
+        names = {field.name for field in fields(cls)}
+        unknown = ", ".join(sorted(set(values) - names))
+        require(not unknown or not strict, f"unknown schedule keys: {unknown}; known are {', '.join(sorted(names))}")
+        if unknown:
+            warnings.warn(f"a later version of skipdecode wrote {unknown} into a schedule: left out", stacklevel=2)
+            values = {name: value for name, value in values.items() if name in names}
         missing = [key for key in ("num_layers", "max_depth", "min_depth", "horizon") if key not in values]
-        _require(not missing, f"a schedule needs {', '.join(missing)}")
+        require(not missing, f"a schedule needs {', '.join(missing)}")
         return cls(**values)
 
     def to_json(self) -> str:
@@ -289,15 +260,3 @@ def is_schedule(data: bytes) -> bool:
     except SkipDecodeError:
         return False
     return True
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ScheduleError(message)
-
-
-def _whole(name: str, value: Any, least: int = 1, most: int = MOST_TOKENS) -> None:
-    _require(
-        type(value) is int and least <= value <= most,
-        f"{name} must be a whole number from {least:,} to {most:,}, not {value!r}",
-    )

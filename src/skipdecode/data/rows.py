@@ -115,17 +115,17 @@ def _object(line: str) -> tuple[dict[str, Any], str | None]:
         return {}, f"not JSON: {problem}"
     if not isinstance(row, dict):
         return {}, "not a JSON object"
-    if not _is_flat(row):
+    if not _is_shallow(row):
         return {}, "nested too deep"
     if "\\u" in line and not is_text(written := json.dumps(row, ensure_ascii=False)):
         return json.loads(_clean(written)), "not UTF-8: it escapes half a character (a lone surrogate)"
     return row, None
 
 
-def _is_flat(value: Any, room: int = MAX_NESTING) -> bool:
+def _is_shallow(value: Any, room: int = MAX_NESTING) -> bool:
     if not isinstance(value, (dict, list)):
         return True
-    return room > 0 and all(_is_flat(v, room - 1) for v in (value.values() if isinstance(value, dict) else value))
+    return room > 0 and all(_is_shallow(v, room - 1) for v in (value.values() if isinstance(value, dict) else value))
 
 
 def _csv(file: TextIO, name: str) -> Iterator[Row]:

@@ -93,10 +93,12 @@ def _rest_of(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str, 
 
 def _closed(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     """An answer up to the end-of-sequence that its template closes it with, or with one behind it."""
-    last = len(ids) - 1 - ids[::-1].index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
-    if last < len(ids) and not tokenizer.decode(ids[last + 1 :]).strip():
-        return ids[: last + 1]
-    return [*ids, tokenizer.eos_token_id]
+    eos = tokenizer.eos_token_id
+    if eos in ids:
+        end = len(ids) - ids[::-1].index(eos)
+        if not tokenizer.decode(ids[end:]).strip():  # ChatML has a line break there, which is never decoded
+            return ids[:end]
+    return [*ids, eos]
 
 
 def _ids_behind(tokenizer: PreTrainedTokenizerBase, start: list[int], whole: list[int], text: str) -> list[int]:

@@ -12,7 +12,9 @@ from .. import __version__
 from ..data.metrics import DEFAULT, Metric
 from ..data.tasks import Example, Task
 from ..data.tokenization import encode_prompts
-from ..generation.generate import Decoding, Generated, generate_ids
+from ..generation.batch import Decoding
+from ..generation.generate import generate_ids
+from ..generation.results import Generated
 from ..provenance import fingerprint
 from .timing import machine
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, PreTrainedModel
 
 from ..core.attach import attach, detach, teacher_forced
 from ..core.cache import SkipCache
-from ..core.gate import GateState
+from ..core.checkpoint_config import resolve_schedule
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers, fitted, text_config
-from ..errors import CacheError, SkipDecodeError
+from ..errors import CacheError, SkipDecodeError, UnsupportedModel, UsageError
+from ..generation.loading import load, read_config
+from .reference import undone
 
 #: Largest difference of logits, relative to their scale, that counts as equal in float32.
 TOLERANCE = 1e-5
@@ -94,6 +95,39 @@ def sample_batch(
     return Batch((ids * mask).to(model.device), mask.to(model.device), new_tokens)
 
 
+def check_model(
+    name: str,
+    speedup: float | None = None,
+    *,
+    dtype: str = "float32",
+    device: str | None = None,
+    attention: str | None = None,
+    revision: str | None = None,
+) -> Iterator[Finding]:
+    """Load a model and yield one finding per claim of :data:`CHECKS`.
+
+    Args:
+        name: directory, hub name, or ``demo``.
+        speedup: whose schedule is checked, over 8 steps at most, so that few tokens pass through all of its depths.
+        dtype, device, attention, revision: as :func:`skipdecode.load` takes them. float32 shows equality to 1e-5.
+
+    Raises:
+        UsageError: the schedule skips nothing.
+        ModelError: the model cannot be loaded.
+    """
+    schedule = resolve_schedule(read_config(name, revision), speedup)
+    if schedule.decay != "list":
+        schedule = schedule.replace(horizon=min(schedule.horizon, 8))
+    if schedule.is_full:
+        raise UsageError("the schedule skips nothing, so there is nothing to check: give a speed-up of 2 or more")
+    try:
+        model, _ = load(name, dtype=dtype, device=device, attention=attention, revision=revision)
+    except UnsupportedModel as error:
+        yield Finding(ATTACHES, False, str(error))
+    else:
+        yield from run_checks(model, schedule)
+
+
 def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
     """Yield one finding per claim. The model is left attached, if it can be.
 
@@ -110,47 +144,6 @@ def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
         yield Finding(claim, held, detail)
         if claim == ATTACHES and not held:
             return
-
-
-@contextmanager
-def undone(model: nn.Module, schedule: Schedule, prompt_length: int, text: Tensor) -> Iterator[None]:
-    """The reference: every layer of the stock model runs whole, then gets its input back where it should not have run.
-
-    Nothing is used but how many positions each layer runs: no gate, no cache, no cutting. Layers look back only, so
-    that what they did on later positions, undone, cannot be seen.
-
-    Args:
-        model: without gates.
-        schedule: which layers each position runs.
-        prompt_length: width of the prompt block.
-        text: the ids (rows, positions) that the pass inside will be over.
-    """
-    counts = fitted(schedule, model.config).positions_per_layer(prompt_length, text.shape[1])
-    shapes = GateState(frozenset())
-
-    def undo(count: int) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            hidden, made = args[0] if args else kwargs["hidden_states"], output
-            if isinstance(output, tuple):
-                made = output[0]
-            axis = shapes.axis(hidden, tuple(text.shape))
-            # A model may drop positions whose logits nobody asks for.
-            width = hidden.shape[axis]
-            kept = max(count - (text.shape[1] - width), 0)
-            mixed = torch.cat([made.narrow(axis, 0, kept), hidden.narrow(axis, kept, width - kept)], dim=axis)
-            return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
-
-        return hook
-
-    hooks = [
-        layer.register_forward_hook(undo(count), with_kwargs=True)
-        for layer, count in zip(decoder_layers(model), counts, strict=True)
-    ]
-    try:
-        yield
-    finally:
-        for handle in hooks:
-            handle.remove()
 
 
 def attaches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:

@@ -20,8 +20,8 @@ def batches_of(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, batch_size: int
 ) -> list[dict[str, Any]]:
     """Collated batches of the examples (first references) that fit the model, on its device."""
-    rows = encode(examples, tokenizer, max_positions(model) or 1 << 30)
-    collate = Collator(tokenizer.pad_token_id, max_length=max_positions(model))
+    rows = encode(examples, tokenizer, max_positions(model.config) or 1 << 30)
+    collate = Collator(tokenizer.pad_token_id, max_length=max_positions(model.config))
     return [
         {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in collate(list(part)).items()}
         for part in (rows.select(range(i, min(i + batch_size, len(rows)))) for i in range(0, len(rows), batch_size))

@@ -16,8 +16,9 @@ from ..data.metrics import Agreement, bootstrap
 from ..data.tasks import subsample
 from ..errors import FileError, JobError
 from ..files import check_target, locked, read_json, write
-from ..generation.generate import Cost, Decoding, Generated
+from ..generation.batch import Decoding
 from ..generation.loading import load, resolve
+from ..generation.results import Cost, Generated
 from ..provenance import fingerprint, identity
 from .arms import Arm
 from .bench import Bench

@@ -17,8 +17,8 @@ import torch
 import transformers
 
 from ..errors import ModelError
-from ..generation.generate import Cost, Generated
 from ..generation.loading import cpu_capabilities
+from ..generation.results import Cost, Generated
 
 Name = TypeVar("Name", str, float)
 

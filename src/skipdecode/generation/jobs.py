@@ -1,235 +1,257 @@
-"""A generation job over many rows: with its journal, a killed job goes on without losing or repeating a row."""
+"""A generation job: a text for every row of an input. What is wrong with a row is said before weights are loaded."""
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import os
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from ..core.checkpoint_config import is_trained, layer_count, resolve_schedule
 from ..core.schedule import Schedule
-from ..data.inputs import Item
+from ..data.chat import Message, Prompt
+from ..data.inputs import Item, read_items
+from ..data.tasks import Task, get_task
 from ..data.tokenization import encode_prompts
-from ..errors import FileError, JobError
-from ..files import locked, parse_json, sync_folder, write
-from .generate import Completion, Cost, batches, max_positions
+from ..errors import MissingExtra, ModelError, UsageError
+from ..files import check_target
+from ..provenance import fingerprint, identity
+from .generate import batches, max_positions
+from .journal import Journal
+from .loading import load, load_tokenizer, placement, read_config, resolve
+from .options import check_options
+from .results import Completion, Cost
 
-#: How a journal begins; what begins otherwise is somebody else's file.
-MAGIC = b'{"skipdecode journal": 1, "job": "'
+
+def _ignore(*_: Any) -> None:
+    """Nobody wants to know."""
 
 
-class Journal:
-    """Finished batches, one JSON line each, in ``OUTPUT.partial``; its first line names the job it belongs to.
-
-    Each line ends in a checksum of itself and of all lines before it. Reading stops at the first line that is not
-    whole and right (cut by a kill, damaged, doubled, of another shape): what it held is done again. The output is
-    locked for as long as the journal is open; nothing is written before the first batch.
-
-    Args:
-        output: the file that the job will write; a link stands for what it points to.
-        job: what makes two jobs the same, from :func:`skipdecode.provenance.fingerprint`.
-        replace: finished batches of another job are dropped, instead of refused.
+@dataclass(frozen=True)
+class JobResult:
+    """What a job wrote.
 
     Attributes:
-        rows, costs: what is finished.
-        summary: of a job that was killed after its output was whole; None of any other.
+        items: the input's rows; ``error`` says what is wrong with a bad one.
+        completions: by index of their item; bad items have none. Empty if all was written by a run before this one.
+        summary: numbers of the job, earlier runs of it included: those of :meth:`Cost.summary`, ``bad_rows``,
+            ``target_speedup`` (layers), ``layers`` (of the model), and scores where the input has references.
+    """
+
+    items: Sequence[Item]
+    completions: Mapping[int, Completion]
+    summary: Mapping[str, Any]
+
+    @property
+    def jsonl(self) -> str:
+        """The output: one line per row of the input, in its order."""
+        made = [
+            item.columns
+            | ({"error": f"line {item.line}: {item.error}"} if item.error else asdict(self.completions[index]))
+            for index, item in enumerate(self.items)
+        ]
+        return "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in made)
+
+
+@dataclass(frozen=True)
+class GenerationJob:
+    """A text for every row of an input. With an output file, a job that was killed goes on where it was.
+
+    Args:
+        model: directory, hub name, or ``demo``.
+        input: a file, ``-`` for standard input, or the prompts themselves.
+        output: the JSONL file to write; None: the result holds all.
+        task: how rows are read and prompted; any JSONL by default.
+        format: ``jsonl``, ``csv`` or ``text``, if the input's name does not tell.
+        speedup, schedule, full: one of them: a target layer reduction, a schedule, the unmodified model. By default
+            the schedule of the model's config.
+        batch_size: rows decoded together.
+        seed: of sampling: a row's text depends on it and on the row's number, not on its batch.
+        dtype, device, revision: as :func:`skipdecode.load` takes them.
+        overwrite: replace an output, finished or not, that is already there.
+        chat: each prompt that is a text is a user's message: the tokenizer's chat template is applied.
+        options: as ``model.generate`` names them; ``max_new_tokens`` is the task's if it is not among them.
 
     Raises:
-        JobError: another process works on ``output``, or the batches there are another job's.
-        FileError: ``OUTPUT.partial`` is there and is no journal.
+        UsageError: arguments that contradict each other.
     """
 
-    def __init__(self, output: Path, job: str, *, replace: bool = False) -> None:
-        self.output = Path(os.path.realpath(output))
-        self.path = self.output.with_name(self.output.name + ".partial")
-        self.rows: dict[int, Completion] = {}
-        self.costs: list[Cost] = []
-        self.summary: dict[str, Any] | None = None
-        self._job = job
-        self._good = self._chain = 0  # how many bytes are right, and their checksum
-        self._file: BinaryIO | None = None
-        with ExitStack() as stack:
-            stack.enter_context(locked(self.output))
-            self._read(replace)
-            self._lock = stack.pop_all()
+    model: str
+    input: str | Sequence[Prompt] = "-"
+    output: Path | None = None
+    task: Task = field(default_factory=lambda: get_task("jsonl"))
+    format: str | None = None
+    speedup: float | None = None
+    schedule: Schedule | None = None
+    full: bool = False
+    batch_size: int = 32
+    seed: int = 0
+    dtype: str = "auto"
+    device: str | None = None
+    revision: str | None = None
+    overwrite: bool = False
+    chat: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
-    def __enter__(self) -> Journal:
-        return self
+    def __post_init__(self) -> None:
+        if sum((self.speedup is not None, self.schedule is not None, self.full)) > 1:
+            raise UsageError("give one of speedup, schedule and full")
+        object.__setattr__(self, "options", {"max_new_tokens": self.task.max_new_tokens} | dict(self.options))
+        check_options(self.options, self.batch_size, self.seed)
+        if self.output is not None:
+            check_target(self.output)
+            self._refuse_input(self.output)
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _refuse_input(self, output: Path) -> None:
+        """Neither the output nor its journal may be the file that is read."""
+        real = Path(os.path.realpath(output))
+        for path in (real, real.with_name(real.name + ".partial")):
+            source = self.input if isinstance(self.input, str) and self.input != "-" else None
+            if source and path.exists() and os.path.exists(source) and path.samefile(source):
+                raise UsageError(f"{path} is the input: give another --output")
 
-    def close(self) -> None:
-        """Another process may go on with it."""
-        if self._file:
-            self._file.close()
-        self._lock.close()
+    def run(
+        self,
+        *,
+        on_start: Callable[[int, int], object] = _ignore,
+        on_batch: Callable[[Cost], object] = _ignore,
+        say: Callable[[str], object] = _ignore,
+    ) -> JobResult:
+        """Write what is not written yet.
 
-    def _read(self, replace: bool) -> None:
-        """Take in the lines that are whole and right."""
-        if not self.path.exists():
-            return
-        data = self.path.read_bytes()
-        if not data.startswith(MAGIC) and not MAGIC.startswith(data):
-            raise FileError(f"{self.path} is not a journal of skipdecode: move it away, or give another --output")
-        lines = _sealed(data, self.path)
-        header, good, chain = next(lines, ({}, 0, 0))
-        if header.get("job") != self._job:
-            if not replace and next(lines, None) is not None:
-                raise JobError(
-                    f"{self.path} belongs to a job with another input, model or options; "
-                    "run that one to its end, or give --overwrite to drop it"
-                )
-            return
-        self._good, self._chain = good, chain
-        for entry, good, chain in lines:
-            if "output" in entry:  # the last line; a job that goes on writes it anew
-                summary = entry.get("summary")
-                if isinstance(summary, dict) and self.output.is_file():
-                    self.summary = summary if _digest(self.output.read_bytes()) == entry["output"] else None
-                return
-            batch = _batch(entry)
-            if batch is None or batch[0].keys() & self.rows.keys():
-                return
-            self.rows.update(batch[0])
-            self.costs.append(batch[1])
-            self._good, self._chain = good, chain
+        Args:
+            on_start: told how many rows there are to write, and how many of them an earlier run has written.
+            on_batch: told what each batch took.
+            say: told what a person should know.
 
-    def add(self, indices: Sequence[int], rows: Sequence[Completion], cost: Cost) -> None:
-        """Keep one finished batch; on return it is on the disk."""
-        self._append({"rows": {i: asdict(row) for i, row in zip(indices, rows, strict=True)}, "cost": asdict(cost)})
-        self.rows.update(zip(indices, rows, strict=True))
-        self.costs.append(cost)
+        Raises:
+            SkipDecodeError: of the kind that says what the user can mend.
+        """
+        config = read_config(self.model, self.revision)
+        schedule = None if self.full else resolve_schedule(config, self.speedup, self.schedule)
+        if schedule is not None and not is_trained(config):
+            say(f"{self.model} was not trained for skipping: its texts will be poor (skipdecode train; or --full)")
+        items = self._items()
+        # Another type or kind of device rounds otherwise; a hub name alone does not say which version it is.
+        placed = [*map(str, placement(config, self.dtype, self.device)), getattr(config, "_commit_hash", None)]
+        rows = _Rows(items, load_tokenizer(self.model, self.revision), config, self.options["max_new_tokens"])
 
-    def _append(self, entry: dict[str, Any]) -> None:
-        lines, chain = b"", self._chain
-        for part in [entry] if self._good else [{"skipdecode journal": 1, "job": self._job}, entry]:
-            payload = json.dumps(part, ensure_ascii=False).encode()
-            chain = zlib.crc32(payload, chain)
-            lines += payload + b" %08x\n" % chain
-        if self._file is None:
-            self._file = self.path.open("r+b" if self._good else "wb")
-        self._file.seek(self._good)
-        self._file.truncate()
-        self._file.write(lines)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        if not self._good:
-            sync_folder(self.path.parent)
-        self._good, self._chain = self._good + len(lines), chain
+        def work(journal: Journal | None) -> JobResult:
+            return self._write(rows, config, schedule, journal, on_start, on_batch, say)
 
-    def finish(self, text: str, summary: dict[str, Any]) -> None:
-        """Write the output, whole, and drop the journal; killed in between, the next run finds ``summary``."""
-        self._append({"output": _digest(text.encode()), "summary": summary})
-        write(self.output, text)
-        self.drop()
+        if self.output is None:
+            return work(None)
+        prompts = [item.prompt for item in items]
+        parts = (prompts, schedule.to_dict() if schedule else None, self.options, self.seed, placed, self.batch_size)
+        job = fingerprint(identity(resolve(self.model)), *parts)
+        with Journal(self.output, job, replace=self.overwrite) as journal:
+            if journal.summary is not None:  # killed between its last two writes
+                journal.drop()
+                return JobResult(rows.items, {}, journal.summary)
+            if self.output.exists() and not self.overwrite:
+                raise UsageError(f"{self.output} is already there: give --overwrite to replace it")
+            result = work(journal)
+            journal.finish(result.jsonl, dict(result.summary))
+            return result
 
-    def drop(self) -> None:
-        """The output is there: the journal goes."""
-        if self._file:
-            self._file.close()
-        self.path.unlink(missing_ok=True)
-        sync_folder(self.path.parent)
+    def _items(self) -> list[Item]:
+        if isinstance(self.input, str):
+            items = read_items(self.input, self.task, self.format)
+        else:
+            items = [Item(number, {"prompt": prompt}, prompt) for number, prompt in enumerate(self.input, 1)]
+        texts = [item for item in items if self.chat and isinstance(item.prompt, str) and not item.error]
+        asked = {id(item): replace(item, prompt=(Message("user", str(item.prompt)),)) for item in texts}
+        return [asked.get(id(item), item) for item in items]
 
+    def _write(
+        self,
+        rows: _Rows,
+        config: Any,
+        schedule: Schedule | None,
+        journal: Journal | None,
+        on_start: Callable[[int, int], object],
+        on_batch: Callable[[Cost], object],
+        say: Callable[[str], object],
+    ) -> JobResult:
+        """The completions that the journal does not hold yet, with those that it holds."""
+        completions = dict(journal.rows) if journal else {}
+        cost = Cost(layer_count(config))
+        for earlier in journal.costs if journal else []:
+            cost += earlier
+        if completions:
+            say(f"{len(completions)} rows were done before")
+        todo = {index: ids for index, ids in rows.ids.items() if index not in completions}
+        if todo:
+            model, tokenizer = load(self.model, dtype=self.dtype, device=self.device, revision=self.revision)
+            on_start(len(rows.ids), len(completions))
+            made = batches(model, tokenizer, todo, schedule, self.batch_size, self.seed, **self.options)
+            for keys, batch, took in made:
+                if journal:
+                    journal.add(keys, batch, took)
+                completions.update(zip(keys, batch, strict=True))
+                cost += took
+                on_batch(took)
+        summary = cost.summary() | {
+            "bad_rows": len(rows.items) - len(rows.ids),
+            "layers": cost.num_layers,
+            "target_speedup": 1.0 if schedule is None else self.speedup or schedule.target,
+        }
+        return JobResult(rows.items, completions, summary | self._scores(rows.items, completions, say))
 
-def _sealed(data: bytes, path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """The lines that are whole and follow from those before: what each says, where it ends, the checksum there."""
-    end = chain = 0
-    for line in io.BytesIO(data):
-        payload, seal = line[:-10], line[-10:]
-        chain = zlib.crc32(payload, chain)
-        if seal != b" %08x\n" % chain:
-            return
+    def _scores(
+        self, items: Sequence[Item], completions: Mapping[int, Completion], say: Callable[[str], object]
+    ) -> dict[str, float]:
+        """The task's score where the input has references and its library is installed."""
+        scored = [index for index in completions if items[index].references]
+        if not scored:
+            return {}
         try:
-            entry = parse_json(payload, path)
-        except FileError:
-            return
-        if not isinstance(entry, dict):
-            return
-        end += len(line)
-        yield entry, end, chain
+            scores = self.task.score([completions[i].text for i in scored], [items[i].references for i in scored])
+        except MissingExtra:
+            say("the input has references; pip install 'skipdecode[eval]' to see the score")
+            return {}
+        return {name: round(value, 2) for name, value in scores.items()}
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+class _Rows:
+    """The rows of a job, judged by the tokenizer: ``ids`` of those that can be written, ``items`` with all errors."""
+
+    def __init__(self, items: Sequence[Item], tokenizer: PreTrainedTokenizerBase, config: Any, new_tokens: int) -> None:
+        self.items = list(items)
+        self.ids: dict[int, list[int]] = {}
+        limit = max_positions(config)
+        good = [index for index, item in enumerate(items) if item.error is None]
+        for index, ids in zip(good, _encode(tokenizer, [items[index].prompt for index in good]), strict=True):
+            error = ids if isinstance(ids, str) else _too_long(len(ids), new_tokens, limit)
+            if error is None and not isinstance(ids, str):
+                self.ids[index] = ids
+            else:
+                self.items[index] = replace(items[index], error=error)
 
 
-def _batch(entry: dict[str, Any]) -> tuple[dict[int, Completion], Cost] | None:
-    """The batch that a journal's line holds; None if it is of another shape."""
+def _encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int] | str]:
+    """Token ids of each prompt, or what is wrong with it: a chat template may refuse one conversation."""
     try:
-        rows = {int(index): Completion(**row) for index, row in entry["rows"].items()}
-        cost = Cost(**entry["cost"])
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None
-    return (rows, cost) if rows and _plain(cost) and all(map(_plain, rows.values())) else None
+        return list(encode_prompts(tokenizer, prompts))
+    except ModelError:
+        if tokenizer.chat_template is None or len(prompts) == 1:
+            raise
+    found: list[list[int] | str] = []
+    for prompt in prompts:
+        try:
+            found += encode_prompts(tokenizer, [prompt])
+        except ModelError as error:
+            found.append(str(error))
+    return found
 
 
-def _plain(value: Completion | Cost) -> bool:
-    """Whether the fields are of their types; numbers are not negative."""
-    kinds: dict[Any, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
-    pairs = [(field.type, getattr(value, field.name)) for field in fields(value)]
-    return all(type(x) in kinds[kind] and (kind == "str" or x >= 0) for kind, x in pairs)
-
-
-def check_lengths(items: Sequence[Item], ids: Sequence[Sequence[int]], limit: int | None, new_tokens: int) -> None:
-    """Mark the rows that have no token, or that the model has no positions for."""
-    for item, row in zip(items, ids, strict=True):
-        if item.error is None and not row:
-            item.error = "the prompt has no token"
-        elif item.error is None and limit is not None and len(row) + new_tokens > limit:
-            item.error = (
-                f"too long: {len(row)} prompt tokens and {new_tokens} new ones, but the model has {limit} positions"
-            )
-
-
-def run_job(
-    items: Sequence[Item],
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    schedule: Schedule | None,
-    *,
-    batch_size: int,
-    max_new_tokens: int,
-    journal: Journal | None = None,
-    on_batch: Callable[[Cost], None] | None = None,
-    seed: int = 0,
-    **options: Any,
-) -> tuple[dict[int, Completion], Cost]:
-    """Generate what the journal does not hold yet.
-
-    Returns the rows by index of their item (bad items have none) and what they cost, earlier runs included.
-    """
-    ids = encode_prompts(tokenizer, [item.prompt for item in items]) if items else []
-    check_lengths(items, ids, max_positions(model), max_new_tokens)
-    total = Cost(model.config.get_text_config(decoder=True).num_hidden_layers)
-    rows: dict[int, Completion] = dict(journal.rows) if journal else {}
-    for cost in journal.costs if journal else []:
-        total += cost
-    todo = {i: ids[i] for i, item in enumerate(items) if item.error is None and i not in rows}
-    for keys, done, cost in batches(
-        model, tokenizer, todo, schedule, batch_size, seed, max_new_tokens=max_new_tokens, **options
-    ):
-        if journal:
-            journal.add(keys, done, cost)
-        rows.update(zip(keys, done, strict=True))
-        total += cost
-        if on_batch:
-            on_batch(cost)
-    return rows, total
-
-
-def lines(items: Sequence[Item], rows: dict[int, Completion]) -> list[str]:
-    """The output's JSONL, in the input's order."""
-    made = [
-        item.columns | ({"error": f"line {item.line}: {item.error}"} if item.error else asdict(rows[i]))
-        for i, item in enumerate(items)
-    ]
-    return [json.dumps(line, ensure_ascii=False) for line in made]
+def _too_long(length: int, new_tokens: int, limit: int | None) -> str | None:
+    if length == 0:
+        return "the prompt has no token"
+    if limit is not None and length + new_tokens > limit:
+        return f"too long: {length} prompt tokens and {new_tokens} new ones, but the model has {limit} positions"
+    return None

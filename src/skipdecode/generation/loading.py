@@ -21,6 +21,7 @@ from transformers import (
 from transformers.utils import logging
 
 from ..core.attach import attach
+from ..core.stack import text_config
 from ..data.tokenization import for_decoding, train_tokenizer
 from ..errors import ModelError
 from .soundness import (
@@ -73,7 +74,7 @@ def load(
         name: directory, hub name, or ``demo``.
         dtype: ``float32``, ``bfloat16``, ``float16``; ``auto`` is the checkpoint's own on a GPU; on a CPU float32, or
             bfloat16 where both the checkpoint and the CPU's arithmetic have it.
-        device: ``cuda``, ``cpu``, …; a GPU if there is one.
+        device: ``cuda``, ``mps``, ``cpu``, …; an accelerator if there is one.
         attention: ``eager``, ``sdpa``, …; transformers' choice if None.
         revision: of a hub model.
 
@@ -87,7 +88,7 @@ def load(
     tokenizer = load_tokenizer(name, revision)
     model = read_weights(resolve(name), config=config, dtype=dtype, revision=revision, **options)
     check_tokenizer(name, tokenizer, model.get_input_embeddings().weight.shape[0])
-    kind = config.get_text_config(decoder=True).model_type
+    kind = text_config(config).model_type
     if kind not in TESTED:
         warnings.warn(f"{name}: models of type {kind!r} are not tested: try `skipdecode check {name}`", stacklevel=2)
     with Reading(f"{name} does not fit on {device!r}"):
@@ -97,7 +98,9 @@ def load(
 
 def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tuple[str | torch.dtype, str]:
     """The type and the device that a model of this config is run in. Raises ModelError for what is not there."""
-    device = device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = "cpu" if accelerator is None else accelerator.type
     check_device(device)
     check_dtype(dtype)
     if dtype == "auto" and device == "cpu" and (config.dtype != torch.bfloat16 or not _fast_bfloat16()):

@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..core.checkpoint_config import layer_count
 from ..core.stack import decoder_layers
 from ..errors import FileError, ModelError, SkipDecodeError, UnsupportedModel
 from ..files import read_json
@@ -116,7 +117,7 @@ def check_config(name: str, config: Any) -> None:
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs")
     with Reading(f"the config of {name} names no num_hidden_layers"):
-        layers = config.get_text_config(decoder=True).num_hidden_layers
+        layers = layer_count(config)
     if type(layers) is not int or not 1 <= layers <= MOST_LAYERS:
         raise ModelError(f"the config of {name}: num_hidden_layers is 1 to {MOST_LAYERS}, not {layers!r}")
     for key, value in vars(config.get_text_config(decoder=True)).items():

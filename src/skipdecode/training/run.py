@@ -71,7 +71,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
             say("no validation data, or --eval-steps 0: nothing will be evaluated")
         args = make_args(plan, evaluated=bool(validation))
         model, tokenizer = _load(plan, config, training)
-        limit = max_positions(model) or sys.maxsize
+        limit = max_positions(model.config) or sys.maxsize
         rows = encode(training, tokenizer, limit)
         if not len(rows):
             raise TaskError(f"no training example fits the model's {limit} positions")

@@ -249,7 +249,7 @@ def fine_tune(
             model=trained,
             args=args,
             schedules=schedules,
-            data_collator=Collator(tokenizer.pad_token_id, max_length=max_positions(model)),
+            data_collator=Collator(tokenizer.pad_token_id, max_length=max_positions(model.config)),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,

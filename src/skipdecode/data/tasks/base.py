@@ -45,7 +45,7 @@ class Task(ABC):
     @property
     def prompt_forms(self) -> list[tuple[str, ...]]:
         """The columns that a prompt is made of, for each form."""
-        return [tuple(column for column in form if form[column] != self.reference) for form in self.forms]
+        return [self._prompt_columns(form) for form in self.forms]
 
     @property
     def described(self) -> str:
@@ -54,7 +54,7 @@ class Task(ABC):
 
     def columns(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         """The columns that this row's prompt is made of."""
-        return self.prompt_forms[self.forms.index(self._form(row))]
+        return self._prompt_columns(self._form(row))
 
     def shown(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """What an output repeats of a row: the columns of its prompt."""
@@ -63,10 +63,13 @@ class Task(ABC):
     def example(self, row: Mapping[str, Any]) -> Example:
         """The prompt of a row, and the reference where it has one. Raises TaskError for a row without a prompt."""
         form = self._form(row)
-        self.check_text(row, self.columns(row))
+        self.check_text(row, self._prompt_columns(form))
         own = {name: row[column] for column, name in form.items() if holds_text(row.get(column))}
         reference = own.get(self.reference)
         return Example(self.prompt(own), () if reference is None else (normalize_whitespace(reference),))
+
+    def _prompt_columns(self, form: Mapping[str, str]) -> tuple[str, ...]:
+        return tuple(column for column, name in form.items() if name != self.reference)
 
     def _form(self, row: Mapping[str, Any]) -> Mapping[str, str]:
         """The form that most of the row's text is in, that of its prompt above all."""

@@ -62,7 +62,7 @@ class Jsonl(Task):
         if self.prompt_share is not None:
             return f"{prompts} (prompt_share is for plain text)"
         responses = self.response_column or "response or completion"
-        return f"{prompts} for the prompt and {responses} for the response (or name them: prompt_column, …)"
+        return f"{prompts} for the prompt, {responses} for the response (prompt_column, response_column name others)"
 
     def columns(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         """The first column that holds a prompt; but messages go first in a row that has no response beside them."""
@@ -99,19 +99,26 @@ class Jsonl(Task):
             raise TaskError("messages are a list of {'role': …, 'content': …}, not a string")
         if any(isinstance(row.get(name), list) and not _is_strings(row[name]) for name in self._response_columns):
             raise TaskError("the response is a message, but the prompt is text: give both in the same form")
-        if self.prompt_share is not None and references:
-            raise TaskError("prompt_share is for plain text, but the row has a response")
-        if self.prompt_share is None and (references or column != "text" or self.prompt_column is not None):
+        if not self._is_plain(row, column):
             return Example(value, references)
+        if references:
+            raise TaskError("prompt_share is for plain text, but the row has a response")
         return split_text(value, PROMPT_SHARE if self.prompt_share is None else self.prompt_share)
+
+    def _is_plain(self, row: Mapping[str, Any], column: str) -> bool:
+        """Whether the column is a text to be cut, by request or because nothing says what its response is."""
+        if self.prompt_share is not None:
+            return True
+        named = self.prompt_column is not None or self.response_column is not None
+        return column == "text" and not named and not any(name in row for name in self._response_columns)
 
     def _chat(self, column: str, value: list[Any], references: tuple[str, ...]) -> Example:
         if self.prompt_share is not None:
             raise TaskError(f"prompt_share is for plain text, but {column} holds messages")
         chat = parse_messages(value)
         if chat[-1].role == "assistant":
-            if references:
-                raise TaskError(f"{column} ends with the assistant's message, but there is a response too: give one")
+            if references or self.response_column is not None:
+                raise TaskError(f"{column} ends with the assistant's message, but responses have a column of their own")
             references = (chat[-1].content,) if holds_text(chat[-1].content) else ()
             chat = chat[:-1]
         if not chat or not holds_text(chat[-1].content):
@@ -142,9 +149,10 @@ class Jsonl(Task):
         (column,) = self.columns(row)
         if column == "messages":
             raise TaskError("the last message is not the assistant's: there is no response to learn or to compare with")
-        if self.prompt_share is not None or (column == "text" and self.prompt_column is None):
+        if self._is_plain(row, column):
             raise TaskError("a text of one word has no second part: leave it out, or take prompt_share 0")
-        self.check_text(row, self._response_columns[:1])
+        named = [name for name in self._response_columns if name in row]
+        self.check_text(row, (named or self._response_columns)[:1])
 
     def read(self, folder: Path, split: str) -> list[Example]:
         """``folder`` may also be the training file alone; a missing validation or test split is empty."""

@@ -1,0 +1,174 @@
+"""The journal of a generation job: a killed job goes on without losing or repeating a row."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..errors import FileError, JobError
+from ..files import locked, parse_json, sync_folder, write
+from .results import Completion, Cost
+
+#: How a journal begins; what begins otherwise is somebody else's file.
+MAGIC = b'{"skipdecode journal": 1, "job": "'
+
+
+class Journal:
+    """Finished batches, one JSON line each, in ``OUTPUT.partial``; its first line names the job it belongs to.
+
+    Each line ends in a checksum of itself and of all lines before it. Reading stops at the first line that is not
+    whole and right (cut by a kill, damaged, doubled, of another shape): what it held is done again. The output is
+    locked for as long as the journal is open; nothing is written before the first batch.
+
+    Args:
+        output: the file that the job will write; a link stands for what it points to.
+        job: what makes two jobs the same, from :func:`skipdecode.provenance.fingerprint`.
+        replace: finished batches of another job are dropped, instead of refused.
+
+    Attributes:
+        rows, costs: what is finished.
+        summary: of a job that was killed after its output was whole; None of any other.
+
+    Raises:
+        JobError: another process works on ``output``, or the batches there are another job's.
+        FileError: ``OUTPUT.partial`` is there and is no journal.
+    """
+
+    def __init__(self, output: Path, job: str, *, replace: bool = False) -> None:
+        self.output = Path(os.path.realpath(output))
+        self.path = self.output.with_name(self.output.name + ".partial")
+        self.rows: dict[int, Completion] = {}
+        self.costs: list[Cost] = []
+        self.summary: dict[str, Any] | None = None
+        self._job = job
+        self._good = self._chain = 0  # how many bytes are right, and their checksum
+        self._file: BinaryIO | None = None
+        with ExitStack() as stack:
+            stack.enter_context(locked(self.output))
+            self._read(replace)
+            self._lock = stack.pop_all()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Another process may go on with it."""
+        if self._file:
+            self._file.close()
+        self._lock.close()
+
+    def _read(self, replace: bool) -> None:
+        """Take in the lines that are whole and right."""
+        if not self.path.exists():
+            return
+        data = self.path.read_bytes()
+        if not data.startswith(MAGIC) and not MAGIC.startswith(data):
+            raise FileError(f"{self.path} is not a journal of skipdecode: move it away, or give another --output")
+        lines = _sealed(data, self.path)
+        header, good, chain = next(lines, ({}, 0, 0))
+        if header.get("job") != self._job:
+            if not replace and next(lines, None) is not None:
+                raise JobError(
+                    f"{self.path} belongs to a job with another input, model or options; "
+                    "run that one to its end, or give --overwrite to drop it"
+                )
+            return
+        self._good, self._chain = good, chain
+        for entry, good, chain in lines:
+            if "output" in entry:  # the last line; a job that goes on writes it anew
+                summary = entry.get("summary")
+                if isinstance(summary, dict) and self.output.is_file():
+                    self.summary = summary if _digest(self.output.read_bytes()) == entry["output"] else None
+                return
+            batch = _batch(entry)
+            if batch is None or batch[0].keys() & self.rows.keys():
+                return
+            self.rows.update(batch[0])
+            self.costs.append(batch[1])
+            self._good, self._chain = good, chain
+
+    def add(self, indices: Sequence[int], rows: Sequence[Completion], cost: Cost) -> None:
+        """Keep one finished batch; on return it is on the disk."""
+        self._append({"rows": {i: asdict(row) for i, row in zip(indices, rows, strict=True)}, "cost": asdict(cost)})
+        self.rows.update(zip(indices, rows, strict=True))
+        self.costs.append(cost)
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        lines, chain = b"", self._chain
+        for part in [entry] if self._good else [{"skipdecode journal": 1, "job": self._job}, entry]:
+            payload = json.dumps(part, ensure_ascii=False).encode()
+            chain = zlib.crc32(payload, chain)
+            lines += payload + b" %08x\n" % chain
+        if self._file is None:
+            self._file = self.path.open("r+b" if self._good else "wb")
+        self._file.seek(self._good)
+        self._file.truncate()
+        self._file.write(lines)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if not self._good:
+            sync_folder(self.path.parent)
+        self._good, self._chain = self._good + len(lines), chain
+
+    def finish(self, text: str, summary: dict[str, Any]) -> None:
+        """Write the output, whole, and drop the journal; killed in between, the next run finds ``summary``."""
+        self._append({"output": _digest(text.encode()), "summary": summary})
+        write(self.output, text)
+        self.drop()
+
+    def drop(self) -> None:
+        """The output is there: the journal goes."""
+        if self._file:
+            self._file.close()
+        self.path.unlink(missing_ok=True)
+        sync_folder(self.path.parent)
+
+
+def _sealed(data: bytes, path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """The lines that are whole and follow from those before: what each says, where it ends, the checksum there."""
+    end = chain = 0
+    for line in io.BytesIO(data):
+        payload, seal = line[:-10], line[-10:]
+        chain = zlib.crc32(payload, chain)
+        if seal != b" %08x\n" % chain:
+            return
+        try:
+            entry = parse_json(payload, path)
+        except FileError:
+            return
+        if not isinstance(entry, dict):
+            return
+        end += len(line)
+        yield entry, end, chain
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _batch(entry: dict[str, Any]) -> tuple[dict[int, Completion], Cost] | None:
+    """The batch that a journal's line holds; None if it is of another shape."""
+    try:
+        rows = {int(index): Completion(**row) for index, row in entry["rows"].items()}
+        cost = Cost(**entry["cost"])
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return (rows, cost) if rows and _plain(cost) and all(map(_plain, rows.values())) else None
+
+
+def _plain(value: Completion | Cost) -> bool:
+    """Whether the fields are of their types; numbers are not negative."""
+    kinds: dict[Any, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
+    pairs = [(field.type, getattr(value, field.name)) for field in fields(value)]
+    return all(type(x) in kinds[kind] and (kind == "str" or x >= 0) for kind, x in pairs)

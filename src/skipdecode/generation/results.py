@@ -1,0 +1,79 @@
+"""What a run gives back: completions, and what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One generated text: new ``tokens``, end-of-sequence included; ``finish_reason`` is ``stop`` or ``length``."""
+
+    text: str
+    tokens: int
+    finish_reason: str
+
+
+@dataclass
+class Cost:
+    """What a run took. Seconds are wall clock; a decode step is a forward pass after the prompt's."""
+
+    num_layers: int
+    rows: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    decode_seconds: float = 0.0
+    steps: int = 0
+    layer_steps: int = 0
+    row_layers: int = 0
+    row_steps: int = 0
+    peak_kv_bytes: int = 0
+
+    @property
+    def average_depth(self) -> float:
+        """Layers per decode step that really ran."""
+        return self.layer_steps / self.steps if self.steps else float(self.num_layers)
+
+    @property
+    def layer_ratio(self) -> float:
+        """How many times fewer layers the decode steps ran than the full model would have."""
+        return self.num_layers / self.average_depth
+
+    @property
+    def row_depth(self) -> float:
+        """Layers per decode step that a row alone would have run: less than ``average_depth`` if rows exit singly."""
+        return self.row_layers / self.row_steps if self.row_steps else self.average_depth
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second of wall clock, prompts included."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def __iadd__(self, other: Cost) -> Cost:
+        for name in ("rows", "tokens", "seconds", "decode_seconds", "steps", "layer_steps", "row_layers", "row_steps"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.peak_kv_bytes = max(self.peak_kv_bytes, other.peak_kv_bytes)
+        return self
+
+    def summary(self) -> dict[str, Any]:
+        """Plain numbers for JSON."""
+        return {
+            "rows": self.rows,
+            "tokens": self.tokens,
+            "seconds": round(self.seconds, 3),
+            "decode_seconds": round(self.decode_seconds, 3),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "average_depth": round(self.average_depth, 2),
+            "layer_ratio": round(self.layer_ratio, 3),
+            "peak_kv_bytes": self.peak_kv_bytes,
+        }
+
+
+@dataclass
+class Generated:
+    """Rows in the order of the prompts, their cost, and the decode steps that each batch took."""
+
+    cost: Cost
+    completions: list[Completion] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)

@@ -1,0 +1,61 @@
+"""What users see or other releases read: help texts, a schedule, a table, the config entry (``golden`` of conftest)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import typer
+
+from helpers.tiny import run
+from skipdecode.cli import console
+from skipdecode.cli.app import app
+from skipdecode.core.checkpoint_config import CONFIG_KEY, to_config_entry, trained_method, trained_schedules
+from skipdecode.evaluation.report import markdown
+from skipdecode.generation.loading import DEMO
+
+Golden = Callable[[str, str], None]
+COMMAND: Any = typer.main.get_command(app)
+
+
+@pytest.fixture(autouse=True)
+def _width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(console.out, "width", 100)  # it was made when it was imported
+
+
+@pytest.mark.parametrize("verb", sorted(COMMAND.commands))
+def test_help(verb: str, golden: Golden, capsys: pytest.CaptureFixture[str]) -> None:
+    """Options, their ranges, their defaults and what is said of them."""
+    COMMAND.main([verb, "--help"], prog_name="skipdecode", standalone_mode=False)
+    golden(f"help-{verb}.txt", capsys.readouterr().out)
+
+
+def test_a_schedule(golden: Golden) -> None:
+    """The staircase in the terminal."""
+    golden("schedule.txt", run("schedule", "--speedup", 3, "--layers", 24).stdout)
+
+
+def test_a_table(golden: Golden) -> None:
+    """The columns of ``table.md``, and how their numbers are written."""
+    clock = {"clock_ratio": 1.0, "decode_clock_ratio": 1.01, "seconds_per_1k_tokens": 1.5, "timed_layer_ratio": 1.0}
+    full = {"method": "full", "label": "full model", "target": 1.0, "layers": 24.0, "layer_ratio": 1.0}
+    full |= {"token_layer_ratio": 1.0, "bleu": 67.41, "bleu_difference": 0.0, "bleu_interval": [0.0, 0.0]}
+    full |= clock | {"loss": 1.9786, "peak_kv_bytes": 62_128_128}
+    half = {"method": "skipdecode", "label": "SkipDecode", "target": 2.0, "layers": 11.921, "layer_ratio": 2.013}
+    half |= {"token_layer_ratio": 2.013, "bleu": 67.19, "bleu_difference": -0.22, "bleu_interval": [-0.5, 0.05]}
+    half |= {"clock_ratio": 1.533, "decode_clock_ratio": 2.1, "seconds_per_1k_tokens": 0.9936, "peak_kv_bytes": 2.1e7}
+    golden("table.md", markdown([full, half | {"timed_layer_ratio": 2.0}], [("bleu", "BLEU")], "rows: two"))
+
+
+def test_the_config_entry(golden: Golden) -> None:
+    """What training writes into a checkpoint's config, which releases before and after this one read."""
+
+    class Config:
+        skipdecode = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))[CONFIG_KEY]
+
+    written = to_config_entry(trained_schedules(Config), trained_method(Config))
+    golden("config-entry.json", json.dumps(written, indent=1, sort_keys=True) + "\n")
+    assert written == Config.skipdecode

@@ -1,0 +1,161 @@
+"""The tables of README.md, results/README.md and the model card, printed from results/*/table.json between cog marks.
+
+`make format` writes them, `make lint` fails where a file says something else than the results do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+#: Ratios further from their target than this share are shown beside the score.
+OFF_TARGET = 0.02
+
+Row = dict[str, Any]  # one method at one speed, as in evaluation.report
+
+
+@cache
+def _saved(folder: str) -> dict[str, Any]:
+    saved: dict[str, Any] = json.loads((RESULTS / folder / "table.json").read_text(encoding="utf-8"))
+    return saved
+
+
+def _print(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 0) -> None:
+    """A Markdown table; all columns but the first ``words`` are numbers."""
+    rule = ["---"] * words + ["--:"] * (len(header) - words)
+    print()
+    for cells in (header, rule, *rows):
+        print(f"| {' | '.join(cells)} |")
+    print()
+
+
+def _target(row: Row) -> str:
+    return f"{row['target']:g}x"
+
+
+def speeds(folder: str = "e2e") -> None:
+    """One checkpoint at every speed: work, clock and quality side by side; below, what the columns are ratios to."""
+    saved = _saved(folder)
+    full, *faster = rows = saved["rows"]
+    layers = f"{full['layers']:g}"
+    _print(
+        ("target", f"layers per step, of {layers}", "decode speed-up", "wall-clock speed-up", "BLEU", "ROUGE-L"),
+        (
+            (
+                _target(row),
+                f"{row['layers']:.1f} ({row['layer_ratio']:.2f}x fewer)" if row in faster else layers,
+                f"{row['decode_clock_ratio']:.2f}x",
+                f"{row['clock_ratio']:.2f}x",
+                f"{row['bleu']:.2f}",
+                f"{row['rouge_l']:.2f}",
+            )
+            for row in rows
+        ),
+    )
+    scores = ("bleu", "rouge_l")
+    worst = max(abs(row[f"{score}_difference"]) for row in faster for score in scores)
+    ends = [end for row in faster for score in scores for end in row[f"{score}_interval"]]
+    noise = f"{full['decode_clock_ratio']:.2f}x and {full['clock_ratio']:.2f}x"
+    print(
+        f"Measured on {saved['about']['rows']}. Layers are the mean over decode steps; prompts always run all of them."
+    )
+    print("Speed-ups are over the same model at full depth, timed alternately: of one decode step, and of whole texts,")
+    print(f"prompts included. Full depth against itself came out at {noise}: differences as small are noise.")
+    print(f"No score is more than {worst:.2f} from 1x; the 95% intervals of the differences lie within", end=" ")
+    print(f"{min(ends):+.2f} to {max(ends):+.2f}.")
+    print(f"Machine: {saved['about']['machine']}.")
+
+
+def differences(folder: str = "e2e") -> None:
+    """What each speed costs in BLEU and ROUGE-L against the same checkpoint at full depth."""
+    _, *rows = _saved(folder)["rows"]
+    _print(
+        ("E2E, achieved layer ratio", *(f"{row['layer_ratio']:.2f}x" for row in rows)),
+        [
+            (label, *(f"{row[f'{score}_difference']:+.2f}" for row in rows))
+            for label, score in (("BLEU", "bleu"), ("ROUGE-L", "rouge_l"))
+        ],
+        words=1,
+    )
+
+
+def kept(folder: str = "tldr") -> None:
+    """ROUGE-L at each speed, and the share of full depth's that it is."""
+    full, *rest = rows = _saved(folder)["rows"]
+    _print(
+        ("TL;DR, achieved layer ratio", *(f"{row['layer_ratio']:.2f}x" for row in rows)),
+        [
+            ("ROUGE-L", *(f"{row['rouge_l']:.2f}" for row in rows)),
+            ("share of full depth's", "100%", *(f"{row['rouge_l'] / full['rouge_l']:.1%}" for row in rest)),
+        ],
+        words=1,
+    )
+
+
+def methods(folder: str, *speedups: int) -> None:
+    """BLEU of every method at each target, the achieved ratio where it is off, and the clock at the last target."""
+
+    def cells(rows: dict[float, Row], show: Callable[[Row], str]) -> list[str]:
+        return [show(rows[speedup]) for speedup in speedups]
+
+    def score(row: Row) -> str:
+        ratio, target = row["token_layer_ratio"], row["target"]
+        return f"{row['bleu']:.2f}" + f" ({ratio:.2f}x)" * (abs(ratio / target - 1) > OFF_TARGET)
+
+    lines = []
+    for label, group in groupby(_saved(folder)["rows"], lambda row: row["label"]):
+        rows = {row["target"]: row for row in group}
+        if not {*speedups} <= {*rows}:  # the full model
+            continue
+        one = "yes" if len({row["model"] for row in rows.values()}) == 1 else "no"
+        lines.append((label, one, *cells(rows, score), f"{rows[speedups[-1]]['clock_ratio']:.2f}x"))
+        if any(row["layer_ratio"] != row["token_layer_ratio"] for row in rows.values()):
+            ran = cells(rows, lambda row: f"{row['layer_ratio']:.2f}x")
+            lines.append(("… ratio of the layers that its batches ran", "", *ran, ""))
+    targets = [f"{speedup}x" for speedup in speedups]
+    _print(("method", "one checkpoint", *targets, f"wall clock at {targets[-1]}"), lines, words=2)
+
+
+def card() -> None:
+    """The model card's table."""
+    _print(
+        ("target", "BLEU", "ROUGE-L", "layers per step", "fewer layers", "peak KV"),
+        (
+            (
+                _target(row),
+                f"{row['bleu']:.2f}",
+                f"{row['rouge_l']:.2f}",
+                f"{row['layers']:.2f}",
+                f"{row['layer_ratio']:.2f}x",
+                f"{row['peak_kv_bytes'] / 1e6:.1f} MB",
+            )
+            for row in _saved("e2e")["rows"]
+        ),
+    )
+
+
+def card_metadata() -> None:
+    """The model card's ``results``, as the hub reads them."""
+    for row in _saved("e2e")["rows"]:
+        print(
+            f"""\
+      - task:
+          type: text-generation
+          name: data-to-text
+        dataset:
+          type: tuetschek/e2e_nlg
+          name: E2E NLG, 630 distinct test inputs
+          args: {{speedup: {row["target"]:g}}}
+        metrics:
+          - type: bleu
+            value: {row["bleu"]:.2f}
+            name: BLEU at {_target(row)} (lower-cased sacrebleu, all references, greedy)
+          - type: rouge
+            value: {row["rouge_l"]:.2f}
+            name: ROUGE-L at {_target(row)} (F-measure with stemming, best reference, greedy)"""
+        )
