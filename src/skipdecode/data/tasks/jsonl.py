@@ -103,8 +103,8 @@ class Jsonl(Task):
             raise TaskError("prompt_share is for plain text, but the row has a response")
         if self.prompt_share is None:
             raise TaskError(
-                "a row of plain text: state with prompt_share (--prompt-share) what share of its words is the prompt, 0 "
-                "for the begin-of-text token alone; or name the column as that of the prompts (--prompt-column text)"
+                "a row of plain text: state with prompt_share (--prompt-share) what share of its words is the prompt, "
+                "0 for the begin-of-text token alone; or name the column as that of the prompts (--prompt-column text)"
             )
         return split_text(value, self.prompt_share)
 
