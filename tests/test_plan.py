@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from helpers.tiny import run
 from skipdecode import Schedule
 from skipdecode.cli import options as shared
-from skipdecode.cli.app import app
+from skipdecode.cli.app import Stopped, app
 from skipdecode.errors import FileError, JobError, SkipDecodeError, UsageError
 from skipdecode.files import locked
 from skipdecode.generation import loading
@@ -173,8 +174,7 @@ def test_a_plan_checks_itself(values: dict[str, Any]) -> None:
 def test_any_value_is_taken_or_refused(name: str, value: object) -> None:
     """And what is taken is written and read again as it is."""
     try:
-        values: dict[str, Any] = {"model": "demo", name: value}
-        plan = TrainingPlan(**values)
+        plan = TrainingPlan.from_dict({"model": "demo", name: value})
     except SkipDecodeError:
         return
     assert TrainingPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
@@ -268,3 +268,16 @@ def test_every_field_is_an_option_with_its_group() -> None:
         about = option_fields()[name][1]
         assert info.help == about["help"]
         assert info.max is None or info.max == about["most"]
+
+
+def test_what_a_stopped_run_says_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command goes on, unless it is one that always starts anew."""
+
+    def stopped(*args: object, **kwargs: object) -> None:
+        raise Stopped(signal.SIGINT)
+
+    monkeypatch.setattr("skipdecode.training.run.train", stopped)
+    for options, resumes in (((), True), (("--no-resume",), False)):
+        done = run("train", "demo", "--output", tmp_path / "out", *options)
+        assert done.returncode == 130
+        assert ("goes on from here" in done.stderr) == resumes

@@ -80,7 +80,8 @@ def _run(verb: Callable[..., None]) -> Callable[..., None]:
         try:
             verb(**values)
         except Stopped as stop:
-            stop.goes_on = verb in (generate, train, evaluate) and str(values["output"]) != "-"
+            resumes = verb in (generate, train, evaluate) and not values.get("no_resume")
+            stop.goes_on = resumes and str(values["output"]) != "-"
             raise
 
     return checked

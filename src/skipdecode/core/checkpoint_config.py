@@ -64,11 +64,13 @@ def trained_schedules(config: Any) -> dict[float, Schedule]:
 
 def schedules_of(config: Any, method_name: str) -> dict[float, Schedule]:
     """Those of :func:`trained_schedules` that the model was trained with by this method, or calibrated for it."""
-    known = trained_schedules(config)
+    schedules = trained_schedules(config)
     if trained_method(config) == method_name:
-        return known
-    fitted = _entry(config).get("calibrated")
-    return {k: plan for k, plan in known.items() if isinstance(fitted, dict) and fitted.get(_key(k)) == method_name}
+        return schedules
+    methods = _entry(config).get("calibrated")  # speed-up -> method
+    if not isinstance(methods, dict):
+        return {}
+    return {k: schedule for k, schedule in schedules.items() if methods.get(_key(k)) == method_name}
 
 
 def save_calibrated(folder: Path, speedup: float, schedule: Schedule, method_name: str) -> None:
@@ -101,8 +103,8 @@ def save_calibrated(folder: Path, speedup: float, schedule: Schedule, method_nam
 
 def default_schedule(config: Any) -> Schedule | None:
     """The fastest schedule that the config carries, or None."""
-    known = trained_schedules(config)
-    return known[max(known)] if known else None
+    schedules = trained_schedules(config)
+    return schedules[max(schedules)] if schedules else None
 
 
 class Rule(Protocol):
@@ -154,43 +156,32 @@ def resolve_schedule(
             entry cannot be read, or the method takes no horizon and no form.
     """
     layers = layer_count(config)
-    known = trained_schedules(config) if method is None else schedules_of(config, method.name)
+    if schedule is not None:
+        return _fitting(schedule, layers)
     if method is not None and not method.takes_form and (horizon is not None or form):
         raise ScheduleError(f"{method.name} has its own layer order and decay: no horizon or form can be set for it")
-    target = max(known, default=DEFAULT_SPEEDUP) if speedup is None else speedup
-    if schedule is None and lengths is None and horizon is None and not form:
-        schedule = known.get(target)
-    if schedule is None:
-        return _new_schedule(layers, target, known, method, lengths, measure, horizon, form)
-    if schedule.num_layers != layers:
-        raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {layers}")
-    return schedule
-
-
-def _new_schedule(
-    num_layers: int,
-    speedup: float,
-    known: Mapping[float, Schedule],
-    method: Rule | None,
-    lengths: Sequence[int] | None,
-    measure: Callable[[], Sequence[int]] | None,
-    horizon: int | None,
-    form: Mapping[str, Any],
-) -> Schedule:
-    """Rule 3 of :func:`resolve_schedule`."""
-    skipping = [k for k, schedule in known.items() if not schedule.is_full]  # a full schedule has no form
-    fastest = known[max(skipping)] if skipping else None
-    if fastest is not None and fastest.num_layers != num_layers:
-        raise ScheduleError(f"the config's schedules are for {fastest.num_layers} layers, the model has {num_layers}")
+    trained = trained_schedules(config) if method is None else schedules_of(config, method.name)
+    target = max(trained, default=DEFAULT_SPEEDUP) if speedup is None else speedup
+    if target in trained and lengths is None and horizon is None and not form:
+        return _fitting(trained[target], layers)
     if lengths is None and horizon is None and measure is not None:
         lengths = measure()
     if method is not None and method.order is None:
-        return method.schedule(num_layers, speedup, lengths or ())
+        return method.schedule(layers, target, lengths or ())
+    skipping = [k for k, known in trained.items() if not known.is_full]  # a full schedule has no form
+    fastest = _fitting(trained[max(skipping)], layers) if skipping else None
     fields = {**({"order": method.order} if method else {}), **(fastest.form if fastest else {}), **form}
     if lengths is not None and horizon is None:
-        return fit(num_layers, speedup, lengths, **fields)
+        return fit(layers, target, lengths, **fields)
     span = horizon or (fastest.horizon if fastest else DEFAULT_HORIZON)
-    return Schedule.for_speedup(speedup, num_layers, span, **fields)
+    return Schedule.for_speedup(target, layers, span, **fields)
+
+
+def _fitting(schedule: Schedule, num_layers: int) -> Schedule:
+    """The schedule, if it is for so many layers."""
+    if schedule.num_layers != num_layers:
+        raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {num_layers}")
+    return schedule
 
 
 def _key(speedup: float) -> str:

@@ -68,7 +68,7 @@ def achieve(
         What was written with ``before``, with the fitted schedule, and at full depth.
     """
     ids = encode_prompts(tokenizer, prompts)
-    known: dict[Schedule, Written] = {}
+    texts_of: dict[Schedule, Written] = {}
     rows = 0
 
     def count(cost: Cost) -> None:
@@ -77,12 +77,12 @@ def achieve(
         on_rows(rows, max(3 * len(prompts), rows))
 
     def write(schedule: Schedule) -> Written:
-        if schedule not in known:
+        if schedule not in texts_of:
             result = generate_ids(model, tokenizer, ids, schedule, batch_size, count, **options)
             texts = tuple(" ".join(completion.text.split()) for completion in result.completions)
             ratio = achieved(schedule, result.lengths) if sum(result.lengths) else 1.0
-            known[schedule] = Written(schedule, ratio, tuple(result.lengths), texts)
-        return known[schedule]
+            texts_of[schedule] = Written(schedule, ratio, tuple(result.lengths), texts)
+        return texts_of[schedule]
 
     def off(written: Written) -> float:
         return abs(written.layer_ratio / speedup - 1)

@@ -68,7 +68,7 @@ class Calm(MultiExit):
             threshold: the paper's lambda, 0 to 1; nine tenths of it and a tenth that decays over ``horizon`` tokens is
                 what the margin must exceed (its equation 5).
             horizon: tokens.
-            options: those that ``model.generate`` will be given: its ``eos_token_id`` goes before the model's own.
+            options: as ``model.generate`` will get them: an ``eos_token_id`` here goes before the model's own.
 
         Raises:
             ModelError: a layer of the model keeps a state in place of keys and values, or its layers cannot be read.
@@ -80,7 +80,7 @@ class Calm(MultiExit):
             raise ModelError(
                 f"{type(model).__name__} has recurrent layers: one that a token leaves out keeps no state for the next"
             )
-        watch(model)
+        install_exits(model)
         ends = options.get("eos_token_id", model.generation_config.eos_token_id)
         stops = ends if isinstance(ends, list) else [] if ends is None else [ends]
         return partial(ConfidenceCache, reader=read_out(model), threshold=threshold, horizon=horizon, stops=stops)
@@ -177,7 +177,7 @@ class _Exit:
         return (ran, *output[1:]) if isinstance(output, tuple) else ran
 
 
-def watch(model: nn.Module) -> None:
+def install_exits(model: nn.Module) -> None:
     """Let ConfidenceCaches act inside the gates of this model; without one it runs as before."""
     gates: list[Any] = [layer.forward for layer in decoder_layers(attach(model))]
     if isinstance(gates[0].found, _Exit):

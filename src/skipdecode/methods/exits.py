@@ -47,8 +47,8 @@ def read_out(model: nn.Module) -> ReadOut:
             hook.remove()
         model.train(training)
     with torch.no_grad():
-        again = _through(tail, seen[0])
-    if again.shape != logits.shape or not torch.allclose(again, logits, rtol=1e-4, atol=1e-4):
+        recomputed = _through(tail, seen[0])
+    if recomputed.shape != logits.shape or not torch.allclose(recomputed, logits, rtol=1e-4, atol=1e-4):
         raise ModelError(
             f"{type(model).__name__} does more than norm and LM head after its last layer: early exits cannot read it"
         )

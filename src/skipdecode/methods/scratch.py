@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..core.checkpoint_config import layer_count
 from ..core.shapes import flat_depth
-from .static import Static, from_shrunk
+from .static import Static, init_pruned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,5 +22,5 @@ class Scratch(Static):
         """A new small model; nothing of the given one but its form. At 1x, such a model itself, to train on."""
         if speedup == 1:
             return model
-        count = model.config.get_text_config(decoder=True).num_hidden_layers
-        return from_shrunk(model, range(flat_depth(speedup, count)))
+        count = layer_count(model.config)
+        return init_pruned(model, range(flat_depth(speedup, count)))

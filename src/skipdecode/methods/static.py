@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..core.checkpoint_config import layer_count
 from ..core.schedule import Schedule
 from ..core.shapes import flat_depth
 from .base import Method
@@ -29,7 +30,7 @@ class Static(Method):
 
     def prepare(self, model: PreTrainedModel, speedup: float) -> PreTrainedModel:
         """The pruned model, with the weights of the layers it keeps."""
-        count = model.config.get_text_config(decoder=True).num_hidden_layers
+        count = layer_count(model.config)
         return prune(model, Schedule.full(count).layers(count) if speedup == 1 else _layers(count, speedup))
 
 
@@ -61,16 +62,16 @@ def prune(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
             weights[f"{prefix}.{list(layers).index(int(match[1]))}.{match[2]}"] = tensor
     what = f"{type(model).__name__} cannot be cut to layers {', '.join(map(str, layers))}"
     try:
-        small = from_shrunk(model, layers)
+        small = init_pruned(model, layers)
         small.load_state_dict(weights)
     except (ValueError, RuntimeError) as error:  # a config or weights that do not fit each other any more
         raise UnsupportedModel(f"{what}: {str(error).splitlines()[0]}") from error
     # The proof: skipping the other layers gives the same logits.
     order = (*layers, *(layer for layer in range(len(stack)) if layer not in layers))
-    plan = Schedule(len(stack), len(layers), len(layers), horizon=1, decay="constant", order=order)
+    schedule = Schedule(len(stack), len(layers), len(layers), horizon=1, decay="constant", order=order)
     ids = torch.arange(2, 5, device=model.device)[None]
     training = model.training
-    with torch.no_grad(), teacher_forced(attach(model).eval(), plan, 0):
+    with torch.no_grad(), teacher_forced(attach(model).eval(), schedule, 0):
         expected = model(input_ids=ids, use_cache=False).logits
     model.train(training)
     with torch.no_grad():
@@ -80,7 +81,7 @@ def prune(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     return small.train(training)
 
 
-def from_shrunk(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+def init_pruned(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """Random weights, in the form of ``model`` with only these layers."""
     from transformers import AutoModelForCausalLM
 

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 MEASURED = 5000
 
 
-def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], object] = logger.info) -> None:
+def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], object] = logger.warning) -> None:
     """Train as ``plan`` says. The checkpoint and ``training.json``, which holds the plan, lie in its ``output`` then.
 
     A run that was stopped goes on from its newest whole checkpoint, and ends with the weights it would have had.
@@ -44,7 +44,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
     Args:
         plan: the run.
         resume: False starts anew, and removes the checkpoints of the run in ``plan.output``.
-        say: gets a line for whatever the user should know.
+        say: gets a line for whatever the user should know: where it goes on from, what is left out, where it is saved.
 
     Raises:
         UsageError, ScheduleError: the plan does not fit the model.
@@ -69,6 +69,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         plan.check(config)
         if not validation:
             say("no validation data, or --eval-steps 0: nothing will be evaluated")
+        args = make_args(plan, evaluated=bool(validation))
         model, tokenizer = _load(plan, config, training)
         limit = max_positions(model.config) or sys.maxsize
         rows = encode(training, tokenizer, limit)
@@ -77,7 +78,8 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         if len(rows) < len(training):
             say(f"{len(training) - len(rows)} training examples over {limit} tokens are left out")
         held_out, scored = _held_out(validation, tokenizer, limit, task.max_new_tokens)
-        args = make_args(plan, evaluated=held_out is not None)
+        if held_out is None:
+            args.eval_strategy = "no"
         schedules = _schedules(plan, model.config, rows, task.max_new_tokens, say)
         record = _record(plan, model, tokenizer, training, schedules, args)
         torch.manual_seed(plan.seed)
@@ -225,7 +227,7 @@ def _record(
         "tokenizer": fingerprint(*vocabulary(tokenizer)),
         "data": fingerprint(*map(asdict, training)),
         "method": plan.method,
-        "budgets": {f"{k:g}": schedule.to_dict() for k, schedule in schedules.items()},
+        "budgets": {str(k): schedule.to_dict() for k, schedule in schedules.items()},
         "weights": plan.weights and list(plan.weights),
         "distillation": [plan.distill_weight, plan.distill_on, teacher],
         "batch": [plan.batch_size, plan.gradient_accumulation_steps, args.world_size],

@@ -198,7 +198,7 @@ def fine_tune(
     record: Mapping[str, Any] | None = None,
     plan: Mapping[str, Any] | None = None,
     folder: RunFolder | None = None,
-    say: Callable[[str], object] = logger.info,
+    say: Callable[[str], object] = logger.warning,
     **options: Any,
 ) -> PreTrainedModel:
     """Train a model that is there already, and save a stock Hugging Face directory to ``args.output_dir``.
