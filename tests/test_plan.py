@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from helpers.tiny import run
 from skipdecode import Schedule
-from skipdecode.cli import options as shared
 from skipdecode.cli.app import Stopped, app
+from skipdecode.cli.train import SHARED
 from skipdecode.errors import FileError, JobError, SkipDecodeError, UsageError
 from skipdecode.files import locked
 from skipdecode.generation import loading
@@ -73,7 +73,8 @@ def test_values_are_read_as_people_write_them(tmp_path: Path) -> None:
     )
     plan = TrainingPlan.load(tmp_path / "run.yaml")
     assert (plan.learning_rate, plan.budgets, plan.max_steps, plan.lengths) == (5e-4, (1.0, 2.5), 20, (7,))
-    assert TrainingPlan(model="demo", speedups=[1, 2.5]).budgets == plan.budgets  # type: ignore[arg-type]
+    values: dict[str, Any] = {"model": "demo", "speedups": [1, 2.5]}
+    assert TrainingPlan(**values).budgets == plan.budgets
 
 
 def test_what_is_given_goes_before_the_file(tmp_path: Path) -> None:
@@ -249,25 +250,18 @@ def test_several_processes_end_together_after_a_save_was_finished(
 
 
 def test_every_field_is_an_option_with_its_group() -> None:
-    """The help shows each under its heading; options that other verbs have say the same there."""
+    """The help shows each under its heading; options that other verbs have too are theirs, with the same choices."""
+    assert get_args(get_args(SHARED["task"])[0]) == get_args(option_fields()["task"][0])
     line: Any = typer.main.get_command(app)
     known = {parameter.name: parameter for parameter in line.commands["train"].params}
     for name, (_, about) in option_fields().items():
         assert about["help"][-1] in ".)", name
-        assert known[name].help == about["help"]
+        assert name in SHARED or known[name].help == about["help"]
         if name != "model":
             assert known[name].opts[0] == option_name(name)
             assert known[name].rich_help_panel == about["group"]
     groups = [about["group"] for _, about in option_fields().values()]
     assert sorted(set(groups), key=groups.index)[0] is None  # the common ones come first
-    verbs = {name: getattr(shared, name.title().replace("_", "")) for name in ("task", "data", "prompt_column")}
-    verbs |= {"response_column": shared.ResponseColumn, "prompt_share": shared.PromptShare}
-    verbs |= {"max_source_words": shared.MaxSourceWords}
-    for name, annotated in verbs.items():
-        _, info = get_args(annotated)
-        about = option_fields()[name][1]
-        assert info.help == about["help"]
-        assert info.max is None or info.max == about["most"]
 
 
 def test_what_a_stopped_run_says_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

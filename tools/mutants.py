@@ -182,7 +182,7 @@ class Reach:
         return sorted(ranks, key=ranks.__getitem__)
 
 
-def fate_of(mutant: Mutant, tree: ast.Module, tests: list[str]) -> str:
+def fate_of(mutant: Mutant, tree: ast.Module, tests: list[str], limit: float) -> str:
     """How the mutant fares in a process of its own: ``killed``, ``timeout`` or ``survived``."""
     child = os.fork()
     if child == 0:

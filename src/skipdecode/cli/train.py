@@ -10,14 +10,24 @@ from typer import Argument, Context, Option
 
 from ..training.options import ENDLESS, bare_type, option_name
 from ..training.plan import TrainingPlan, option_fields
+from . import options as shared
 from .console import say
 
 Config = Annotated[
     Path | None,
-    Option(help="Take options from this YAML or JSON file, max_steps for --max-steps; the command line's go before."),
+    Option(help="YAML or JSON file of options, e.g. max_steps: 100. Options given here go before the file's."),
 ]
+#: Options that other verbs have too, with the same words.
+SHARED: dict[str, Any] = {
+    "data": shared.Data,
+    "task": shared.Task,
+    "prompt_column": shared.PromptColumn,
+    "response_column": shared.ResponseColumn,
+    "prompt_share": shared.PromptShare,
+    "max_source_words": shared.MaxSourceWords,
+}
 NoResume = Annotated[
-    bool, Option("--no-resume", help="Start anew, and remove this run's checkpoints, though OUTPUT could be resumed.")
+    bool, Option("--no-resume", help="Start anew: remove the run's checkpoints in OUTPUT instead of resuming.")
 ]
 
 
@@ -40,6 +50,8 @@ def _parameter(name: str) -> Parameter:
     """A field of the plan as typer has it; several values are one text with commas between."""
     kind, about = option_fields()[name]
     bare, default = bare_type(kind), getattr(TrainingPlan, name)
+    if name in SHARED:
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=SHARED[name])
     more: dict[str, Any] = {"help": about["help"]}
     several = get_args(bare) if get_origin(bare) is Literal else about["choices"]
     if len(several) > 5:  # too long for a column: names must stay whole
@@ -61,8 +73,8 @@ def _parameter(name: str) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[bare | None, info])
 
 
-# typer reads both.
+# typer reads these two.
 _fixed = [each for each in signature(train, eval_str=True).parameters.values() if each.name != "options"]
-_all = [*_fixed[:1], *map(_parameter, option_fields()), *_fixed[1:]]
-train.__signature__ = Signature([each.replace(kind=Parameter.KEYWORD_ONLY) for each in _all])  # type: ignore[attr-defined]
+_all = [*_fixed[:2], *map(_parameter, option_fields()), *_fixed[2:]]  # context and --config come first
+vars(train)["__signature__"] = Signature([each.replace(kind=Parameter.KEYWORD_ONLY) for each in _all])
 train.__annotations__ = {each.name: each.annotation for each in _all}

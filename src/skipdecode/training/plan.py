@@ -46,7 +46,7 @@ class TrainingPlan:
         ScheduleError: a schedule, or a file of one, that cannot be read.
 
     Example:
-        >>> TrainingPlan(model="demo", data="rows.jsonl", speedups="1,2,5").budgets
+        >>> TrainingPlan(model="demo", data="rows.jsonl", speedups=(1, 2, 5)).budgets
         (1.0, 2.0, 5.0)
     """
 
@@ -55,19 +55,19 @@ class TrainingPlan:
     )
     output: str = option("trained", "Folder for the trained checkpoint.")
     data: str = option(".", "Folder with the task's files, a hub data set, or one JSONL or CSV file.")
-    task: Literal["jsonl", "e2e", "reddit_tldr", "cnn_dm"] = option(
-        "jsonl", "Format of the rows: jsonl takes any data, the others are data sets with a prompt format of their own."
-    )
-    speedup: float | None = option(None, "Train for this one target speed-up (2 if nothing is said).", least=1)
+    speedup: float | None = option(None, "Train for this one target speed-up (default: 2).", least=1)
     speedups: tuple[float, ...] | None = option(
-        None, "Train one checkpoint for several, e.g. 1,2,3,4,5: one is drawn per step.", least=1
+        None, "Train one checkpoint for several, e.g. 1,2,3,4,5; each step draws one.", least=1
     )
     num_train_epochs: float = option(3.0, "Passes over the data.", most=MANY)
-    max_steps: int | None = option(None, "Stop after this many optimizer steps instead.", least=1, most=10**9)
+    max_steps: int | None = option(None, "Stop after N optimizer steps instead.", least=1, most=10**9)
     batch_size: int = option(32, "Rows per process and batch.", least=1, most=MANY)
     learning_rate: float = option(5e-5, "Peak learning rate of AdamW.")
     seed: int = option(0, "Seed of new weights, data order, budgets and dropout.")
 
+    task: Literal["jsonl", "e2e", "reddit_tldr", "cnn_dm"] = option(
+        "jsonl", "jsonl takes any rows; the others are data sets with a prompt format.", DATA
+    )
     prompt_column: str | None = option(None, "Column of the prompts, if it is not prompt, messages or text.", DATA)
     response_column: str | None = option(None, "Column of the responses, if it is not response or completion.", DATA)
     prompt_share: float | None = option(
@@ -79,7 +79,7 @@ class TrainingPlan:
     max_source_words: int | None = option(
         None, "Summaries: cut a source after so many words.", DATA, least=1, most=MANY
     )
-    max_train_samples: int | None = option(None, "Use only the first so many training rows.", DATA, least=1)
+    max_train_samples: int | None = option(None, "Use only the first N training rows.", DATA, least=1)
     max_eval_samples: int = option(100, "Validation inputs used for loss and score.", DATA)
 
     method: str = option("skipdecode", "SkipDecode, or a baseline to compare it with.", BUDGETS, choices=tuple(METHODS))
@@ -88,13 +88,13 @@ class TrainingPlan:
     )
     lengths: tuple[int, ...] | None = option(
         None,
-        "Fit schedules to batches of so many decode steps, as calibrate prints them (default: to the responses).",
+        "Decode steps of batches to fit schedules to, as calibrate prints them (default: those of the responses).",
         BUDGETS,
         least=1,
         most=LONGEST,
     )
     horizon: int | None = option(
-        None, "Do not fit: the paper's budgets, falling over so many generated tokens.", BUDGETS, least=1, most=MANY
+        None, "Take the paper's budgets over N generated tokens, instead of fitting.", BUDGETS, least=1, most=MANY
     )
     order: str | tuple[int, ...] | None = option(
         None, "Layer order: top, bottom, even, or a schedule's JSON file to take it from (default: top).", BUDGETS
@@ -104,7 +104,7 @@ class TrainingPlan:
     )
     warmup_layers: int | None = option(None, "Bottom layers that order top never skips (default: 1).", BUDGETS)
     prompt_decay: int | None = option(
-        None, "Last prompt positions over which the depth falls already (default: 0).", BUDGETS, most=MANY
+        None, "Let the depth fall over the last N prompt positions already (default: 0).", BUDGETS, most=MANY
     )
     schedule: Schedule | None = option(
         None, "Train for the schedule in this JSON file; --speedup sets the label it is stored under.", BUDGETS
@@ -131,15 +131,15 @@ class TrainingPlan:
     adam_beta2: float = option(0.999, "Second beta of AdamW.", OPTIMIZER, most=1)
     lora_rank: int = option(0, "Rank of LoRA adapters, merged at the end; 0 trains all weights.", OPTIMIZER)
     bf16: bool = option(False, "Compute in bfloat16; the weights stay float32.", OPTIMIZER)
-    gradient_checkpointing: bool = option(False, "Less memory, more time.", OPTIMIZER)
+    gradient_checkpointing: bool = option(False, "Recompute activations: less memory, more time.", OPTIMIZER)
     attn_implementation: str | None = option(
         None, "eager, sdpa, …; transformers' choice if left out. On CPUs eager is faster for short texts.", OPTIMIZER
     )
 
-    eval_steps: int = option(500, "Evaluate every so many steps; 0: never.", REPORTS)
-    save_steps: int = option(500, "Write a checkpoint to resume from every so many steps.", REPORTS, least=1)
-    logging_steps: int = option(20, "Report the loss every so many steps.", REPORTS, least=1)
-    report_to: tuple[str, ...] = option(("none",), "Where losses go as well, e.g. tensorboard,wandb.", REPORTS)
+    eval_steps: int = option(500, "Evaluate every N steps; 0: never.", REPORTS)
+    save_steps: int = option(500, "Write a checkpoint to resume from every N steps.", REPORTS, least=1)
+    logging_steps: int = option(20, "Report the loss every N steps.", REPORTS, least=1)
+    report_to: tuple[str, ...] = option(("none",), "Trackers that get the losses, e.g. tensorboard,wandb.", REPORTS)
 
     from_config: str | None = option(
         None, "Train random weights: the config.json of a transformers model, in place of MODEL.", SCRATCH
