@@ -15,13 +15,15 @@ from . import options as o
 from .console import Bar, drop_output, err, say
 
 if TYPE_CHECKING:
-    from ..generation.jobs import JobResult
+    from ..generation.jobs import GenerationJob, JobResult
 
 #: Options that go to ``model.generate`` under their own names.
 DECODING = (
     "max_new_tokens min_new_tokens do_sample temperature top_p top_k num_beams length_penalty repetition_penalty "
     "no_repeat_ngram_size"
 ).split()
+#: Options that are the job's own, under the same names.
+JOB = "format speedup full batch_size seed dtype device revision overwrite chat".split()
 
 
 def generate(
@@ -62,33 +64,14 @@ def generate(
 
     skipdecode generate demo --task e2e --input testset_w_refs.csv --output texts.jsonl --speedup 5
     """
-    given = locals()
-    from ..core.schedule import Schedule
-    from ..files import is_stream
-    from ..generation.jobs import GenerationJob
-
-    if prompt and input != "-":
-        raise UsageError("give one of --prompt and --input")
-    if output == "-" and sys.stdout is None:
-        raise UsageError("standard output is closed: give --output FILE")
-    target = None if output == "-" or is_stream(output) else Path(output)
-    decoding = {name: given[name] for name in DECODING if given[name] not in (None, False)}
-    job = GenerationJob(
-        model,
-        prompt or input,
-        target,
-        task=o.task_of(given),
-        schedule=Schedule.load(schedule) if schedule else None,
-        options=decoding | ({"stop_strings": stop} if stop else {}),
-        **{name: given[name] for name in _AS_THEY_ARE},
-    )
+    job = _job(locals())
     with Bar() as bar:
         result = job.run(
             on_start=lambda total, done: bar.show("generate", done, total),
             on_batch=lambda cost: bar.advance(cost.rows, f"{cost.tokens / cost.seconds:,.0f} tokens/s"),
             say=say,
         )
-    if target is None:
+    if job.output is None:
         texts = [completion.text for _, completion in sorted(result.completions.items())]
         _write_stream(output, "".join(f"{text}\n" for text in texts) if prompt else result.jsonl)
     _show(result)
@@ -99,7 +82,27 @@ def generate(
         raise Exit(1)
 
 
-_AS_THEY_ARE = "format speedup full batch_size seed dtype device revision overwrite chat".split()
+def _job(given: Mapping[str, Any]) -> GenerationJob:
+    """What the options describe. Raises SkipDecodeError."""
+    from ..core.schedule import Schedule
+    from ..files import is_stream
+    from ..generation.jobs import GenerationJob
+
+    output, schedule, stop = given["output"], given["schedule"], given["stop"]
+    if given["prompt"] and given["input"] != "-":
+        raise UsageError("give one of --prompt and --input")
+    if output == "-" and sys.stdout is None:
+        raise UsageError("standard output is closed: give --output FILE")
+    decoding = {name: given[name] for name in DECODING if given[name] not in (None, False)}
+    return GenerationJob(
+        given["model"],
+        given["prompt"] or given["input"],
+        None if output == "-" or is_stream(output) else Path(output),
+        task=o.task_of(given),
+        schedule=Schedule.load(schedule) if schedule else None,
+        options=decoding | ({"stop_strings": stop} if stop else {}),
+        **{name: given[name] for name in JOB},
+    )
 
 
 def _write_stream(output: str, text: str) -> None:
