@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import skipdecode
-from helpers.tiny import run, save_checkpoint
+from helpers.tiny import run
 from skipdecode import Schedule
 from skipdecode.cli.app import main
 from skipdecode.core import cache, gate, prefix
@@ -27,8 +27,9 @@ from skipdecode.generation.batch import generate_batch
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), positions=256)
+def checkpoint(long_checkpoint: Path) -> Path:
+    """With room for the texts of E2E."""
+    return long_checkpoint
 
 
 def test_schedule_shows_saves_and_draws(tmp_path: Path) -> None:

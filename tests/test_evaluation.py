@@ -31,20 +31,6 @@ from skipdecode.evaluation.runner import Evaluation
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("data")
-    rows = [{"prompt": e.prompt, "response": e.references[0]} for e in EXAMPLES]
-    for split in ("train", "validation", "test"):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
 def options(data: Path, output: Any, *more: Any) -> Any:
     common = ("--max-new-tokens", 12, "--repeats", 1, "--timing-rows", 4, "--batch-size", 4, "--samples", 20)
     return ("--data", data, "--output", output, *common, *more)

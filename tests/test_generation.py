@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import skipdecode
-from helpers.tiny import TEXTS, run, save_checkpoint
+from helpers.tiny import TEXTS, run
 from skipdecode import Schedule
 from skipdecode.core.cache import cache_bytes
 from skipdecode.errors import SkipDecodeError, UsageError
@@ -35,8 +35,9 @@ Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), positions=256)
+def checkpoint(long_checkpoint: Path) -> Path:
+    """With 256 positions."""
+    return long_checkpoint
 
 
 @pytest.fixture(scope="module")

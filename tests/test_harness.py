@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel, T5Config
 
 import skipdecode
 from helpers.families import LAYERS, SCHEDULES, TOP, build
-from helpers.tiny import TEXTS, WORDS, save_checkpoint, sentence_pieces
+from helpers.tiny import TEXTS, WORDS, sentence_pieces
 from skipdecode import Schedule, ScheduleError, SkipCache, SkipDecodeError, attach
 from skipdecode.errors import ModelError, UsageError
 
@@ -34,11 +34,6 @@ LENGTHS = [(9, 1), (5, 16), (2, 7), (12, 1), (1, 20), (5, 3), (9, 12)]  # tokens
 PAIRS = [(" ".join(WORDS[:n]), " " + " ".join(WORDS[n : n + m])) for n, m in [(3, 1), (7, 6), (1, 9), (5, 2)]]
 PAIRS += [("", "the cat sat"), ("the dog ", "that sat")]
 BATCHES = pytest.mark.parametrize("batch_size", [1, 4])
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 def wrap(kind: type[HFLM], model: PreTrainedModel, checkpoint: Path, **options: Any) -> Any:

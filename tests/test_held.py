@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from helpers.families import LAYERS, SCHEDULES, TOP, build, distance, naive, prompts, reference_logits, run
-from helpers.tiny import TEXTS, no_file_above, save_checkpoint
+from helpers.tiny import TEXTS, no_file_above
 from helpers.tiny import run as command
 from skipdecode import Schedule, attach, detach
 from skipdecode.core.attach import is_attached
@@ -31,9 +31,9 @@ from skipdecode.generation.results import Completion, Cost
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model."""
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), layers=4)
+def checkpoint(shallow_checkpoint: Path) -> Path:
+    """Four layers."""
+    return shallow_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from helpers.tiny import TEXTS, run, save_checkpoint
+from helpers.tiny import TEXTS, run
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.errors import FileError, InputError, JobError
@@ -34,11 +34,6 @@ from skipdecode.generation import loading
 from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.journal import MAGIC, Journal
 from skipdecode.generation.results import Completion, Cost
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 def write_rows(path: Path, prompts: Sequence[str]) -> Path:

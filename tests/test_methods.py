@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, Qwen3NextConfig, Qwen3NextForC
 
 import skipdecode
 from helpers.families import FAMILIES, build
-from helpers.tiny import TEXTS, save_checkpoint
+from helpers.tiny import TEXTS
 from skipdecode.core.attach import teacher_forced
 from skipdecode.core.fitting import achieved, batch_lengths, fit
 from skipdecode.core.schedule import Schedule
@@ -30,11 +30,6 @@ from skipdecode.methods.static import prune
 
 LENGTHS = [44, 39, 40, 36, 35, 32, 25]
 FITTED = ("skipdecode", "multi_exit", "calm", "d3", "hsd")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture
