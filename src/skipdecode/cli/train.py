@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_origin
 
 from typer import Argument, Context, Option
 
-from ..training.options import ENDLESS, bare_type
+from ..training.options import bare_type
 from ..training.plan import TrainingPlan, option_fields
 from . import options as shared
 from .console import say
@@ -47,24 +47,21 @@ def train(context: Context, config: Config = None, no_resume: NoResume = False, 
 
 
 def _parameter(name: str) -> Parameter:
-    """A field of the plan as typer has it; several values are one text with commas between."""
+    """A field of the plan as typer has it; several values are one text with commas between. The plan has the ranges."""
     kind, about = option_fields()[name]
     bare, default = bare_type(kind), getattr(TrainingPlan, name)
     if name in SHARED:
         return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=SHARED[name])
-    more: dict[str, Any] = {"help": about["help"]}
     if about["choices"]:
         bare = Literal.__getitem__(about["choices"])
-    elif bare in (int, float):
-        more |= {"min": about["least"], "max": about["most"] if about["most"] < ENDLESS else None}
-    elif bare is not bool and get_origin(bare) is not Literal:
+    elif bare not in (int, float, bool) and get_origin(bare) is not Literal:
         bare = str
     if isinstance(default, tuple):
         default = ",".join(default)
     if name == "model":
-        info = Argument(metavar="MODEL", show_default=False, **more)
+        info = Argument(metavar="MODEL", show_default=False, help=about["help"])
     else:
-        info = Option(rich_help_panel=about["group"], show_default=default is not False, **more)
+        info = Option(help=about["help"], rich_help_panel=about["group"], show_default=default is not False)
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[bare | None, info])
 
 
