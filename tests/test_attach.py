@@ -6,6 +6,7 @@ import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from skipdecode.core.checkpoint_config import to_config_entry
 from skipdecode.errors import CacheError, ScheduleError, UsageError
 
 
-def logits_of(model: PreTrainedModel, **options: object) -> tuple[Tensor, ...]:
+def logits_of(model: PreTrainedModel, **options: Any) -> tuple[Tensor, ...]:
     """What a plain ``generate`` of left-padded prompts computes, step by step."""
     return run(model, prompts(), **options).logits
 
@@ -64,7 +65,8 @@ def test_a_cache_that_is_given_goes_first() -> None:
 
 def test_beams_and_samples_follow_it() -> None:
     """What beams reorder and what is drawn is the default cache's as it would be one's own."""
-    for options in ({"num_beams": 3}, {"do_sample": True, "top_k": 5}, {"do_sample": True, "num_return_sequences": 2}):
+    ways: list[dict[str, Any]] = [{"num_beams": 3}, {"do_sample": True, "top_k": 5}]
+    for options in (*ways, {"do_sample": True, "num_return_sequences": 2}):
         torch.manual_seed(1)
         expected = run(build("llama"), prompts(), TOP, **options).sequences
         torch.manual_seed(1)
@@ -117,7 +119,7 @@ def test_threads_copies_and_pickles_have_caches_of_their_own() -> None:
 def test_a_pipeline_over_a_list_skips(tmp_path: Path) -> None:
     """transformers' pipeline, in batches: its texts are those of ``skipdecode.generate``, not the full model's."""
     model, tokenizer = skipdecode.load(str(save_checkpoint(tmp_path)), device="cpu")
-    options = {"max_new_tokens": 12, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
     expected = [c.text for c in skipdecode.generate(model, tokenizer, TEXTS[:5], speedup=4, **options).completions]
     full = [c.text for c in skipdecode.generate(model, tokenizer, TEXTS[:5], full=True, **options).completions]
     assert expected != full

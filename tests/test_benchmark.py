@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_every_row_takes_the_steps_it_is_told(checkpoint: Path) -> None:
     # Whatever it would write, it now ends at once, and with any of two tokens.
     first = model.generate(tokenizer("the", return_tensors="pt").input_ids, max_new_tokens=1, do_sample=False)[0, -1]
     model.generation_config.eos_token_id = [int(first), 1]
-    common = {"batch_size": 3, "max_new_tokens": 20, "do_sample": False}
+    common: dict[str, Any] = {"batch_size": 3, "max_new_tokens": 20, "do_sample": False}
     prompts = [text[: 9 + i] for i, text in enumerate(TEXTS[:8])]
     plans = {1.0: Schedule.full(8), 2.0: Schedule.for_speedup(2, 8, 6), 4.0: Schedule.for_speedup(4, 8, 6)}
     for steps in (1, 7):
@@ -80,6 +81,7 @@ def test_more_than_the_layers_saved_is_marked_and_so_are_few_rows() -> None:
     assert [typical_steps(lengths) for lengths in ([0], [9, 1, 5], [4, 8])] == [1, 5, 4]
 
 
+@pytest.mark.slow
 def test_one_row_of_the_table_is_of_one_run(checkpoint: Path, tmp_path: Path) -> None:
     """F13: seconds per token and clock cannot contradict, and both stand beside the layers of the same steps."""
     options = ("--max-new-tokens", 20, "--repeats", 1, "--timing-rows", 6, "--batch-size", 4, "--samples", 5)

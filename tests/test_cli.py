@@ -23,6 +23,7 @@ from skipdecode.errors import UsageError
 from skipdecode.evaluation.check import CHECKS
 from skipdecode.generation import generate as generation
 from skipdecode.generation import jobs
+from skipdecode.generation.batch import generate_batch
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,7 @@ def test_a_checkpoint_saved_without_a_cache_still_decodes_with_one(checkpoint: P
     assert run("check", tmp_path).returncode == 0
 
 
+@pytest.mark.slow
 def test_demo_times_every_speed_and_draws(checkpoint: Path, tmp_path: Path) -> None:
     picture = tmp_path / "demo.png"
     done = run("demo", checkpoint, "--repeats", 1, "--speedups", "1,2,4", "--png", picture, "--json")
@@ -230,7 +232,7 @@ def test_a_stopped_job_says_how_it_goes_on(
     source.write_text("the cat\nthe dog sat\n")
     command = ["generate", checkpoint, "--input", source, "--batch-size", 1, "--max-new-tokens", 2]
     command += ["--output", target] if to_file else []
-    batch, handlers = generation.generate_batch, (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    batch, handlers = generate_batch, (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
     calls: list[object] = []
 
     def stopped(*arguments: Any, **options: Any) -> Any:

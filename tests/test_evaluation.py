@@ -7,6 +7,9 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig
@@ -15,7 +18,8 @@ import skipdecode
 from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.core import checkpoint_config
-from skipdecode.data.tasks import Example, Jsonl
+from skipdecode.data.tasks import Example
+from skipdecode.data.tasks.jsonl import Jsonl
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.arms import arms
 from skipdecode.evaluation.bench import Bench
@@ -28,12 +32,12 @@ EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def data(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("data")
     rows = [{"prompt": e.prompt, "response": e.references[0]} for e in EXAMPLES]
     for split in ("train", "validation", "test"):
@@ -41,12 +45,13 @@ def data(tmp_path_factory):
     return folder
 
 
-def options(data, output, *more):
+def options(data: Path, output: Any, *more: Any) -> Any:
     common = ("--max-new-tokens", 12, "--repeats", 1, "--timing-rows", 4, "--batch-size", 4, "--samples", 20)
     return ("--data", data, "--output", output, *common, *more)
 
 
-def test_one_row_per_method_and_budget_all_saved_and_drawn(checkpoint, tmp_path):
+@pytest.mark.slow
+def test_one_row_per_method_and_budget_all_saved_and_drawn(checkpoint: Path, tmp_path: Path) -> None:
     """Scored against the full model's own texts: what is random still has texts that others can repeat."""
     methods = "skipdecode,multi_exit,calm,unified,d3,hsd"
     model, tokenizer = skipdecode.load(str(checkpoint))
@@ -86,15 +91,23 @@ def test_one_row_per_method_and_budget_all_saved_and_drawn(checkpoint, tmp_path)
         assert (tmp_path / picture).read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_finished_row_is_not_run_again(checkpoint, data, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_a_finished_row_is_not_run_again(
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     common = ("evaluate", checkpoint, *options(data, tmp_path, "--speedups", "2,4"))
     assert run(*common).returncode == 0
     before = (tmp_path / "table.csv").read_text()
     (tmp_path / "rows" / "skipdecode-4x.json").unlink()
-    measure, ran = Evaluation._measure, []
+    measure, ran = Evaluation._measure, list[str]()
     path = tmp_path / "rows" / "full-1x.json"
     path.write_text(path.read_text()[:200])  # cut short by a kill
-    monkeypatch.setattr(Evaluation, "_measure", lambda self, arm: ran.append(arm.key) or measure(self, arm))
+
+    def noted(self: Evaluation, arm: Any) -> Any:
+        ran.append(arm.key)
+        return measure(self, arm)
+
+    monkeypatch.setattr(Evaluation, "_measure", noted)
     assert run(*common).returncode == 0
     assert ran == ["full-1x", "skipdecode-4x"]
     after = (tmp_path / "table.csv").read_text()
@@ -106,7 +119,8 @@ def test_a_finished_row_is_not_run_again(checkpoint, data, tmp_path, monkeypatch
     assert len(ran) == 5
 
 
-def test_baselines_bring_checkpoints_of_their_own(checkpoint, data, tmp_path):
+@pytest.mark.slow
+def test_baselines_bring_checkpoints_of_their_own(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     train = ("--data", data, "--max-steps", 2, "--eval-steps", 0, "--lengths", "11,11")
     for name, budgets in (("multi_exit", "2,4"), ("d3", "2,4"), ("static", "2"), ("static", "4"), ("scratch", "4")):
         target = tmp_path / (f"{name}-{budgets}" if len(budgets) == 1 else name)
@@ -132,7 +146,9 @@ def test_baselines_bring_checkpoints_of_their_own(checkpoint, data, tmp_path):
     )
 
 
-def test_a_budget_that_was_not_trained_is_run_in_the_form_that_was(checkpoint, data, tmp_path):
+def test_a_budget_that_was_not_trained_is_run_in_the_form_that_was(
+    checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
     train = ("--data", data, "--max-steps", 1, "--eval-steps", 0, "--lengths", "11,11", "--output", tmp_path / "even")
     assert run("train", checkpoint, "--speedup", 4, "--order", "even", "--decay", "cosine", *train).returncode == 0
     done = run("evaluate", tmp_path / "even", *options(data, tmp_path, "--speedups", "2,4", "--json"))
@@ -146,8 +162,9 @@ def test_a_budget_that_was_not_trained_is_run_in_the_form_that_was(checkpoint, d
     assert other["label"] == same["label"] == "SkipDecode"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["multi_exit", "calm"])
-def test_early_exits_share_a_training(name, checkpoint, data, tmp_path):
+def test_early_exits_share_a_training(name: str, checkpoint: Path, data: Path, tmp_path: Path) -> None:
     train = ("--data", data, "--max-steps", 1, "--eval-steps", 0, "--lengths", "11", "--output", tmp_path / "exits")
     assert run("train", checkpoint, "--method", name, "--speedup", 4, *train).returncode == 0
     more = ("--speedups", "4", "--methods", "multi_exit,calm,unified", "--json")
@@ -178,26 +195,31 @@ def test_early_exits_share_a_training(name, checkpoint, data, tmp_path):
     ],
 )
 def test_what_the_user_can_put_right_is_said_before_a_model_is_loaded(
-    checkpoint, data, tmp_path, more, words, monkeypatch
-):
+    checkpoint: Path, data: Path, tmp_path: Path, more: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("skipdecode.evaluation.runner.load", lambda *a, **k: pytest.fail("a model was loaded"))
     done = run("evaluate", checkpoint, *options(data, tmp_path, *more))
     assert done.returncode == 2
     assert words in " ".join(done.stderr.split())
 
 
-def test_where_a_model_would_be_loaded(checkpoint, data, tmp_path, monkeypatch):
+def test_where_a_model_would_be_loaded(
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The patch of the test above stands where ``evaluate`` loads its models."""
-    loaded = []
-    monkeypatch.setattr(
-        "skipdecode.evaluation.runner.load", lambda name, **k: loaded.append(name) or skipdecode.load(name)
-    )
+    loaded: list[str] = []
+
+    def noted(name: str, **options: Any) -> Any:
+        loaded.append(name)
+        return skipdecode.load(name)
+
+    monkeypatch.setattr("skipdecode.evaluation.runner.load", noted)
     assert run("evaluate", checkpoint, *options(data, tmp_path, "--speedups", "2")).returncode == 0
     assert loaded == [str(checkpoint)]
 
 
 @pytest.fixture(scope="module")
-def schedules(tmp_path_factory):
+def schedules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three files: a cosine, a constant depth, and one for a model of other depth."""
     folder = tmp_path_factory.mktemp("schedules")
     Schedule(8, 5, 2, 8, order="even", decay="cosine").save(folder / "cosine.json")
@@ -206,9 +228,11 @@ def schedules(tmp_path_factory):
     return folder
 
 
-def test_a_schedule_file_is_a_row_beside_the_speedups(checkpoint, data, schedules, tmp_path):
+def test_a_schedule_file_is_a_row_beside_the_speedups(
+    checkpoint: Path, data: Path, schedules: Path, tmp_path: Path
+) -> None:
     """H: whatever runs in ``generate --schedule`` can be evaluated; its row has the file's name."""
-    files = ("--schedule", f"{schedules / 'cosine.json'},{schedules / 'flat.json'}")
+    files: Sequence[str] = ("--schedule", f"{schedules / 'cosine.json'},{schedules / 'flat.json'}")
     done = run("evaluate", checkpoint, *options(data, tmp_path, "--speedups", "2", *files, "--json"))
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
@@ -228,7 +252,9 @@ def test_a_schedule_file_is_a_row_beside_the_speedups(checkpoint, data, schedule
     assert (tmp_path / "rows" / "schedule-flat.json").stat().st_mtime_ns == before
 
 
-def test_a_schedule_file_that_cannot_be_a_row_is_refused_first(checkpoint, data, schedules, tmp_path, monkeypatch):
+def test_a_schedule_file_that_cannot_be_a_row_is_refused_first(
+    checkpoint: Path, data: Path, schedules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of another model, twice, or not there."""
     monkeypatch.setattr("skipdecode.evaluation.runner.load", lambda *a, **k: pytest.fail("a model was loaded"))
     (tmp_path / "flat.json").write_bytes((schedules / "flat.json").read_bytes())
@@ -244,7 +270,9 @@ def test_a_schedule_file_that_cannot_be_a_row_is_refused_first(checkpoint, data,
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_python_does_all_that_the_verb_does(evaluated, checkpoint, data, monkeypatch):
+def test_python_does_all_that_the_verb_does(
+    evaluated: tuple[Path, tuple[object, ...]], checkpoint: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same rows, tables and plots from an EvaluationPlan; finished rows count, so no model is loaded."""
     folder, command = evaluated
     assert run(*command).returncode == 0
@@ -277,13 +305,13 @@ def test_python_does_all_that_the_verb_does(evaluated, checkpoint, data, monkeyp
     "values",
     [{"split": "train"}, {"speedups": ()}, {"speedups": (2, 2)}, {"speedups": (0.5,)}, {"limit": 0}, {"samples": -1}],
 )
-def test_a_plan_checks_itself(values):
+def test_a_plan_checks_itself(values: dict[str, Any]) -> None:
     """What typer refuses on the command line is refused from Python too."""
     with pytest.raises(UsageError, match=next(iter(values))):
         EvaluationPlan("m", **values)
 
 
-def test_columns_of_ones_own_are_evaluated_and_calibrated(checkpoint, tmp_path):
+def test_columns_of_ones_own_are_evaluated_and_calibrated(checkpoint: Path, tmp_path: Path) -> None:
     """H: named by the same two options in every verb."""
     rows = [{"question": e.prompt, "answer": e.references[0]} for e in EXAMPLES]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -312,7 +340,7 @@ CUT = {
 
 
 @pytest.fixture(scope="module")
-def evaluated(checkpoint, data, tmp_path_factory):
+def evaluated(checkpoint: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A folder with two finished rows, and the command that filled it."""
     folder = tmp_path_factory.mktemp("evaluated")
     command = ("evaluate", checkpoint, *options(data, folder, "--speedups", "2"))
@@ -321,7 +349,7 @@ def evaluated(checkpoint, data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("damage", CUT)
-def test_a_damaged_row_is_measured_again_and_said(evaluated, damage):
+def test_a_damaged_row_is_measured_again_and_said(evaluated: tuple[Path, tuple[object, ...]], damage: Any) -> None:
     """G: never a traceback, never half a row."""
     folder, command = evaluated
     path = folder / "rows" / "skipdecode-2x.json"
@@ -333,7 +361,9 @@ def test_a_damaged_row_is_measured_again_and_said(evaluated, damage):
     assert json.loads(path.read_bytes())["texts"] == json.loads(whole)["texts"]
 
 
-def test_other_settings_replace_nothing_unasked(evaluated, checkpoint, data, tmp_path):
+def test_other_settings_replace_nothing_unasked(
+    evaluated: tuple[Path, tuple[object, ...]], checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
     """F15: neither rows nor tables, those of a person least of all; said before a model is loaded."""
     folder, command = evaluated
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -359,11 +389,13 @@ def test_other_settings_replace_nothing_unasked(evaluated, checkpoint, data, tmp
     assert all(path.read_bytes() == before[path] for path in before if path.parent.name == "rows")
 
 
-def test_two_processes_fill_one_folder(checkpoint, data, tmp_path, monkeypatch):
+def test_two_processes_fill_one_folder(
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """F16: a row is measured once; the other waits for it, says for whom, and takes it."""
     measure, ran, held = Evaluation._measure, [], threading.Event()
 
-    def slow(self, arm):
+    def slow(self: Evaluation, arm: Any) -> Any:
         ran.append(arm.key)
         held.wait(60)
         return measure(self, arm)
@@ -372,10 +404,10 @@ def test_two_processes_fill_one_folder(checkpoint, data, tmp_path, monkeypatch):
     bench = Bench(Jsonl(), EXAMPLES[:4], EXAMPLES[:4], max_new_tokens=4, timing_rows=4, repeats=1, samples=5)
     said, rows = [], {}
 
-    def work(name):
+    def work(name: str) -> None:
         wanted = arms(name, str(checkpoint), (2,))
 
-        def say(line):
+        def say(line: Any) -> None:
             said.append(line)
             held.set()
 
@@ -392,7 +424,7 @@ def test_two_processes_fill_one_folder(checkpoint, data, tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("*.lock"))
 
 
-def test_prompts_alone_are_evaluated_by_agreement(checkpoint, tmp_path):
+def test_prompts_alone_are_evaluated_by_agreement(checkpoint: Path, tmp_path: Path) -> None:
     """H: how much of the full model's own texts a budget repeats; no reference is needed."""
     (tmp_path / "prompts.txt").write_text("".join(f"{e.prompt}\n" for e in EXAMPLES))
     more = ("--speedups", "1.2,4", "--json")
@@ -407,7 +439,7 @@ def test_prompts_alone_are_evaluated_by_agreement(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "words"), [("", "is a folder"), ("plot", "picture"), ("no/plot.png", "no folder")])
-def test_a_picture_needs_a_name_of_its_kind(tmp_path, name, words):
+def test_a_picture_needs_a_name_of_its_kind(tmp_path: Path, name: str, words: str) -> None:
     """F16: ``--png DIR`` wrote DIR.png."""
     (tmp_path / "a").mkdir()
     for command in (("schedule", "--layers", 8), ("demo", "demo", "--repeats", 1)):
@@ -417,7 +449,7 @@ def test_a_picture_needs_a_name_of_its_kind(tmp_path, name, words):
     assert [path.name for path in tmp_path.rglob("*")] == ["a"]
 
 
-def test_a_missing_library_names_its_extra(monkeypatch):
+def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """B6: what to install, not which module was not found."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "skipdecode.evaluation.plots", raising=False)
@@ -426,7 +458,7 @@ def test_a_missing_library_names_its_extra(monkeypatch):
     assert "pip install 'skipdecode[cli]'" in done.stderr
 
 
-def test_arms_take_the_budget_into_their_paths():
+def test_arms_take_the_budget_into_their_paths() -> None:
     found = arms("skipdecode,static=runs/static-{speedup},full", "m", (1, 2, 2.5))
     assert len({arm.key for arm in found}) == 5
     assert [(arm.name, arm.speedup, arm.model) for arm in found] == [
@@ -442,7 +474,7 @@ def test_arms_take_the_budget_into_their_paths():
     assert [(a.key, a.model) for a in arms("d3,d3=t", "m", (2,))[1:]] == [("d3-2x", "m"), ("d3-2x-trained", "t")]
 
 
-def test_loss_by_position_averages_to_the_loss(checkpoint):
+def test_loss_by_position_averages_to_the_loss(checkpoint: Path) -> None:
     model, tokenizer = skipdecode.load(str(checkpoint))
     plan = Schedule.for_speedup(3, 8, horizon=6)
     for size in (1, 4):
@@ -453,7 +485,9 @@ def test_loss_by_position_averages_to_the_loss(checkpoint):
 
 
 @pytest.mark.parametrize("speedup", [2, 3, 5])
-def test_calibration_achieves_the_ratio_on_what_the_model_writes(checkpoint, data, tmp_path, speedup):
+def test_calibration_achieves_the_ratio_on_what_the_model_writes(
+    checkpoint: Path, data: Path, tmp_path: Path, speedup: int
+) -> None:
     target = tmp_path / "schedule.json"
     more = ("--speedup", speedup, "--output", target, "--max-new-tokens", 40, "--batch-size", 4, "--json")
     done = run("calibrate", checkpoint, "--data", data, *more)
@@ -473,7 +507,7 @@ def test_calibration_achieves_the_ratio_on_what_the_model_writes(checkpoint, dat
     assert result.cost.layer_ratio == pytest.approx(found["layer_ratio"], rel=1e-3)
 
 
-def test_a_saved_calibration_is_what_every_verb_then_takes(data, tmp_path):
+def test_a_saved_calibration_is_what_every_verb_then_takes(data: Path, tmp_path: Path) -> None:
     local = save_checkpoint(tmp_path / "model")
     for speedup in (2, 3):
         more = (
@@ -497,7 +531,7 @@ def test_a_saved_calibration_is_what_every_verb_then_takes(data, tmp_path):
     assert "local" in done.stderr
 
 
-def test_the_search_ranks_every_layer_and_keeps_the_best_at_each_step(checkpoint):
+def test_the_search_ranks_every_layer_and_keeps_the_best_at_each_step(checkpoint: Path) -> None:
     model, tokenizer = skipdecode.load(str(checkpoint))
     batches = batches_of(EXAMPLES, tokenizer, model, 8)
     passes = []
@@ -515,7 +549,7 @@ def test_the_search_ranks_every_layer_and_keeps_the_best_at_each_step(checkpoint
         assert ranking.losses[6] <= loss_by_position(model, batches, plan)[0] + 1e-6
 
 
-def test_calibrate_searches_the_order(checkpoint, data, tmp_path):
+def test_calibrate_searches_the_order(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     target = tmp_path / "schedule.json"
     more = ("--order", "search", "--speedup", 3, "--output", target, "--max-new-tokens", 20, "--json")
     done = run("calibrate", checkpoint, "--data", data, *more)

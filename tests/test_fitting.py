@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -27,7 +28,7 @@ def off(schedule: Schedule, speedup: float, lengths: list[int]) -> float:
 
 
 @st.composite
-def wishes(draw: st.DrawFn) -> tuple[int, float, list[int], dict[str, object]]:
+def wishes(draw: st.DrawFn) -> tuple[int, float, list[int], dict[str, Any]]:
     """Layers, a speed-up, lengths, and a form."""
     layers = draw(st.integers(2, 10))
     form = {"decay": draw(st.sampled_from(FALLING)), "order": draw(st.sampled_from(["top", "bottom", "even"]))}
@@ -36,7 +37,7 @@ def wishes(draw: st.DrawFn) -> tuple[int, float, list[int], dict[str, object]]:
 
 @settings(max_examples=50, deadline=None)
 @given(wishes())
-def test_a_fall_is_kept_wherever_one_comes_near(wish: tuple[int, float, list[int], dict[str, object]]) -> None:
+def test_a_fall_is_kept_wherever_one_comes_near(wish: tuple[int, float, list[int], dict[str, Any]]) -> None:
     """F3: a constant depth comes only where no fall is within NEAR and it is nearer; nothing ever increases."""
     layers, speedup, lengths, form = wish
     plan = fit(layers, speedup, lengths, **form)
@@ -156,7 +157,7 @@ def test_a_constant_depth_not_asked_for_is_said(caplog: pytest.LogCaptureFixture
 @settings(max_examples=50, deadline=None)
 @given(wishes(), LENGTHS)
 def test_refitting_moves_the_horizon_alone(
-    wish: tuple[int, float, list[int], dict[str, object]], later: list[int]
+    wish: tuple[int, float, list[int], dict[str, Any]], later: list[int]
 ) -> None:
     """F3: deepest, shallowest and form stay; None where no horizon comes within 1%, and then there is none."""
     layers, speedup, lengths, form = wish
@@ -184,7 +185,7 @@ def test_what_has_no_horizon_to_move_is_kept_or_given_up(plan: Schedule) -> None
 
 @settings(max_examples=50, deadline=None)
 @given(wishes())
-def test_achieved_is_what_the_steps_add_up_to(wish: tuple[int, float, list[int], dict[str, object]]) -> None:
+def test_achieved_is_what_the_steps_add_up_to(wish: tuple[int, float, list[int], dict[str, Any]]) -> None:
     """Counted by level as counted step by step."""
     layers, speedup, lengths, form = wish
     plan = fit(layers, speedup, lengths, **form)
@@ -247,6 +248,7 @@ def test_the_longest_text_is_half_a_million_steps() -> None:
         fit(8, 2, [500_001])
 
 
+@pytest.mark.slow
 def test_long_texts_and_many_of_them_are_fitted_at_once() -> None:
     """G: a length of a million steps, or a million lengths, are no reason to hang."""
     start = time.process_time()
@@ -257,7 +259,7 @@ def test_long_texts_and_many_of_them_are_fitted_at_once() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0], [-3], [5, -1], [2.5], [5, 2.5], ["40"], [True]])
-def test_lengths_that_are_none_are_refused(lengths: list[object]) -> None:
+def test_lengths_that_are_none_are_refused(lengths: list[Any]) -> None:
     """G: an error of ours with one line, and no hang."""
     with pytest.raises(ScheduleError, match="decode step"):
         fit(8, 2, lengths)  # wrong on purpose: what JSON or a command line may bring

@@ -204,6 +204,7 @@ def test_padding_after_a_rule_of_the_users_own_is_not_counted(loaded: Loaded) ->
 SAMPLED: dict[str, Any] = {"do_sample": True, "max_new_tokens": 10, "eos_token_id": None}
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.permutations(range(len(TEXTS))), st.integers(1, 9), st.integers(0, 2**40))
 def test_a_rows_sample_depends_on_its_seed_and_number_alone(

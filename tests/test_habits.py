@@ -290,6 +290,7 @@ def test_a_mask_that_shows_no_positions_is_refused() -> None:
 # --- compilers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["model", "layers"])
 def test_compiled_models_skip_and_are_not_compiled_anew_at_every_step(part: str) -> None:
     """G: with torch.compile around the model, or around each layer, texts are the same and compilation ends."""
@@ -314,6 +315,7 @@ def test_compiled_models_skip_and_are_not_compiled_anew_at_every_step(part: str)
 # --- held: threads, copies, exceptions, leaks
 
 
+@pytest.mark.slow
 def test_threads_generate_at_once() -> None:
     """Held: several schedules at the same time on one model, none wrong."""
     model, inputs = attach(build("llama")), prompts()
@@ -360,14 +362,15 @@ def test_an_error_inside_generate_leaves_nothing_behind(error: Any) -> None:
     model, inputs = attach(build("llama")), prompts()
     stock, skipped = run(model, inputs), run(model, inputs, TOP)
     for at in (0, 3):
-        calls = []
+        calls: list[int] = []
 
         def fail(module: Any, args: Any, at: int = at, calls: list[int] = calls) -> None:
             calls.append(1)
             if len(calls) > at:
                 raise error
 
-        handle = decoder_layers(model)[7].mlp.register_forward_pre_hook(fail)
+        layer: Any = decoder_layers(model)[7]
+        handle = layer.mlp.register_forward_pre_hook(fail)
         with pytest.raises(error if isinstance(error, type) else type(error)):
             run(model, inputs, TOP)
         handle.remove()

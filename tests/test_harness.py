@@ -316,6 +316,7 @@ def evaluate(model: str, folder: Path, chat: bool = False, **arguments: Any) -> 
     return done["rest"]["perplexity,none"], done["choice"]["acc,none"]
 
 
+@pytest.mark.slow
 def test_simple_evaluate(checkpoint: Path, task: Path) -> None:
     stock = evaluate("hf", task, pretrained=str(checkpoint))
     full = evaluate("skipdecode", task, pretrained=str(checkpoint), full=True)
@@ -324,6 +325,7 @@ def test_simple_evaluate(checkpoint: Path, task: Path) -> None:
     assert not math.isclose(fast[0], stock[0], rel_tol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_command_line(chats: Path, task: Path, monkeypatch: pytest.MonkeyPatch, chat: bool) -> None:
     """It is the harness's own, `--apply_chat_template` included; the schedule stands beside the results."""

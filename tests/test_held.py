@@ -24,6 +24,7 @@ from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.errors import ScheduleError
 from skipdecode.evaluation import runner as evaluation
+from skipdecode.files import write
 from skipdecode.generation.jobs import JobResult
 from skipdecode.generation.journal import Journal
 from skipdecode.generation.results import Completion, Cost
@@ -65,7 +66,7 @@ def test_an_evaluation_killed_at_every_write_is_that_of_one_that_was_not(
     """Held: all rows are there once, equal but for clock figures."""
     arguments = ["evaluate", checkpoint, "--data", data, *SHORT, "--speedups", "1,2,4", "--output"]
     assert command(*arguments, tmp_path / "whole").returncode == 0
-    write, killed = evaluation.write, []
+    killed: list[Path] = []
 
     def deadly(path: Path, text: str) -> None:
         if path not in killed:
@@ -86,6 +87,7 @@ def test_an_evaluation_killed_at_every_write_is_that_of_one_that_was_not(
     assert timeless(tmp_path / "killed") == timeless(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["generate", "evaluate"])
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
     verb: str, checkpoint: Path, data: Path, tmp_path: Path
@@ -138,7 +140,25 @@ def test_a_row_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
     assert JobResult(items, rows, {}).jsonl.count("\n") == len(items)
 
 
-ODD = [None, True, -1, 0, 1, 9, 10**9, 2.5, float("nan"), float("inf"), "", "top", "\ud800", [], [1, 0], {}, [None]]
+ODD: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    9,
+    10**9,
+    2.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "top",
+    "\ud800",
+    [],
+    [1, 0],
+    {},
+    [None],
+]
 
 
 @settings(max_examples=200, deadline=None)
@@ -168,7 +188,7 @@ def test_a_mutated_schedule_is_a_schedule_or_refused(draw: st.DataObject) -> Non
 class Biased(LogitsProcessor):
     """A processor of one's own."""
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores + torch.linspace(-2, 2, scores.shape[1]) * (input_ids[:, -1:] % 2)
 
 
@@ -239,6 +259,8 @@ class Int8(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight: Tensor
+        self.scale: Tensor
         self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
         self.register_buffer("scale", scale)
         self.bias = linear.bias

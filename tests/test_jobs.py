@@ -30,8 +30,9 @@ from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.errors import FileError, InputError, JobError
 from skipdecode.generation import generate as generation
-from skipdecode.generation import jobs, loading
-from skipdecode.generation.journal import MAGIC
+from skipdecode.generation import loading
+from skipdecode.generation.batch import generate_batch
+from skipdecode.generation.journal import MAGIC, Journal
 from skipdecode.generation.results import Completion, Cost
 
 
@@ -65,6 +66,7 @@ def test_output_keeps_the_inputs_order_and_says_what_it_cost(checkpoint: Path, t
     assert not target.with_name("out.jsonl.partial").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_job_goes_on_where_it_was(checkpoint: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle: the second run redoes no finished row and ends with the text of an unbroken run.
 
@@ -150,6 +152,7 @@ class Breaker:
         return called
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_kill_between_any_two_writes_loses_and_repeats_nothing(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
@@ -161,7 +164,7 @@ def test_a_kill_between_any_two_writes_loses_and_repeats_nothing(
     source, whole = write_rows(tmp_path / "in.jsonl", TEXTS[:4]), tmp_path / "whole.jsonl"
     common = ["generate", checkpoint, "--input", source, "--max-new-tokens", 2, "--batch-size", 2, "--json"]
     computed: list[int] = []
-    batch = generation.generate_batch
+    batch = generate_batch
 
     def counted(model: Any, tokenizer: Any, prompts: Any, *arguments: Any, **options: Any) -> Any:
         computed.append(len(prompts))
@@ -208,15 +211,15 @@ def test_overwrite_can_be_killed_and_goes_on(checkpoint: Path, tmp_path: Path, m
     source, target = write_rows(tmp_path / "in.jsonl", TEXTS[:4]), tmp_path / "out.jsonl"
     target.write_text("old")
     common = ["generate", checkpoint, "--input", source, "--output", target, "--max-new-tokens", 3, "--batch-size", 2]
-    add = jobs.Journal.add
+    add = Journal.add
 
-    def add_one(self: jobs.Journal, *batch: Any) -> None:
+    def add_one(self: Journal, *batch: Any) -> None:
         if self.rows:
             raise Killed
         add(self, *batch)
 
     with pytest.MonkeyPatch.context() as patch, suppress(Killed):
-        patch.setattr(jobs.Journal, "add", add_one)
+        patch.setattr(Journal, "add", add_one)
         run(*common, "--overwrite")
     assert target.read_text() == "old"
     other = run(*common, "--seed", 1)
@@ -240,16 +243,16 @@ def test_what_a_job_is(checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, model)
     source, target = write_rows(tmp_path / "in.jsonl", TEXTS[:4]), model / "texts.jsonl"
     options = ["--input", source, "--output", target, "--max-new-tokens", 3, "--batch-size", 2]
-    add = jobs.Journal.add
+    add = Journal.add
 
     def begin(name: object) -> None:
-        def add_one(self: jobs.Journal, *batch: Any) -> None:
+        def add_one(self: Journal, *batch: Any) -> None:
             if self.rows:
                 raise Killed
             add(self, *batch)
 
         with pytest.MonkeyPatch.context() as patch, suppress(Killed):
-            patch.setattr(jobs.Journal, "add", add_one)
+            patch.setattr(Journal, "add", add_one)
             run("generate", name, *options)
 
     (tmp_path / "link").symlink_to("m")
@@ -325,7 +328,7 @@ def test_a_link_stays_one(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_a_journal_of_another_job_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     source, target = write_rows(tmp_path / "in.jsonl", TEXTS), tmp_path / "out.jsonl"
-    with jobs.Journal(target, "another") as journal:
+    with Journal(target, "another") as journal:
         journal.add([0], [Completion("x", 1, "stop")], Cost(8))
     done = run("generate", checkpoint, "--input", source, "--output", target)
     assert done.returncode == 2
@@ -333,11 +336,11 @@ def test_a_journal_of_another_job_is_refused(checkpoint: Path, tmp_path: Path) -
 
 
 def test_a_job_without_a_finished_batch_leaves_and_stops_nothing(tmp_path: Path) -> None:
-    jobs.Journal(tmp_path / "out.jsonl", "one").close()
+    Journal(tmp_path / "out.jsonl", "one").close()
     assert names(tmp_path) == []
     header = seal([b'{"skipdecode journal": 1, "job": "one"}'])
     (tmp_path / "out.jsonl.partial").write_bytes(header)
-    with jobs.Journal(tmp_path / "out.jsonl", "other") as journal:
+    with Journal(tmp_path / "out.jsonl", "other") as journal:
         assert journal.rows == {}
 
 
@@ -388,7 +391,7 @@ def test_a_line_of_another_shape_is_cut_off_though_its_checksum_is_right(tmp_pat
     head, first = b'{"skipdecode journal": 1, "job": "job"}', json.dumps(GOOD | {"rows": {"0": ROW}}).encode()
     path = tmp_path / "out.jsonl.partial"
     path.write_bytes(seal([head, first, line, json.dumps(GOOD | {"rows": {"2": ROW}}).encode()]))
-    with jobs.Journal(tmp_path / "out.jsonl", "job") as journal:
+    with Journal(tmp_path / "out.jsonl", "job") as journal:
         assert journal.rows == {0: Completion("x", 1, "stop")}
         assert len(journal.costs) == 1
         assert journal.summary is None
@@ -396,22 +399,23 @@ def test_a_line_of_another_shape_is_cut_off_though_its_checksum_is_right(tmp_pat
     assert path.read_bytes() == seal([head, first, json.dumps(GOOD).encode()])
 
 
+@pytest.mark.slow
 def test_a_cut_journal_loses_only_the_torn_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F14: cut at every byte: what is read back is a prefix of the batches written, and it goes on from there."""
     monkeypatch.setattr(os, "fsync", lambda _: None)  # thousands of them, and nobody pulls the plug
     target, path = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     rows = [Completion(f"text {i} é", i, "stop") for i in range(3)]
 
-    def add(journal: jobs.Journal, i: int) -> None:
+    def add(journal: Journal, i: int) -> None:
         journal.add([i], [rows[i]], Cost(4, rows=1, tokens=i, steps=1, layer_steps=2))
 
-    with jobs.Journal(target, "job") as journal:
+    with Journal(target, "job") as journal:
         for i in range(3):
             add(journal, i)
     data = path.read_bytes()
     for cut in range(len(data) + 1):
         path.write_bytes(data[:cut])
-        with jobs.Journal(target, "job") as again:
+        with Journal(target, "job") as again:
             n = len(again.rows)
             assert again.rows == dict(enumerate(rows[:n]))
             assert len(again.costs) == n == max(data[:cut].count(b"\n") - 1, 0)
@@ -429,7 +433,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.output = self.folder / "out"
         self.path = self.folder / "out.partial"
         self.batches: list[tuple[list[int], list[Completion], Cost]] = []  # the model: what the journal holds
-        self.journal: jobs.Journal | None = jobs.Journal(self.output, "job")
+        self.journal: Journal | None = Journal(self.output, "job")
 
     def teardown(self) -> None:
         if self.journal:
@@ -488,7 +492,7 @@ class JournalMachine(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         try:
-            self.journal = jobs.Journal(self.output, "job")
+            self.journal = Journal(self.output, "job")
         except FileError:  # a byte of its very beginning was hit: no longer known as ours, and left alone
             assert not self.path.read_bytes().startswith(MAGIC)
             self.path.unlink()
@@ -498,14 +502,14 @@ class JournalMachine(RuleBasedStateMachine):
     @rule()
     def a_second_one_is_refused(self) -> None:
         with pytest.raises(JobError, match=f"in use by process {os.getpid()} "):
-            jobs.Journal(self.output, "job")
+            Journal(self.output, "job")
 
     @precondition(lambda self: self.journal is None and self.batches)
     @rule()
     def another_job_is_refused(self) -> None:
         # A damaged first line cannot tell whose the rest was.
         with pytest.raises(JobError, match="another input, model or options"):
-            jobs.Journal(self.output, "another job")
+            Journal(self.output, "another job")
 
     @invariant()
     def holds_what_the_model_does(self) -> None:
@@ -594,17 +598,17 @@ def test_a_resumed_job_writes_what_an_unbroken_one_does(
     """Also when it samples: each batch has a seed of its own."""
     source, whole, cut = write_rows(tmp_path / "in.jsonl", TEXTS), tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     common = ["generate", checkpoint, "--input", source, "--max-new-tokens", 8, "--batch-size", 4, *options]
-    add = jobs.Journal.add
+    add = Journal.add
     kept: list[object] = []
 
-    def add_twice(self: jobs.Journal, *batch: Any) -> None:
+    def add_twice(self: Journal, *batch: Any) -> None:
         if len(kept) == 2:
             raise KeyboardInterrupt
         kept.append(batch)
         add(self, *batch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs.Journal, "add", add_twice)
+        patch.setattr(Journal, "add", add_twice)
         assert run(*common, "--output", cut).returncode != 0
     assert run(*common, "--output", cut).returncode == 0
     assert run(*common, "--output", whole).returncode == 0

@@ -276,6 +276,7 @@ BROKEN: dict[str, Damage] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN)
 def test_a_damaged_weight_file_is_named(model: Path, damage: Damage) -> None:
     """G: each ended in a traceback of safetensors, torch or transformers."""
@@ -301,6 +302,7 @@ def test_a_damaged_pickle_is_named(model: Path) -> None:
         refused(model, str(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_sound_checkpoints_of_every_family_are_read_as_they_were_written(name: str, tmp_path: Path) -> None:
     """F11: tied heads, fused and split projections, buffers: none of them is missing or left over."""
@@ -533,7 +535,7 @@ def test_attentions_that_are_not_there(model: Path, attention: str) -> None:
 
 # --- what the config says of its training
 
-ENTRY = {"method": "skipdecode", "schedules": {"2": Schedule(8, 4, 2, horizon=8).to_dict()}}
+ENTRY: dict[str, Any] = {"method": "skipdecode", "schedules": {"2": Schedule(8, 4, 2, horizon=8).to_dict()}}
 BAD_ENTRIES: list[Any] = [value for value in WRONG if value] + [
     {"method": "skipdecode"},
     *({"method": value, "schedules": ENTRY["schedules"]} for value in WRONG if not isinstance(value, str)),

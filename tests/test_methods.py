@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import PreTrainedTokenizerBase, Qwen3NextConfig, Qwen3NextForCausalLM
 
 import skipdecode
 from helpers.families import FAMILIES, build
@@ -17,8 +20,10 @@ from skipdecode.core.schedule import Schedule
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import encode_prompts
 from skipdecode.errors import ModelError, ScheduleError, UnsupportedModel
-from skipdecode.generation.generate import Cost, generate_ids
+from skipdecode.generation.generate import generate_ids
+from skipdecode.generation.results import Cost
 from skipdecode.methods import METHODS, get_method
+from skipdecode.methods.calm import Calm
 from skipdecode.methods.exits import read_out
 from skipdecode.methods.objectives import Distillation, Objective, response_loss
 from skipdecode.methods.static import prune
@@ -28,12 +33,12 @@ FITTED = ("skipdecode", "multi_exit", "calm", "d3", "hsd")
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture
-def model(checkpoint):
+def model(checkpoint: Path) -> Any:
     return skipdecode.load(str(checkpoint))
 
 
@@ -43,17 +48,17 @@ def model(checkpoint):
 @pytest.mark.parametrize("layers", [24, 32])
 @pytest.mark.parametrize("speedup", [2, 3, 4, 5])
 @pytest.mark.parametrize("name", FITTED)
-def test_what_a_method_achieves_is_what_was_asked_for(name, speedup, layers):
+def test_what_a_method_achieves_is_what_was_asked_for(name: str, speedup: int, layers: int) -> None:
     plan = get_method(name).schedule(layers, speedup, LENGTHS)
     assert achieved(plan, LENGTHS) == pytest.approx(speedup, rel=0.03)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_at_1x_every_method_is_the_full_model(name):
+def test_at_1x_every_method_is_the_full_model(name: str) -> None:
     assert get_method(name).schedule(24, 1, LENGTHS).is_full
 
 
-def test_constant_depth_is_as_near_as_whole_layers_come():
+def test_constant_depth_is_as_near_as_whole_layers_come() -> None:
     for speedup in (2, 3, 4, 5):
         plan = get_method("unified").schedule(24, speedup, LENGTHS)
         others = [abs(24 / depth - speedup) for depth in range(1, 25)]
@@ -61,7 +66,7 @@ def test_constant_depth_is_as_near_as_whole_layers_come():
         assert {0, 23} <= set(plan.layers(plan.depth(0)))
 
 
-def test_first_and_last_layer_stay_where_the_papers_say_so():
+def test_first_and_last_layer_stay_where_the_papers_say_so() -> None:
     for name in ("d3", "hsd", "unified"):
         plan = get_method(name).schedule(24, 4, LENGTHS)
         assert {0, 23} <= set(plan.layers(plan.min_depth)), name
@@ -69,18 +74,18 @@ def test_first_and_last_layer_stay_where_the_papers_say_so():
         assert get_method(name).schedule(24, 4, LENGTHS).layers(5) == (0, 1, 2, 3, 4)
 
 
-def test_fitting_refuses_what_cannot_be():
+def test_fitting_refuses_what_cannot_be() -> None:
     with pytest.raises(ScheduleError, match="1 to the number of layers"):
         fit(8, 9, LENGTHS)
     with pytest.raises(ScheduleError, match="no decode step"):
         fit(8, 2, [])
 
 
-def test_a_batch_runs_until_its_longest_row_ends():
+def test_a_batch_runs_until_its_longest_row_ends() -> None:
     assert batch_lengths([5, 9, 2, 1, 1], 2) == [8, 1, 1]
 
 
-def test_fitted_depths_achieve_what_generation_reports(model):
+def test_fitted_depths_achieve_what_generation_reports(model: tuple[Any, Any]) -> None:
     """The prediction over a run's lengths is the ratio that the run's caches counted."""
     network, tokenizer = model
     ids = encode_prompts(tokenizer, TEXTS[:5])
@@ -98,7 +103,7 @@ UNCUT = ("gemma3n", "gemma4", "gemma4-shared", "jamba")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_reading_a_layer_out_is_the_model_cut_there(family):
+def test_reading_a_layer_out_is_the_model_cut_there(family: Any) -> None:
     """The exit at depth d gives the logits of the model that has only its d bottom layers."""
     network = build(family)
     ids = torch.randint(2, 100, (2, 7))
@@ -120,7 +125,7 @@ def test_reading_a_layer_out_is_the_model_cut_there(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pruning_is_skipping_in_the_prompt_too(family):
+def test_pruning_is_skipping_in_the_prompt_too(family: Any) -> None:
     network = skipdecode.attach(build(family))
     ids = torch.randint(2, 100, (2, 7))
     layers = (0, 3, 6, 7)
@@ -135,7 +140,7 @@ def test_pruning_is_skipping_in_the_prompt_too(family):
         torch.testing.assert_close(prune(network, layers)(ids).logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_small_model_from_scratch_has_the_form_alone(model):
+def test_a_small_model_from_scratch_has_the_form_alone(model: tuple[Any, Any]) -> None:
     network, _ = model
     small = get_method("scratch").prepare(network, 4)
     pruned = get_method("static").prepare(network, 4)
@@ -150,25 +155,30 @@ def test_a_small_model_from_scratch_has_the_form_alone(model):
 # --- CALM
 
 
-def decode(model, tokenizer, plan):
+def decode(model: tuple[Any, Any], tokenizer: PreTrainedTokenizerBase, plan: Any) -> Any:
     ids = encode_prompts(tokenizer, TEXTS[:4])
     return generate_ids(model, tokenizer, ids, plan, 4, max_new_tokens=10, do_sample=False, eos_token_id=None)
 
 
-def test_nobody_confident_is_the_full_model(model):
+def test_nobody_confident_is_the_full_model(model: tuple[Any, Any]) -> None:
     network, tokenizer = model
     stock = decode(network, tokenizer, None)
-    calm = decode(network, tokenizer, get_method("calm").decoder(network, 1.2, 10))
+    calm = decode(network, tokenizer, Calm().decoder(network, 1.2, 10))
     assert [row.text for row in calm.completions] == [row.text for row in stock.completions]
     assert calm.cost.average_depth == calm.cost.row_depth == 8
     assert [row.text for row in decode(network, tokenizer, None).completions] == [row.text for row in stock.completions]
 
 
-def test_everybody_confident_leaves_at_the_first_layer_and_writes_all_caches(model):
+def test_everybody_confident_leaves_at_the_first_layer_and_writes_all_caches(model: tuple[Any, Any]) -> None:
     network, tokenizer = model
-    maker = get_method("calm").decoder(network, -1.0, 10)
-    caches = []
-    result = decode(network, tokenizer, lambda m: caches.append(maker(m)) or caches[-1])
+    maker = Calm().decoder(network, -1.0, 10)
+    caches: list[Any] = []
+
+    def keep(cache: Any) -> Any:
+        caches.append(cache)
+        return cache
+
+    result = decode(network, tokenizer, lambda m: keep(maker(m)))
     assert result.cost.average_depth == result.cost.row_depth == 1
     lengths = {layer.keys.shape[2] for layer in caches[0].layers}
     assert len(lengths) == 1
@@ -176,13 +186,13 @@ def test_everybody_confident_leaves_at_the_first_layer_and_writes_all_caches(mod
     assert result.cost.peak_kv_bytes == held  # the layers that only wrote count too
 
 
-def test_a_batch_runs_at_least_what_its_rows_do_and_rows_do_not_depend_on_it(model):
+def test_a_batch_runs_at_least_what_its_rows_do_and_rows_do_not_depend_on_it(model: tuple[Any, Any]) -> None:
     network, tokenizer = model
     ids = encode_prompts(tokenizer, TEXTS[:4])
     with torch.no_grad():  # as sure of its random tokens as a trained model is of its own
         network.model.decoder.final_layer_norm.weight.mul_(60)
-    maker = get_method("calm").decoder(network, 0.5, 10)
-    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    maker = Calm().decoder(network, 0.5, 10)
+    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
     together = generate_ids(network, tokenizer, ids, maker, 4, **options)
     alone = generate_ids(network, tokenizer, ids, maker, 1, **options)
     assert [row.text for row in together.completions] == [row.text for row in alone.completions]
@@ -190,11 +200,11 @@ def test_a_batch_runs_at_least_what_its_rows_do_and_rows_do_not_depend_on_it(mod
     assert alone.cost.row_depth == alone.cost.average_depth == pytest.approx(together.cost.row_depth)
 
 
-def test_rows_end_where_generation_ends_them(model):
+def test_rows_end_where_generation_ends_them(model: tuple[Any, Any]) -> None:
     """B16: with another end-of-sequence, a row that has met it holds no batch up, and one that has not does."""
     network, tokenizer = model
     ids = encode_prompts(tokenizer, TEXTS[:4])
-    free = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    free: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
     generated = network.generate(
         **tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt"),
         **free,
@@ -203,31 +213,36 @@ def test_rows_end_where_generation_ends_them(model):
     ends = generated[0, -10:].tolist()
     others = [row[-10:].tolist() for row in generated[1:]]
     end = next((t for t in ends if any(t not in row for row in others)), ends[0])
-    maker = get_method("calm").decoder
-    caches = []
+    maker = Calm().decoder
+    caches: list[Any] = []
+
+    def kept(make: Any, subject: Any) -> Any:
+        caches.append(make(subject))
+        return caches[-1]
+
     for eos, stops in ((end, [end]), (None, []), ([end, 1], [end, 1])):
         options = free | {"eos_token_id": eos}
         make = maker(network, 1.2, 10, **options)
-        result = generate_ids(
-            network, tokenizer, ids, lambda m, make=make: caches.append(make(m)) or caches[-1], 4, **options
-        )
+        result = generate_ids(network, tokenizer, ids, partial(kept, make), 4, **options)
         assert caches[-1].stops == stops
         # The first token is the prompt's; each later one is a step of its row.
         assert caches[-1].row_steps == sum(row.tokens - 1 for row in result.completions)
-    assert maker(network, 1.2, 10).keywords["stops"] == [network.generation_config.eos_token_id]
+    made: Any = maker(network, 1.2, 10)
+    assert made.keywords["stops"] == [network.generation_config.eos_token_id]
 
 
 @pytest.mark.parametrize("speedup", [1.5, 3.0, 6.0])
-def test_a_threshold_stands_for_a_budget(model, speedup):
+def test_a_threshold_stands_for_a_budget(model: tuple[Any, Any], speedup: float) -> None:
     """Of nine thresholds, the one at which held-out tokens come nearest to the target; each is tried on the texts."""
     network, _ = model
     tried = []
 
-    def decode(maker):
+    def decode(maker: Any) -> Any:
         nines = -math.log10(1 - maker.keywords["threshold"])
         tried.append(maker.keywords["threshold"])
         return Cost(8, row_layers=round(1000 * min(8, 1 + nines * 1.5)), row_steps=1000)
 
+    maker: Any
     maker, notes = get_method("calm").decoding(network, speedup, lambda: [7, 12, 9], decode, eos_token_id=5)
     assert len(tried) == 9
     assert maker.keywords["threshold"] == notes["threshold"]
@@ -236,7 +251,7 @@ def test_a_threshold_stands_for_a_budget(model, speedup):
     assert notes["held_out_token_ratio"] == pytest.approx(speedup, rel=0.02)
 
 
-def test_recurrent_layers_are_refused_with_a_reason():
+def test_recurrent_layers_are_refused_with_a_reason() -> None:
     """G: a state that a token skips is lost to the next; said at once, not by an AttributeError."""
     config = Qwen3NextConfig(
         vocab_size=64,
@@ -254,11 +269,11 @@ def test_recurrent_layers_are_refused_with_a_reason():
         mlp_only_layers=[0, 1, 2, 3],
     )
     with pytest.raises(ModelError, match="recurrent layers"):
-        get_method("calm").decoder(Qwen3NextForCausalLM(config), 0.5, 10)
+        Calm().decoder(Qwen3NextForCausalLM(config), 0.5, 10)
 
 
 @pytest.mark.parametrize("name", FITTED)
-def test_no_lengths_are_refused(name):
+def test_no_lengths_are_refused(name: str) -> None:
     """B6: one line of ours, not max() of an empty list."""
     for lengths in ([], [0, 0]):
         with pytest.raises(ScheduleError, match="no decode step"):
@@ -268,17 +283,18 @@ def test_no_lengths_are_refused(name):
 # --- objectives
 
 
-def outputs_of(network, **more):
+def outputs_of(network: Any, **more: Any) -> Any:
     ids = torch.randint(2, 100, (2, 12))
     labels = torch.cat([torch.full((2, 1), -100), torch.randint(2, 100, (2, 5))], 1)
     labels[1, -2:] = -100
     return network(ids, **more), labels, {"input_ids": ids, "labels": labels}
 
 
-def test_multi_exit_averages_the_losses_of_the_models_cut_there(model):
+def test_multi_exit_averages_the_losses_of_the_models_cut_there(model: tuple[Any, Any]) -> None:
     network, _ = model
-    plans = {k: get_method("multi_exit").schedule(8, k, [12]) for k in (2, 4)}
+    plans = {k: get_method("multi_exit").schedule(8, k, [12]) for k in (2.0, 4.0)}
     objective = get_method("multi_exit").objective(network, plans)
+    assert objective is not None
     depths = range(1, 9)
     outputs, labels, inputs = outputs_of(network, output_hidden_states=True)
     parts = [response_loss(prune(network, range(d))(inputs["input_ids"]), labels) for d in depths]
@@ -286,7 +302,7 @@ def test_multi_exit_averages_the_losses_of_the_models_cut_there(model):
 
 
 @pytest.mark.parametrize("what", ["logits", "hidden"])
-def test_distillation_from_oneself_at_full_depth_adds_nothing_at_full_depth(model, what):
+def test_distillation_from_oneself_at_full_depth_adds_nothing_at_full_depth(model: tuple[Any, Any], what: str) -> None:
     network, _ = model
     outputs, labels, inputs = outputs_of(network, output_hidden_states=True)
     plain = Objective()(outputs, labels)
@@ -298,7 +314,7 @@ def test_distillation_from_oneself_at_full_depth_adds_nothing_at_full_depth(mode
     torch.testing.assert_close(mine(outputs, labels), plain / 2, rtol=1e-4, atol=1e-5)
 
 
-def test_distillation_pulls_towards_the_teacher(model, checkpoint):
+def test_distillation_pulls_towards_the_teacher(model: tuple[Any, Any], checkpoint: Path) -> None:
     network, _ = model
     teacher, _ = skipdecode.load(str(checkpoint))
     with torch.no_grad():
@@ -315,11 +331,11 @@ def test_distillation_pulls_towards_the_teacher(model, checkpoint):
 
 
 @pytest.mark.parametrize("weight", [0, 1.5])
-def test_wrong_weights_are_refused(weight):
+def test_wrong_weights_are_refused(weight: float) -> None:
     with pytest.raises(ValueError, match="weight"):
         Distillation(weight)
 
 
-def test_unknown_methods_are_named():
+def test_unknown_methods_are_named() -> None:
     with pytest.raises(ValueError, match="known are full, skipdecode"):
         get_method("magic")

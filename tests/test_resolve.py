@@ -56,7 +56,7 @@ def test_the_trained_schedule_of_the_speedup_comes_next() -> None:
 def test_a_new_schedule_has_the_form_of_the_fastest_trained_one(speedup: float, decay: str | None) -> None:
     """Fitted to lengths, over a horizon or with the paper's budget: order, warm-up and decay stay unless asked for."""
     config = config_of({1.0: Schedule.full(8), 2.0: EVEN, 5.0: FAST})
-    form = {} if decay is None else {"decay": decay}
+    form: dict[str, Any] = {} if decay is None else {"decay": decay}
     expected = FAST.form | form
     assert resolve_schedule(config, speedup, lengths=LENGTHS, **form) == fit(8, speedup, LENGTHS, **expected)
     over = resolve_schedule(config, speedup, horizon=9, measure=unmeasured, **form)

@@ -39,7 +39,7 @@ from skipdecode.training.trainer import fine_tune, training_args
 EXAMPLES = [Example(text[: 5 + 2 * i], (text[6 + 2 * i :],)) for i, text in enumerate((TEXTS * 2)[:14])]
 EPOCHS, SAVE_STEPS = 3, 3
 LAYERS = 3
-SCHEDULES = {k: Schedule.for_speedup(k, LAYERS, horizon=4) for k in (1, 2, 3)}
+SCHEDULES = {k: Schedule.for_speedup(k, LAYERS, horizon=4) for k in (1.0, 2.0, 3.0)}
 
 
 #: What was said of checkpoints that are passed over.
@@ -137,6 +137,7 @@ def go(
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("accumulation", "save_steps"), [(1, 1), (2, 1), (1, 3)])
 def test_a_run_killed_at_every_step_sees_the_same_rows_and_ends_with_the_same_weights(
     accumulation: int, save_steps: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +168,7 @@ def test_a_finished_run_is_not_trained_further(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same command once more changes nothing, where transformers takes a step past the last; fewer are refused."""
-    options = {"max_steps": 6, "lr_scheduler_type": "constant"}
+    options: dict[str, Any] = {"max_steps": 6, "lr_scheduler_type": "constant"}
     first = go(checkpoint, tmp_path / "run", monkeypatch, **options)
     assert torch.equal(go(checkpoint, tmp_path / "run", monkeypatch, **options), first)
     with pytest.raises(JobError, match="step 6, past the 5"):
@@ -175,6 +176,7 @@ def test_a_finished_run_is_not_trained_further(
 
 
 # peft 0.21 still asks transformers for a name it deprecates.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_adapters_resume_too(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F1: killed in the second epoch, the merged weights are those of the unbroken run."""
@@ -215,7 +217,7 @@ def test_the_order_of_rows_is_a_function_of_seed_and_epoch(
     before = torch.get_rng_state()
     assert list(sampler) == order
     assert torch.equal(torch.get_rng_state(), before)
-    everyone = []
+    everyone: list[int] = []
     for process in range(processes):
         batches = BatchSamplerShard(BatchSampler(sampler, group, drop_last=False), processes, process)
         whole = list(batches)
@@ -249,6 +251,7 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(data[: len(data) // 2 if how == "cut" else 0])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_which_anything_is_missing_or_damaged_is_passed_over(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +288,7 @@ def model_in(folder: Path) -> tuple[str, int]:
     return (folder / "config.json").read_text(), zlib.crc32((folder / "model.safetensors").read_bytes())
 
 
+@pytest.mark.slow
 def test_a_run_killed_between_any_two_writes_goes_on(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +350,7 @@ def test_a_run_killed_between_any_two_writes_goes_on(
         shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 def test_a_run_killed_by_the_system_goes_on(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F1, in a process of its own, by SIGKILL in the second epoch; its lock goes with it."""
     code = (

@@ -325,6 +325,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         Schedule.load(tmp_path / "list.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["top", "bottom", "even"])
 def test_nothing_hangs_at_the_limits(order: str) -> None:
     """G: the most layers and tokens there may be take a second, not hours."""

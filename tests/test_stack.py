@@ -58,7 +58,7 @@ def test_the_stack_is_the_one_list_of_layers_that_take_hidden_states() -> None:
     model = Model([Layer(4) for _ in range(4)], [Layer() for _ in range(3)], [Other() for _ in range(4)])
     assert decoder_layers(model) is model.lists[0]
     mixed = Model([Layer(), Layer(), Layer(), Other()])
-    for wrong, found in ((Model([Layer() for _ in range(3)]), 0), (mixed, 0), (Model(*[[Layer()] * 4] * 2), 2)):
+    for wrong, found in ((Model([Layer() for _ in range(3)]), 0), (mixed, 0), (Model([Layer()] * 4, [Layer()] * 4), 2)):
         with pytest.raises(UnsupportedModel, match=f"one stack of 4 decoder layers.*{found} were found"):
             decoder_layers(wrong)
     with pytest.raises(UnsupportedModel, match="encoder-decoder"):

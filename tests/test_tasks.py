@@ -34,6 +34,7 @@ needs_summaries = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_e2e
 @pytest.mark.parametrize(("system", "bleu", "rouge_l"), [("tgen", 65.93, 68.10), ("slug", 66.19, 67.56)])
 def test_scorer_gives_the_challenges_official_bleu(system: str, bleu: float, rouge_l: float) -> None:
@@ -313,7 +314,8 @@ def test_a_csv_has_columns_of_ones_own(tmp_path: Path) -> None:
         ({"prompt_share": 0.5}, {"prompt": "x", "response": "y"}, r"no text: .*prompt_share is for plain text"),
         ({"prompt_share": 0.5}, {"text": "x y", "response": "y"}, "prompt_share is for plain text"),
         ({"prompt_share": 0.5, "prompt_column": "a"}, {"a": TALK}, "prompt_share is for plain text, but a holds"),
-        ({}, {"text": "What"}, "a text of one word"),
+        ({"prompt_share": 0.5}, {"text": "What"}, "a text of one word"),
+        ({}, {"text": "What sat?"}, "a row of plain text: state with prompt_share"),
     ],
 )
 def test_a_row_that_does_not_fit_says_what_it_has(
@@ -355,14 +357,14 @@ def test_options_make_a_task_and_leave_the_others_alone() -> None:
 @pytest.mark.parametrize(
     ("share", "prompt", "rest"),
     [
-        (None, "  The cat\n sat", "  on\ta mat. \n"),
+        (0.5, "  The cat\n sat", "  on\ta mat. \n"),
         (0, "", "  The cat\n sat  on\ta mat. \n"),
         (0.01, "  The", " cat\n sat  on\ta mat. \n"),
         (0.99, "  The cat\n sat  on\ta", " mat. \n"),
     ],
 )
-def test_a_plain_text_is_cut_behind_a_word(tmp_path: Path, share: float | None, prompt: str, rest: str) -> None:
-    """H: a corpus of texts can be used; half of a text is the prompt if nothing is said."""
+def test_a_plain_text_is_cut_behind_a_word(tmp_path: Path, share: float, prompt: str, rest: str) -> None:
+    """H: a corpus of texts can be used; what share of a text is the prompt has to be stated."""
     text = "  The cat\n sat  on\ta mat. \n"
     task = get_task("jsonl", prompt_share=share)
     assert both_ways(tmp_path, task, {"text": text}) == [(prompt, (rest,))]
@@ -391,6 +393,7 @@ def test_the_documentations_rows_are_read(tmp_path: Path, line: str) -> None:
     """Every example of docs/data.md: as it stands, or with the columns that stand beside it."""
     row = json.loads(line)
     options: dict[str, Any] = {"prompt_column": "question", "response_column": "answer"} if "question" in row else {}
+    options |= {"prompt_share": 0.5} if "text" in row else {}
     assert both_ways(tmp_path, get_task("jsonl", **options), row)
 
 

@@ -167,6 +167,7 @@ def test_nothing_is_the_begin_of_text_token(kind: str) -> None:
     assert before == [tokenizer.bos_token_id]
     assert text_of(tokenizer, before + after) == "the cat sat"
     assert after.count(tokenizer.bos_token_id) == 0
+    assert encode_prompts(sentence_pieces(bos=False, eos=True), [""]) == [[1]]  # not the end that it puts
     assert encode_prompts(tokenizer, ["", "the cat"]) == [before, encode_prompts(tokenizer, ["the cat"])[0]]
 
 

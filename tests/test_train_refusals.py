@@ -10,6 +10,7 @@ import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from helpers.tiny import EXAMPLES, TEXTS, Done, no_file_above, run, save_checkpo
 from skipdecode import Schedule, SkipCache
 from skipdecode.core.checkpoint_config import trained_schedules
 from skipdecode.data.collation import Collator, encode
+from skipdecode.data.tokenization import for_decoding
 from skipdecode.errors import CacheError, DivergedError, FileError
 from skipdecode.files import locked
 from skipdecode.generation import loading
@@ -115,6 +117,7 @@ def test_numbers_that_mean_nothing_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_by_name_is_what_is_trained(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     """B7: the default's value, given explicitly, is respected on a model that brings another."""
     even = ("--speedup", 2, "--order", "even", "--decay", "cosine")
@@ -139,13 +142,22 @@ def test_another_tokenizer_is_another_run(data: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     for name, texts in (("a", TEXTS * 20), ("b", [text[::-1] for text in TEXTS] * 20)):
         train_tokenizer(texts, vocab_size=300).save_pretrained(tmp_path / name)
-    common = ("train", "--from-config", tmp_path / "config.json", "--data", data, "--output", tmp_path / "out")
+    common: tuple[object, ...] = (
+        "train",
+        "--from-config",
+        tmp_path / "config.json",
+        "--data",
+        data,
+        "--output",
+        tmp_path / "out",
+    )
     common += ("--horizon", 4, "--max-steps", 1, "--save-steps", 1, "--batch-size", 4)
     assert run(*common, "--tokenizer", tmp_path / "a").returncode == 0
     refused(run(*common, "--tokenizer", tmp_path / "b"), "another tokenizer")
     assert "going on from" in run(*common, "--tokenizer", tmp_path / "a").stderr
 
 
+@pytest.mark.slow
 def test_a_run_in_the_models_own_folder_goes_on(
     checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +179,7 @@ def test_a_run_in_the_models_own_folder_goes_on(
     assert (tmp_path / "m" / "notes.txt").exists()
 
 
+@pytest.mark.slow
 def test_a_save_cut_short_is_finished_by_the_same_command(
     checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,7 +341,7 @@ def test_nothing_that_is_not_finite_is_saved(where: str, checkpoint: Path, tmp_p
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
-def trainer_of(model: object, tokenizer: object, folder: Path, **options: object) -> SkipTrainer:
+def trainer_of(model: Any, tokenizer: Any, folder: Path, **options: Any) -> SkipTrainer:
     """A trainer of two steps at 2x."""
     settings = {"per_device_train_batch_size": 4, "use_cpu": True, "max_steps": 2, "disable_tqdm": True} | options
     return SkipTrainer(
@@ -359,7 +372,7 @@ def test_an_interrupted_evaluation_leaves_training_as_it_was(
 def test_a_used_cache_is_refused_after_training_adapters(checkpoint: Path, tmp_path: Path) -> None:
     """B4: the model that `fine_tune(lora_rank=…)` returns guards its prompts, as any attached model does."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    tokenizer = loading.for_decoding(AutoTokenizer.from_pretrained(checkpoint))
+    tokenizer = for_decoding(AutoTokenizer.from_pretrained(checkpoint))
     schedule = Schedule.for_speedup(2, 4, horizon=6)
     args = training_args(output_dir=str(tmp_path), max_steps=1, use_cpu=True, disable_tqdm=True, save_strategy="no")
     rows = encode(EXAMPLES, tokenizer, 96)
@@ -379,7 +392,7 @@ def test_the_guides_python_runs(checkpoint: Path, data: Path, tmp_path: Path, mo
     assert len(blocks) == 3
     monkeypatch.chdir(tmp_path)
     shutil.copy(data, "rows.jsonl")
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     for block in blocks:
         for long, short in (
             ('"demo"', repr(str(checkpoint))),
@@ -399,6 +412,7 @@ def test_the_guides_python_runs(checkpoint: Path, data: Path, tmp_path: Path, mo
     assert options.items() <= TrainingPlan.load("run.yaml").to_dict().items()
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_run_with_one_line(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     """Held: whichever file does not fit (torch and safetensors give no errno); then the same command goes on."""
     assert trained(checkpoint, data, tmp_path / "whole").returncode == 0

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig
 import skipdecode
 from helpers.tiny import EXAMPLES, TEXTS, run, save_checkpoint
 from skipdecode import Schedule, SkipCache
+from skipdecode.core.attach import teacher_forced
 from skipdecode.core.checkpoint_config import default_schedule, to_config_entry, trained_schedules
 from skipdecode.data.collation import Collator, encode
 from skipdecode.data.tasks import Example, Task
@@ -164,7 +165,12 @@ def test_a_step_descends_the_mean_over_its_response_tokens(checkpoint: Path, tmp
     ends = []
     for by_hand in (False, True):
         model, tokenizer = skipdecode.load(str(checkpoint))
-        options = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+        options: dict[str, Any] = {
+            "optim": "sgd",
+            "learning_rate": 1.0,
+            "lr_scheduler_type": "constant",
+            "max_grad_norm": 0.0,
+        }
         options |= {"train_sampling_strategy": "sequential", "max_steps": 1}
         trainer = trainer_of(model, tokenizer, tmp_path, {2: Schedule.for_speedup(2, 8, horizon=6)}, **options)
         if by_hand:
@@ -181,13 +187,14 @@ def test_a_step_descends_the_mean_over_its_response_tokens(checkpoint: Path, tmp
 
 def test_the_fastest_budget_is_the_checkpoints_default() -> None:
     """Schedules go through the config unchanged; full depth alone says nothing."""
-    schedules = {k: Schedule.for_speedup(k, 8, horizon=6) for k in (4, 2, 1)}
+    schedules = {k: Schedule.for_speedup(k, 8, horizon=6) for k in (4.0, 2.0, 1.0)}
     config = OPTConfig(skipdecode=to_config_entry(schedules))
     assert trained_schedules(config) == schedules
     assert default_schedule(config) == schedules[4]
     assert to_config_entry({1: Schedule.full(8)}) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "word"),
     [
@@ -222,6 +229,7 @@ def test_another_model_does_not_get_the_weights_of_the_last_one(checkpoint: Path
     assert "another model" in run("train", save_checkpoint(tmp_path / "other"), *common).stderr
 
 
+@pytest.mark.slow
 def test_training_at_full_depth_takes_an_old_schedule_out(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     """A model that runs all layers again does not claim to skip."""
     common = ("--data", data, "--max-steps", 1, "--eval-steps", 0)
@@ -250,8 +258,8 @@ def test_validation_reports_each_budget_and_the_score(checkpoint: Path, tmp_path
 def test_budgets_are_drawn_by_seed_and_step_alone(checkpoint: Path, tmp_path: Path) -> None:
     """A second trainer draws the same, and all of them come."""
     model, tokenizer = skipdecode.load(str(checkpoint))
-    schedules = {k: Schedule.for_speedup(k, 8, horizon=6) for k in (1, 2, 4)}
-    drawn = []
+    schedules = {k: Schedule.for_speedup(k, 8, horizon=6) for k in (1.0, 2.0, 4.0)}
+    drawn: list[list[Schedule]] = []
     for _ in range(2):
         trainer = trainer_of(model, tokenizer, tmp_path, schedules)
         drawn.append([])
@@ -261,12 +269,17 @@ def test_budgets_are_drawn_by_seed_and_step_alone(checkpoint: Path, tmp_path: Pa
     assert set(drawn[0]) == set(schedules.values())
 
 
+@pytest.mark.slow
 def test_accumulated_batches_train_like_one_large_batch(checkpoint: Path, tmp_path: Path) -> None:
     """The loss is the mean over all response tokens of a step, however it is cut into batches."""
     ends = []
     for size, pieces in ((8, 1), (2, 4)):
         model, tokenizer = skipdecode.load(str(checkpoint))
-        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": pieces, "max_steps": 1}
+        options: dict[str, Any] = {
+            "per_device_train_batch_size": size,
+            "gradient_accumulation_steps": pieces,
+            "max_steps": 1,
+        }
         trainer = trainer_of(
             model,
             tokenizer,
@@ -290,12 +303,12 @@ def test_gates_are_entered_once_a_batch_and_stay_for_the_backward_pass(
     """And the teacher runs outside of them; after the step, and after one that failed, none is set."""
     model, tokenizer = skipdecode.load(str(checkpoint))
     schedule = Schedule.for_speedup(4, 8, horizon=6)
-    options = {"gradient_accumulation_steps": 2, **training.checkpointing_option(checkpointing)}
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2, **training.checkpointing_option(checkpointing)}
     trainer = trainer_of(model, tokenizer, tmp_path, {4: schedule}, objective=Distillation(0.5), **options)
     entered: list[Schedule] = []
     forced = model.model.decoder.layers[0].forward.gates.forced
     backward: list[bool] = []
-    enter = training.teacher_forced
+    enter = teacher_forced
 
     def counted(model: nn.Module, schedule: Schedule, prompt_length: int) -> Any:
         assert not forced
@@ -317,6 +330,7 @@ def test_gates_are_entered_once_a_batch_and_stay_for_the_backward_pass(
 
 
 # peft 0.21 still asks transformers for a name it deprecates.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize(
     "options", [["--bf16"], ["--gradient-checkpointing"], ["--lora-rank", 4], ["--attn-implementation", "eager"]]
@@ -384,8 +398,8 @@ def test_from_scratch_trains_its_own_tokenizer(data: Path, tmp_path: Path) -> No
         (["--speedups", "2,4", "--weights", "1"], "each of 2"),
         (["--speedups", "2,4", "--weights", "0,0"], "not all of them 0"),
         (["--speedups", "2,4", "--schedule", "s.json"], "one of"),
-        (["--speedup", 0], "--speedup takes"),
-        (["--method", "scratch", "--speedup", 0.5], "--speedup takes"),
+        (["--speedup", 0], "'--speedup'"),
+        (["--method", "scratch", "--speedup", 0.5], "'--speedup'"),
         (["--method", "unified", "--speedup", 100], "number of layers"),
         (["--lengths", "a"], "numbers with commas between"),
         (["--order", "x"], "order"),

@@ -14,6 +14,7 @@ from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode.errors import JobError, ModelError, UsageError
 from skipdecode.generation import jobs, options
 from skipdecode.generation.jobs import GenerationJob
+from skipdecode.generation.journal import Journal
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -152,11 +153,11 @@ def test_a_job_from_python_is_that_of_the_command_line(folder: Path, tmp_path: P
     summary = json.loads(done.stdout.splitlines()[-1])
     assert {k: summary[k] for k in timeless} == {k: result.summary[k] for k in timeless}
     assert summary["bad_rows"] == 1
-    assert "too long: " in result.items[-1].error
+    assert "too long: " in str(result.items[-1].error)
     assert [item.error for item in result.items[:-1]] == [None] * 6
     with pytest.raises(UsageError, match="already there"):
         job.run()
-    with jobs.Journal(ours, "other"), pytest.raises(JobError, match="in use"):
+    with Journal(ours, "other"), pytest.raises(JobError, match="in use"):
         job.run()
 
 

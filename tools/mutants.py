@@ -33,14 +33,14 @@ ENOUGH = 0.9  # of all mutants
 # One family of each form; a third of the schedules; nothing that compiles, counts a million lengths or waits.
 FORMS = "opt- or -opt or [opt or gpt-neo- or gpt-neo] or gemma3 or qwen3.5 or gemma4-shared"
 FEW = f"({FORMS}) and not (post-norm or bottom or even or list or constant or top-to-1)"
-FAST = f"(not test_invariants or {FEW}) and not (compiled or long_texts or nothing_is_kept)"
+FAST = f"(not (test_invariants or a_plain_generate) or {FEW}) and not (compiled or long_texts or nothing_is_kept)"
 #: Files of the core, and of the tests that their mutants meet.
 SUITES = {
     "schedule schedule_checks shapes fitting": "definitions schedule fitting",
     "attach cache gate guards prefix stack": "attach cache stack refusals habits invariants",
 }
 CALLS = 200  # of a function, in one test, by which is known what the test reaches
-LIMIT = 120  # seconds that a mutant may take over its tests
+LIMIT = 5  # times as long as without it a mutant may take over its tests, and a minute
 
 _PAIRS = "Lt LtE, Gt GtE, Eq NotEq, In NotIn, Is IsNot, Add Sub, Mult Div, BitAnd BitOr, And Or".split(", ")
 SWAPS: dict[str, str] = {a: b for pair in _PAIRS for a, b in (pair.split(), pair.split()[::-1])}
@@ -167,6 +167,10 @@ class Reach:
             for line in lines:
                 self.tests[line].add(item.nodeid)
 
+    def limit(self, tests: set[str]) -> float:
+        """Seconds after which they hang."""
+        return 60 + LIMIT * sum(map(self.seconds.__getitem__, tests))
+
     def in_order(self, tests: set[str]) -> list[str]:
         """All that take no time; then the shortest case of each test, then the next one of each."""
         cases: Counter[str] = Counter()
@@ -178,11 +182,11 @@ class Reach:
         return sorted(ranks, key=ranks.__getitem__)
 
 
-def fate_of(mutant: Mutant, tree: ast.Module, tests: list[str]) -> str:
+def fate_of(mutant: Mutant, tree: ast.Module, tests: list[str], limit: float) -> str:
     """How the mutant fares in a process of its own: ``killed``, ``timeout`` or ``survived``."""
     child = os.fork()
     if child == 0:
-        signal.alarm(LIMIT)
+        signal.alarm(round(limit))
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
@@ -224,7 +228,7 @@ def survivors(file: str, reach: Reach, only: Container[tuple[str, str]] | None) 
             continue
         tests = set().union(*(reach.tests[file, line] for line in mutant.lines)) if mutant.lines else whole
         start = time.perf_counter()
-        fate = fate_of(mutant, tree, reach.in_order(tests)) if tests else "survived"
+        fate = fate_of(mutant, tree, reach.in_order(tests), reach.limit(tests)) if tests else "survived"
         print(f"{time.perf_counter() - start:5.1f} s  {fate:8}  {file}:{mutant.line}  {mutant.change}", flush=True)
         yield {"function": mutant.function, "change": mutant.change, "fate": fate}
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from typer import Argument, Context, Option
 
-from ..training.options import bare_type
+from ..training.options import ENDLESS, bare_type, option_name
 from ..training.plan import TrainingPlan, option_fields
 from . import options as shared
 from .console import say
@@ -47,21 +47,29 @@ def train(context: Context, config: Config = None, no_resume: NoResume = False, 
 
 
 def _parameter(name: str) -> Parameter:
-    """A field of the plan as typer has it; several values are one text with commas between. The plan has the ranges."""
+    """A field of the plan as typer has it; several values are one text with commas between."""
     kind, about = option_fields()[name]
     bare, default = bare_type(kind), getattr(TrainingPlan, name)
     if name in SHARED:
         return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=SHARED[name])
+    more: dict[str, Any] = {"help": about["help"]}
+    several = get_args(bare) if get_origin(bare) is Literal else about["choices"]
+    if len(several) > 5:  # too long for a column: names must stay whole
+        more |= {"metavar": "name", "help": f"{about['help']} One of {', '.join(several)}."}
     if about["choices"]:
         bare = Literal.__getitem__(about["choices"])
-    elif bare not in (int, float, bool) and get_origin(bare) is not Literal:
+    elif bare in (int, float):
+        most = about["most"] if about["most"] < ENDLESS else None
+        more |= {"min": about["least"], "max": most, "metavar": bare.__name__}
+    elif bare is not bool and get_origin(bare) is not Literal:
         bare = str
     if isinstance(default, tuple):
         default = ",".join(default)
     if name == "model":
-        info = Argument(metavar="MODEL", show_default=False, help=about["help"])
+        info = Argument(metavar="MODEL", show_default=False, **more)
     else:
-        info = Option(help=about["help"], rich_help_panel=about["group"], show_default=default is not False)
+        flag = (option_name(name),) if bare is bool else ()  # no --no-…: such a column leaves names no room
+        info = Option(*flag, rich_help_panel=about["group"], show_default=default is not False, **more)
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[bare | None, info])
 
 

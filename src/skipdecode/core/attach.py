@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from torch import nn
 
@@ -15,10 +16,13 @@ from .guards import CacheProvider, PassGuard, PromptGuard
 from .schedule import Schedule
 from .stack import check_kind, decoder_layers, fitted, lenders
 
+#: A model is given back as what it is.
+Model = TypeVar("Model", bound=nn.Module)
+
 PREPARE, GENERATE = "prepare_inputs_for_generation", "generate"
 
 
-def attach(model: nn.Module, schedule: Schedule | None = None, *, speedup: float | None = None) -> nn.Module:
+def attach(model: Model, schedule: Schedule | None = None, *, speedup: float | None = None) -> Model:
     """Put a gate on every decoder layer. Inert until a :class:`SkipCache` comes through. Returns the model.
 
     With a schedule or a speed-up, every ``model.generate`` call that brings no cache of its own gets a new SkipCache:
@@ -67,7 +71,7 @@ def attach(model: nn.Module, schedule: Schedule | None = None, *, speedup: float
     return model
 
 
-def detach(model: nn.Module) -> nn.Module:
+def detach(model: Model) -> Model:
     """Take the gates off; the model is as it was found. Returns the model."""
     for module, name, stand in list(_stands(model)):
         # accelerate keeps what it found under another name.

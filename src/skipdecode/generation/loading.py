@@ -198,7 +198,7 @@ def new_config(path: Path) -> Any:
 
 
 def from_config(
-    path: Path, texts: Sequence[str], tokenizer: str | None = None, attention: str | None = None, seed: int = 0
+    path: Path, texts: Sequence[str], tokenizer_name: str | None = None, attention: str | None = None, seed: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model with random weights from a ``config.json``, and a tokenizer: a given one, or BPE trained on ``texts``.
 
@@ -206,14 +206,14 @@ def from_config(
     a config that no model can be made from.
     """
     config = new_config(path)
-    tokens = load_tokenizer(tokenizer) if tokenizer else train_tokenizer(texts, config.vocab_size)
-    config.vocab_size = max(config.vocab_size, len(tokens))
-    config.pad_token_id, config.eos_token_id = tokens.pad_token_id, tokens.eos_token_id
-    config.bos_token_id = tokens.bos_token_id if tokens.bos_token_id is not None else tokens.eos_token_id
+    tokenizer = load_tokenizer(tokenizer_name) if tokenizer_name else train_tokenizer(texts, config.vocab_size)
+    config.vocab_size = max(config.vocab_size, len(tokenizer))
+    config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    config.bos_token_id = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     torch.manual_seed(seed)
     options = {"attn_implementation": attention} if attention else {}
     with Reading(f"no model can be made from {path}"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options), tokens
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options), tokenizer
 
 
 def _fast_bfloat16() -> bool:

@@ -14,8 +14,6 @@ from .base import Example, Task, holds_text
 from .splits import find
 
 NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
-#: How much of a plain text is the prompt, if nothing else is asked for.
-PROMPT_SHARE = 0.5
 #: Columns of an output: a row's own of this name would be written over.
 TAKEN = ("text", "tokens", "finish_reason", "error")
 
@@ -30,7 +28,7 @@ class Jsonl(Task):
         response_column: where the responses are, a string, a list of strings (several references) or a list of one
             assistant message each; by default ``response`` or ``completion``.
         prompt_share: of plain text, the share of the words that is the prompt; at 0 the prompt is the begin-of-text
-            token alone. By default, rows of ``text`` without a response are plain text, and half is the prompt.
+            token alone. Rows of ``text`` without a response are plain text and need it.
     """
 
     prompt_column: str | None = None
@@ -103,7 +101,12 @@ class Jsonl(Task):
             return Example(value, references)
         if references:
             raise TaskError("prompt_share is for plain text, but the row has a response")
-        return split_text(value, PROMPT_SHARE if self.prompt_share is None else self.prompt_share)
+        if self.prompt_share is None:
+            raise TaskError(
+                "a row of plain text: state with prompt_share (--prompt-share) what share of its words is the prompt, "
+                "0 for the begin-of-text token alone; or name the column as that of the prompts (--prompt-column text)"
+            )
+        return split_text(value, self.prompt_share)
 
     def _is_plain(self, row: Mapping[str, Any], column: str) -> bool:
         """Whether the column is a text to be cut, by request or because nothing says what its response is."""
