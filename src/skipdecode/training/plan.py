@@ -28,7 +28,8 @@ EITHER_OR = (("speedup", "speedups"), ("model", "from_config"), ("max_steps", "n
 DATA = "Data"
 BUDGETS = "Budgets and schedules"
 DISTILLATION = "Distillation"
-OPTIMIZER = "Optimizer and memory"
+OPTIMIZER = "Optimizer"
+MEMORY = "Memory and speed"
 REPORTS = "Evaluation, checkpoints and reports"
 SCRATCH = "From scratch"
 
@@ -62,6 +63,7 @@ class TrainingPlan:
     num_train_epochs: float = option(3.0, "Passes over the data.", most=MANY)
     max_steps: int | None = option(None, "Stop after N optimizer steps instead.", least=1, most=10**9)
     batch_size: int = option(32, "Rows per process and batch.", least=1, most=MANY)
+    gradient_accumulation_steps: int = option(1, "Batches per optimizer step.", least=1, most=MANY)
     learning_rate: float = option(5e-5, "Peak learning rate of AdamW.")
     seed: int = option(0, "Seed of new weights, data order, budgets and dropout.")
 
@@ -120,7 +122,6 @@ class TrainingPlan:
         None, "Distil from this model (default: from the trained one itself at full depth).", DISTILLATION
     )
 
-    gradient_accumulation_steps: int = option(1, "Batches per optimizer step.", OPTIMIZER, least=1, most=MANY)
     lr_scheduler_type: Literal[
         "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
     ] = option("cosine", "Learning-rate schedule.", OPTIMIZER)
@@ -129,11 +130,12 @@ class TrainingPlan:
     )
     weight_decay: float = option(0.01, "Weight decay of AdamW.", OPTIMIZER)
     adam_beta2: float = option(0.999, "Second beta of AdamW.", OPTIMIZER, most=1)
-    lora_rank: int = option(0, "Rank of LoRA adapters, merged at the end; 0 trains all weights.", OPTIMIZER)
-    bf16: bool = option(False, "Compute in bfloat16; the weights stay float32.", OPTIMIZER)
-    gradient_checkpointing: bool = option(False, "Recompute activations: less memory, more time.", OPTIMIZER)
+
+    lora_rank: int = option(0, "Rank of LoRA adapters, merged at the end; 0 trains all weights.", MEMORY)
+    bf16: bool = option(False, "Compute in bfloat16; the weights stay float32.", MEMORY)
+    gradient_checkpointing: bool = option(False, "Recompute activations: less memory, more time.", MEMORY)
     attn_implementation: str | None = option(
-        None, "eager, sdpa, …; transformers' choice if left out. On CPUs eager is faster for short texts.", OPTIMIZER
+        None, "eager, sdpa, …; transformers' choice if left out. On CPUs eager is faster for short texts.", MEMORY
     )
 
     eval_steps: int = option(500, "Evaluate every N steps; 0: never.", REPORTS)
