@@ -133,3 +133,16 @@ def test_choices_of_methods_need_no_torch() -> None:
     """``--help`` lists them in a tenth of a second."""
     code = "import sys; from skipdecode.methods import get_method; get_method('d3'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_model_of_a_later_version_opens_with_a_warning() -> None:
+    """What this version does not know of a schedule in a model's config is left out and named; files stay strict."""
+    schedule = Schedule(8, 4, 2, 6)
+    entry: Any = to_config_entry({3: schedule})
+    entry["schedules"]["3"]["serving"] = True
+    entry["from_the_future"] = 1
+    config = OPTConfig(num_hidden_layers=8, skipdecode=entry)
+    with pytest.warns(UserWarning, match="later version of skipdecode wrote serving"):
+        assert resolve_schedule(config, 3) == schedule
+    with pytest.raises(ScheduleError, match="unknown schedule keys: serving"):
+        Schedule.from_dict(entry["schedules"]["3"])
