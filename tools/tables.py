@@ -60,12 +60,11 @@ def speeds(folder: str = "e2e") -> None:
     scores = ("bleu", "rouge_l")
     worst = max(abs(row[f"{score}_difference"]) for row in faster for score in scores)
     ends = [end for row in faster for score in scores for end in row[f"{score}_interval"]]
-    noise = f"{full['decode_clock_ratio']:.2f}x and {full['clock_ratio']:.2f}x"
     print(
         f"Measured on {saved['about']['rows']}. Layers are the mean over decode steps; prompts always run all of them."
     )
-    print("Speed-ups are over the same model at full depth, timed alternately: of one decode step, and of whole texts,")
-    print(f"prompts included. Full depth against itself came out at {noise}: differences as small are noise.")
+    print("Speed-ups are over the same model at full depth, of one decode step and of the whole job, prompts included.")
+    print(f"The clock: {saved['about']['clock']}.")
     print(f"No score is more than {worst:.2f} from 1x; the 95% intervals of the differences lie within", end=" ")
     print(f"{min(ends):+.2f} to {max(ends):+.2f}.")
     print(f"Machine: {saved['about']['machine']}.")
