@@ -87,13 +87,14 @@ def test_a_mix_stays_between_its_ends(weight: float, most: int, least: int) -> N
 
 @given(st.integers(1, 32), st.integers(1, 12), st.data())
 def test_the_prompts_decay_is_linear(layers: int, span: int, data: st.DataObject) -> None:
-    """From all layers, ``span`` places before the prompt's end, to max_depth at its last position."""
+    """From the prompt's layers, ``span`` places before its end, to max_depth at its last position."""
     most = data.draw(st.integers(1, layers))
-    schedule = Schedule(layers, most, 1, 4, warmup=0, prompt_decay=span)
+    top = data.draw(st.integers(most, layers))
+    schedule = Schedule(layers, most, 1, 4, warmup=0, prompt_decay=span, prompt_layers=top)
     assert schedule.prompt_depth(1) == most
-    assert schedule.prompt_depth(span + 1) == layers
+    assert schedule.prompt_depth(span + 1) == top
     for distance in range(2, span + 1):
-        assert schedule.prompt_depth(distance) == half_up(most + Fraction((layers - most) * (distance - 1), span - 1))
+        assert schedule.prompt_depth(distance) == half_up(most + Fraction((top - most) * (distance - 1), span - 1))
 
 
 # --- orders

@@ -45,6 +45,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         stairs=draw(st.integers(2, 6)),
         depths=depths if decay == "list" else None,
         prompt_decay=draw(st.integers(0, 8)),
+        prompt_layers=draw(st.none() | st.integers(most, layers) | st.just("max")),
     )
 
 
@@ -117,10 +118,31 @@ def test_json_round_trip(schedule: Schedule) -> None:
 
 @given(schedules(), st.integers(1, 40))
 def test_prompt_decay_counts_from_the_end(schedule: Schedule, distance: int) -> None:
-    """Farther from the prompt's end than prompt_decay all layers run; its last position runs max_depth."""
-    assert schedule.prompt_depth(distance + schedule.prompt_decay) == schedule.num_layers
-    last = schedule.max_depth if schedule.prompt_decay else schedule.num_layers
+    """Farther from the prompt's end than prompt_decay the prompt's layers run; its last position runs max_depth."""
+    assert schedule.prompt_depth(distance + schedule.prompt_decay) == schedule.deepest
+    last = schedule.max_depth if schedule.prompt_decay else schedule.deepest
     assert schedule.prompt_depth(1) == last
+
+
+@given(schedules(), st.integers(0, 12), st.integers(1, 30))
+def test_a_jobs_ratio_counts_the_prompt(schedule: Schedule, prompt_length: int, length: int) -> None:
+    """Layers of the full model's positions over those that run; a layer above the prompt's depth never runs."""
+    counts = schedule.positions_per_layer(prompt_length, prompt_length + length)
+    assert schedule.job_ratio(prompt_length, length) == pytest.approx(
+        schedule.num_layers * (prompt_length + length) / sum(counts)
+    )
+    assert schedule.job_ratio(0, length) == pytest.approx(schedule.layer_ratio(length))
+    assert sum(count > 0 for count in counts) <= schedule.deepest
+
+
+@given(schedules(), st.floats(1.5, 3))
+def test_a_low_prompt_stays_low_at_another_speed(schedule: Schedule, speedup: float) -> None:
+    """Of another budget it runs as many layers as that one's first step; a full prompt stays full."""
+    speedup = min(speedup, schedule.num_layers)
+    if schedule.num_layers < 2 or schedule.decay == "constant":
+        return
+    other = schedule.replace(warmup=0).with_speedup(speedup)
+    assert other.deepest == (schedule.num_layers if schedule.prompt_layers is None else other.max_depth)
 
 
 @given(st.integers(1, 64), st.floats(1, 64), st.integers(1, 40), st.sampled_from(["linear", "power", "step"]))
@@ -247,6 +269,10 @@ WRONG = [
     ({**GOOD, "horizon": 0}, "horizon must be a whole number from 1 to 1,000,000, not 0"),
     ({**GOOD, "min_depth": 0}, "min_depth must be a whole number"),
     ({**GOOD, "prompt_decay": -1}, "prompt_decay must be a whole number"),
+    ({**GOOD, "prompt_layers": 1}, "prompt_layers is max_depth .* to num_layers .*, not 1: depths never increase"),
+    ({**GOOD, "prompt_layers": 99}, "prompt_layers is max_depth .* to num_layers"),
+    ({**GOOD, "prompt_layers": "low"}, "prompt_layers must be a whole number"),
+    ({**GOOD, "prompt_layers": True}, "prompt_layers must be a whole number"),
     ({**GOOD, "stairs": 1}, "stairs"),
     ({**GOOD, "order": (0, 1, 2, 3, 4, 5, 6, 6)}, "exactly once"),
     ({**GOOD, "order": (0, 1, 2)}, "exactly once"),

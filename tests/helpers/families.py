@@ -188,6 +188,8 @@ SCHEDULES: dict[str, Schedule] = {
     "list": Schedule.from_depths(LAYERS, (8, 8, 6, 3, 3, 1), warmup=1),
     "constant": Schedule(LAYERS, 3, 3, horizon=1, decay="constant"),
     "prompt": Schedule(LAYERS, 4, 2, horizon=8, prompt_decay=5),
+    "prompt-low": Schedule(LAYERS, 4, 2, horizon=8, prompt_layers="max"),
+    "prompt-low-wide": Schedule(LAYERS, 3, 2, horizon=8, prompt_layers=6, prompt_decay=4, order=(6, 0, 3, 7, 5, 1, 4, 2)),
     "prompt-wide": Schedule(LAYERS, 3, 2, horizon=8, prompt_decay=12, order=(6, 0, 3, 7, 5, 1, 4, 2)),
 }
 TOP = SCHEDULES["top"]

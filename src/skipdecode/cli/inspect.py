@@ -25,6 +25,9 @@ def schedule(
     horizon: Annotated[int | None, Option(min=1, help="Decode steps over which the depth falls (default 64).")] = None,
     order: o.Order = None,
     decay: o.Decay = None,
+    prompt_layers: Annotated[
+        str | None, Option(help="Layers that the prompt runs: a number, or max for those of the first step (default: all).")
+    ] = None,
     length: Annotated[int | None, Option(min=1, help="Steps to predict the cost for (default: the horizon).")] = None,
     png: Annotated[Path | None, Option(help="Draw it to this file.")] = None,
     save: Annotated[Path | None, Option(help="Write it as JSON, for --schedule.")] = None,
@@ -44,7 +47,9 @@ def schedule(
         from ..evaluation.plots import check_picture, draw_schedule
 
         check_picture(png)
-    form: dict[str, Any] = {name: value for name, value in (("order", order), ("decay", decay)) if value is not None}
+    in_prompt = int(prompt_layers) if prompt_layers and prompt_layers.isdigit() else prompt_layers
+    fields = (("order", order), ("decay", decay), ("prompt_layers", in_prompt))
+    form: dict[str, Any] = {name: value for name, value in fields if value is not None}
     if layers is not None:
         shown = Schedule.for_speedup(2 if speedup is None else speedup, layers, horizon or 64, **form)
     else:
@@ -66,7 +71,8 @@ def schedule(
 def _print_schedule(schedule: Schedule, length: int) -> None:
     out.print(
         f"[bold]{schedule.max_depth} to {schedule.min_depth} of {schedule.num_layers} layers[/] over "
-        f"{schedule.horizon} decode steps, {schedule.decay} decay, order {schedule.order}"
+        f"{schedule.horizon} decode steps, {schedule.decay} decay, order {schedule.order}; "
+        f"the prompt runs {schedule.deepest}"
     )
     # One column of text per step, or per several where the line is too short for that.
     stride = -(-length // 64)

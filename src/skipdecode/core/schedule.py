@@ -24,7 +24,8 @@ MOST_LAYERS = 1024
 class Schedule:
     """One depth per generated position, never increasing, and the layers each depth stands for.
 
-    Step ``g`` feeds back generated token ``g``; the prompt runs all layers unless ``prompt_decay`` says otherwise.
+    Step ``g`` feeds back generated token ``g``. The prompt runs all layers unless ``prompt_layers`` or ``prompt_decay``
+    says otherwise.
 
     Args:
         num_layers: decoder layers ``L`` of the model.
@@ -38,7 +39,9 @@ class Schedule:
         rate: steepness of the ``power`` and ``exponential`` decays.
         stairs: number of levels of the ``step`` decay.
         depths: the depths themselves, for ``decay="list"``; the last one holds from there on.
-        prompt_decay: the last so many prompt positions fall linearly from ``L`` to ``max_depth`` (0: none does).
+        prompt_decay: the last so many prompt positions fall linearly to ``max_depth`` (0: none does).
+        prompt_layers: layers that prompt positions run at most, ``max_depth`` to ``L``, or ``"max"`` for ``max_depth``;
+            all ``L`` if None. Layers above that rank never run.
 
     Raises:
         ScheduleError: for any value that contradicts another.
@@ -60,12 +63,15 @@ class Schedule:
     stairs: int = 4
     depths: tuple[int, ...] | None = None
     prompt_decay: int = 0
+    prompt_layers: int | str | None = None
 
     def __post_init__(self) -> None:
         # JSON knows lists only; tuples keep the schedule hashable.
         for name in ("order", "depths"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.prompt_layers == "max":
+            object.__setattr__(self, "prompt_layers", self.max_depth)
         for name in ("num_layers", "max_depth", "min_depth", "horizon", "warmup", "stairs", "prompt_decay"):
             least = 0 if name in ("warmup", "prompt_decay") else 1
             check_whole(name, getattr(self, name), least, MOST_LAYERS if name == "num_layers" else MOST_TOKENS)
@@ -98,9 +104,14 @@ class Schedule:
         Counted from the end, so that a row's depths do not depend on its padding.
         """
         if distance > self.prompt_decay:
-            return self.num_layers
+            return self.deepest
         t = 1.0 if self.prompt_decay == 1 else (self.prompt_decay - distance) / (self.prompt_decay - 1)
-        return mix(1 - t, self.num_layers, self.max_depth)
+        return mix(1 - t, self.deepest, self.max_depth)
+
+    @property
+    def deepest(self) -> int:
+        """Layers that the prompt's first positions run: no position runs more."""
+        return self.prompt_layers if isinstance(self.prompt_layers, int) else self.num_layers
 
     def positions_per_layer(self, prompt_length: int, length: int) -> list[int]:
         """For each layer, how many of ``length`` positions it runs, the first ``prompt_length`` being prompt: a prefix.
@@ -125,6 +136,11 @@ class Schedule:
     def layer_ratio(self, length: int) -> float:
         """Predicted ``L / average depth`` over ``length`` steps: how many times fewer layers run."""
         return self.num_layers / self.average_depth(length)
+
+    def job_ratio(self, prompt_length: int, length: int) -> float:
+        """The same for a whole job: ``prompt_length`` prompt positions and ``length`` steps."""
+        positions = prompt_length + length
+        return self.num_layers * positions / sum(self.positions_per_layer(prompt_length, positions))
 
     @property
     def distinct_depths(self) -> tuple[int, ...]:
@@ -188,7 +204,9 @@ class Schedule:
     def form(self) -> dict[str, Any]:
         """What a schedule of another budget takes over: order, warm-up, decay with its numbers, decay in the prompt."""
         names = ("order", "warmup", "rate", "stairs", "prompt_decay")
-        return {name: getattr(self, name) for name in names} | {"decay": "linear" if self.depths else self.decay}
+        form = {name: getattr(self, name) for name in names} | {"decay": "linear" if self.depths else self.decay}
+        # A prompt of as many layers as the first step stays one; another number of layers would be another budget's.
+        return form | ({} if self.prompt_layers is None else {"prompt_layers": "max"})
 
     @classmethod
     def from_depths(cls, num_layers: int, depths: list[int] | tuple[int, ...], **options: Any) -> Schedule:

@@ -41,6 +41,13 @@ def check_depths(schedule: Schedule) -> None:
         schedule.max_depth <= schedule.num_layers,
         f"max_depth {schedule.max_depth} is greater than num_layers {schedule.num_layers}",
     )
+    if schedule.prompt_layers is not None:
+        check_whole("prompt_layers", schedule.prompt_layers)
+        require(
+            schedule.max_depth <= int(schedule.prompt_layers) <= schedule.num_layers,
+            f"prompt_layers is max_depth ({schedule.max_depth}) to num_layers ({schedule.num_layers}), "
+            f"not {schedule.prompt_layers}: depths never increase",
+        )
     if schedule.decay == "constant":
         require(schedule.max_depth == schedule.min_depth, "decay 'constant' needs max_depth equal to min_depth")
 
