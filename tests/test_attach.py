@@ -18,7 +18,8 @@ from helpers.families import FAMILIES, SCHEDULES, TOP, build, distance, prompts,
 from helpers.tiny import TEXTS, save_checkpoint
 from skipdecode import Schedule, SkipCache, attach, detach
 from skipdecode.core.checkpoint_config import to_config_entry
-from skipdecode.errors import CacheError, ScheduleError, UsageError
+from skipdecode.errors import CacheError, ModelError, ScheduleError, UsageError
+from skipdecode.evaluation.check import run_checks
 
 
 def logits_of(model: PreTrainedModel, **options: Any) -> tuple[Tensor, ...]:
@@ -139,3 +140,19 @@ def test_peft_before_and_after() -> None:
     assert not close(expected, logits_of(build("llama")))
     assert close(logits_of(peft.get_peft_model(attach(build("llama"), TOP), adapter)), expected)
     assert close(logits_of(attach(peft.get_peft_model(build("llama"), adapter), TOP)), expected)
+
+
+def test_checks_leave_the_default_schedule() -> None:
+    """`check` takes the gates off in between; the model goes on as it was attached."""
+    model = attach(build("llama"), TOP)
+    expected = logits_of(model)
+    assert all(finding.held for finding in run_checks(model, SCHEDULES["bottom"]))
+    assert equal(logits_of(model), expected)
+
+
+def test_a_model_without_its_head_cannot_be_given_a_speedup() -> None:
+    """It does not generate; nothing is attached."""
+    model = build("llama").model
+    with pytest.raises(ModelError, match="does not generate"):
+        attach(model, speedup=2)
+    assert not any("forward" in vars(module) for module in model.modules())
