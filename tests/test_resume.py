@@ -372,7 +372,16 @@ def test_a_run_killed_by_the_system_goes_on(checkpoint: Path, tmp_path: Path, mo
 
 def test_budgets_in_another_order_are_another_run(shallow_checkpoint: Path, data: Path, tmp_path: Path) -> None:
     """Which budget a step draws depends on their order: weights would change places."""
-    common = ("train", shallow_checkpoint, "--data", data / "train.jsonl", "--output", tmp_path / "out", "--horizon", 4)
+    common: tuple[object, ...] = (
+        "train",
+        shallow_checkpoint,
+        "--data",
+        data / "train.jsonl",
+        "--output",
+        tmp_path / "out",
+        "--horizon",
+        4,
+    )
     common += ("--weights", "3,1", "--max-steps", 1, "--save-steps", 1, "--batch-size", 4)
     assert run(*common, "--speedups", "1,2").returncode == 0
     other = run(*common, "--speedups", "2,1")
