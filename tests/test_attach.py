@@ -156,3 +156,11 @@ def test_a_model_without_its_head_cannot_be_given_a_speedup() -> None:
     with pytest.raises(ModelError, match="does not generate"):
         attach(model, speedup=2)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_packed_rows_given_to_the_decoder_itself_are_refused() -> None:
+    """Without the model's own entrance, the first layer's gate sees the position ids."""
+    model = attach(build("llama"))
+    ids, positions = torch.randint(2, 128, (1, 8)), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    with pytest.raises(CacheError, match="packed"):
+        model.model(ids, position_ids=positions, past_key_values=SkipCache(model, TOP), use_cache=True)
