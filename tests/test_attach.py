@@ -18,7 +18,8 @@ from helpers.families import FAMILIES, SCHEDULES, TOP, build, distance, prompts,
 from helpers.tiny import TEXTS, save_checkpoint
 from skipdecode import Schedule, SkipCache, attach, detach
 from skipdecode.core.checkpoint_config import to_config_entry
-from skipdecode.errors import CacheError, ScheduleError, UsageError
+from skipdecode.errors import CacheError, ModelError, ScheduleError, UsageError
+from skipdecode.evaluation.check import run_checks
 
 
 def logits_of(model: PreTrainedModel, **options: Any) -> tuple[Tensor, ...]:
@@ -139,3 +140,27 @@ def test_peft_before_and_after() -> None:
     assert not close(expected, logits_of(build("llama")))
     assert close(logits_of(peft.get_peft_model(attach(build("llama"), TOP), adapter)), expected)
     assert close(logits_of(attach(peft.get_peft_model(build("llama"), adapter), TOP)), expected)
+
+
+def test_checks_leave_the_default_schedule() -> None:
+    """`check` takes the gates off in between; the model goes on as it was attached."""
+    model = attach(build("llama"), TOP)
+    expected = logits_of(model)
+    assert all(finding.held for finding in run_checks(model, SCHEDULES["bottom"]))
+    assert equal(logits_of(model), expected)
+
+
+def test_a_model_without_its_head_cannot_be_given_a_speedup() -> None:
+    """It does not generate; nothing is attached."""
+    model = build("llama").model
+    with pytest.raises(ModelError, match="does not generate"):
+        attach(model, speedup=2)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_packed_rows_given_to_the_decoder_itself_are_refused() -> None:
+    """Without the model's own entrance, the first layer's gate sees the position ids."""
+    model = attach(build("llama"))
+    ids, positions = torch.randint(2, 128, (1, 8)), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    with pytest.raises(CacheError, match="packed"):
+        model.model(ids, position_ids=positions, past_key_values=SkipCache(model, TOP), use_cache=True)

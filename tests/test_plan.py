@@ -275,3 +275,10 @@ def test_what_a_stopped_run_says_is_true(tmp_path: Path, monkeypatch: pytest.Mon
         done = run("train", "demo", "--output", tmp_path / "out", *options)
         assert done.returncode == 130
         assert ("goes on from here" in done.stderr) == resumes
+
+
+@pytest.mark.parametrize("beside", [{"order": "even"}, {"horizon": 5}, {"lengths": (3,)}, {"prompt_decay": 2}])
+def test_a_schedule_says_it_all(beside: dict[str, Any]) -> None:
+    """Options of a schedule beside one that is given would be ignored."""
+    with pytest.raises(UsageError, match="--schedule says it all"):
+        TrainingPlan.from_dict({"model": "demo", "schedule": Schedule(8, 4, 2, 6).to_dict(), **beside})

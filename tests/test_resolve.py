@@ -146,3 +146,13 @@ def test_a_model_of_a_later_version_opens_with_a_warning() -> None:
         assert resolve_schedule(config, 3) == schedule
     with pytest.raises(ScheduleError, match="unknown schedule keys: serving"):
         Schedule.from_dict(entry["schedules"]["3"])
+
+
+def test_schedules_that_were_calibrated_alone_are_no_training() -> None:
+    """A model that never learned to skip is trained as the full model with all its layers."""
+    entry = {"schedules": {"2": EVEN.to_dict()}, "calibrated": {"2": "skipdecode"}}
+    config = OPTConfig(num_hidden_layers=8, skipdecode=entry)
+    assert resolve_schedule(config, 2, method=get_method("skipdecode")) == EVEN
+    assert resolve_schedule(config, 2, method=get_method("full"), lengths=LENGTHS).is_full
+    with pytest.raises(ScheduleError, match="horizon"):
+        resolve_schedule(config, 2, horizon=0)

@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from helpers.tiny import TEXTS
+from helpers.tiny import TEXTS, run
 from skipdecode import Schedule
 from skipdecode.data.collation import Collator, encode
 from skipdecode.data.tasks import Example
@@ -368,3 +368,22 @@ def test_a_run_killed_by_the_system_goes_on(checkpoint: Path, tmp_path: Path, mo
     assert torch.equal(
         go(checkpoint, tmp_path / "killed", monkeypatch), go(checkpoint, tmp_path / "whole", monkeypatch)
     )
+
+
+def test_budgets_in_another_order_are_another_run(shallow_checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """Which budget a step draws depends on their order: weights would change places."""
+    common: tuple[object, ...] = (
+        "train",
+        shallow_checkpoint,
+        "--data",
+        data / "train.jsonl",
+        "--output",
+        tmp_path / "out",
+        "--horizon",
+        4,
+    )
+    common += ("--weights", "3,1", "--max-steps", 1, "--save-steps", 1, "--batch-size", 4)
+    assert run(*common, "--speedups", "1,2").returncode == 0
+    other = run(*common, "--speedups", "2,1")
+    assert other.returncode == 2
+    assert "another budgets" in other.stderr

@@ -525,3 +525,15 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
         import_module("skipdecode.data.collation")
     with pytest.raises(MissingExtra, match=r"pip install 'skipdecode\[train\]'"):
         get_task("cnn_dm").read(Path("owner/name"), "test")
+
+
+def test_a_column_is_prompt_or_response(tmp_path: Path) -> None:
+    """A prompt's column is never its own reference; a blank prompt is not replaced by another column."""
+    (tmp_path / "in.jsonl").write_text(json.dumps({"response": "R"}))
+    (item,) = read_items(str(tmp_path / "in.jsonl"), get_task("jsonl", prompt_column="response"))
+    assert (item.prompt, item.references) == ("R", [])
+    with pytest.raises(TaskError, match="they must differ"):
+        get_task("jsonl", prompt_column="a", response_column="a")
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "", "text": "T", "response": "R"}))
+    (item,) = read_items(str(tmp_path / "in.jsonl"), get_task("jsonl"))
+    assert item.error == "no prompt"

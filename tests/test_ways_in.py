@@ -176,3 +176,101 @@ def test_the_version_is_printed() -> None:
     """It is that of the package."""
     done = run("--version")
     assert (done.returncode, done.stdout) == (0, f"skipdecode {skipdecode.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "match"),
+    [
+        ([], {}, "no prompts were given"),
+        (["the cat", 7], {}, "prompt 1 is neither a text nor a list of messages"),
+        (["\ud800"], {}, "lone surrogate"),
+        (["the cat"], {"max_length": 15}, "give max_new_tokens"),
+        (["the cat"], {"use_cache": False}, "use_cache=False leaves a schedule nothing"),
+        (["the cat"], {"no_such_option": 1}, "model.generate has no option no_such_option"),
+        (["the cat"], {"stop_strings": [""]}, "an empty stop string"),
+        (["the cat"], {"length_penalty": 2.0}, "length_penalty goes with num_beams"),
+    ],
+)
+def test_what_a_job_cannot_mean_is_refused_before_weights_are_loaded(
+    folder: Path, prompts: Any, options: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts are checked as those of ``skipdecode.generate`` are, options with the checkpoint's own."""
+    monkeypatch.setattr(jobs, "load", lambda *a, **k: pytest.fail("weights were loaded"))
+    with pytest.raises(UsageError, match=match):
+        GenerationJob(str(folder), prompts, speedup=2, options=options).run()
+
+
+def test_zero_is_an_options_value(folder: Path) -> None:
+    """``--top-k 0`` takes all tokens; transformers' default is 50."""
+    common = (
+        "generate",
+        folder,
+        "--prompt",
+        "the cat",
+        "--do-sample",
+        "--seed",
+        2,
+        "--temperature",
+        3,
+        "--max-new-tokens",
+        30,
+    )
+    every, fifty = run(*common, "--top-k", 0), run(*common)
+    assert every.returncode == fifty.returncode == 0
+    assert every.stdout != fifty.stdout
+
+
+def test_beams_of_the_checkpoint_count(loaded: Loaded) -> None:
+    """A length penalty goes with beams that the checkpoint's generation_config asks for."""
+    model, _ = loaded
+    model.generation_config.num_beams = 2
+    try:
+        assert texts(loaded, "the cat", length_penalty=2.0)
+    finally:
+        model.generation_config.num_beams = 1
+
+
+def test_prompts_of_a_job_are_the_tasks(folder: Path) -> None:
+    """``--task`` and ``--prompt-share`` mean for ``--prompt`` what they mean for the lines of a text file."""
+    common = ("generate", folder, "--max-new-tokens", 4)
+    (folder / "mr.txt").write_text("name[A], food[B]\n")
+    for task, text in (("e2e", "name[A], food[B]"), ("jsonl", "the cat sat on")):
+        (folder / "lines.txt").write_text(f"{text}\n")
+        options = ("--task", task, *(("--prompt-share", 0.5) if task == "jsonl" else ()))
+        line = run(*common, *options, "--input", folder / "lines.txt")
+        prompt = run(*common, *options, "--prompt", text)
+        assert prompt.stdout.strip() == json.loads(line.stdout)["text"]
+    wrong = run(*common, "--task", "e2e", "--prompt", "no meaning")
+    assert wrong.returncode == 1
+    assert "not a meaning representation" in wrong.stderr
+
+
+def test_messages_come_back_as_they_can_be_read_again(folder: Path) -> None:
+    """In the output a conversation is a list of role and content, whoever gave it."""
+    result = GenerationJob(str(folder), [ASKED], chat=True, options={"max_new_tokens": 2}).run()
+    assert json.loads(result.jsonl)["prompt"] == ASKED
+
+
+def test_paths_may_be_strings(folder: Path, tmp_path: Path) -> None:
+    """Of the input, the output and the schedule; a finished job read again holds its texts."""
+    (tmp_path / "in.txt").write_text("the cat\n")
+    skipdecode.Schedule(8, 4, 2, 6).save(tmp_path / "schedule.json")
+    source, output = str(tmp_path / "in.txt"), str(tmp_path / "out.jsonl")
+    schedule = str(tmp_path / "schedule.json")
+    result = GenerationJob(str(folder), source, output, schedule=schedule, options={"max_new_tokens": 2}).run()
+    assert result.summary["layer_ratio"] == 2
+    assert (tmp_path / "out.jsonl").read_text() == result.jsonl
+
+
+def test_one_conversation_that_the_template_refuses_is_a_bad_row(folder: Path, tmp_path: Path) -> None:
+    """Alone too: it is reported with its line."""
+    (tmp_path / "m").mkdir()
+    for path in folder.glob("*.*"):
+        (tmp_path / "m" / path.name).write_bytes(path.read_bytes())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{{ raise_exception('no such role') if messages[0].role != 'user' }}" + TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "m")
+    result = GenerationJob(
+        str(tmp_path / "m"), [[{"role": "tool", "content": "x"}]], options={"max_new_tokens": 2}
+    ).run()
+    assert "no such role" in str(result.items[0].error)

@@ -37,7 +37,7 @@ def demo(
     from ..evaluation.plots import check_picture, draw_demo
     from ..evaluation.speeds import compare_speeds
     from ..evaluation.timing import machine
-    from ..generation.loading import DEMO, load
+    from ..generation.loading import DEMO, load, read_config
 
     targets = o.parse_speedups(speedups)
     if 1 not in targets:
@@ -46,8 +46,8 @@ def demo(
     task = get_task("e2e")
     items = [item for item in read_items(str(input or DEMO / "inputs.csv"), task) if item.error is None]
     prompts = [item.prompt for item in items]
+    schedules = {k: resolve_schedule(read_config(model), k) for k in targets}
     loaded, tokenizer = load(model)
-    schedules = {k: resolve_schedule(loaded.config, k) for k in targets}
     decoding = {"batch_size": batch_size, "max_new_tokens": task.max_new_tokens}
     with Bar() as bar:
         bar.show("writing, then timing alternately", 0, (repeats + 2) * len(schedules))

@@ -93,7 +93,7 @@ def _job(given: Mapping[str, Any]) -> GenerationJob:
         raise UsageError("give one of --prompt and --input")
     if output == "-" and sys.stdout is None:
         raise UsageError("standard output is closed: give --output FILE")
-    decoding = {name: given[name] for name in DECODING if given[name] not in (None, False)}
+    decoding = {name: given[name] for name in DECODING if given[name] is not None and given[name] is not False}
     return GenerationJob(
         given["model"],
         given["prompt"] or given["input"],

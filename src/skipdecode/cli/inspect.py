@@ -38,7 +38,7 @@ def schedule(
 
     skipdecode schedule --speedup 3 --layers 24
     """
-    from ..core.checkpoint_config import resolve_schedule
+    from ..core.checkpoint_config import DEFAULT_HORIZON, DEFAULT_SPEEDUP, resolve_schedule
     from ..core.schedule import Schedule
 
     if (model is None) == (layers is None):
@@ -51,7 +51,8 @@ def schedule(
     fields = (("order", order), ("decay", decay), ("prompt_layers", in_prompt))
     form: dict[str, Any] = {name: value for name, value in fields if value is not None}
     if layers is not None:
-        shown = Schedule.for_speedup(2 if speedup is None else speedup, layers, horizon or 64, **form)
+        target = DEFAULT_SPEEDUP if speedup is None else speedup
+        shown = Schedule.for_speedup(target, layers, horizon or DEFAULT_HORIZON, **form)
     else:
         from ..generation.loading import read_config
 

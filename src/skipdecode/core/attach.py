@@ -37,6 +37,7 @@ def attach(model: Model, schedule: Schedule | None = None, *, speedup: float | N
         UnsupportedModel: the model cannot skip layers exactly; the message says why.
         ScheduleError: the schedule does not fit the model.
         UsageError: both a schedule and a speed-up.
+        ModelError: a speed-up for a model that does not generate.
 
     Example:
         >>> attach(model)
@@ -51,6 +52,8 @@ def attach(model: Model, schedule: Schedule | None = None, *, speedup: float | N
         check_kind(model)
     layers = decoder_layers(model)
     if schedule is not None or speedup is not None:
+        if not hasattr(model, GENERATE):
+            raise ModelError(f"{type(model).__name__} does not generate: attach a speed-up to the model with its head")
         schedule = fitted(resolve_schedule(model.config, speedup, schedule), model.config)
     if gates is None:
         gates = GateState(frozenset(lenders(model.config)))

@@ -183,7 +183,10 @@ class SkipCache(DynamicCache):
     def activate_past_recording(self) -> None:
         """Refused: assisted decoding rolls the cache back and goes deeper again."""
         if not self.schedule.is_full:
-            raise CacheError("assisted (speculative) decoding needs every layer's keys and values: leave SkipCache out")
+            raise CacheError(
+                "assisted (speculative) decoding needs every layer's keys and values: leave SkipCache out (after "
+                "attach(model, speedup=…), give past_key_values=DynamicCache(config=model.config))"
+            )
         super().activate_past_recording()
 
     @property

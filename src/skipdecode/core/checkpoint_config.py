@@ -65,7 +65,7 @@ def trained_schedules(config: Any) -> dict[float, Schedule]:
 def schedules_of(config: Any, method_name: str) -> dict[float, Schedule]:
     """Those of :func:`trained_schedules` that the model was trained with by this method, or calibrated for it."""
     schedules = trained_schedules(config)
-    if trained_method(config) == method_name:
+    if is_trained(config) and trained_method(config) == method_name:
         return schedules
     methods = _entry(config).get("calibrated")  # speed-up -> method
     if not isinstance(methods, dict):
@@ -173,7 +173,7 @@ def resolve_schedule(
     fields = {**({"order": method.order} if method else {}), **(fastest.form if fastest else {}), **form}
     if lengths is not None and horizon is None:
         return fit(layers, target, lengths, **fields)
-    span = horizon or (fastest.horizon if fastest else DEFAULT_HORIZON)
+    span = (fastest.horizon if fastest else DEFAULT_HORIZON) if horizon is None else horizon
     return Schedule.for_speedup(target, layers, span, **fields)
 
 

@@ -61,7 +61,9 @@ class PromptGuard(Stand):
         if not isinstance(cache, SkipCache):
             return self.found(*args, **kwargs)
         if kwargs.get("use_cache") is False:
-            raise CacheError("with use_cache=False every step runs the whole text anew: leave it out, or SkipCache")
+            raise CacheError(
+                "with use_cache=False every step runs the whole text anew: leave it out, or the SkipCache (detach)"
+            )
         # A decode step is told its length, 1. (Before 5.23, a chunk of a prompt is told nothing at all.)
         if kwargs.get("is_first_iteration") or kwargs.get("next_sequence_length") is None:
             cache.begin_prompt()

@@ -41,7 +41,7 @@ def read_items(source: str, task: Task, form: str | None = None) -> list[Item]:
         if form == "csv" and not any(set(columns) <= set(row) for columns in task.prompt_forms):
             wanted = " or ".join(" and ".join(columns) for columns in task.prompt_forms)
             raise InputError(f"{name} has no column {wanted}; it has {', '.join(row) or 'none'}")
-        item = _item(line, row, error, task)
+        item = to_item(line, row, task, error)
         if task.distinct and item.error is None:
             first = seen.setdefault(item.prompt, item)
             if first is not item:
@@ -53,7 +53,8 @@ def read_items(source: str, task: Task, form: str | None = None) -> list[Item]:
     return items
 
 
-def _item(line: int, row: dict[str, Any], error: str | None, task: Task) -> Item:
+def to_item(line: int, row: dict[str, Any], task: Task, error: str | None = None) -> Item:
+    """The item of one row; ``error`` is what is wrong with it already."""
     item = Item(line, task.shown(row), error=error)
     if error is None:
         try:

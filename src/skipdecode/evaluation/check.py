@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..core.attach import attach, detach, teacher_forced
 from ..core.cache import SkipCache
 from ..core.checkpoint_config import resolve_schedule
+from ..core.guards import CacheProvider
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers, fitted, text_config
 from ..errors import CacheError, SkipDecodeError, UnsupportedModel, UsageError
@@ -134,6 +135,7 @@ def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
     A refusal of ours, or an error in the model, is a finding: the claim did not hold.
     """
     batch = sample_batch(model)
+    provider = vars(model).get("generate")
     for claim, check in CHECKS.items():
         try:
             held, detail = check(model, schedule, batch)
@@ -144,6 +146,8 @@ def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
         yield Finding(claim, held, detail)
         if claim == ATTACHES and not held:
             return
+    if isinstance(provider, CacheProvider):  # the model's default schedule: the checks took it off with the gates
+        attach(model, provider.schedule)
 
 
 def attaches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:

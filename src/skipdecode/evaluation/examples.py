@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from ..data.chat import Prompt
 from ..data.inputs import read_items
 from ..data.tasks import Example, Task
 
 
 def read_examples(task: Task, source: Path, split: str, say: Callable[[str], object]) -> list[Example]:
-    """The examples of a split; of a file, whatever the split, all rows that are not bad.
+    """The examples of a split; of a file, whatever the split, all rows that are not bad; those of one
+    prompt are one example.
 
     Args:
         task: how the rows are read and prompted.
@@ -27,4 +29,8 @@ def read_examples(task: Task, source: Path, split: str, say: Callable[[str], obj
     for item in items:
         if item.error:
             say(f"{source}, line {item.line}: {item.error}")
-    return [Example(item.prompt, tuple(item.references)) for item in items if not item.error]
+    references: dict[Prompt, list[str]] = {}
+    for item in items:
+        if not item.error:
+            references.setdefault(item.prompt, []).extend(item.references)
+    return [Example(prompt, tuple(texts)) for prompt, texts in references.items()]

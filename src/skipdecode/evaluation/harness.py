@@ -143,8 +143,8 @@ class SkipLM(HFLM):
         return list(zip(chosen.sum(1).tolist(), greedy.all(1).tolist(), strict=True))
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
-        if not self.schedule.is_full:
-            options["past_key_values"] = SkipCache(self.model, self.schedule)
+        # Also at full depth: the model may have been given another schedule by default.
+        options["past_key_values"] = SkipCache(self.model, self.schedule)
         return super()._model_generate(context, max_length, stop, **options)
 
     def get_model_info(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..data.tasks import subsample
 from ..errors import FileError, JobError
 from ..files import check_target, locked, read_json, write
 from ..generation.batch import Decoding
-from ..generation.loading import load, resolve
+from ..generation.loading import load, read_config, resolve
 from ..generation.results import Cost, Generated
 from ..provenance import fingerprint, identity
 from .arms import Arm
@@ -81,7 +81,9 @@ class Evaluation:
 
     def job(self, arm: Arm) -> str:
         """What makes two rows the same: settings, arm, and the models' files."""
-        models = [identity(resolve(name)) for name in (arm.model, self.reference.model)]
+        names = (arm.model, self.reference.model)
+        # A hub name alone does not say which version it is.
+        models = [[identity(resolve(name)), getattr(read_config(name), "_commit_hash", None)] for name in names]
         return fingerprint(self.bench.fingerprint(), arm.identity(), models)
 
     def check(self) -> None:

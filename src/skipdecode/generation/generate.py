@@ -57,7 +57,7 @@ def generate(
         >>> result = skipdecode.generate(model, tokenizer, ["name Aromi, food English ->"], speedup=3)
         >>> result.completions[0].text, result.cost.layer_ratio
     """
-    texts = _prompts(prompts)
+    texts = to_prompts(prompts)
     if isinstance(schedule, (str, Path)):
         schedule = Schedule.load(Path(schedule))
     elif not isinstance(schedule, (Schedule, type(None))):
@@ -68,8 +68,8 @@ def generate(
     return generate_ids(model, tokenizer, encode_prompts(tokenizer, texts), chosen, batch_size, seed=seed, **options)
 
 
-def _prompts(given: Any) -> list[Prompt]:
-    """Texts and conversations from one of either, or a list of them."""
+def to_prompts(given: Any) -> list[Prompt]:
+    """Texts and conversations from one of either, or a list of them. Raises UsageError."""
     if isinstance(given, str) or _is_conversation(given):
         given = [given]
     if not isinstance(given, Iterable) or isinstance(given, (Mapping, bytes)):
@@ -113,6 +113,8 @@ def generate_ids(
         raise UsageError(f"prompt {empty} has no token to go on from: the tokenizer puts none at the beginning")
     room = max_positions(model.config)
     new = options.get("max_new_tokens") or 0
+    if not new and options.get("max_length") is None:  # what the checkpoint asks for, else transformers' 20
+        new = model.generation_config.max_new_tokens or 0
     longest = max(max(map(len, prompts), default=0) + new, 0 if new else options.get("max_length") or 0)
     if room is not None and longest > room:
         raise UsageError(f"the longest prompt and max_new_tokens need {longest} positions, the model has {room}")

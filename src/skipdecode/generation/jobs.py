@@ -14,16 +14,16 @@ from transformers import PreTrainedTokenizerBase
 from ..core.checkpoint_config import is_trained, layer_count, resolve_schedule
 from ..core.schedule import Schedule
 from ..data.chat import Message, Prompt
-from ..data.inputs import Item, read_items
+from ..data.inputs import Item, read_items, to_item
 from ..data.tasks import Task, get_task
 from ..data.tokenization import encode_prompts
 from ..errors import MissingExtra, ModelError, UsageError
 from ..files import check_target
 from ..provenance import fingerprint, identity
-from .generate import batches, max_positions
+from .generate import batches, max_positions, to_prompts
 from .journal import Journal
-from .loading import load, load_tokenizer, placement, read_config, resolve
-from .options import check_options
+from .loading import load, load_tokenizer, placement, read_config, read_generation_config, resolve
+from .options import check_options, check_with_model
 from .results import Completion, Cost
 
 
@@ -50,7 +50,7 @@ class JobResult:
     def jsonl(self) -> str:
         """The output: one line per row of the input, in its order."""
         made = [
-            item.columns
+            {column: _plain(value) for column, value in item.columns.items()}
             | ({"error": f"line {item.line}: {item.error}"} if item.error else asdict(self.completions[index]))
             for index, item in enumerate(self.items)
         ]
@@ -63,7 +63,8 @@ class GenerationJob:
 
     Args:
         model: directory, hub name, or ``demo``.
-        input: a file, ``-`` for standard input, or the prompts themselves.
+        input: a file, ``-`` for standard input, or the prompts: texts, which the task prompts as it does the lines of a
+            text file, or conversations.
         output: the JSONL file to write; None: the result holds all.
         task: how rows are read and prompted; any JSONL by default.
         format: ``jsonl``, ``csv`` or ``text``, if the input's name does not tell.
@@ -81,12 +82,12 @@ class GenerationJob:
     """
 
     model: str
-    input: str | Sequence[Prompt] = "-"
-    output: Path | None = None
+    input: str | Path | Sequence[Any] = "-"
+    output: str | Path | None = None
     task: Task = field(default_factory=lambda: get_task("jsonl"))
     format: str | None = None
     speedup: float | None = None
-    schedule: Schedule | None = None
+    schedule: Schedule | str | Path | None = None
     full: bool = False
     batch_size: int = 32
     seed: int = 0
@@ -100,17 +101,24 @@ class GenerationJob:
     def __post_init__(self) -> None:
         if sum((self.speedup is not None, self.schedule is not None, self.full)) > 1:
             raise UsageError("give one of speedup, schedule and full")
-        object.__setattr__(self, "options", {"max_new_tokens": self.task.max_new_tokens} | dict(self.options))
+        if isinstance(self.schedule, (str, Path)):
+            object.__setattr__(self, "schedule", Schedule.load(self.schedule))
+        if self.output is not None:
+            object.__setattr__(self, "output", Path(self.output))
+        if self.options.get("max_length") is not None:
+            raise UsageError("max_length counts the prompt too: give max_new_tokens")
+        options = {name: value for name, value in self.options.items() if value is not None}
+        object.__setattr__(self, "options", {"max_new_tokens": self.task.max_new_tokens} | options)
         check_options(self.options, self.batch_size, self.seed)
         if self.output is not None:
             check_target(self.output)
-            self._refuse_input(self.output)
+            self._refuse_input(Path(self.output))
 
     def _refuse_input(self, output: Path) -> None:
         """Neither the output nor its journal may be the file that is read."""
         real = Path(os.path.realpath(output))
         for path in (real, real.with_name(real.name + ".partial")):
-            source = self.input if isinstance(self.input, str) and self.input != "-" else None
+            source = self.input if isinstance(self.input, (str, Path)) and self.input != "-" else None
             if source and path.exists() and os.path.exists(source) and path.samefile(source):
                 raise UsageError(f"{path} is the input: give another --output")
 
@@ -132,7 +140,10 @@ class GenerationJob:
             SkipDecodeError: of the kind that says what the user can mend.
         """
         config = read_config(self.model, self.revision)
-        schedule = None if self.full else resolve_schedule(config, self.speedup, self.schedule)
+        defaults = read_generation_config(self.model, self.revision)
+        check_with_model(self.options, defaults, skips=not self.full, seed=self.seed)
+        given = self.schedule if isinstance(self.schedule, Schedule) else None
+        schedule = None if self.full else resolve_schedule(config, self.speedup, given)
         if schedule is not None and not is_trained(config):
             say(f"{self.model} was not trained for skipping: its texts will be poor (skipdecode train; or --full)")
         items = self._items()
@@ -143,7 +154,7 @@ class GenerationJob:
         def work(journal: Journal | None) -> JobResult:
             return self._write(rows, config, schedule, journal, on_start, on_batch, say)
 
-        if self.output is None:
+        if not isinstance(self.output, Path):
             return work(None)
         prompts = [item.prompt for item in items]
         parts = (prompts, schedule.to_dict() if schedule else None, self.options, self.seed, placed, self.batch_size)
@@ -151,7 +162,7 @@ class GenerationJob:
         with Journal(self.output, job, replace=self.overwrite) as journal:
             if journal.summary is not None:  # killed between its last two writes
                 journal.drop()
-                return JobResult(rows.items, {}, journal.summary)
+                return JobResult(rows.items, journal.rows, journal.summary)
             if self.output.exists() and not self.overwrite:
                 raise UsageError(f"{self.output} is already there: give --overwrite to replace it")
             result = work(journal)
@@ -159,10 +170,16 @@ class GenerationJob:
             return result
 
     def _items(self) -> list[Item]:
-        if isinstance(self.input, str):
-            items = read_items(self.input, self.task, self.format)
+        if isinstance(self.input, (str, Path)):
+            items = read_items(str(self.input), self.task, self.format)
         else:
-            items = [Item(number, {"prompt": prompt}, prompt) for number, prompt in enumerate(self.input, 1)]
+            (column, *_) = self.task.columns({})
+            items = [
+                to_item(number, {column: prompt}, self.task)
+                if isinstance(prompt, str)
+                else Item(number, {"prompt": prompt}, prompt)
+                for number, prompt in enumerate(to_prompts(self.input), 1)
+            ]
         texts = [item for item in items if self.chat and isinstance(item.prompt, str) and not item.error]
         asked = {id(item): replace(item, prompt=(Message("user", str(item.prompt)),)) for item in texts}
         return [asked.get(id(item), item) for item in items]
@@ -217,6 +234,13 @@ class GenerationJob:
         return {name: round(value, 2) for name, value in scores.items()}
 
 
+def _plain(value: Any) -> Any:
+    """A column's value as JSON has it: messages as they can be read again."""
+    if isinstance(value, (list, tuple)):
+        return [each._asdict() if isinstance(each, Message) else each for each in value]
+    return value
+
+
 class _Rows:
     """The rows of a job, judged by the tokenizer: ``ids`` of those that can be written, ``items`` with all errors."""
 
@@ -238,7 +262,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> li
     try:
         return list(encode_prompts(tokenizer, prompts))
     except ModelError:
-        if tokenizer.chat_template is None or len(prompts) == 1:
+        if tokenizer.chat_template is None:
             raise
     found: list[list[int] | str] = []
     for prompt in prompts:

@@ -115,8 +115,7 @@ def read_weights(path: str, *, config: Any = None, revision: str | None = None, 
     """
     check_files(Path(path))
     config = read_config(path, revision) if config is None else config
-    with Reading(f"{path}: generation_config.json cannot be read"), suppress(OSError):  # it need not be there
-        check_generation(path, GenerationConfig.from_pretrained(path, revision=revision))
+    read_generation_config(path, revision)
     folder = Path(path) / (options.get("subfolder") or "")
     if folder.is_dir() and (sketch := _sketch(config)) is not None:
         check_size(folder, sketch)
@@ -180,6 +179,15 @@ def read_config(name: str, revision: str | None = None) -> Any:
         config = AutoConfig.from_pretrained(resolve(name), revision=revision, trust_remote_code=False)
     check_config(name, config)
     return config
+
+
+def read_generation_config(name: str, revision: str | None = None) -> GenerationConfig:
+    """What a checkpoint asks of generation; transformers' defaults if it says nothing. Raises ModelError."""
+    path = resolve(name)
+    with Reading(f"{path}: generation_config.json cannot be read"), suppress(OSError):  # it need not be there
+        check_generation(path, config := GenerationConfig.from_pretrained(path, revision=revision))
+        return config
+    return GenerationConfig()
 
 
 def _first_line(error: Exception) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 
 from ..errors import UsageError
 
@@ -54,14 +55,17 @@ def check_options(options: Mapping[str, Any], batch_size: int = 1, seed: int | N
     for name, reason in REFUSED.items():
         if options.get(name) is not None and options[name] is not False:
             raise UsageError(f"{name}: {reason}")
+    known = {*vars(GenerationConfig()), *signature(GenerationMixin.generate).parameters}
+    if unknown := sorted({*options} - known - {*REFUSED}):
+        raise UsageError(f"model.generate has no option {', '.join(unknown)}")
+    if "" in (options.get("stop_strings") or ()) or options.get("stop_strings") == "":
+        raise UsageError("an empty stop string would end every text at once")
     given = [name for name in SAMPLING if options.get(name) is not None]
     if given and not options.get("do_sample"):
         raise UsageError(f"sampling options ({', '.join(given)}) need do_sample as well (--do-sample)")
     new, least = options.get("max_new_tokens"), options.get("min_new_tokens")
     if new is not None and least is not None and least > new:
         raise UsageError(f"min_new_tokens {least} is more than max_new_tokens {new}")
-    if options.get("length_penalty") is not None and (options.get("num_beams") or 1) == 1:
-        raise UsageError("length_penalty goes with num_beams")
     if options.get("num_return_sequences", 1) != 1:
         raise UsageError("one text per prompt is generated: repeat the prompt instead of num_return_sequences")
 
@@ -78,6 +82,8 @@ def check_with_model(
         asked = name not in options and getattr(defaults, name, None)
         if asked and (reason == _GONE or name == "guidance_scale"):
             raise UsageError(f"the checkpoint's generation_config asks for {name}: {reason}; give {name}=None")
+    if options.get("length_penalty") is not None and num_beams(options, defaults) == 1:
+        raise UsageError("length_penalty goes with num_beams")
     if skips and options.get("use_cache") is False:
         raise UsageError("use_cache=False leaves a schedule nothing to skip by: it works through the cache")
     mark = options.get("watermarking_config", defaults.watermarking_config)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class LayerCost(Protocol):
-    """What a method asks of a run's cost (:class:`skipdecode.generation.generate.Cost`)."""
+    """What a method asks of a run's cost (:class:`skipdecode.generation.results.Cost`)."""
 
     num_layers: int
 

@@ -87,7 +87,7 @@ def read_order(value: Any) -> str | tuple[int, ...] | None:
     """The name of an order, or a ranking of layers: as it stands, or from a schedule's file. Raises UsageError."""
     if value is None or value in ORDERS:
         return value
-    if isinstance(value, str | Path) and Path(value).is_file():
+    if isinstance(value, str | Path) and "," not in str(value)[:4] and Path(value).is_file():
         return Schedule.load(value).order
     about = {"least": 0, "most": MOST_LAYERS, "choices": ()}
     try:

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
+from ..core.checkpoint_config import DEFAULT_HORIZON, DEFAULT_SPEEDUP
 from ..core.schedule import Schedule
 from ..errors import ScheduleError, UsageError
 from ..methods import METHODS, get_method
@@ -168,7 +169,7 @@ class TrainingPlan:
             return self.speedups
         if self.speedup is not None:
             return (self.speedup,)
-        return (self.schedule.target,) if self.schedule else (2.0,)
+        return (self.schedule.target,) if self.schedule else (DEFAULT_SPEEDUP,)
 
     @property
     def form(self) -> dict[str, Any]:
@@ -202,6 +203,8 @@ class TrainingPlan:
         if (self.schedule or self.horizon or self.form) and not method.takes_form:
             options = "--schedule, --horizon, --order, --decay, --warmup-layers and --prompt-decay"
             raise UsageError(f"{options} do not go with {name}, which has rules of its own")
+        if self.schedule and (self.horizon or self.lengths or self.form):
+            raise UsageError("--schedule says it all: no --horizon, --lengths, --order, --decay or the like beside it")
         if self.distill_weight == 0 and (self.teacher or self.distill_on != "logits"):
             raise UsageError("--teacher and --distill-on go with --distill-weight")
         if self.distill_weight and method.own_objective:
@@ -231,7 +234,7 @@ class TrainingPlan:
                 raise ScheduleError(f"--schedule is for {self.schedule.num_layers} layers, the model has {layers}")
         else:
             for speedup in self.budgets:
-                Schedule.for_speedup(speedup, layers, self.horizon or 64, **self.form)
+                Schedule.for_speedup(speedup, layers, self.horizon or DEFAULT_HORIZON, **self.form)
         if self.lora_rank > config.hidden_size:
             raise UsageError(f"--lora-rank {self.lora_rank} is more than the model's hidden size")
         missing = sorted({*self.report_to} - {"none", *(known := get_available_reporting_integrations())})

@@ -221,13 +221,16 @@ def _record(
 ) -> dict[str, Any]:
     """What makes the run what it is. A checkpoint of a run in which any of it differs is not resumed."""
     teacher = plan.teacher and fingerprint(identity(loading.resolve(plan.teacher)))
-    start = _read_config(plan).to_dict() if plan.from_config else None
+    if plan.from_config:
+        start: Any = _read_config(plan).to_dict()
+    else:  # a hub name alone does not say which version it is
+        start = [identity(loading.resolve(str(plan.model))), getattr(model.config, "_commit_hash", None)]
     return {
-        "model": fingerprint(start or identity(loading.resolve(str(plan.model)))),
+        "model": fingerprint(start),
         "tokenizer": fingerprint(*vocabulary(tokenizer)),
         "data": fingerprint(*map(asdict, training)),
         "method": plan.method,
-        "budgets": {str(k): schedule.to_dict() for k, schedule in schedules.items()},
+        "budgets": [[k, schedule.to_dict()] for k, schedule in schedules.items()],  # in the order they are drawn by
         "weights": plan.weights and list(plan.weights),
         "distillation": [plan.distill_weight, plan.distill_on, teacher],
         "batch": [plan.batch_size, plan.gradient_accumulation_steps, args.world_size],

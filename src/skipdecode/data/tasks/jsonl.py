@@ -43,6 +43,8 @@ class Jsonl(Task):
     def __post_init__(self) -> None:
         if self.prompt_share is not None and not 0 <= self.prompt_share < 1:
             raise TaskError(f"prompt_share is at least 0 and below 1, not {self.prompt_share!r}")
+        if self.prompt_column is not None and self.prompt_column == self.response_column:
+            raise TaskError(f"prompt_column and response_column are both {self.prompt_column}: they must differ")
         if self.prompt_share is not None and self.response_column is not None:
             raise TaskError("prompt_share is for plain text, which has no response_column: give one of them")
 
@@ -65,10 +67,11 @@ class Jsonl(Task):
     def columns(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         """The first column that holds a prompt; but messages go first in a row that has no response beside them."""
         named = [columns for columns in self.prompt_forms if columns[0] in row]
-        filled = [columns for columns in named if _holds(row.get(columns[0]))]
+        there = [columns for columns in named if row[columns[0]] is not None]  # a blank one is a row's fault
+        filled = [columns for columns in there if _holds(row[columns[0]])]
         if ("messages",) in filled and not any(_holds(row.get(name)) for name in self._response_columns):
             return ("messages",)
-        return (filled or named or self.prompt_forms)[0]
+        return (there or named or self.prompt_forms)[0]
 
     def shown(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The prompt's column as it is; called ``prompt`` where the output has a column of the same name."""
@@ -130,7 +133,8 @@ class Jsonl(Task):
 
     @property
     def _response_columns(self) -> tuple[str, ...]:
-        return ("response", "completion") if self.response_column is None else (self.response_column,)
+        names = ("response", "completion") if self.response_column is None else (self.response_column,)
+        return tuple(name for name in names if name != self.prompt_column)
 
     def _references(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         """The texts of the first response column that holds some. Raises TaskError for other than one message."""
