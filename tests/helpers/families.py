@@ -187,9 +187,7 @@ SCHEDULES: dict[str, Schedule] = {
     "permutation": Schedule(LAYERS, 7, 1, horizon=8, decay="power", order=(4, 2, 7, 1, 0, 5, 3, 6)),
     "list": Schedule.from_depths(LAYERS, (8, 8, 6, 3, 3, 1), warmup=1),
     "constant": Schedule(LAYERS, 3, 3, horizon=1, decay="constant"),
-    "prompt": Schedule(LAYERS, 4, 2, horizon=8, prompt_decay=5),
-    "prompt-low": Schedule(LAYERS, 4, 2, horizon=8, prompt_layers="max"),
-    "prompt-low-wide": Schedule(LAYERS, 3, 2, horizon=8, prompt_layers=6, prompt_decay=4, order=(6, 0, 3, 7, 5, 1, 4, 2)),
+    "prompt": Schedule(LAYERS, 4, 2, horizon=8, prompt_layers=6, prompt_decay=5),
     "prompt-wide": Schedule(LAYERS, 3, 2, horizon=8, prompt_decay=12, order=(6, 0, 3, 7, 5, 1, 4, 2)),
 }
 TOP = SCHEDULES["top"]
