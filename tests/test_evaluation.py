@@ -177,7 +177,7 @@ def test_early_exits_share_a_training(name: str, checkpoint: Path, data: Path, t
         (("--speedups", "1,9"), "number of layers, 8"),
         (("--bert-score", "/nowhere/at/all"), "cannot load"),
         (("--device", "cuda:99"), "no device"),
-        (("--output", __file__), "exists"),
+        (("--output", __file__), "is a file"),
     ],
 )
 def test_what_the_user_can_put_right_is_said_before_a_model_is_loaded(

@@ -215,3 +215,12 @@ def test_a_reference_that_is_no_text_makes_its_row_bad(tmp_path: Path) -> None:
     assert [(item.error, item.references) for item in read_items(str(path), get_task("jsonl"))] == [
         ("not UTF-8: it escapes half a character (a lone surrogate)", [])
     ]
+
+
+def test_jsonl_of_other_columns_is_refused_in_one_line(tmp_path: Path) -> None:
+    """As a CSV is; where one row has a prompt, or cannot be read, the others are bad rows."""
+    other, good = b'{"question": "a", "id": 1}\n', b'{"prompt": "b"}\n'
+    with pytest.raises(InputError, match="no column prompt or messages or text; it has question, id"):
+        read(tmp_path, other * 3, "in.jsonl")
+    assert [item.error is None for item in read(tmp_path, other + good, "in.jsonl")] == [False, True]
+    assert [item.error is None for item in read(tmp_path, other + b"{\n", "in.jsonl")] == [False, False]

@@ -274,3 +274,27 @@ def test_one_conversation_that_the_template_refuses_is_a_bad_row(folder: Path, t
         str(tmp_path / "m"), [[{"role": "tool", "content": "x"}]], options={"max_new_tokens": 2}
     ).run()
     assert "no such role" in str(result.items[0].error)
+
+
+def test_what_is_not_there_is_not_called_empty(folder: Path, tmp_path: Path) -> None:
+    """A missing file is named as missing, a file in the place of a folder as a file; before weights are loaded."""
+    (tmp_path / "file").write_text("x")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "the cat", "response": "sat"}) + "\n")
+    for arguments, words in (
+        (("evaluate", folder, "--data", tmp_path / "none.jsonl"), "there is no "),
+        (("calibrate", folder, "--data", tmp_path / "none.jsonl"), "there is no "),
+        (("train", folder, "--data", tmp_path / "none"), "there is no "),
+        (("evaluate", folder, "--data", rows, "--output", tmp_path / "file"), "is a file: give a folder"),
+        (("train", folder, "--data", rows, "--output", tmp_path / "file"), "is a file: give a folder"),
+        (("train", folder, "--data", rows, "--horizon", 4, "--lengths", 3), "give one of them"),
+    ):
+        done = run(*arguments)
+        assert (done.returncode, done.stdout) == (2, ""), arguments
+        assert words in done.stderr
+        assert "Loading weights" not in done.stderr
+
+
+def test_none_is_no_option(loaded: Loaded) -> None:
+    """An option that is refused may be None: nothing is asked for."""
+    assert texts(loaded, "the cat", past_key_values=None, attention_mask=None) == texts(loaded, "the cat")

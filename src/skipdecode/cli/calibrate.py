@@ -55,7 +55,7 @@ def calibrate(
     device: o.Device = None,
     as_json: o.Json = False,
 ) -> None:
-    """Set the horizon from the lengths that MODEL really writes, so that SPEEDUP is achieved.
+    """Fit the schedule to the lengths of the texts that MODEL writes, so that it skips as much as --speedup asks.
 
     What the model was trained with stays: order, decay, warm-up, and the depths if a horizon can be found for them.
     Quality before and after stands beside the ratio.

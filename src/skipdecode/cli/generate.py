@@ -138,7 +138,7 @@ def _show(result: JobResult) -> None:
 def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     scores = [(name, label) for name, label in (("bleu", "BLEU"), ("rouge_l", "ROUGE-L")) if name in summary]
     return [
-        (f"{summary['rows']:,}", f"rows, and {summary['bad_rows']} bad ones"),
+        (f"{summary['rows']:,}", f"rows written, {summary['bad_rows']} bad"),
         (f"{summary['tokens']:,}", "tokens"),
         (f"{summary['tokens_per_second']:,.0f}", "tokens/s, prompts included"),
         (f"{summary['seconds']:.1f}", f"seconds, {summary['decode_seconds']:.1f} of them decoding"),

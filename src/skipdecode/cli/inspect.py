@@ -98,7 +98,7 @@ def check(
     revision: o.Revision = None,
     as_json: Annotated[bool, Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Prove on your own model that skipping is exact: against its stock layers, batched, repeated, counted.
+    """Prove on your own model that skipping is exact: compare it with the stock model, in batches and alone.
 
     float32 shows equality to 1e-5; other types are coarser than that. The exit code is 1 if a claim does not hold, or
     if the model is of a kind that cannot skip.

@@ -32,7 +32,7 @@ NoResume = Annotated[
 
 
 def train(context: Context, config: Config = None, no_resume: NoResume = False, **options: Any) -> None:
-    """Train a model with the schedule on. The same command resumes after interruption.
+    """Fine-tune a model so that it writes well with layers skipped. The same command resumes after interruption.
 
     The result is a stock Hugging Face directory whose config carries the schedule.
 

@@ -37,10 +37,12 @@ def read_items(source: str, task: Task, form: str | None = None) -> list[Item]:
     form = form or guess_format(source, data)
     items: list[Item] = []
     seen: dict[Prompt, Item] = {}
+    fits = False  # some row, or one that cannot be read, may have the columns
     for line, row, error in read_rows(data, form, name=name, text_column=task.columns({})[0]):
-        if form == "csv" and not any(set(columns) <= set(row) for columns in task.prompt_forms):
-            wanted = " or ".join(" and ".join(columns) for columns in task.prompt_forms)
-            raise InputError(f"{name} has no column {wanted}; it has {', '.join(row) or 'none'}")
+        has_columns = any(set(columns) <= set(row) for columns in task.prompt_forms)
+        if form == "csv" and not has_columns:
+            raise InputError(_no_column(name, row, task))
+        fits |= has_columns or error is not None
         item = to_item(line, row, task, error)
         if task.distinct and item.error is None:
             first = seen.setdefault(item.prompt, item)
@@ -50,7 +52,14 @@ def read_items(source: str, task: Task, form: str | None = None) -> list[Item]:
         items.append(item)
     if not items:
         raise InputError(f"{name} holds no rows")
+    if not fits:
+        raise InputError(_no_column(name, row, task))
     return items
+
+
+def _no_column(name: str, row: dict[str, Any], task: Task) -> str:
+    columns = " or ".join(" and ".join(columns) for columns in task.prompt_forms)
+    return f"{name} has no column {columns}; it has {', '.join(row)[:200] or 'none'}"
 
 
 def to_item(line: int, row: dict[str, Any], task: Task, error: str | None = None) -> Item:

@@ -83,6 +83,9 @@ class CalibrationPlan:
     device: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("data", "output"):  # strings are paths too
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, Path(getattr(self, name)))
         method = get_method(self.method)
         if not method.fits_depths:
             others = ", ".join(name for name in METHODS if get_method(name).fits_depths)

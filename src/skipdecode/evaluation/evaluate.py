@@ -17,7 +17,7 @@ from typing import Any
 from ..core.checkpoint_config import layer_count, resolve_schedule
 from ..data.metrics import DEFAULT, Agreement, BertScore, Metric
 from ..data.tasks import Example, Task, get_task, subsample
-from ..errors import UsageError
+from ..errors import FileError, UsageError
 from ..files import locked
 from ..generation.loading import check_device, read_config
 from . import report
@@ -80,6 +80,8 @@ class EvaluationPlan:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("data", "output"):  # strings are paths too
+            object.__setattr__(self, name, Path(getattr(self, name)))
         if self.split not in ("test", "validation"):
             raise UsageError(f"split is test or validation, not {self.split!r}")
         if not self.speedups or min(self.speedups) < 1 or len(set(self.speedups)) < len(self.speedups):
@@ -128,6 +130,8 @@ def evaluate(
         SkipDecodeError: data, models or options that cannot be used, or an output of other settings. All of this is
             said before a model is loaded.
     """
+    if plan.output.exists() and not plan.output.is_dir():
+        raise FileError(f"{plan.output} is a file: give a folder for --output")
     examples, held_out = _read(plan, say)
     selected = _arms(plan)
     metrics = _metrics(plan, examples, say)

@@ -23,6 +23,7 @@ def read_examples(task: Task, source: Path, split: str, say: Callable[[str], obj
     Raises:
         TaskError, InputError: the data cannot be read.
     """
+    source = Path(source)
     if not source.is_file():
         return task.read(source, split)
     items = read_items(str(source), task)

@@ -16,7 +16,7 @@ from ..data.chat import Message, Prompt, parse_messages
 from ..data.tokenization import encode_prompts
 from ..errors import TaskError, UsageError
 from .batch import Decoding, generate_batch
-from .options import check_options, check_with_model, num_beams
+from .options import REFUSED, check_options, check_with_model, num_beams
 from .results import Completion, Cost, Generated
 from .sampling import Sampling, stable_hash
 
@@ -142,6 +142,7 @@ def batches(
     **options: Any,
 ) -> Iterator[tuple[list[int], list[Completion], Cost]]:
     """(keys, rows, cost) of token-id ``prompts`` by batch; with a ``seed``, a key samples the same when run again."""
+    options = {name: value for name, value in options.items() if value is not None or name not in REFUSED}
     check_options(options, batch_size, seed)
     check_with_model(options, model.generation_config, skips=decoding is not None, seed=seed)
     # Similar lengths share a batch, the longest first: what does not fit in memory shows at once.

@@ -216,6 +216,8 @@ def run_folder(folder: str | Path, model: str | None = None) -> Iterator[RunFold
         FileError: the folder is another model's (see :meth:`RunFolder.claim`).
     """
     run = RunFolder(folder)
+    if run.folder.exists() and not run.folder.is_dir():
+        raise FileError(f"{folder} is a file: give a folder for --output")
     run.folder.mkdir(parents=True, exist_ok=True)
     try:
         first = os.environ.get("RANK", "0") == "0"

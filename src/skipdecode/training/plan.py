@@ -205,6 +205,8 @@ class TrainingPlan:
             raise UsageError(f"{options} do not go with {name}, which has rules of its own")
         if self.schedule and (self.horizon or self.lengths or self.form):
             raise UsageError("--schedule says it all: no --horizon, --lengths, --order, --decay or the like beside it")
+        if self.horizon and self.lengths:
+            raise UsageError("--horizon takes the paper's budgets, --lengths fits to lengths: give one of them")
         if self.distill_weight == 0 and (self.teacher or self.distill_on != "logits"):
             raise UsageError("--teacher and --distill-on go with --distill-weight")
         if self.distill_weight and method.own_objective:

@@ -164,6 +164,8 @@ class Jsonl(Task):
     def read(self, folder: Path, split: str) -> list[Example]:
         """``folder`` may also be the training file alone; a missing validation or test split is empty."""
         files = [f"{name}{suffix}" for name in NAMES[split] for suffix in (".jsonl", ".csv")]
+        if not folder.exists():
+            raise TaskError(f"there is no {folder}: give a JSONL or CSV file, or a folder with {files[0]}")
         if split != "train" and not any((folder / name).exists() for name in files):
             return []
         path = folder if folder.is_file() else find(folder, files)
