@@ -26,7 +26,8 @@ def schedule(
     order: o.Order = None,
     decay: o.Decay = None,
     prompt_layers: Annotated[
-        str | None, Option(help="Layers that the prompt runs: a number, or max for those of the first step (default: all).")
+        str | None,
+        Option(help="Layers that the prompt runs: a number, or max for as many as step 0 (default: all)."),
     ] = None,
     length: Annotated[int | None, Option(min=1, help="Steps to predict the cost for (default: the horizon).")] = None,
     png: Annotated[Path | None, Option(help="Draw it to this file.")] = None,
