@@ -46,7 +46,8 @@ def demo(
     task = get_task("e2e")
     items = [item for item in read_items(str(input or DEMO / "inputs.csv"), task) if item.error is None]
     prompts = [item.prompt for item in items]
-    schedules = {k: resolve_schedule(read_config(model), k) for k in targets}
+    config = read_config(model)
+    schedules = {k: resolve_schedule(config, k) for k in targets}
     loaded, tokenizer = load(model)
     decoding = {"batch_size": batch_size, "max_new_tokens": task.max_new_tokens}
     with Bar() as bar:

@@ -117,10 +117,9 @@ Json = Annotated[bool, Option("--json", help="The result as JSON on the last lin
 
 def task_of(given: Mapping[str, Any]) -> TaskType:
     """The task that a verb's options describe. Raises TaskError."""
-    from ..data.tasks import get_task
+    from ..data.tasks import task_from
 
-    names = ("max_source_words", "prompt_column", "response_column", "prompt_share")
-    return get_task(given["task"], **{name: given[name] for name in names})
+    return task_from(given)
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:

@@ -75,15 +75,17 @@ class Evaluation:
         self.overwrite = overwrite
         self.say = say
         self.models = Models(self.reference.model, bench)
+        self._versions: dict[str, list[Any]] = {}  # of models, looked up once
         self._lengths: list[int] = []
         self._reference_texts: list[str] = []
         self._steps = 1
 
     def job(self, arm: Arm) -> str:
         """What makes two rows the same: settings, arm, and the models' files."""
-        names = (arm.model, self.reference.model)
-        # A hub name alone does not say which version it is.
-        models = [[identity(resolve(name)), getattr(read_config(name), "_commit_hash", None)] for name in names]
+        for name in {arm.model, self.reference.model} - {*self._versions}:
+            # A hub name alone does not say which version it is.
+            self._versions[name] = [identity(resolve(name)), getattr(read_config(name), "_commit_hash", None)]
+        models = [self._versions[name] for name in (arm.model, self.reference.model)]
         return fingerprint(self.bench.fingerprint(), arm.identity(), models)
 
     def check(self) -> None:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.checkpoint_config import layer_count
+from ..core.schedule import MOST_LAYERS
 from ..core.stack import decoder_layers
 from ..errors import FileError, ModelError, SkipDecodeError, UnsupportedModel
 from ..files import read_json
@@ -40,9 +41,6 @@ UNREADABLE = (
     SafetensorError,
     StrictDataclassError,
 )
-
-#: More layers than any model has; a million would be made one by one.
-MOST_LAYERS = 1024
 
 #: What a family computes and old checkpoints hold all the same: masks (no projection is called so), angles, versions.
 COMPUTED = (

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..core.checkpoint_config import layer_count
+from ..core.checkpoint_config import CONFIG_KEY, layer_count
 from ..core.schedule import Schedule
 from ..core.shapes import flat_depth
 from .base import Method
@@ -86,7 +86,7 @@ def init_pruned(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
     from transformers import AutoModelForCausalLM
 
     config = model.config
-    values = {k: v for k, v in config.to_dict().items() if k not in ("skipdecode", "_name_or_path")}
+    values = {k: v for k, v in config.to_dict().items() if k not in (CONFIG_KEY, "_name_or_path")}
     count = config.num_hidden_layers
     for name, value in values.items():
         # What a config lists per layer (kinds of attention, say) is cut alike.

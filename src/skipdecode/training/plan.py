@@ -180,15 +180,9 @@ class TrainingPlan:
 
     def get_task(self) -> Task:
         """How the data is read and scored. Raises TaskError."""
-        from ..data.tasks import get_task
+        from ..data.tasks import task_from
 
-        return get_task(
-            self.task,
-            max_source_words=self.max_source_words,
-            prompt_column=self.prompt_column,
-            response_column=self.response_column,
-            prompt_share=self.prompt_share,
-        )
+        return task_from(vars(self))
 
     # --- what is refused
 

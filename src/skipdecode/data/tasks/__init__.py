@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ...errors import TaskError
 from .base import Example, Task, subsample
 from .cnn_dm import CnnDm
@@ -51,4 +54,9 @@ def get_task(
     return type(TASKS[name])(**options)
 
 
-__all__ = ["TASKS", "Example", "Task", "get_task", "subsample"]
+def task_from(options: Mapping[str, Any]) -> Task:
+    """The task that the options of a verb or a run name, with those of them that are a task's. Raises TaskError."""
+    return get_task(options["task"], **{name: options[name] for name in OPTIONS})
+
+
+__all__ = ["TASKS", "Example", "Task", "get_task", "subsample", "task_from"]
