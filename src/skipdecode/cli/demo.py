@@ -31,12 +31,12 @@ def demo(
     The texts are those that the model ends by itself. All speeds are then timed over as many decode steps as the
     median batch takes at 1x, so that a speed whose texts are shorter does not look faster for it.
     """
+    from ..clock.machine import machine
     from ..core.checkpoint_config import resolve_schedule
     from ..data.inputs import read_items
     from ..data.tasks import get_task
     from ..evaluation.plots import check_picture, draw_demo
     from ..evaluation.speeds import compare_speeds
-    from ..evaluation.timing import machine
     from ..generation.loading import DEMO, load, read_config
 
     targets = o.parse_speedups(speedups)
@@ -75,7 +75,7 @@ def _print_table(speeds: Speeds, rows: int, batch_size: int, repeats: int) -> No
     """Ratios are against 1x; what an asterisk means stands below."""
     from rich.table import Table
 
-    from ..evaluation.timing import remarks, shown
+    from ..clock.timing import remarks, shown
 
     table = Table(
         title=f"\n{rows} inputs, batch {batch_size}, {speeds.steps} decode steps at every speed, "

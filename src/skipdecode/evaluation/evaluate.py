@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..clock.machine import machine
 from ..core.checkpoint_config import layer_count, resolve_schedule
 from ..data.metrics import DEFAULT, Agreement, BertScore, Metric
 from ..data.tasks import Example, Task, get_task, subsample
@@ -26,7 +27,6 @@ from .bench import Bench
 from .examples import read_examples
 from .plots import draw_losses, draw_tradeoff
 from .runner import Evaluation
-from .timing import machine
 
 Say = Callable[[str], object]
 
