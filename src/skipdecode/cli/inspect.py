@@ -25,10 +25,7 @@ def schedule(
     horizon: Annotated[int | None, Option(min=1, help="Decode steps over which the depth falls (default 64).")] = None,
     order: o.Order = None,
     decay: o.Decay = None,
-    prompt_layers: Annotated[
-        str | None,
-        Option(help="Layers that the prompt runs: a number, or max for as many as step 0 (default: all)."),
-    ] = None,
+    prompt_layers: o.PromptLayers = None,
     length: Annotated[int | None, Option(min=1, help="Steps to predict the cost for (default: the horizon).")] = None,
     png: Annotated[Path | None, Option(help="Draw it to this file.")] = None,
     save: Annotated[Path | None, Option(help="Write it as JSON, for --schedule.")] = None,
@@ -48,9 +45,7 @@ def schedule(
         from ..evaluation.plots import check_picture, draw_schedule
 
         check_picture(png)
-    in_prompt = int(prompt_layers) if prompt_layers and prompt_layers.isdigit() else prompt_layers
-    fields = (("order", order), ("decay", decay), ("prompt_layers", in_prompt))
-    form: dict[str, Any] = {name: value for name, value in fields if value is not None}
+    form: dict[str, Any] = o.form_of(order, decay, prompt_layers)
     if layers is not None:
         target = DEFAULT_SPEEDUP if speedup is None else speedup
         shown = Schedule.for_speedup(target, layers, horizon or DEFAULT_HORIZON, **form)

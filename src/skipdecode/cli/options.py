@@ -12,6 +12,7 @@ from typer import Argument, Option
 from ..errors import UsageError
 
 if TYPE_CHECKING:
+    from ..core.cost import Profile
     from ..data.tasks import Task as TaskType
 
 #: More tokens, rows or words than anybody means: a slip that would run for ever or fill the memory.
@@ -36,6 +37,16 @@ Decay = Annotated[
     Literal["linear", "cosine", "exponential", "power", "step", "constant"] | None,
     Option(help="How the depth falls (default: the model's, else linear)."),
 ]
+
+PromptLayers = Annotated[
+    str | None,
+    Option(help="Layers that the prompt runs: a number, or max for as many as step 0 (default: all)."),
+]
+Clock = Annotated[
+    Literal["layers", "step", "job"],
+    Option(help="What a speed-up is of: layers, or with --profile a decode step's or the whole job's seconds."),
+]
+ProfileFile = Annotated[Path | None, Option("--profile", help="What skipdecode profile measured on this machine.")]
 
 # --- data
 Input = Annotated[str, Option(help="JSONL or CSV with prompts, lines of text, or - for standard input.")]
@@ -120,6 +131,24 @@ def task_of(given: Mapping[str, Any]) -> TaskType:
     from ..data.tasks import task_from
 
     return task_from(given)
+
+
+def form_of(
+    order: str | None = None, decay: str | None = None, prompt_layers: str | None = None
+) -> dict[str, int | str]:
+    """The fields of a schedule that were asked for."""
+    in_prompt = int(prompt_layers) if prompt_layers and prompt_layers.isdigit() else prompt_layers
+    fields = {"order": order, "decay": decay, "prompt_layers": in_prompt}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def load_profile(clock: str, path: Path | None) -> Profile | None:
+    """The profile, which a clock of seconds needs. Raises UsageError, FileError."""
+    from ..core.cost import Profile
+
+    if clock != "layers" and path is None:
+        raise UsageError(f"--clock {clock} needs --profile FILE: skipdecode profile measures one on this machine")
+    return None if path is None else Profile.load(path)
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Measured times split into what a pass takes beyond its layers and in a layer of each kind, and how far that is off."""
+"""Measured times split into what a pass takes beyond its layers and in a layer of each kind."""
 
 from __future__ import annotations
 

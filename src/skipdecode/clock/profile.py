@@ -19,14 +19,13 @@ from torch import nn
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.cache import SkipCache, held_bytes
-from ..core.cost import Profile
+from ..core.cost import Profile, shape_of
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers, fitted, text_config
 from ..errors import ModelError, UsageError
 from ..generation.batch import generate_batch, synchronize
-from ..provenance import fingerprint
+from ..generation.machine import machine
 from .least_squares import left_out, off_the_line, split
-from .machine import machine
 
 #: Decode steps measured at each depth. The first of them does not count: it frees what the layers before it held.
 STEPS = 6
@@ -87,12 +86,14 @@ def layer_kinds(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[int, ...
     return names, tuple(kinds.index(form) for form in forms)
 
 
-def shape_of(config: Any) -> str:
-    """A fingerprint of what decides how long a pass takes: the config without names, token ids and schedules."""
-    values = text_config(config).to_dict()
-    others = ("_", "architectures", "transformers_version", "dtype", "torch_dtype", "skipdecode", "use_cache")
-    kept = {k: v for k, v in values.items() if not k.startswith(others) and not k.endswith("_token_id")}
-    return fingerprint(kept)
+def check_profile(profile: Profile, model: PreTrainedModel) -> None:
+    """Whether the profile is this model's, on this machine. Raises UsageError, which says what differs."""
+    profile.check(shape=shape_of(model.config), machine=machine(str(model.device)), dtype=dtype_of(model))
+
+
+def dtype_of(model: PreTrainedModel) -> str:
+    """The type of a model's weights, as the command line calls it."""
+    return str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch.")
 
 
 class Profiler:
@@ -240,12 +241,11 @@ class Profiler:
             off += left_out(rows)
             if steps[-1].beyond:
                 head[size] = min(statistics.median(each.head for each in calls) / steps[-1].beyond, 1.0)
-        dtype = str(next(p.dtype for p in self.model.parameters() if p.is_floating_point())).removeprefix("torch.")
         profile = Profile(
             model=name or str(self.model.config.name_or_path),
             shape=shape_of(self.model.config),
             machine=machine(str(self.model.device)),
-            dtype=dtype,
+            dtype=dtype_of(self.model),
             device=self.model.device.type,
             kinds=self.kinds,
             layers=self.layers,

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import FileError, UsageError
 from ..files import parse_json, read_json, write
+from ..provenance import fingerprint
 
 #: Of the file that holds a profile.
 VERSION = 1
@@ -145,6 +146,14 @@ class Profile:
             return cls.from_dict(values)
         except FileError as error:
             raise FileError(f"{path}: {error}") from None
+
+
+def shape_of(config: Any) -> str:
+    """A fingerprint of what decides how long a pass takes: the config without names, token ids and schedules."""
+    values = config.get_text_config(decoder=True).to_dict()
+    others = ("_", "architectures", "transformers_version", "dtype", "torch_dtype", "skipdecode", "use_cache")
+    kept = {k: v for k, v in values.items() if not k.startswith(others) and not k.endswith("_token_id")}
+    return fingerprint(kept)
 
 
 def is_profile(data: bytes) -> bool:

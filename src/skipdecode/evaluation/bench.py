@@ -9,12 +9,12 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
-from ..clock.machine import machine
 from ..data.metrics import DEFAULT, Metric
 from ..data.tasks import Example, Task
 from ..data.tokenization import encode_prompts
 from ..generation.batch import Decoding
 from ..generation.generate import generate_ids
+from ..generation.machine import machine
 from ..generation.results import Generated
 from ..provenance import fingerprint
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..clock.machine import machine
 from ..core.checkpoint_config import layer_count, resolve_schedule
 from ..data.metrics import DEFAULT, Agreement, BertScore, Metric
 from ..data.tasks import Example, Task, get_task, subsample
 from ..errors import FileError, UsageError
 from ..files import locked
 from ..generation.loading import check_device, read_config
+from ..generation.machine import machine
 from . import report
 from .arms import Arm, arms
 from .bench import Bench

@@ -1,33 +1,19 @@
-"""The machine that numbers are of: its name, and what it can do at most, measured."""
+"""What a device reaches at most: bytes read and products made per second, as torch measures them."""
 
 from __future__ import annotations
 
-import platform
 import time
 from dataclasses import dataclass
 
 import torch
-import transformers
 from torch import Tensor
 
 from ..generation.batch import synchronize
-from ..generation.loading import cpu_capabilities
 
 #: Bytes that are read to measure bandwidth: more than any cache holds.
 READ = 2**29
 #: Side of the matrices that are multiplied to measure the peak.
 SIDE = 2048
-
-
-def machine(device: str | None = None) -> str:
-    """The machine and versions, to stand beside every number; ``device`` as :func:`skipdecode.load` takes it."""
-    if torch.cuda.is_available() and (device is None or device.startswith("cuda")):
-        device = torch.cuda.get_device_name(device)
-    else:
-        name = cpu_capabilities().get("cpu_name") or platform.machine()
-        device = f"{name}, {torch.get_num_threads()} threads"
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return f"{device}; {versions}, Python {platform.python_version()}"
 
 
 @dataclass(frozen=True)
