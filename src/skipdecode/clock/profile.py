@@ -28,7 +28,7 @@ from ..generation.machine import machine
 from .least_squares import left_out, off_the_line, split
 
 #: Decode steps measured at each depth. The first of them does not count: it frees what the layers before it held.
-STEPS = 6
+STEPS = 8
 #: Depths of the stairs, as shares of the greatest.
 STAIRS = (1.0, 0.6, 0.3)
 #: A prompt that would take longer than this runs fewer layers; the rest of them are taken to cost the same.
@@ -135,13 +135,18 @@ class Profiler:
             )
         self._total = len(sizes) * len(lengths) * (1 + len(self.kinds)) * self.rounds + 1
         self._measure(sizes[0], lengths[0], Schedule.full(len(self.layers)))  # warms up, and shows what layers keep
-        timed = [
-            self._rounds(size, length, schedule)
-            for size in sizes
-            for length in lengths
-            for schedule in self._schedules(size, length)
-        ]
-        return self._fit(timed, name)
+        # Rounds outermost: what else the machine does comes and goes, and should meet all cells alike.
+        calls: dict[tuple[int, int, Schedule], list[Timed]] = {}
+        for size in sizes:
+            for length in lengths:
+                for schedule in self._schedules(size, length):
+                    calls[size, length, schedule] = [self._measure(size, length, schedule)]
+        again = [cell for cell, timed in calls.items() if timed[0].prompt < PATIENCE / 2]  # the rest average themselves
+        self._total = self._calls + len(again) * (self.rounds - 1)
+        for _ in range(self.rounds - 1):
+            for cell in again:
+                calls[cell].append(self._measure(*cell))
+        return self._fit([_median(each) for each in calls.values()], name)
 
     # --- one measurement
 
@@ -169,14 +174,6 @@ class Profiler:
                 order += group[: 2**turn]
                 del group[: 2**turn]
         return tuple(order)
-
-    def _rounds(self, size: int, length: int, schedule: Schedule) -> Timed:
-        """The medians of several calls; a long prompt is an average by itself."""
-        calls = [self._measure(size, length, schedule)]
-        rounds = self.rounds if calls[0].prompt < PATIENCE / 4 else 1
-        self._total -= self.rounds - rounds
-        calls += [self._measure(size, length, schedule) for _ in range(rounds - 1)]
-        return _median(calls)
 
     def _measure(self, size: int, length: int, schedule: Schedule) -> Timed:
         """One call of ``generate``."""
