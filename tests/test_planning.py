@@ -182,14 +182,15 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     profile.save(path)
     assert Profile.load(path) == profile
     values = json.loads(path.read_text())
-    for change in (
+    changes: list[dict[str, Any]] = [
         {"skipdecode_profile": 2},
         {"steps": []},
         {"steps": [{"batch_size": 1}]},
         {"layers": [0, 7]},
         {"head": 3},
         {"kinds": None},
-    ):
+    ]
+    for change in changes:
         path.write_text(json.dumps(values | change))
         with pytest.raises(FileError, match=r"profile\.json"):
             Profile.load(path)
@@ -203,9 +204,9 @@ def test_a_profile_of_another_machine_model_or_type_is_refused() -> None:
     """The message says what differs."""
     profile = made()
     profile.check(machine="here", shape="0", dtype="float32")
-    for wrong in ({"machine": "there"}, {"shape": "1"}, {"dtype": "bfloat16"}):
-        with pytest.raises(UsageError, match=next(iter(wrong))):
-            profile.check(**wrong)  # type: ignore[arg-type]
+    for name, other in {"machine": "there", "shape": "1", "dtype": "bfloat16"}.items():
+        with pytest.raises(UsageError, match=name):
+            profile.check(**{name: other})
 
 
 @settings(max_examples=30, deadline=None)
