@@ -25,10 +25,7 @@ def schedule(
     horizon: Annotated[int | None, Option(min=1, help="Decode steps over which the depth falls (default 64).")] = None,
     order: o.Order = None,
     decay: o.Decay = None,
-    prompt_layers: Annotated[
-        str | None,
-        Option(help="Layers that the prompt runs: a number, or max for as many as step 0 (default: all)."),
-    ] = None,
+    prompt_layers: o.PromptLayers = None,
     length: Annotated[int | None, Option(min=1, help="Steps to predict the cost for (default: the horizon).")] = None,
     png: Annotated[Path | None, Option(help="Draw it to this file.")] = None,
     save: Annotated[Path | None, Option(help="Write it as JSON, for --schedule.")] = None,
@@ -41,6 +38,7 @@ def schedule(
     """
     from ..core.checkpoint_config import DEFAULT_HORIZON, DEFAULT_SPEEDUP, resolve_schedule
     from ..core.schedule import Schedule
+    from ..core.schedule_checks import parse_prompt_layers
 
     if (model is None) == (layers is None):
         raise UsageError("give either MODEL or --layers")
@@ -48,8 +46,7 @@ def schedule(
         from ..evaluation.plots import check_picture, draw_schedule
 
         check_picture(png)
-    in_prompt = int(prompt_layers) if prompt_layers and prompt_layers.isdigit() else prompt_layers
-    fields = (("order", order), ("decay", decay), ("prompt_layers", in_prompt))
+    fields = (("order", order), ("decay", decay), ("prompt_layers", parse_prompt_layers(prompt_layers)))
     form: dict[str, Any] = {name: value for name, value in fields if value is not None}
     if layers is not None:
         target = DEFAULT_SPEEDUP if speedup is None else speedup

@@ -36,6 +36,9 @@ Decay = Annotated[
     Literal["linear", "cosine", "exponential", "power", "step", "constant"] | None,
     Option(help="How the depth falls (default: the model's, else linear)."),
 ]
+PromptLayers = Annotated[
+    str | None, Option(help="Layers that the prompt runs: a number, or max for as many as step 0 (default: all).")
+]
 
 # --- data
 Input = Annotated[str, Option(help="JSONL or CSV with prompts, lines of text, or - for standard input.")]

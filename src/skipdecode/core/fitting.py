@@ -85,7 +85,7 @@ def batch_lengths(tokens: Sequence[int], batch_size: int) -> list[int]:
     return [max(length - 1, 1) for length in longest]
 
 
-def fit(num_layers: int, speedup: float, lengths: Sequence[int], **options: Any) -> Schedule:
+def fit(num_layers: int, speedup: float, lengths: Sequence[int] | Lengths, **options: Any) -> Schedule:
     """The schedule of the paper's form (max, min, linear decay) that achieves ``speedup`` over ``lengths``.
 
     Form goes first. Among the falling depths and horizons that come within 1%, the one whose max has nearest to the
@@ -106,7 +106,7 @@ def fit(num_layers: int, speedup: float, lengths: Sequence[int], **options: Any)
         raise ScheduleError(f"a speed-up is 1 to the number of layers ({num_layers}), not {speedup}")
     if speedup == 1:
         return Schedule.full(num_layers)
-    measured = Lengths(lengths)
+    measured = lengths if isinstance(lengths, Lengths) else Lengths(lengths)
     least = max(options.get("warmup", 1) if options.get("order", "top") == "top" else 1, 1)
 
     def error(schedule: Schedule) -> float:
@@ -114,8 +114,14 @@ def fit(num_layers: int, speedup: float, lengths: Sequence[int], **options: Any)
 
     if least > num_layers:
         raise ScheduleError(f"no depths of {num_layers} layers come near {speedup}x with warm-up {least}")
-    flat = min((Schedule(num_layers, depth, depth, 1, **options) for depth in range(least, num_layers + 1)), key=error)
-    fall = None if options.get("decay") == "constant" else _fit_fall(num_layers, speedup, measured, least, options)
+    prompt = options.get("prompt_layers")
+    deepest = min(prompt, num_layers) if isinstance(prompt, int) else num_layers
+    flat = min((Schedule(num_layers, depth, depth, 1, **options) for depth in range(least, deepest + 1)), key=error)
+    fall = (
+        None
+        if options.get("decay") == "constant"
+        else _fit_fall(num_layers, speedup, measured, (least, deepest), options)
+    )
     if fall is not None and error(fall) <= max(NEAR, error(flat)):
         return fall
     if options.get("decay") != "constant":
@@ -129,17 +135,18 @@ def fit(num_layers: int, speedup: float, lengths: Sequence[int], **options: Any)
 
 
 def _fit_fall(
-    num_layers: int, speedup: float, lengths: Lengths, least: int, options: dict[str, Any]
+    num_layers: int, speedup: float, lengths: Lengths, bounds: tuple[int, int], options: dict[str, Any]
 ) -> Schedule | None:
     """The falling schedule of the best form within 1%, else the one that comes nearest."""
     typical, middle, wanted = lengths.typical, num_layers / speedup, share_of_max(speedup)
+    least, deepest = bounds
     # Two dozen horizons at most: texts of a thousand tokens need no finer choice.
     widest = round_half_up(1.2 * typical) + 1
     horizons = range(max(typical // 3, 2), max(widest, 2) + 1, max(widest // 24, 1))
     best: tuple[tuple[float, float], Schedule] | None = None
     pairs = [
         (most, low)
-        for most in range(max(int(middle), least + 1), min(int(2 * middle) + 2, num_layers) + 1)
+        for most in range(max(int(middle), least + 1), min(int(2 * middle) + 2, deepest) + 1)
         for low in range(least, most)
         if abs((most + low) / 2 / middle - 1) <= 0.35
     ]
@@ -171,7 +178,7 @@ def _horizons(schedule: Schedule, speedup: float, lengths: Lengths, low: int, hi
     return [replace(schedule, horizon=span[i]) for i in (at - 1, at) if 0 <= i < len(span)]
 
 
-def refit(schedule: Schedule, speedup: float, lengths: Sequence[int]) -> Schedule | None:
+def refit(schedule: Schedule, speedup: float, lengths: Sequence[int] | Lengths) -> Schedule | None:
     """The same depths over the horizon at which they achieve ``speedup`` within 1%; None if there is no such horizon.
 
     The schedule itself if it does already: nothing that was trained is moved without need.
@@ -179,7 +186,7 @@ def refit(schedule: Schedule, speedup: float, lengths: Sequence[int]) -> Schedul
     Raises:
         ScheduleError: no lengths.
     """
-    measured = Lengths(lengths)
+    measured = lengths if isinstance(lengths, Lengths) else Lengths(lengths)
     moved = [schedule]
     if schedule.depths is None and schedule.max_depth > schedule.min_depth:
         moved += _horizons(schedule, speedup, measured, 2, 4 * measured.ordered[-1] + 2)

@@ -96,16 +96,6 @@ def read_order(value: Any) -> str | tuple[int, ...] | None:
         _refuse("--order", value, f"takes {', '.join(ORDERS)}, layers with commas between, or a schedule's file")
 
 
-def read_prompt_layers(value: Any) -> int | str | None:
-    """A number of layers, or ``max``: as many as the first step runs. Raises UsageError."""
-    if value is None or value == "max":
-        return value
-    try:
-        return convert_value("prompt_layers", int, value, {"least": 1, "most": MOST_LAYERS, "choices": ()})
-    except UsageError:
-        _refuse("--prompt-layers", value, f"takes max or a number of layers, 1 to {MOST_LAYERS}")
-
-
 def read_schedule(value: Any) -> Schedule | None:
     """A schedule, its fields, or the one in a file. Raises ScheduleError, FileError."""
     if value is None or isinstance(value, Schedule):

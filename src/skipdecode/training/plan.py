@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from ..core.checkpoint_config import DEFAULT_HORIZON, DEFAULT_SPEEDUP
 from ..core.schedule import Schedule
+from ..core.schedule_checks import parse_prompt_layers
 from ..errors import ScheduleError, UsageError
 from ..methods import METHODS, get_method
-from .options import convert_value, option, read_order, read_prompt_layers, read_run_file, read_schedule
+from .options import convert_value, option, read_order, read_run_file, read_schedule
 
 if TYPE_CHECKING:
     from ..data.tasks import Task
@@ -45,7 +46,7 @@ class TrainingPlan:
 
     Raises:
         UsageError: a value that its field cannot have, or values that contradict each other.
-        ScheduleError: a schedule, or a file of one, that cannot be read.
+        ScheduleError: a schedule, its prompt's layers, or a file of one, that cannot be read.
 
     Example:
         >>> TrainingPlan(model="demo", data="rows.jsonl", speedups=(1, 2, 5)).budgets
@@ -109,7 +110,7 @@ class TrainingPlan:
     prompt_decay: int | None = option(
         None, "Let the depth fall over the last N prompt positions already (default: 0).", BUDGETS, most=MANY
     )
-    prompt_layers: int | str | None = option(
+    prompt_layers: str | int | None = option(
         None, "Layers that the prompt runs: a number, or max for as many as step 0 (default: all).", BUDGETS
     )
     schedule: Schedule | None = option(
@@ -158,7 +159,7 @@ class TrainingPlan:
         if (self.speedups is not None) and (self.speedup is not None or self.schedule is not None):
             raise UsageError("give one of --speedup, --speedups and --schedule")
         for name, (kind, about) in option_fields().items():
-            convert = {"order": read_order, "schedule": read_schedule, "prompt_layers": read_prompt_layers}.get(name)
+            convert = {"order": read_order, "schedule": read_schedule, "prompt_layers": parse_prompt_layers}.get(name)
             value = getattr(self, name)
             object.__setattr__(self, name, convert(value) if convert else convert_value(name, kind, value, about))
         self._check_combinations()
