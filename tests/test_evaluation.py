@@ -60,13 +60,15 @@ def test_one_row_per_method_and_budget_all_saved_and_drawn(checkpoint: Path, tmp
     for row in rows[1:]:
         assert 1 < row["bleu"] < 100
         assert row["bleu_interval"][0] <= row["bleu_difference"] <= row["bleu_interval"][1]
-        assert row["layer_ratio"] == pytest.approx(8 / row["layers"], rel=1e-2)
-        assert row["seconds_per_1k_tokens"] > 0
+        assert row["step_layer_ratio"] == pytest.approx(8 / row["step_layers"], rel=1e-2)
+        assert row["prompt_layers"] == 8
+        assert 1 < row["job_layer_ratio"] < row["step_layer_ratio"]
+        assert row["job_seconds_per_1k_tokens"] > 0
         assert "untrained" in row["label"]
         if row["method"] == "calm":
-            assert row["token_layer_ratio"] >= row["layer_ratio"]
+            assert row["token_layer_ratio"] >= row["step_layer_ratio"]
         else:
-            assert row["layer_ratio"] == row["token_layer_ratio"] > 1.5
+            assert row["step_layer_ratio"] == row["token_layer_ratio"] > 1.5
             assert row["peak_kv_bytes"] <= full["peak_kv_bytes"]
             assert len(row["loss_by_position"]) > 3
     assert any(row["bleu_interval"][0] < row["bleu_difference"] < 0 for row in rows)
@@ -124,8 +126,8 @@ def test_baselines_bring_checkpoints_of_their_own(checkpoint: Path, data: Path, 
     assert done.returncode == 0, done.stderr
     rows = {(r["method"], r["target"]): r for r in json.loads(done.stdout.splitlines()[-1])["rows"]}
     assert rows["static", 4]["prompt_layers"] == 2
-    assert rows["static", 4]["layer_ratio"] == 4
-    assert rows["static", 2]["layer_ratio"] == 2
+    assert rows["static", 4]["step_layer_ratio"] == rows["static", 4]["job_layer_ratio"] == 4
+    assert rows["static", 2]["step_layer_ratio"] == rows["static", 2]["job_layer_ratio"] == 2
     assert (
         rows["d3", 4]["schedule"]
         == checkpoint_config.trained_schedules(AutoConfig.from_pretrained(tmp_path / "d3"))[4.0].to_dict()
@@ -218,18 +220,23 @@ def test_a_schedule_file_is_a_row_beside_the_speedups(
     checkpoint: Path, data: Path, schedules: Path, tmp_path: Path
 ) -> None:
     """H: whatever runs in ``generate --schedule`` can be evaluated; its row has the file's name."""
-    files: Sequence[str] = ("--schedule", f"{schedules / 'cosine.json'},{schedules / 'flat.json'}")
+    paths = ",".join(str(schedules / f"{name}.json") for name in ("cosine", "flat", "short"))
+    files: Sequence[str] = ("--schedule", paths)
     done = run("evaluate", checkpoint, *options(data, tmp_path, "--speedups", "2", *files, "--json"))
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
-    assert [row["method"] for row in rows] == ["full", "skipdecode", "cosine.json", "flat.json"]
+    assert [row["method"] for row in rows] == ["full", "skipdecode", "cosine.json", "flat.json", "short.json"]
     for row in rows[2:]:
         schedule = Schedule.load(schedules / row["method"])
         assert row["schedule"] == schedule.to_dict()
         assert row["target"] == schedule.target
-        assert row["timed_layer_ratio"] == pytest.approx(schedule.layer_ratio(row["timed_steps"]), rel=1e-3)
+        assert row["timed_step_layer_ratio"] == pytest.approx(schedule.layer_ratio(row["timed_steps"]), rel=1e-3)
         assert row["label"].startswith(row["method"])
-    assert rows[3]["layers"] == 3
+    assert rows[3]["step_layers"] == 3
+    short = Schedule.load(schedules / "short.json")
+    assert rows[4]["prompt_layers"] == short.max_depth
+    assert 8 / short.max_depth <= rows[4]["job_layer_ratio"] <= rows[4]["step_layer_ratio"]
+    assert rows[4]["job_layer_ratio"] > 2 * rows[2]["job_layer_ratio"]  # whose prompt runs all layers
     assert "cosine.json" in (tmp_path / "table.md").read_text()
     # The option may be repeated too, and what is finished counts.
     files = [part for path in files[1].split(",") for part in ("--schedule", path)]
@@ -319,7 +326,7 @@ CUT = {
     "list": lambda row: b"[1, 2]",
     "no texts": lambda row: json.dumps({k: v for k, v in json.loads(row).items() if k != "texts"}).encode(),
     "other types": lambda row: json.dumps(json.loads(row) | {"texts": 3}).encode(),
-    "another digit": lambda row: json.dumps(json.loads(row) | {"layers": 9.9}).encode(),
+    "another digit": lambda row: json.dumps(json.loads(row) | {"step_layers": 9.9}).encode(),
     "deep": lambda row: b"[" * 100_000,
     "not UTF-8": lambda row: b"\xff" + row,
 }

@@ -15,6 +15,15 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 #: Ratios further from their target than this share are shown beside the score.
 OFF_TARGET = 0.02
+#: What the keys of older tables are called now.
+RENAMED = {
+    "layers": "step_layers",
+    "layer_ratio": "step_layer_ratio",
+    "timed_layer_ratio": "timed_step_layer_ratio",
+    "decode_clock_ratio": "step_clock_ratio",
+    "clock_ratio": "job_clock_ratio",
+    "seconds_per_1k_tokens": "job_seconds_per_1k_tokens",
+}
 
 Row = dict[str, Any]  # one method at one speed, as in evaluation.report
 
@@ -22,6 +31,7 @@ Row = dict[str, Any]  # one method at one speed, as in evaluation.report
 @cache
 def _saved(folder: str) -> dict[str, Any]:
     saved: dict[str, Any] = json.loads((RESULTS / folder / "table.json").read_text(encoding="utf-8"))
+    saved["rows"] = [{RENAMED.get(name, name): value for name, value in row.items()} for row in saved["rows"]]
     return saved
 
 
@@ -42,15 +52,15 @@ def speeds(folder: str = "e2e") -> None:
     """One checkpoint at every speed: work, clock and quality side by side; below, what the columns are ratios to."""
     saved = _saved(folder)
     full, *faster = rows = saved["rows"]
-    layers = f"{full['layers']:g}"
+    layers = f"{full['step_layers']:g}"
     _print(
         ("target", f"layers per step, of {layers}", "decode speed-up", "wall-clock speed-up", "BLEU", "ROUGE-L"),
         (
             (
                 _target(row),
-                f"{row['layers']:.1f} ({row['layer_ratio']:.2f}x fewer)" if row in faster else layers,
-                f"{row['decode_clock_ratio']:.2f}x",
-                f"{row['clock_ratio']:.2f}x",
+                f"{row['step_layers']:.1f} ({row['step_layer_ratio']:.2f}x fewer)" if row in faster else layers,
+                f"{row['step_clock_ratio']:.2f}x",
+                f"{row['job_clock_ratio']:.2f}x",
                 f"{row['bleu']:.2f}",
                 f"{row['rouge_l']:.2f}",
             )
@@ -74,7 +84,7 @@ def differences(folder: str = "e2e") -> None:
     """What each speed costs in BLEU and ROUGE-L against the same checkpoint at full depth."""
     _, *rows = _saved(folder)["rows"]
     _print(
-        ("E2E, achieved layer ratio", *(f"{row['layer_ratio']:.2f}x" for row in rows)),
+        ("E2E, achieved layer ratio", *(f"{row['step_layer_ratio']:.2f}x" for row in rows)),
         [
             (label, *(f"{row[f'{score}_difference']:+.2f}" for row in rows))
             for label, score in (("BLEU", "bleu"), ("ROUGE-L", "rouge_l"))
@@ -87,7 +97,7 @@ def kept(folder: str = "tldr") -> None:
     """ROUGE-L at each speed, and the share of full depth's that it is."""
     full, *rest = rows = _saved(folder)["rows"]
     _print(
-        ("TL;DR, achieved layer ratio", *(f"{row['layer_ratio']:.2f}x" for row in rows)),
+        ("TL;DR, achieved layer ratio", *(f"{row['step_layer_ratio']:.2f}x" for row in rows)),
         [
             ("ROUGE-L", *(f"{row['rouge_l']:.2f}" for row in rows)),
             ("share of full depth's", "100%", *(f"{row['rouge_l'] / full['rouge_l']:.1%}" for row in rest)),
@@ -112,9 +122,9 @@ def methods(folder: str, *speedups: int) -> None:
         if not {*speedups} <= {*rows}:  # the full model
             continue
         one = "yes" if len({row["model"] for row in rows.values()}) == 1 else "no"
-        lines.append((label, one, *cells(rows, score), f"{rows[speedups[-1]]['clock_ratio']:.2f}x"))
-        if any(row["layer_ratio"] != row["token_layer_ratio"] for row in rows.values()):
-            ran = cells(rows, lambda row: f"{row['layer_ratio']:.2f}x")
+        lines.append((label, one, *cells(rows, score), f"{rows[speedups[-1]]['job_clock_ratio']:.2f}x"))
+        if any(row["step_layer_ratio"] != row["token_layer_ratio"] for row in rows.values()):
+            ran = cells(rows, lambda row: f"{row['step_layer_ratio']:.2f}x")
             lines.append(("… ratio of the layers that its batches ran", "", *ran, ""))
     targets = [f"{speedup}x" for speedup in speedups]
     _print(("method", "one checkpoint", *targets, f"wall clock at {targets[-1]}"), lines, words=2)
@@ -129,8 +139,8 @@ def card() -> None:
                 _target(row),
                 f"{row['bleu']:.2f}",
                 f"{row['rouge_l']:.2f}",
-                f"{row['layers']:.2f}",
-                f"{row['layer_ratio']:.2f}x",
+                f"{row['step_layers']:.2f}",
+                f"{row['step_layer_ratio']:.2f}x",
                 f"{row['peak_kv_bytes'] / 1e6:.1f} MB",
             )
             for row in _saved("e2e")["rows"]

@@ -30,7 +30,7 @@ Save = Annotated[bool, Option("--save", help="Also save it in MODEL's config: --
 Force = Annotated[bool, Option("--force", help="Save it even if the texts get worse.")]
 
 #: What goes into the plan under its own name.
-PLAN = "limit batch_size max_new_tokens decay order search_rows output save device".split()
+PLAN = "limit batch_size max_new_tokens decay order search_rows prompt_layers output save device".split()
 
 
 def calibrate(
@@ -45,6 +45,7 @@ def calibrate(
     decay: o.Decay = None,
     order: Order = None,
     search_rows: SearchRows = 64,
+    prompt_layers: o.PromptLayers = None,
     output: File = Path("schedule.json"),
     save: Save = False,
     force: Force = False,
@@ -57,7 +58,7 @@ def calibrate(
 ) -> None:
     """Fit the schedule to the lengths of the texts that MODEL writes, so that it skips as much as --speedup asks.
 
-    What the model was trained with stays: order, decay, warm-up, and the depths if a horizon can be found for them.
+    What was trained stays: order, decay, warm-up, the prompt's layers, and the depths if a horizon can be found for them.
     Quality before and after stands beside the ratio.
 
     skipdecode calibrate demo --task e2e --data e2e-dataset --speedup 5
@@ -87,16 +88,17 @@ def _show(calibration: Calibration) -> None:
     out.print(
         f"{schedule.max_depth} to {schedule.min_depth} of {schedule.num_layers} layers over {schedule.horizon} steps, "
         f"{schedule.decay} decay, order {schedule.order}\n"
-        f"achieved a layer reduction of [bold]{after.layer_ratio:.2f}x[/] "
-        f"({after.layer_ratio / plan.speedup - 1:+.1%}) over {len(after.texts)} texts in batches of {plan.batch_size}, "
-        f"{min(after.lengths)} to {max(after.lengths)} steps each",
+        f"a decode step runs [bold]{after.step_layer_ratio:.2f}x[/] fewer layers "
+        f"({after.step_layer_ratio / plan.speedup - 1:+.1%}) over {len(after.texts)} texts "
+        f"in batches of {plan.batch_size}, {min(after.lengths)} to {max(after.lengths)} steps each",
         highlight=False,
     )
     table = Table(box=None, pad_edge=False)
     for number, head in enumerate(("", "full depth", "before", "after")):
         table.add_column(head, justify="right" if number else "left")
     columns = (calibration.full, calibration.before, after)
-    table.add_row("layer reduction", *(f"{each.layer_ratio:.2f}x" for each in columns))
+    table.add_row("step layers", *(f"{each.step_layer_ratio:.2f}x" for each in columns))
+    table.add_row("job layers", *(f"{each.job_layer_ratio:.2f}x" for each in columns))
     for label, each in calibration.quality.items():
         table.add_row(label, *(f"{value:.2f}" for value in (each.full, each.before, each.after)))
     out.print(table)

@@ -37,10 +37,8 @@ Decay = Annotated[
     Literal["linear", "cosine", "exponential", "power", "step", "constant"] | None,
     Option(help="How the depth falls (default: the model's, else linear)."),
 ]
-
 PromptLayers = Annotated[
-    str | None,
-    Option(help="Layers that the prompt runs: a number, or max for as many as step 0 (default: all)."),
+    str | None, Option(help="Layers that the prompt runs: a number, or max for as many as step 0 (default: all).")
 ]
 Clock = Annotated[
     Literal["layers", "step", "job"],
@@ -137,8 +135,9 @@ def form_of(
     order: str | None = None, decay: str | None = None, prompt_layers: str | None = None
 ) -> dict[str, int | str]:
     """The fields of a schedule that were asked for."""
-    in_prompt = int(prompt_layers) if prompt_layers and prompt_layers.isdigit() else prompt_layers
-    fields = {"order": order, "decay": decay, "prompt_layers": in_prompt}
+    from ..core.schedule_checks import parse_prompt_layers
+
+    fields = {"order": order, "decay": decay, "prompt_layers": parse_prompt_layers(prompt_layers)}
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -68,6 +68,14 @@ def check_order(schedule: Schedule) -> None:
     )
 
 
+def parse_prompt_layers(value: Any) -> int | str | None:
+    """``prompt_layers`` as people write it: a number, also as text, or ``max``; None stays. Raises ScheduleError."""
+    number = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 7 else value
+    valid = number is None or number == "max" or (type(number) is int and number >= 1)
+    require(valid, f"--prompt-layers takes max or a number of layers, not {str(value)[:100]!r}")
+    return number
+
+
 def require(condition: bool, message: str) -> None:
     """Raises ScheduleError."""
     if not condition:

@@ -1,4 +1,4 @@
-"""Fit a schedule to what the model writes with it, until the texts achieve a layer ratio."""
+"""Fit a schedule to what the model writes with it, until the texts achieve a ratio."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.fitting import achieved
+from ..core.fitting import Lengths
 from ..core.schedule import Schedule
 from ..data.chat import Prompt
 from ..data.tokenization import encode_prompts
 from ..generation.generate import generate_ids
 from ..generation.results import Cost
 
-#: How far the achieved layer ratio may be off, as a share of the target.
+#: How far the achieved ratio may be off, as a share of the target.
 TOLERANCE = 0.03
 #: How many fitted schedules are tried at most.
 ROUNDS = 3
@@ -27,15 +27,23 @@ class Written:
 
     Attributes:
         schedule: the one it wrote with.
-        layer_ratio: the full model's layers divided by those that its decode steps ran.
+        ratio: what was fitted to the target; over its own lengths, times less than at full depth.
+        step_layer_ratio: the full model's layers divided by those that a decode step ran.
+        job_layer_ratio: the same over the whole job, the prompt's positions and the decode steps.
         lengths: decode steps of each batch.
         texts: in the order of the prompts.
     """
 
     schedule: Schedule
-    layer_ratio: float
+    ratio: float
+    step_layer_ratio: float
+    job_layer_ratio: float
     lengths: tuple[int, ...]
     texts: tuple[str, ...]
+
+    def ratios(self) -> dict[str, float]:
+        """The layer ratios, as JSON has them."""
+        return {name: round(getattr(self, name), 3) for name in ("step_layer_ratio", "job_layer_ratio")}
 
 
 def achieve(
@@ -45,6 +53,7 @@ def achieve(
     fitted: Callable[[Sequence[int]], Schedule],
     speedup: float,
     before: Schedule,
+    measure: Callable[[Sequence[int]], Lengths] = Lengths,
     *,
     keep: bool = False,
     batch_size: int = 32,
@@ -57,8 +66,9 @@ def achieve(
         model, tokenizer: as loaded.
         prompts: like those the schedule will meet; batches are made of similar lengths.
         fitted: lengths -> schedule.
-        speedup: the layer ratio wanted.
+        speedup: the ratio wanted.
         before: what the model is decoded with now.
+        measure: lengths -> what ``speedup`` is a ratio of.
         keep: ``before`` is the answer if it is near enough, so that nothing trained is moved without need.
         batch_size: lengths are those of whole batches, so it matters.
         on_rows: called with the number of texts written, and of texts to write in all if the first fit is near enough.
@@ -80,12 +90,14 @@ def achieve(
         if schedule not in texts_of:
             result = generate_ids(model, tokenizer, ids, schedule, batch_size, count, **options)
             texts = tuple(" ".join(completion.text.split()) for completion in result.completions)
-            ratio = achieved(schedule, result.lengths) if sum(result.lengths) else 1.0
-            texts_of[schedule] = Written(schedule, ratio, tuple(result.lengths), texts)
+            ratio = measure(result.lengths).ratio(schedule) if sum(result.lengths) else 1.0
+            cost = result.cost
+            layers = cost.layer_ratio, cost.num_layers / cost.job_depth
+            texts_of[schedule] = Written(schedule, ratio, *layers, tuple(result.lengths), texts)
         return texts_of[schedule]
 
     def off(written: Written) -> float:
-        return abs(written.layer_ratio / speedup - 1)
+        return abs(written.ratio / speedup - 1)
 
     full, old = write(Schedule.full(before.num_layers)), write(before)
     if keep and off(old) <= TOLERANCE:

@@ -3,101 +3,41 @@
 The horizon follows the lengths that the model really writes, and the layer order may follow from the loss:
 
     calibration = calibrate(CalibrationPlan("demo", Path("prompts.txt"), speedup=3))
-    calibration.schedule, calibration.after.layer_ratio
+    calibration.schedule, calibration.after.step_layer_ratio
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.checkpoint_config import (
-    is_trained,
     layer_count,
     resolve_schedule,
     save_calibrated,
-    schedules_of,
-    trained_method,
 )
 from ..core.fitting import fit, refit
-from ..core.schedule import Schedule, is_schedule
-from ..core.shapes import ORDERS
+from ..core.schedule import Schedule
 from ..data.metrics import Agreement
-from ..data.tasks import Example, Task, get_task, subsample
+from ..data.tasks import Example, subsample
 from ..errors import UsageError
-from ..files import check_target
-from ..generation.loading import DEMO, load, read_config, resolve
-from ..methods import METHODS, get_method
+from ..generation.loading import load, read_config, resolve
+from ..methods import get_method
 from .achieve import TOLERANCE, Written, achieve
+from .calibration_plan import CalibrationPlan, check, trained_form
 from .examples import read_examples
 from .layer_order import LayerRanking, rank_layers, trials
 from .loss import batches_of
 from .quality import Quality, fallen, quality_of
 
+__all__ = ["Calibration", "CalibrationPlan", "calibrate"]
+
 OnProgress = Callable[[str, int, int], object]
-
-
-@dataclass(frozen=True)
-class CalibrationPlan:
-    """What to fit a schedule to, and how.
-
-    Args:
-        model: directory, hub name or ``demo``.
-        data: rows like those to come: a file, in which prompts are enough, or the task's folder or hub name.
-        speedup: the layer ratio that decode steps are to achieve.
-        task: how rows are prompted and scored.
-        method: whose depths are fitted.
-        limit: use so many inputs, evenly drawn.
-        batch_size: as it will be used: a batch runs until its longest row ends.
-        max_new_tokens: None: the task's.
-        decay: None: as trained, else linear.
-        order: ``top``, ``bottom``, ``even``, or ``search``: from the loss on the data's responses. None: as trained,
-            else ``top``.
-        search_rows: rows that the search computes its losses on.
-        output: gets the schedule as JSON.
-        save: whether :meth:`Calibration.save` will be called: that it can be is then checked first.
-        device: as :func:`skipdecode.load` takes it.
-
-    Raises:
-        UsageError: values that contradict each other or are out of range.
-    """
-
-    model: str
-    data: Path
-    speedup: float = 2.0
-    task: Task = field(default_factory=lambda: get_task("jsonl"))
-    method: str = "skipdecode"
-    limit: int = 256
-    batch_size: int = 32
-    max_new_tokens: int | None = None
-    decay: str | None = None
-    order: str | None = None
-    search_rows: int = 64
-    output: Path | None = None
-    save: bool = False
-    device: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("data", "output"):  # strings are paths too
-            if isinstance(getattr(self, name), str):
-                object.__setattr__(self, name, Path(getattr(self, name)))
-        method = get_method(self.method)
-        if not method.fits_depths:
-            others = ", ".join(name for name in METHODS if get_method(name).fits_depths)
-            raise UsageError(f"{self.method} has no depths to fit; methods that have are {others}")
-        if not method.takes_form and (self.order or self.decay):
-            raise UsageError(f"order and decay cannot be set for {self.method}: it has its own")
-        if self.order is not None and self.order not in (*ORDERS, "search"):
-            raise UsageError(f"order is {', '.join(ORDERS)} or search, not {self.order!r}")
-        for name in ("limit", "batch_size", "max_new_tokens", "search_rows"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} is at least 1, not {value}")
 
 
 @dataclass(frozen=True)
@@ -134,18 +74,18 @@ class Calibration:
                 f"no horizon gives {target} over these lengths with the {old.max_depth} to {old.min_depth} layers "
                 f"that were trained: the depths moved to {new.max_depth} to {new.min_depth}"
             )
-        if abs(self.after.layer_ratio / self.plan.speedup - 1) > TOLERANCE:
+        if abs(self.after.ratio / self.plan.speedup - 1) > TOLERANCE:
             lines.append(f"{self.plan.method} comes no nearer to {target} with {new.num_layers} layers")
         return lines
 
     def summary(self) -> dict[str, Any]:
         """Plain values, as JSON has them."""
         losses = {"losses": [round(loss, 4) for loss in self.ranking.losses]} if self.ranking else {}
-        old = {"schedule": self.before.schedule.to_dict(), "layer_ratio": round(self.before.layer_ratio, 3)}
+        old = {"schedule": self.before.schedule.to_dict(), **self.before.ratios()}
         return losses | {
             "schedule": self.schedule.to_dict(),
             "speedup": self.plan.speedup,
-            "layer_ratio": round(self.after.layer_ratio, 3),
+            **self.after.ratios(),
             "lengths": list(self.after.lengths),
             "before": old,
             "quality": {name: {k: round(v, 2) for k, v in vars(each).items()} for name, each in self.quality.items()},
@@ -160,7 +100,8 @@ class Calibration:
         if (worse := fallen(self.quality)) and not force:
             falls = ", ".join(f"{name} falls from {q.before:.2f} to {q.after:.2f}" for name, q in worse.items())
             raise UsageError(
-                f"{falls} (layer ratio {self.before.layer_ratio:.2f}x before, {self.after.layer_ratio:.2f}x after): "
+                f"{falls} (a step's layer ratio is {self.before.step_layer_ratio:.2f}x before, "
+                f"{self.after.step_layer_ratio:.2f}x after): "
                 f"{self.plan.model} stays as it was. Train with --schedule {self.plan.output}, or give --force to save "
                 "it all the same"
             )
@@ -177,7 +118,7 @@ def calibrate(
 ) -> Calibration:
     """Let the model write, fit the schedule to the lengths, write again: until the texts achieve the speed-up.
 
-    What the model was trained with stays: order, decay, warm-up, and the depths if a horizon can be found for them.
+    What was trained stays: order, decay, warm-up, the prompt's layers, and the depths if a horizon can be found for them.
 
     Args:
         plan: what to fit to.
@@ -188,9 +129,9 @@ def calibrate(
         SkipDecodeError: data, model or options that cannot be used; said before the model is loaded.
     """
     config = read_config(plan.model)
-    _check(plan, config)
+    check(plan, config)
     before = resolve_schedule(config, plan.speedup)
-    trained, form = _trained_form(plan, config)
+    trained, form = trained_form(plan, config)
     examples = read_examples(plan.task, plan.data, "validation", say)
     if not examples and not plan.data.is_file():
         examples = plan.task.read(plan.data, "train")
@@ -213,6 +154,7 @@ def calibrate(
         _rule(plan, before.num_layers, trained, form),
         plan.speedup,
         before,
+        plan.measure,
         keep=trained == before,
         batch_size=plan.batch_size,
         on_rows=lambda done, total: on_progress("texts (rows)", done, total),
@@ -224,50 +166,17 @@ def calibrate(
     return Calibration(plan, *texts, quality_of(*texts, examples), trained, ranking)
 
 
-def _check(plan: CalibrationPlan, config: Any) -> None:
-    """What the model's config and the disk rule out."""
-    layers = layer_count(config)
-    if not 1 < plan.speedup <= layers:
-        raise UsageError(f"a speed-up is above 1 and at most the number of layers ({layers}), not {plan.speedup:g}")
-    if plan.save and (resolve(plan.model) == str(DEMO) or not Path(resolve(plan.model)).is_dir()):
-        raise UsageError(f"the schedule can only be saved into a local model directory, which {plan.model} is not")
-    if plan.save and is_trained(config) and trained_method(config) != plan.method:
-        raise UsageError(
-            f"{plan.model} was trained by {trained_method(config)}: its schedules are not {plan.method}'s to change"
-        )
-    if plan.output is not None:
-        check_target(plan.output, ours=is_schedule)
-
-
-def _trained_form(plan: CalibrationPlan, config: Any) -> tuple[Schedule | None, dict[str, Any]]:
-    """The schedule whose depths are kept if they can be, and the form of a new one."""
-    method, layers = get_method(plan.method), layer_count(config)
-    known = {k: s for k, s in schedules_of(config, plan.method).items() if not s.is_full}
-    trained = known.get(plan.speedup)
-    if method.order is None:
-        return trained, {}
-    source = trained or (known[max(known)] if known else None)
-    if source and source.decay == "list" and plan.decay is None:
-        raise UsageError(f"{plan.model} was trained with a list of depths, which has no form to fit: give a --decay")
-    asked = {"decay": plan.decay, "order": None if plan.order == "search" else plan.order}
-    form: dict[str, Any] = {"order": method.order, "decay": "linear", **(source.form if source else {})}
-    form |= {name: value for name, value in asked.items() if value is not None}
-    Schedule(layers, layers, layers, 1, **form)  # contradictions show before the weights are loaded
-    if trained and ("list" in (trained.decay, form["decay"]) or "constant" in {trained.decay} ^ {form["decay"]}):
-        trained = None  # such depths are no use in the form asked for
-    return trained and trained.replace(**form), form
-
-
 def _rule(
     plan: CalibrationPlan, num_layers: int, trained: Schedule | None, form: Mapping[str, Any]
 ) -> Callable[[Sequence[int]], Schedule]:
-    """Lengths -> schedule: the trained depths over another horizon if that is enough, else new depths."""
+    """Decode steps of batches -> schedule: the trained depths over another horizon if that will do, else new ones."""
     method = get_method(plan.method)
 
     def fitted(lengths: Sequence[int]) -> Schedule:
         if method.order is None:
             return method.schedule(num_layers, plan.speedup, lengths)
-        return (trained and refit(trained, plan.speedup, lengths)) or fit(num_layers, plan.speedup, lengths, **form)
+        measured = plan.measure(lengths)
+        return (trained and refit(trained, plan.speedup, measured)) or fit(num_layers, plan.speedup, measured, **form)
 
     return fitted
 

@@ -3,7 +3,7 @@
 from skipdecode.evaluation.evaluate import EvaluationPlan, evaluate
 
 results = evaluate(EvaluationPlan("demo", task=get_task("e2e"), data=Path("e2e"), speedups=(2, 5)))
-results.rows[1]["layer_ratio"]
+results.rows[1]["step_layer_ratio"]
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def draw_schedule(schedule: Schedule, path: Path, length: int | None = None) -> 
     _grid(axes, schedule, length)
     ratio = schedule.layer_ratio(length)
     axes.set_title(
-        f"{schedule.average_depth(length):.1f} of {schedule.num_layers} layers on average: {ratio:.2f}x fewer"
+        f"{schedule.average_depth(length):.1f} of {schedule.num_layers} layers per decode step: {ratio:.2f}x fewer"
     )
     _save(figure, path, 140)
 
@@ -77,10 +77,10 @@ def draw_demo(schedules: Mapping[float, Schedule], timings: Mapping[float, Timin
     decode = [base.step_ms / t.step_ms for t in timings.values()]
     total = [base.seconds / t.seconds for t in timings.values()]
     right.plot(targets, targets, ":", color="grey", label="target")
-    right.plot(targets, ratios, "o-", color=FULL, label="layers: fewer by")
-    right.plot(targets, decode, "s-", color=RUN, label="clock: a decode step")
-    right.plot(targets, total, "^-", color="#f59e0b", label="clock: all, prompt included")
-    right.set(xlabel="target speed-up", ylabel="times faster than 1x", xticks=targets)
+    right.plot(targets, ratios, "o-", color=FULL, label="a decode step: fewer layers by")
+    right.plot(targets, decode, "s-", color=RUN, label="a decode step: faster by (clock)")
+    right.plot(targets, total, "^-", color="#f59e0b", label="the job, prompt included: faster by (clock)")
+    right.set(xlabel="target speed-up", ylabel="times less than at 1x", xticks=targets)
     right.set_title("what it gave")
     right.legend()
     figure.suptitle(note, fontsize=8, color="grey")
@@ -104,7 +104,7 @@ def draw_tradeoff(
     note: str,
     highlight: Collection[str],
 ) -> None:
-    """Quality against the achieved layer ratio and against the clock, all methods, one line of panels per metric.
+    """Quality against a step's layer ratio and against the job's clock, all methods, one line of panels per metric.
 
     Args:
         rows: the first one is the full model's.
@@ -117,8 +117,8 @@ def draw_tradeoff(
         len(metrics), 2, figsize=(11, 3.6 * len(metrics)), layout="constrained", squeeze=False, sharey="row"
     )
     axes_of = (
-        ("layer_ratio", "times fewer layers run (achieved)"),
-        ("clock_ratio", "times faster for the same prompts and steps (wall clock)"),
+        ("step_layer_ratio", "a decode step: times fewer layers"),
+        ("job_clock_ratio", "the job, prompt and decode steps: times faster (wall clock)"),
     )
     for (metric, label), line in zip(metrics, panels, strict=True):
         for panel, (x, title) in zip(line, axes_of, strict=True):

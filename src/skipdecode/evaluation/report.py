@@ -18,25 +18,18 @@ Row = Mapping[str, Any]
 
 def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
     """Heads and cells of what fits a terminal."""
-    heads = [
-        "method",
-        "target",
-        "achieved",
-        *(label for _, label in metrics),
-        "s/1k tok",
-        "layers timed",
-        "clock",
-        "peak KV",
-    ]
+    heads = ["method", "target", "step layers", "job layers", *(label for _, label in metrics)]
+    heads += ["timed step layers", "step clock", "job clock", "peak KV"]
     cells = [
         [
             row["label"],
             f"{row['target']:g}x",
-            f"{row['layer_ratio']:.2f}x",
+            f"{row['step_layer_ratio']:.2f}x",
+            f"{row['job_layer_ratio']:.2f}x",
             *(f"{row[name]:.2f} ({row[f'{name}_difference']:+.2f})" for name, _ in metrics),
-            f"{row['seconds_per_1k_tokens']:.2f}",
-            f"{row['timed_layer_ratio']:.2f}x",
-            shown(row["clock_ratio"], row["timed_layer_ratio"]),
+            f"{row['timed_step_layer_ratio']:.2f}x",
+            shown(row["step_clock_ratio"], row["timed_step_layer_ratio"]),
+            shown(row["job_clock_ratio"], row["timed_step_layer_ratio"]),
             f"{row['peak_kv_bytes'] / 1e6:.1f} MB",
         ]
         for row in rows
@@ -47,30 +40,39 @@ def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list
 def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
     """Heads and cells of everything that is measured.
 
-    Every ratio is the full model's figure divided by the row's: ``achieved`` and ``per token`` the layers per decode
-    step of the texts; of the timed steps, ``layers timed`` the layers, ``clock`` the seconds of the whole run and
-    ``decode clock`` the seconds per decode step.
+    Every ratio is the full model's figure divided by the row's, and its head begins with what it is of: a decode
+    step, a token, or the whole job, which is the prompt and the decode steps. ``layers`` are those of the texts,
+    ``timed … layers`` those of the timed runs, beside their ``clock``.
 
     Args:
         rows: the first one is the full model's.
         metrics: (key in the rows, label) of each; intervals are those of the difference from the full model.
     """
-    heads = ["method", "target", "layers", "achieved", "per token"]
+    heads = ["method", "target", "layers per step", "step layers", "token layers", "job layers"]
     heads += [cell for _, label in metrics for cell in (label, "vs full (95%)")]
-    heads += ["loss", "s / 1k tokens", "layers timed", "clock", "decode clock", "peak KV"]
+    heads += [
+        "loss",
+        "job s / 1k tokens",
+        "timed step layers",
+        "timed job layers",
+        "step clock",
+        "job clock",
+        "peak KV",
+    ]
     cells = []
     for row in rows:
-        line = [row["label"], f"{row['target']:g}x", f"{row['layers']:.2f}"]
-        line += [f"{row['layer_ratio']:.2f}x", f"{row['token_layer_ratio']:.2f}x"]
+        line = [row["label"], f"{row['target']:g}x", f"{row['step_layers']:.2f}"]
+        line += [f"{row[name]:.2f}x" for name in ("step_layer_ratio", "token_layer_ratio", "job_layer_ratio")]
         for name, _ in metrics:
             low, high = row[f"{name}_interval"]
             line += [f"{row[name]:.2f}", f"{row[f'{name}_difference']:+.2f} ({low:+.2f} to {high:+.2f})"]
         line.append(f"{row['loss']:.3f}" if "loss" in row else "")
         line += [
-            f"{row['seconds_per_1k_tokens']:.2f}",
-            f"{row['timed_layer_ratio']:.2f}x",
-            shown(row["clock_ratio"], row["timed_layer_ratio"]),
-            shown(row["decode_clock_ratio"], row["timed_layer_ratio"]),
+            f"{row['job_seconds_per_1k_tokens']:.2f}",
+            f"{row['timed_step_layer_ratio']:.2f}x",
+            f"{row['timed_job_layer_ratio']:.2f}x",
+            shown(row["step_clock_ratio"], row["timed_step_layer_ratio"]),
+            shown(row["job_clock_ratio"], row["timed_step_layer_ratio"]),
         ]
         cells.append([*line, f"{row['peak_kv_bytes'] / 1e6:.1f} MB"])
     return heads, cells
@@ -80,13 +82,16 @@ def notes(rows: Sequence[Row]) -> dict[str, str]:
     """How these rows were timed, what their ratios mean, and what has to be known about their clock."""
     first = rows[0]
     figures = [
-        shown(row[name], row["timed_layer_ratio"]) for row in rows for name in ("clock_ratio", "decode_clock_ratio")
+        shown(row[f"{what}_clock_ratio"], row["timed_step_layer_ratio"]) for row in rows for what in ("step", "job")
     ]
     timed = (
         f"{first['timed_steps']} decode steps for each of the same {first['timed_rows']} inputs, end-of-sequence "
         "suppressed; each method in turn with the full model, medians"
     )
-    ratios = "the full model's layers or seconds divided by the row's"
+    ratios = (
+        "the full model's layers or seconds divided by the row's; step: a decode step of a batch; job: the prompt and "
+        "the decode steps, whose positions all count alike in its layers"
+    )
     return {"clock": timed, "ratios": ratios} | remarks(
         figures, first["timed_rows"], min(row["timed_batches"] for row in rows)
     )

@@ -25,6 +25,9 @@ from .arms import Arm
 from .bench import Bench
 from .loss import batches_of, loss_by_position
 
+#: Of a row's keys: rows of another form are not taken for finished ones.
+FORM = 2
+
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
@@ -86,7 +89,7 @@ class Evaluation:
             # A hub name alone does not say which version it is.
             self._versions[name] = [identity(resolve(name)), getattr(read_config(name), "_commit_hash", None)]
         models = [self._versions[name] for name in (arm.model, self.reference.model)]
-        return fingerprint(self.bench.fingerprint(), arm.identity(), models)
+        return fingerprint(FORM, self.bench.fingerprint(), arm.identity(), models)
 
     def check(self) -> None:
         """What :meth:`rows` would refuse, said before a model is loaded.
@@ -207,28 +210,31 @@ class Evaluation:
             del runs["arm"]
         with locked(self.folder / "rows" / "clock", timeout=-1):  # nobody else's row is timed meanwhile
             timing = alternate(runs, bench.repeats)
-        clock = compare(timing["full"], timing.get("arm", timing["full"]), bench.repeats)
+        own = timing.get("arm", timing["full"])
+        clock = compare(timing["full"], own, bench.repeats)
         return {
             "timed_steps": self._steps,
             "timed_rows": clock.rows,
             "timed_batches": clock.batches,
-            "timed_layer_ratio": round(clock.layer_ratio, 3),
-            "seconds_per_1k_tokens": round(clock.seconds_per_1k, 4),
-            "full_seconds_per_1k_tokens": round(clock.full_seconds_per_1k, 4),
-            "clock_ratio": round(clock.ratio, 3),
+            "timed_step_layer_ratio": round(clock.layer_ratio, 3),
+            "timed_job_layer_ratio": round(timing["full"].cost.num_layers / own.cost.job_depth, 3),
+            "job_seconds_per_1k_tokens": round(clock.seconds_per_1k, 4),
+            "full_job_seconds_per_1k_tokens": round(clock.full_seconds_per_1k, 4),
+            "job_clock_ratio": round(clock.ratio, 3),
             "step_ms": round(clock.step_ms, 3),
             "full_step_ms": round(clock.full_step_ms, 3),
-            "decode_clock_ratio": round(clock.decode_ratio, 3),
+            "step_clock_ratio": round(clock.decode_ratio, 3),
         }
 
 
 def _layers(cost: Cost, full_layers: int) -> dict[str, Any]:
     """What the texts took; ratios are the full model's layers over these."""
     return {
-        "layers": round(cost.average_depth, 3),
-        "layer_ratio": round(full_layers / cost.average_depth, 3),
+        "step_layers": round(cost.average_depth, 3),
+        "prompt_layers": round(cost.prompt_depth, 3),
+        "step_layer_ratio": round(full_layers / cost.average_depth, 3),
         "token_layer_ratio": round(full_layers / cost.row_depth, 3),
-        "prompt_layers": cost.num_layers,
+        "job_layer_ratio": round(full_layers / cost.job_depth, 3),
         "tokens": cost.tokens,
         "steps": cost.steps,
         "peak_kv_bytes": cost.peak_kv_bytes,

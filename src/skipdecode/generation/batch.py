@@ -94,6 +94,7 @@ def generate_batch(
         ends = [end or _unpadded(row, pad) for row, end in zip(written, ends, strict=True)]
     rows = [_completion(tokenizer, row, end) for row, end in zip(written, ends, strict=True)]
     steps = clock.calls - 1
+    in_prompt = decoding.positions_per_layer(width, width) if isinstance(decoding, Schedule) else [width] * layers
     cost = Cost(
         layers,
         rows=len(prompts),
@@ -104,6 +105,8 @@ def generate_batch(
         layer_steps=sum(getattr(cache, "step_depths", [layers] * steps)),
         row_layers=getattr(cache, "row_layers", 0),
         row_steps=getattr(cache, "row_steps", 0),
+        prompt_positions=width,
+        prompt_layer_positions=sum(in_prompt),
         peak_kv_bytes=getattr(cache, "peak_kv_bytes", None) or cache_bytes(cache),
     )
     return rows, cost

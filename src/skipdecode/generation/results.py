@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -17,7 +17,10 @@ class Completion:
 
 @dataclass
 class Cost:
-    """What a run took. Seconds are wall clock; a decode step is a forward pass after the prompt's."""
+    """What a run took. Seconds are wall clock; a decode step is a forward pass after the prompt's.
+
+    Steps and the prompt's positions are counted once for a batch, whatever its rows.
+    """
 
     num_layers: int
     rows: int = 0
@@ -28,6 +31,8 @@ class Cost:
     layer_steps: int = 0
     row_layers: int = 0
     row_steps: int = 0
+    prompt_positions: int = 0
+    prompt_layer_positions: int = 0
     peak_kv_bytes: int = 0
 
     @property
@@ -41,6 +46,18 @@ class Cost:
         return self.num_layers / self.average_depth
 
     @property
+    def prompt_depth(self) -> float:
+        """Layers per position of the prompt that really ran."""
+        return self.prompt_layer_positions / self.prompt_positions if self.prompt_positions else float(self.num_layers)
+
+    @property
+    def job_depth(self) -> float:
+        """Layers per position of the whole job: the prompt's positions and the decode steps."""
+        positions = self.prompt_positions + self.steps
+        ran = self.prompt_layer_positions + self.layer_steps
+        return ran / positions if positions else float(self.num_layers)
+
+    @property
     def row_depth(self) -> float:
         """Layers per decode step that a row alone would have run: less than ``average_depth`` if rows exit singly."""
         return self.row_layers / self.row_steps if self.row_steps else self.average_depth
@@ -51,7 +68,7 @@ class Cost:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def __iadd__(self, other: Cost) -> Cost:
-        for name in ("rows", "tokens", "seconds", "decode_seconds", "steps", "layer_steps", "row_layers", "row_steps"):
+        for name in {each.name for each in fields(self)} - {"num_layers", "peak_kv_bytes"}:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.peak_kv_bytes = max(self.peak_kv_bytes, other.peak_kv_bytes)
         return self

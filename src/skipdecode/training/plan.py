@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from ..core.checkpoint_config import DEFAULT_HORIZON, DEFAULT_SPEEDUP
 from ..core.schedule import Schedule
+from ..core.schedule_checks import parse_prompt_layers
 from ..errors import ScheduleError, UsageError
 from ..methods import METHODS, get_method
 from .options import convert_value, option, read_order, read_run_file, read_schedule
@@ -45,7 +46,7 @@ class TrainingPlan:
 
     Raises:
         UsageError: a value that its field cannot have, or values that contradict each other.
-        ScheduleError: a schedule, or a file of one, that cannot be read.
+        ScheduleError: a schedule, its prompt's layers, or a file of one, that cannot be read.
 
     Example:
         >>> TrainingPlan(model="demo", data="rows.jsonl", speedups=(1, 2, 5)).budgets
@@ -109,6 +110,9 @@ class TrainingPlan:
     prompt_decay: int | None = option(
         None, "Let the depth fall over the last N prompt positions already (default: 0).", BUDGETS, most=MANY
     )
+    prompt_layers: str | int | None = option(
+        None, "Layers that the prompt runs: a number, or max for as many as step 0 (default: all).", BUDGETS
+    )
     schedule: Schedule | None = option(
         None, "Train for the schedule in this JSON file; --speedup sets the label it is stored under.", BUDGETS
     )
@@ -155,7 +159,7 @@ class TrainingPlan:
         if (self.speedups is not None) and (self.speedup is not None or self.schedule is not None):
             raise UsageError("give one of --speedup, --speedups and --schedule")
         for name, (kind, about) in option_fields().items():
-            convert = {"order": read_order, "schedule": read_schedule}.get(name)
+            convert = {"order": read_order, "schedule": read_schedule, "prompt_layers": parse_prompt_layers}.get(name)
             value = getattr(self, name)
             object.__setattr__(self, name, convert(value) if convert else convert_value(name, kind, value, about))
         self._check_combinations()
@@ -175,7 +179,7 @@ class TrainingPlan:
     def form(self) -> dict[str, Any]:
         """Fields of the schedules that were asked for; in the others a model that brings schedules keeps its own."""
         fields = {"order": self.order, "decay": self.decay, "warmup": self.warmup_layers}
-        fields |= {"prompt_decay": self.prompt_decay}
+        fields |= {"prompt_decay": self.prompt_decay, "prompt_layers": self.prompt_layers}
         return {name: value for name, value in fields.items() if value is not None}
 
     def get_task(self) -> Task:
@@ -195,7 +199,7 @@ class TrainingPlan:
         if self.num_train_epochs == 0 or self.adam_beta2 == 1:
             raise UsageError("--num-train-epochs must be above 0, and --adam-beta2 below 1")
         if (self.schedule or self.horizon or self.form) and not method.takes_form:
-            options = "--schedule, --horizon, --order, --decay, --warmup-layers and --prompt-decay"
+            options = "--schedule, --horizon, --order, --decay, --warmup-layers, --prompt-decay and --prompt-layers"
             raise UsageError(f"{options} do not go with {name}, which has rules of its own")
         if self.schedule and (self.horizon or self.lengths or self.form):
             raise UsageError("--schedule says it all: no --horizon, --lengths, --order, --decay or the like beside it")
