@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import threading
 import weakref
@@ -20,6 +21,7 @@ from helpers.families import FORMS, LAYERS, SCHEDULES, TOP, build, prompts, run
 from helpers.tiny import run as command
 from helpers.tiny import write_jsonl
 from skipdecode import Schedule, attach, detach
+from skipdecode.clock.shapes import shape_config
 from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import ModelError, UsageError
 from skipdecode.generation import memory, offload
@@ -350,3 +352,18 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert abs(available_memory("cpu") - free) < GIB
     monkeypatch.setattr(memory, "CGROUPS", ((tmp_path / "max", tmp_path / "current"),))
     assert available_memory("cpu") == 2000
+
+
+def test_a_checkpoint_can_be_written_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """benchmarks/checkpoint.py: a whole checkpoint, with no more than a layer of it in memory at once."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    make = importlib.import_module("checkpoint").make
+    sizes: list[int] = []
+    save = make.__globals__["save_file"]
+    monkeypatch.setitem(
+        make.__globals__, "save_file", lambda values, *a, **b: sizes.append(len(values)) or save(values, *a, **b)
+    )
+    make(shape_config("tiny"), tmp_path / "tiny", torch.bfloat16)
+    assert sizes == [16] * 8 + [4]  # a layer's weights each; embeddings and last norm
+    model, tokenizer = skipdecode.load(str(tmp_path / "tiny"), dtype="float32", offload="disk")
+    assert skipdecode.generate(model, tokenizer, "a b", speedup=2, max_new_tokens=3).cost.tokens > 0
