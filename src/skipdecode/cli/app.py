@@ -40,6 +40,7 @@ EXTRAS = {
     "accelerate": "train",
     "datasets": "train",
     "peft": "lora",
+    "psutil": "memory",
     "lm_eval": "harness",
 }
 

@@ -57,6 +57,9 @@ def generate(
     dtype: o.Dtype = "auto",
     device: o.Device = None,
     revision: o.Revision = None,
+    offload: o.OffloadTo = None,
+    max_memory: o.MaxMemory = None,
+    offload_folder: o.OffloadFolder = None,
     overwrite: o.Overwrite = False,
     as_json: o.Json = False,
 ) -> None:
@@ -100,6 +103,7 @@ def _job(given: Mapping[str, Any]) -> GenerationJob:
         None if output == "-" or is_stream(output) else Path(output),
         task=o.task_of(given),
         schedule=Schedule.load(schedule) if schedule else None,
+        offload=o.offload_of(given),
         options=decoding | ({"stop_strings": stop} if stop else {}),
         **{name: given[name] for name in JOB},
     )

@@ -14,6 +14,7 @@ from ..errors import UsageError
 if TYPE_CHECKING:
     from ..core.cost import Profile
     from ..data.tasks import Task as TaskType
+    from ..generation.offload import Offload
 
 #: More tokens, rows or words than anybody means: a slip that would run for ever or fill the memory.
 MOST = 1_000_000
@@ -120,6 +121,17 @@ Attention = Annotated[
     Option("--attn-implementation", help="eager, sdpa, … (default: transformers').", rich_help_panel=MACHINE),
 ]
 
+OffloadTo = Annotated[
+    Literal["auto", "disk", "cpu"] | None,
+    Option("--offload", help="Where layers wait that do not fit into memory.", rich_help_panel=MACHINE),
+]
+MaxMemory = Annotated[
+    float | None, Option(min=0, help="GiB that the weights may take: offload the rest.", rich_help_panel=MACHINE)
+]
+OffloadFolder = Annotated[
+    Path | None, Option(help="For offloaded weights that are converted when they are read.", rich_help_panel=MACHINE)
+]
+
 # --- results
 Json = Annotated[bool, Option("--json", help="The result as JSON on the last line of standard output.")]
 
@@ -148,6 +160,16 @@ def load_profile(clock: str, path: Path | None) -> Profile | None:
     if clock != "layers" and path is None:
         raise UsageError(f"--clock {clock} needs --profile FILE: skipdecode profile measures one on this machine")
     return None if path is None else Profile.load(path)
+
+
+def offload_of(given: Mapping[str, Any]) -> Offload | None:
+    """Where a verb's options say that layers wait. Raises UsageError, MissingExtra."""
+    place, memory, folder = given["offload"], given["max_memory"], given["offload_folder"]
+    if place is None and memory is None:
+        return None
+    from ..generation.offload import Offload
+
+    return Offload(place or "auto", memory, folder)
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:

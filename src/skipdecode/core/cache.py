@@ -105,6 +105,11 @@ class SkipCache(DynamicCache):
         self.width = width
         self._length += width
 
+    def upcoming(self, index: int) -> list[int]:
+        """Layers that run after layer ``index``: those left in the pass under way, then those of the next step."""
+        left = [layer for layer in range(index + 1, len(self.layers)) if self._positions[layer]]
+        return left + sorted(self._keep)
+
     def end_layer(self, index: int) -> None:
         """The layer has run: it keeps what it holds if the next step runs it, else it is retired.
 

@@ -23,6 +23,7 @@ from ..provenance import fingerprint, identity
 from .generate import batches, max_positions, to_prompts
 from .journal import Journal
 from .loading import load, load_tokenizer, placement, read_config, read_generation_config, resolve
+from .offload import Offload
 from .options import check_options, check_with_model
 from .results import Completion, Cost
 
@@ -72,7 +73,8 @@ class GenerationJob:
             the schedule of the model's config.
         batch_size: rows decoded together.
         seed: of sampling: a row's text depends on it and on the row's number, not on its batch.
-        dtype, device, revision: as :func:`skipdecode.load` takes them.
+        dtype, device, revision, offload: as :func:`skipdecode.load` takes them; of offloaded layers, those stay in
+            memory that the schedule runs most.
         overwrite: replace an output, finished or not, that is already there.
         chat: each prompt that is a text is a user's message: the tokenizer's chat template is applied.
         options: as ``model.generate`` names them; ``max_new_tokens`` is the task's if it is not among them.
@@ -94,6 +96,7 @@ class GenerationJob:
     dtype: str = "auto"
     device: str | None = None
     revision: str | None = None
+    offload: str | Offload | None = None
     overwrite: bool = False
     chat: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -203,7 +206,10 @@ class GenerationJob:
             say(f"{len(completions)} rows were done before")
         todo = {index: ids for index, ids in rows.ids.items() if index not in completions}
         if todo:
-            model, tokenizer = load(self.model, dtype=self.dtype, device=self.device, revision=self.revision)
+            offload = Offload.of(self.offload, None if schedule is None else schedule.ranking)
+            model, tokenizer = load(
+                self.model, dtype=self.dtype, device=self.device, revision=self.revision, offload=offload
+            )
             on_start(len(rows.ids), len(completions))
             made = batches(model, tokenizer, todo, schedule, self.batch_size, self.seed, **self.options)
             for keys, batch, took in made:

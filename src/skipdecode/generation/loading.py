@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..core.attach import attach
 from ..core.stack import text_config
 from ..data.tokenization import for_decoding, train_tokenizer
 from ..errors import ModelError
+from .offload import Offload
 from .soundness import (
     UNREADABLE,
     Reading,
@@ -67,6 +69,7 @@ def load(
     device: str | None = None,
     attention: str | None = None,
     revision: str | None = None,
+    offload: str | Offload | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal LM with gates attached, and its tokenizer. No code of the checkpoint is run.
 
@@ -77,6 +80,8 @@ def load(
         device: ``cuda``, ``mps``, ``cpu``, …; an accelerator if there is one.
         attention: ``eager``, ``sdpa``, …; transformers' choice if None.
         revision: of a hub model.
+        offload: which decoder layers wait on the disk or in host memory until they run: ``auto``, ``disk``, ``cpu``, or
+            an :class:`~skipdecode.generation.offload.Offload`, which says how much memory the weights may take.
 
     Raises:
         ModelError: no such model, device or type, no decoder-only causal LM, or a damaged checkpoint: weights that are
@@ -85,14 +90,21 @@ def load(
     config = read_config(name, revision)
     dtype, device = placement(config, dtype, device)
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
+    if (away := Offload.of(offload)) is not None:
+        options |= away.options(_sketch(config), dtype, device)
     tokenizer = load_tokenizer(name, revision)
     model = read_weights(resolve(name), config=config, dtype=dtype, revision=revision, **options)
     check_tokenizer(name, tokenizer, model.get_input_embeddings().weight.shape[0])
     kind = text_config(config).model_type
     if kind not in TESTED:
         warnings.warn(f"{name}: models of type {kind!r} are not tested: try `skipdecode check {name}`", stacklevel=2)
-    with Reading(f"{name} does not fit on {device!r}"):
-        model = model.to(device)
+    if away is not None and "device_map" in options:
+        from .streaming import stream
+
+        stream(model, prefetch=away.prefetch)
+    else:
+        with Reading(f"{name} does not fit on {device!r}"):
+            model = model.to(device)
     return attach(model.eval()), tokenizer
 
 
@@ -139,12 +151,14 @@ def _sketch(config: Any) -> PreTrainedModel | None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without transformers' warnings: what they say of the weights is an error of ours."""
-    level = logging.get_verbosity()
+    level, dispatching = logging.get_verbosity(), getLogger("accelerate.big_modeling")  # it says that layers wait
     logging.set_verbosity_error()
+    before, dispatching.disabled = dispatching.disabled, True
     try:
         yield
     finally:
         logging.set_verbosity(level)
+        dispatching.disabled = before
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
