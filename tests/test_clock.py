@@ -36,7 +36,8 @@ class WorkClock:
         self.now = 0.0
         _, kinds = layer_kinds(model)
         for layer, kind in zip(decoder_layers(model), kinds, strict=True):
-            layer.self_attn.register_forward_pre_hook(self.attention(WEIGHTS[kind]), with_kwargs=True)
+            attention: Any = layer.self_attn
+            attention.register_forward_pre_hook(self.attention(WEIGHTS[kind]), with_kwargs=True)
         model.get_output_embeddings().register_forward_hook(self.head)
 
     def attention(self, weights: float) -> Any:

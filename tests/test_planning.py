@@ -159,7 +159,7 @@ def test_for_speedup_takes_a_clock() -> None:
         {"num_layers": 12},
     ):
         with pytest.raises(UsageError):
-            Schedule.for_speedup(2, **wrong)  # type: ignore[arg-type]
+            Schedule.for_speedup(2, **wrong)
 
 
 def test_between_measurements_costs_are_straight_lines() -> None:

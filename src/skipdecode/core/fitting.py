@@ -31,6 +31,10 @@ class Measure(Protocol):
     def typical(self) -> int:
         """Decode steps that most batches have at most, at least 1."""
 
+    @property
+    def longest(self) -> int:
+        """Decode steps that the longest batch has."""
+
     def ratio(self, schedule: Schedule) -> float:
         """Times less than full depth takes; never less for fewer layers."""
 
@@ -58,6 +62,11 @@ class Lengths:
     def typical(self) -> int:
         """The 90th percentile, at least 1."""
         return max(self.ordered[9 * len(self.ordered) // 10], 1)
+
+    @property
+    def longest(self) -> int:
+        """Decode steps of the longest batch."""
+        return self.ordered[-1]
 
     def before(self, step: int) -> int:
         """How many of all steps come before ``step`` in their batch."""
@@ -193,7 +202,7 @@ def _horizons(schedule: Schedule, speedup: float, lengths: Measure, low: int, hi
     return [replace(schedule, horizon=span[i]) for i in (at - 1, at) if 0 <= i < len(span)]
 
 
-def refit(schedule: Schedule, speedup: float, lengths: Sequence[int]) -> Schedule | None:
+def refit(schedule: Schedule, speedup: float, lengths: Sequence[int] | Measure) -> Schedule | None:
     """The same depths over the horizon at which they achieve ``speedup`` within 1%; None if there is no such horizon.
 
     The schedule itself if it does already: nothing that was trained is moved without need.
@@ -201,10 +210,10 @@ def refit(schedule: Schedule, speedup: float, lengths: Sequence[int]) -> Schedul
     Raises:
         ScheduleError: no lengths.
     """
-    measured = Lengths(lengths)
+    measured: Measure = Lengths(lengths) if isinstance(lengths, Sequence) else lengths
     moved = [schedule]
     if schedule.depths is None and schedule.max_depth > schedule.min_depth:
-        moved += _horizons(schedule, speedup, measured, 2, 4 * measured.ordered[-1] + 2)
+        moved += _horizons(schedule, speedup, measured, 2, 4 * measured.longest + 2)
     errors = [abs(measured.ratio(each) / speedup - 1) for each in moved]
     if errors[0] <= TOLERANCE:
         return schedule
