@@ -17,13 +17,14 @@ from helpers.tiny import run
 from skipdecode import Schedule, attach
 from skipdecode.clock.bench import BenchPlan, Cell, bench, runs_of
 from skipdecode.clock.peaks import Peaks, measure_peaks
-from skipdecode.clock.profile import Profiler, check_profile, layer_kinds
+from skipdecode.clock.profile import Profiler, layer_kinds
 from skipdecode.clock.shapes import SHAPES, random_model, shape_config
 from skipdecode.core.cost import Profile, shape_of
 from skipdecode.core.planning import SHORT, Predictor, Workload, predict
 from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import UsageError
 from skipdecode.generation.loading import DEMO, load_tokenizer
+from skipdecode.generation.machine import check_profile
 
 #: Seconds of work on the clock of these tests: of a layer, by kind, and of each of its positions; of the head.
 WEIGHTS, POSITION, HEAD = (0.010, 0.004), 0.0001, 0.030
@@ -91,9 +92,11 @@ def test_a_profile_holds_what_the_work_takes(timed: Any, profile: Profile) -> No
     assert profile.head == pytest.approx(dict.fromkeys((1, 2, 4), 1.0))
     assert all(share == pytest.approx(0, abs=1e-6) for share in profile.error.values())
     assert all(kept > 0 for kept in profile.kv_bytes)
-    check_profile(profile, timed)
+    check_profile(profile, timed.config, "float32")
     with pytest.raises(UsageError, match="another shape"):
-        check_profile(profile, build("llama"))
+        check_profile(profile, build("llama").config, "float32")
+    with pytest.raises(UsageError, match="another dtype"):
+        check_profile(profile, timed.config, "bfloat16")
 
 
 @pytest.mark.parametrize("form", [{}, {"prompt_layers": "max"}, {"order": "even", "prompt_layers": 6}])

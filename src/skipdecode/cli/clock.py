@@ -197,12 +197,15 @@ def bench(
 
     skipdecode bench --shape opt-1.3b --speedups 1,2,3,5 --batch 1,8,32
     """
+    import torch
+
     from ..clock.bench import HEADS, BenchPlan, cells_of, runs_of
     from ..clock.bench import bench as run_bench
     from ..clock.peaks import measure_peaks
     from ..clock.plots import draw_ratios
-    from ..clock.profile import check_profile
+    from ..clock.profile import dtype_of
     from ..clock.tables import markdown_table, save_tables
+    from ..core.cost import shape_of
     from ..generation.machine import machine
 
     measured = o.load_profile(clock, profile)
@@ -210,10 +213,10 @@ def bench(
     sizes = _whole(batch, "--batch")
     plan = BenchPlan(o.parse_speedups(speedups), sizes, prompt_tokens, new_tokens, clock, measured, repeats, form)
     loaded, tokenizer = _load(model, shape, dtype, device, attention, revision, check=plan.check)
-    kind = next(p.dtype for p in loaded.parameters() if p.is_floating_point())
+    here, kind = machine(str(loaded.device)), dtype_of(loaded)
     if measured is not None:
-        check_profile(measured, loaded)
-    peaks = measure_peaks(loaded.device, kind)
+        measured.check(shape=shape_of(loaded.config), machine=here, dtype=kind)
+    peaks = measure_peaks(loaded.device, getattr(torch, kind))
     with Bar() as bar:
         bar.show("timing alternately", 0, runs_of(plan))
         cells = run_bench(loaded, tokenizer, plan, bar.advance)
@@ -221,8 +224,8 @@ def bench(
     about = {
         "model": shape or str(model),
         "command": "skipdecode " + shlex.join(sys.argv[1:]),
-        "machine": machine(str(loaded.device)),
-        "dtype": str(kind).removeprefix("torch."),
+        "machine": here,
+        "dtype": kind,
         "peaks": f"{peaks.bandwidth / 1e9:.1f} GB/s read by a product of one row, {peaks.matrix / 1e9:.0f} GFLOP/s",
         "job": f"{prompt_tokens} prompt tokens and {new_tokens} new ones in each row, end-of-sequence suppressed",
         "rounds": f"{repeats} after one to warm up, all speeds of a batch size in turn, medians",

@@ -86,11 +86,6 @@ def layer_kinds(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[int, ...
     return names, tuple(kinds.index(form) for form in forms)
 
 
-def check_profile(profile: Profile, model: PreTrainedModel) -> None:
-    """Whether the profile is this model's, on this machine. Raises UsageError, which says what differs."""
-    profile.check(shape=shape_of(model.config), machine=machine(str(model.device)), dtype=dtype_of(model))
-
-
 def dtype_of(model: PreTrainedModel) -> str:
     """The type of a model's weights, as the command line calls it."""
     return str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch.")

@@ -42,6 +42,13 @@ class Workload:
         return self.new_tokens - 1
 
 
+def workloads(prompt_tokens: Sequence[int], batch_size: int, new_tokens: int) -> list[Workload]:
+    """The batches that rows of these prompts are decoded in: of like lengths, the longest first, padded to it."""
+    ordered = sorted(prompt_tokens, reverse=True)
+    batches = (ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size))
+    return [Workload(len(batch), batch[0], new_tokens) for batch in batches]
+
+
 @dataclass(frozen=True)
 class Seconds:
     """Where the time of a job goes: the prompt, and what decode steps take beyond layers and in them."""

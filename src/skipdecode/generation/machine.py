@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import platform
+from typing import Any
 
 import torch
 import transformers
 
-from .loading import cpu_capabilities
+from ..core.cost import Profile, shape_of
+from .loading import cpu_capabilities, placement
 
 
 def machine(device: str | None = None) -> str:
@@ -19,6 +21,18 @@ def machine(device: str | None = None) -> str:
         device = f"{name}, {torch.get_num_threads()} threads"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return f"{device}; {versions}, Python {platform.python_version()}"
+
+
+def check_profile(profile: Profile, config: Any, dtype: str = "auto", device: str | None = None) -> None:
+    """Whether a profile is of this machine, and of models of this config placed so.
+
+    Raises:
+        UsageError: it is not; the message says what differs.
+        ModelError: there is no such device.
+    """
+    kind, place = placement(config, dtype, device)
+    kind = config.dtype if kind == "auto" else kind
+    profile.check(shape=shape_of(config), machine=machine(place), dtype=str(kind).removeprefix("torch."))
 
 
 def resident_bytes() -> int:
