@@ -91,7 +91,7 @@ def test_a_profile_holds_what_the_work_takes(timed: Any, profile: Profile) -> No
         assert [one.beyond, *one.layers] == pytest.approx([HEAD, *(w + work for w in WEIGHTS[: len(names)])], rel=1e-6)
     assert profile.head == pytest.approx(dict.fromkeys((1, 2, 4), 1.0))
     assert all(share == pytest.approx(0, abs=1e-6) for share in profile.error.values())
-    assert all(kept > 0 for kept in profile.kv_bytes)
+    assert all(position > 0 for _, position in profile.kv_bytes[-1:])
     check_profile(profile, timed.config, "float32")
     with pytest.raises(UsageError, match="another shape"):
         check_profile(profile, build("llama").config, "float32")
@@ -128,14 +128,15 @@ def test_what_is_planned_is_got(timed: Any, tokenizer: Any, profile: Profile, cl
 
 
 def test_bytes_foretold_are_bytes_held(timed: Any, tokenizer: Any, profile: Profile) -> None:
-    """Keys and values foretold for full depth are those that the cache reports, where no window cuts them."""
+    """Keys and values foretold are those that the cache reports, but for the room that layers hold ahead."""
     if len(profile.kinds) > 1:
         pytest.skip("sliding layers hold less than their slope says")
     plan = BenchPlan((2.0,), (2,), 7, 20, "step", profile, repeats=1)
     for cell in bench(timed, tokenizer, plan):
         assert cell.timing is not None
         assert cell.prediction is not None
-        assert cell.prediction.kv_bytes == pytest.approx(cell.timing.cost.peak_kv_bytes, rel=0.25)
+        room = 32 * 2 * sum(position for _, position in profile.kv_bytes) * cell.timing.cost.num_layers
+        assert cell.prediction.kv_bytes == pytest.approx(cell.timing.cost.peak_kv_bytes, abs=room)
 
 
 def test_a_refused_cell_says_why() -> None:

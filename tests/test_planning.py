@@ -49,7 +49,7 @@ def made(
         prompts=tuple(prefill(*cell) for cell in cells),
         steps=tuple(step(*cell) for cell in cells),
         head={1: 0.5},
-        kv_bytes=(8.0,) * len(weights),
+        kv_bytes=((16.0, 8.0),) * len(weights),
     )
 
 
@@ -131,7 +131,7 @@ def test_the_kept_bytes_are_the_most_of_any_step() -> None:
     """Bytes grow with the text and fall with the depth: the greatest sum over layers of any step."""
     predictor = Predictor(made(), [Workload(4, 32, 50)])
     schedule = Schedule(12, 9, 3, 30)
-    by_step = [8.0 * 4 * schedule.depth(g) * (32 + g + 1) for g in range(49)]
+    by_step = [4 * schedule.depth(g) * (16.0 + 8.0 * (32 + g + 1)) for g in range(49)]
     assert predictor.bytes_kept(schedule) == max(by_step)
 
 

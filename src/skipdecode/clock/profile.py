@@ -33,6 +33,8 @@ STEPS = 8
 STAIRS = (1.0, 0.6, 0.3)
 #: A prompt that would take longer than this runs fewer layers; the rest of them are taken to cost the same.
 PATIENCE = 10.0
+#: Positions of a batch whose time tells how long others will take.
+MANY = 512
 #: The fewest layers that a long prompt is measured with.
 FEW = 4
 
@@ -112,7 +114,8 @@ class Profiler:
         self.model, self.tokenizer, self.rounds, self.options = model, tokenizer, rounds, options
         self.on_call = on_call
         self.kinds, self.layers = layer_kinds(model)
-        self.kv_bytes: tuple[float, ...] = ()
+        self.kv_bytes: tuple[tuple[float, float], ...] = ()
+        self._cache: Any = None  # of the call before
         self._speed = 0.0  # seconds of one layer over one position of one row, in the slowest prompt so far
         self._calls = self._total = 0
 
@@ -128,8 +131,8 @@ class Profiler:
             raise UsageError(
                 f"the model has {room} positions: a context of {lengths[-1]} and {4 * STEPS} more do not fit"
             )
-        self._total = len(sizes) * len(lengths) * (1 + len(self.kinds)) * self.rounds + 1
-        self._measure(sizes[0], lengths[0], Schedule.full(len(self.layers)))  # warms up, and shows what layers keep
+        self._total = len(sizes) * len(lengths) * (1 + len(self.kinds)) * self.rounds + 2
+        self._weigh(lengths[0], lengths[0] + STEPS)  # warms up too
         # Rounds outermost: what else the machine does comes and goes, and should meet all cells alike.
         calls: dict[tuple[int, int, Schedule], list[Timed]] = {}
         for size in sizes:
@@ -200,19 +203,28 @@ class Profiler:
             if steps:
                 middle = statistics.median(took[g] for g in steps)
                 timed.steps.append((self._counts(ran, depth), length + 1 + sum(steps) // len(steps), middle))
-        if not self.kv_bytes:
-            held = [held_bytes(layer) / (size * (length + new - 1)) for layer in caches[0].layers]
-            of_kind = [
-                [b for b, k in zip(held, self.layers, strict=True) if k == kind] for kind in range(len(self.kinds))
-            ]
-            self.kv_bytes = tuple(statistics.mean(each) for each in of_kind)
-        else:  # not the first call, which warms up
-            self._speed = (
-                max(self._speed, timed.prompt / (size * length * ran.deepest)) if size * length > 512 else self._speed
-            )
+        if size * length > MANY:
+            self._speed = max(self._speed, timed.prompt / (size * length * ran.deepest))
         self._calls += 1
         self.on_call(self._calls, self._total)
+        self._cache = caches[0]
         return timed
+
+    def _weigh(self, *lengths: int) -> None:
+        """What layers of each kind keep for a row, whatever its length, and for each of its positions."""
+        full = Schedule.full(len(self.layers))
+        held = []
+        for length in lengths:
+            self._measure(1, length, full)
+            held.append([held_bytes(layer) for layer in self._cache.layers])
+        slopes = [(more - less) / (lengths[1] - lengths[0]) for less, more in zip(*held, strict=True)]
+        own = [(less - slope * (lengths[0] + STEPS), slope) for less, slope in zip(held[0], slopes, strict=True)]
+        of_kind = [
+            [each for each, k in zip(own, self.layers, strict=True) if k == kind] for kind in range(len(self.kinds))
+        ]
+        self.kv_bytes = tuple(
+            (statistics.mean(f for f, _ in each), statistics.mean(p for _, p in each)) for each in of_kind
+        )
 
     def _counts(self, schedule: Schedule, depth: int) -> tuple[int, ...]:
         running = schedule.layers(depth)

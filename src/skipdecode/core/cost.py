@@ -55,7 +55,7 @@ class Profile:
         prompts: measured passes over prompts.
         steps: measured decode steps.
         head: share of ``beyond`` that the head (the product with the vocabulary) takes in a step, by batch size.
-        kv_bytes: bytes that one layer keeps per row and position, by kind.
+        kv_bytes: bytes that one layer keeps for a row, and for each position of a row, by kind.
         error: mean shares by which the profile is off: ``step``: a measured step, from what the others at that batch
             size and length say; ``step_line``, ``prompt_line``: a length, from the line between its neighbours.
     """
@@ -70,7 +70,7 @@ class Profile:
     prompts: tuple[Pass, ...]
     steps: tuple[Pass, ...]
     head: Mapping[int, float] = field(default_factory=dict)
-    kv_bytes: tuple[float, ...] = ()
+    kv_bytes: tuple[tuple[float, float], ...] = ()
     error: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -123,7 +123,8 @@ class Profile:
                 name: tuple(Pass(**one | {"layers": tuple(one["layers"])}) for one in values[name])
                 for name in ("prompts", "steps")
             }
-            tuples = {name: tuple(values[name]) for name in ("kinds", "layers", "kv_bytes")}
+            tuples = {name: tuple(values[name]) for name in ("kinds", "layers")}
+            tuples["kv_bytes"] = tuple((float(row), float(position)) for row, position in values["kv_bytes"])
             head = {int(batch_size): share for batch_size, share in values["head"].items()}
             known = {each.name for each in fields(cls)}
             rest = {name: value for name, value in values.items() if name in known}

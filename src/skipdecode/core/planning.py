@@ -169,8 +169,10 @@ class Predictor:
         }
         most = 0.0
         for step in sorted(levels | {work.steps - 1}):
-            held = sum(kept[kinds[layer]] for layer in schedule.ranking[: schedule.depth(max(step, 0))])
-            most = max(most, held * work.batch_size * (work.prompt_tokens + max(step, 0) + 1))
+            length = work.prompt_tokens + max(step, 0) + 1
+            running = schedule.ranking[: schedule.depth(max(step, 0))]
+            held = sum(kept[kinds[layer]][0] + kept[kinds[layer]][1] * length for layer in running)
+            most = max(most, held * work.batch_size)
         return most
 
 
