@@ -23,7 +23,7 @@ DECODING = (
     "no_repeat_ngram_size"
 ).split()
 #: Options that are the job's own, under the same names.
-JOB = "format speedup full batch_size seed dtype device revision overwrite chat".split()
+JOB = "format speedup full seed dtype device revision overwrite chat".split()
 
 
 def generate(
@@ -34,7 +34,7 @@ def generate(
     speedup: o.Speedup = None,
     schedule: o.ScheduleFile = None,
     full: o.Full = False,
-    batch_size: o.BatchSize = 32,
+    batch_size: o.RowsOrAuto = "32",
     max_new_tokens: o.MaxNewTokens = None,
     task: o.Task = "jsonl",
     format: o.Format = None,
@@ -103,6 +103,7 @@ def _job(given: Mapping[str, Any]) -> GenerationJob:
         None if output == "-" or is_stream(output) else Path(output),
         task=o.task_of(given),
         schedule=Schedule.load(schedule) if schedule else None,
+        batch_size=o.parse_batch_size(given["batch_size"]),
         offload=o.offload_of(given),
         options=decoding | ({"stop_strings": stop} if stop else {}),
         **{name: given[name] for name in JOB},

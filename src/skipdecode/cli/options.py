@@ -92,6 +92,9 @@ Limit = Annotated[int | None, Option(min=1, max=MOST, help="Take only the first 
 
 # --- decoding, by the names that transformers gives its options
 BatchSize = Annotated[int, Option(min=1, max=MOST, help="Rows decoded together.")]
+RowsOrAuto = Annotated[
+    str, Option("--batch-size", help="Rows decoded together; auto: as many of like length as fit into memory.")
+]
 MaxNewTokens = Annotated[int | None, Option(min=1, max=MOST, help="Default: the task's (jsonl 128, e2e 80).")]
 MinNewTokens = Annotated[int | None, Option(min=0, max=MOST, rich_help_panel=LENGTH)]
 RepetitionPenalty = Annotated[float | None, Option(min=0.001, max=1000, rich_help_panel=LENGTH)]
@@ -170,6 +173,15 @@ def offload_of(given: Mapping[str, Any]) -> Offload | None:
     from ..generation.offload import Offload
 
     return Offload(place or "auto", memory, folder)
+
+
+def parse_batch_size(text: str) -> int | Literal["auto"]:
+    """A number of rows, or ``auto``. Raises UsageError."""
+    if text == "auto":
+        return "auto"
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MOST:
+        raise UsageError(f"--batch-size is auto, or a number of rows from 1 to {MOST}, not {text!r}")
+    return int(text)
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:

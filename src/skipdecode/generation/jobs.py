@@ -20,6 +20,7 @@ from ..data.tokenization import encode_prompts
 from ..errors import MissingExtra, ModelError, UsageError
 from ..files import check_target
 from ..provenance import fingerprint, identity
+from .batch_size import BatchSize, check_batch_size
 from .generate import batches, max_positions, to_prompts
 from .journal import Journal
 from .loading import load, load_tokenizer, placement, read_config, read_generation_config, resolve
@@ -71,7 +72,7 @@ class GenerationJob:
         format: ``jsonl``, ``csv`` or ``text``, if the input's name does not tell.
         speedup, schedule, full: one of them: a target layer reduction, a schedule, the unmodified model. By default
             the schedule of the model's config.
-        batch_size: rows decoded together.
+        batch_size: rows decoded together; ``auto``: rows of like length, as many as fit into memory.
         seed: of sampling: a row's text depends on it and on the row's number, not on its batch.
         dtype, device, revision, offload: as :func:`skipdecode.load` takes them; of offloaded layers, those stay in
             memory that the schedule runs most.
@@ -91,7 +92,7 @@ class GenerationJob:
     speedup: float | None = None
     schedule: Schedule | str | Path | None = None
     full: bool = False
-    batch_size: int = 32
+    batch_size: BatchSize = 32
     seed: int = 0
     dtype: str = "auto"
     device: str | None = None
@@ -145,6 +146,7 @@ class GenerationJob:
         config = read_config(self.model, self.revision)
         defaults = read_generation_config(self.model, self.revision)
         check_with_model(self.options, defaults, skips=not self.full, seed=self.seed)
+        check_batch_size(self.batch_size, self.options, defaults)
         given = self.schedule if isinstance(self.schedule, Schedule) else None
         schedule = None if self.full else resolve_schedule(config, self.speedup, given)
         if schedule is not None and not is_trained(config):
