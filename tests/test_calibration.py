@@ -66,8 +66,10 @@ def calibrate(model: Path, data: Path, folder: Path, *more: object, tokens: int 
         Schedule(6, 3, 1, 44, order="bottom", decay="exponential", rate=2.0),
         Schedule(6, 3, 2, 20, order=(0, 5, 1, 4, 2, 3), decay="cosine", prompt_decay=3),
         Schedule(6, 4, 1, 20, warmup=0, decay="step", stairs=3),
+        Schedule(6, 3, 1, 44, decay="power", prompt_layers="max"),
+        Schedule(6, 3, 1, 44, decay="cosine", prompt_layers=5),
     ],
-    ids=lambda plan: plan.decay,
+    ids=lambda plan: f"{plan.decay}-{plan.deepest}",
 )
 def test_what_was_trained_keeps_its_form_and_its_depths(
     six: Path, prompts: Path, tmp_path: Path, plan: Schedule
@@ -85,6 +87,7 @@ def test_what_was_trained_keeps_its_form_and_its_depths(
     moved = (new.max_depth, new.min_depth) != (plan.max_depth, plan.min_depth)
     assert moved == ("the depths moved" in done.stderr)
     assert not moved or refit(plan, 3, found["lengths"]) is None
+    assert moved or new.deepest == plan.deepest
 
 
 def test_another_speedup_takes_the_form_of_the_fastest_trained(six: Path, prompts: Path, tmp_path: Path) -> None:
@@ -97,6 +100,24 @@ def test_another_speedup_takes_the_form_of_the_fastest_trained(six: Path, prompt
     assert Schedule.load(tmp_path / "schedule.json").form == plan.form | {"order": "even", "decay": "linear"}
     assert calibrate(model, prompts, tmp_path, "--speedup", 2, "--decay", "constant").returncode == 0
     assert Schedule.load(tmp_path / "schedule.json").max_depth == 3
+
+
+def test_the_prompts_layers_are_set_and_measured(six: Path, prompts: Path, tmp_path: Path) -> None:
+    """The step's ratio is what is fitted, whatever the prompt runs; the job's stands beside it."""
+    found = {}
+    for asked in (None, "max", 5):
+        done = calibrate(six, prompts, tmp_path, "--speedup", 2, *(("--prompt-layers", asked) if asked else ()))
+        assert done.returncode == 0, done.stderr
+        found[asked] = json.loads(done.stdout.splitlines()[-1])
+        schedule = Schedule.load(tmp_path / "schedule.json")
+        assert schedule.deepest == (schedule.max_depth if asked == "max" else asked or 6)
+        assert found[asked]["step_layer_ratio"] == pytest.approx(2, rel=0.03)
+    jobs = [found[asked]["job_layer_ratio"] for asked in (None, 5, "max")]
+    assert jobs == sorted(set(jobs))
+    for asked, words in ((2, "runs more than 2 layers at a step"), ("low", "takes max or a number")):
+        done = calibrate(six, prompts, tmp_path, "--speedup", 2, "--prompt-layers", asked)
+        assert done.returncode == 2
+        assert words in done.stderr
 
 
 def test_what_fits_already_stays(six: Path, prompts: Path, tmp_path: Path) -> None:

@@ -120,6 +120,20 @@ def test_a_constant_depth_that_is_nearer_takes_the_place_of_a_fall_that_is_far()
 
 
 @settings(max_examples=50, deadline=None)
+@given(st.integers(2, 32), st.floats(1, 32), LENGTHS, st.integers(1, 32))
+def test_no_step_runs_more_layers_than_the_prompt(
+    layers: int, speedup: float, lengths: list[int], prompt_layers: int
+) -> None:
+    """A number bounds the depths that are fitted; ``max`` follows them."""
+    speedup, deepest = min(speedup, layers), min(prompt_layers, layers)
+    schedule = fit(layers, speedup, lengths, prompt_layers=deepest)
+    assert schedule.max_depth <= deepest or schedule.is_full
+    follows = fit(layers, speedup, lengths, prompt_layers="max")
+    assert follows.deepest == follows.max_depth
+    assert follows.replace(prompt_layers=None) == fit(layers, speedup, lengths)
+
+
+@settings(max_examples=50, deadline=None)
 @given(st.integers(2, 32), st.floats(1, 32), LENGTHS)
 def test_bisection_finds_the_nearest(layers: int, speedup: float, lengths: list[int]) -> None:
     """Of all that ``at`` can give, where the ratio grows with its argument."""

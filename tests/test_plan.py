@@ -46,6 +46,8 @@ def weights(folder: Path) -> bytes:
         {"model": "demo", "schedule": Schedule.for_speedup(2, 8, horizon=6, order=tuple(range(8)))},
         {"from_config": "config.json", "tokenizer": "a", "speedups": (1.0, 2.5), "weights": (0.0, 1.0)},
         {"model": "demo", "order": (2, 0, 1), "decay": "power", "warmup_layers": 0, "prompt_decay": 3, "lengths": (3,)},
+        {"model": "demo", "prompt_layers": "max", "speedups": (1.0, 3.0)},
+        {"model": "demo", "prompt_layers": 16, "speedup": 2.0},
         {"model": "demo", "bf16": True, "report_to": ("none",), "max_steps": 7, "distill_weight": 0.5, "teacher": "t"},
     ],
 )
@@ -277,7 +279,9 @@ def test_what_a_stopped_run_says_is_true(tmp_path: Path, monkeypatch: pytest.Mon
         assert ("goes on from here" in done.stderr) == resumes
 
 
-@pytest.mark.parametrize("beside", [{"order": "even"}, {"horizon": 5}, {"lengths": (3,)}, {"prompt_decay": 2}])
+@pytest.mark.parametrize(
+    "beside", [{"order": "even"}, {"horizon": 5}, {"lengths": (3,)}, {"prompt_decay": 2}, {"prompt_layers": 5}]
+)
 def test_a_schedule_says_it_all(beside: dict[str, Any]) -> None:
     """Options of a schedule beside one that is given would be ignored."""
     with pytest.raises(UsageError, match="--schedule says it all"):

@@ -18,7 +18,7 @@ import skipdecode
 from helpers.tiny import EXAMPLES, TEXTS, run, save_checkpoint
 from skipdecode import Schedule, SkipCache
 from skipdecode.core.attach import teacher_forced
-from skipdecode.core.checkpoint_config import default_schedule, to_config_entry, trained_schedules
+from skipdecode.core.checkpoint_config import default_schedule, resolve_schedule, to_config_entry, trained_schedules
 from skipdecode.data.collation import Collator, encode
 from skipdecode.data.tasks import Example, Task
 from skipdecode.data.tasks.jsonl import Jsonl
@@ -101,10 +101,15 @@ def test_no_batch_is_wider_than_the_models_positions() -> None:
         assert batch["labels"][0, 1:].tolist()[: 30 - longest] == [3] * (30 - longest)
 
 
-def test_loss_is_that_of_the_tokens_decoding_would_score(checkpoint: Path, tmp_path: Path) -> None:
+#: Of the prompt: all layers, as many as the first step runs, and a number in between that falls.
+PROMPTS: list[dict[str, Any]] = [{}, {"prompt_layers": "max"}, {"prompt_layers": 6, "prompt_decay": 4}]
+
+
+@pytest.mark.parametrize("form", PROMPTS)
+def test_loss_is_that_of_the_tokens_decoding_would_score(checkpoint: Path, tmp_path: Path, form: Any) -> None:
     """The trainer's loss on a left-padded batch equals step-by-step decoding with a SkipCache, fed the reference."""
     model, tokenizer = skipdecode.load(str(checkpoint))
-    schedule = Schedule.for_speedup(2, 8, horizon=6)
+    schedule = Schedule.for_speedup(2, 8, horizon=6, **form)
     trainer = trainer_of(model, tokenizer, tmp_path, {2: schedule})
     batch = trainer.data_collator(encode(EXAMPLES[:3], tokenizer, 96).to_list())
     loss = trainer.compute_loss(model.eval(), batch)
@@ -124,21 +129,49 @@ def test_loss_is_that_of_the_tokens_decoding_would_score(checkpoint: Path, tmp_p
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_step_costs_less_than_a_full_one(checkpoint: Path, tmp_path: Path) -> None:
-    """Forward and backward FLOPs of the layers fall as the columns they run do."""
+@pytest.mark.parametrize("form", PROMPTS)
+def test_a_step_costs_less_than_a_full_one(checkpoint: Path, tmp_path: Path, form: Any) -> None:
+    """Forward and backward FLOPs of the layers fall as the columns they run do, those of the prompt too."""
     model, tokenizer = skipdecode.load(str(checkpoint))
     flops = {}
-    for name, schedule in {"full": Schedule.full(8), "4x": Schedule.for_speedup(4, 8, horizon=6)}.items():
+    for name, schedule in {"full": Schedule.full(8), "4x": Schedule.for_speedup(4, 8, horizon=6, **form)}.items():
         trainer = trainer_of(model.train(), tokenizer, tmp_path, {1: schedule})
         batch = trainer.data_collator(encode(EXAMPLES[:4], tokenizer, 96).to_list())
         with FlopCounterMode(display=False) as counter:
             trainer.compute_loss(model, batch).backward()
         flops[name] = counter.get_total_flops()
         edge, width = batch["prompt_length"], batch["input_ids"].shape[1]
-    columns = sum(Schedule.for_speedup(4, 8, horizon=6).positions_per_layer(edge, width))
+    columns = sum(schedule.positions_per_layer(edge, width))
     # Products with the weights fall exactly so; attention falls faster, the head not at all.
+    head = (
+        3 * 2 * 4 * (width - edge + 1) * model.config.vocab_size * model.config.hidden_size
+    )  # forward, and twice back
     assert flops["4x"] < flops["full"]
-    assert flops["4x"] / flops["full"] == pytest.approx(columns / (8 * width), rel=0.15)
+    assert (flops["4x"] - head) / (flops["full"] - head) == pytest.approx(columns / (8 * width), rel=0.15)
+
+
+def test_the_prompts_layers_go_into_every_schedule(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """Of the checkpoint's budgets, and of one made from them; generate runs the prompt as trained."""
+    options = ("--max-steps", 1, "--eval-steps", 0, "--batch-size", 4, "--speedups", "1,2,4", "--data", data)
+    done = run("train", checkpoint, "--output", tmp_path, "--prompt-layers", "max", *options)
+    assert done.returncode == 0, done.stderr
+    model, tokenizer = skipdecode.load(str(tmp_path))
+    schedules = trained_schedules(model.config)
+    assert {k: schedule.deepest for k, schedule in schedules.items()} == {k: s.max_depth for k, s in schedules.items()}
+    other = resolve_schedule(model.config, 3)
+    assert other.deepest == other.max_depth < 8
+    result = skipdecode.generate(model, tokenizer, TEXTS[:3], speedup=4, max_new_tokens=12, eos_token_id=None)
+    assert result.cost.prompt_depth == schedules[4].max_depth
+    width = max(len(tokenizer(text).input_ids) for text in TEXTS[:3])
+    assert 8 / result.cost.job_depth == pytest.approx(schedules[4].job_ratio(width, 11))
+
+
+def test_a_prompt_shallower_than_the_steps_is_refused(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """Before weights are loaded: a layer that no prompt position ran has no keys for the steps."""
+    done = run("train", checkpoint, "--data", data, "--output", tmp_path / "out", "--prompt-layers", 2, "--speedup", 2)
+    assert done.returncode == 2
+    assert "prompt_layers is max_depth" in done.stderr
+    assert not list((tmp_path / "out").glob("checkpoint*"))
 
 
 def test_the_result_is_a_stock_directory_that_carries_its_schedule(

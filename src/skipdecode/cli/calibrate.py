@@ -60,8 +60,8 @@ def calibrate(
 ) -> None:
     """Fit the schedule to the lengths of the texts that MODEL writes, so that it skips as much as --speedup asks.
 
-    What was trained stays: order, decay, warm-up, the prompt's layers, and the depths if a horizon can be found for
-    them. Quality before and after stands beside the ratio.
+    What was trained stays: order, decay, warm-up, the prompt's layers, and the depths if a horizon fits them.
+    Quality before and after stands beside the ratio.
 
     skipdecode calibrate demo --task e2e --data e2e-dataset --speedup 5
     """

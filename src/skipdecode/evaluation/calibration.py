@@ -121,8 +121,7 @@ def calibrate(
 ) -> Calibration:
     """Let the model write, fit the schedule to the lengths, write again: until the texts achieve the speed-up.
 
-    What was trained stays: order, decay, warm-up, the prompt's layers, and the depths if a horizon can be found for
-    them.
+    What was trained stays: order, decay, warm-up, the prompt's layers, and the depths if a horizon fits them.
 
     Args:
         plan: what to fit to.
