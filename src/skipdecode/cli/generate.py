@@ -34,6 +34,9 @@ def generate(
     speedup: o.Speedup = None,
     schedule: o.ScheduleFile = None,
     full: o.Full = False,
+    prompt_layers: o.PromptLayers = None,
+    clock: o.Clock = "layers",
+    profile: o.ProfileFile = None,
     batch_size: o.RowsOrAuto = "32",
     max_new_tokens: o.MaxNewTokens = None,
     task: o.Task = "jsonl",
@@ -142,13 +145,16 @@ def _show(result: JobResult) -> None:
 
 def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     scores = [(name, label) for name, label in (("bleu", "BLEU"), ("rouge_l", "ROUGE-L")) if name in summary]
+    target = f"{summary['target_speedup']:g}x" + (
+        "" if summary["target_of"] == "layers" else f" of a {summary['target_of']}"
+    )
     return [
         (f"{summary['rows']:,}", f"rows written, {summary['bad_rows']} bad"),
         (f"{summary['tokens']:,}", "tokens"),
         (f"{summary['tokens_per_second']:,.0f}", "tokens/s, prompts included"),
         (f"{summary['seconds']:.1f}", f"seconds, {summary['decode_seconds']:.1f} of them decoding"),
         (f"{summary['average_depth']:.2f}", f"layers of {summary['layers']} per decode step"),
-        (f"{summary['layer_ratio']:.2f}x", f"layer reduction (target {summary['target_speedup']:g}x)"),
+        (f"{summary['layer_ratio']:.2f}x", f"layer reduction of a step (target {target})"),
         (f"{summary['peak_kv_bytes'] / 1e6:.1f}", "MB of keys and values at most"),
         *((f"{summary[name]:.2f}", label) for name, label in scores),
     ]
