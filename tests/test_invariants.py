@@ -41,8 +41,8 @@ from helpers.families import (
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.core.attach import is_attached
 from skipdecode.core.cache import cache_bytes
-from skipdecode.core.growing import ROOM, GrowingLayer
 from skipdecode.core.gate import Gate
+from skipdecode.core.growing import ROOM, GrowingLayer
 from skipdecode.core.stack import decoder_layers, fitted, lenders
 
 FULL = Schedule.full(LAYERS)

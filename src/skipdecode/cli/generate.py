@@ -23,7 +23,7 @@ DECODING = (
     "no_repeat_ngram_size"
 ).split()
 #: Options that are the job's own, under the same names.
-JOB = "format speedup full batch_size seed dtype device revision overwrite chat".split()
+JOB = "format speedup full batch_size seed dtype device revision overwrite chat quantization compile".split()
 
 
 def generate(
@@ -57,6 +57,8 @@ def generate(
     dtype: o.Dtype = "auto",
     device: o.Device = None,
     revision: o.Revision = None,
+    quantization: o.Quantization = None,
+    compile: o.Compile = False,
     overwrite: o.Overwrite = False,
     as_json: o.Json = False,
 ) -> None:

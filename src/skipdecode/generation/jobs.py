@@ -72,7 +72,7 @@ class GenerationJob:
             the schedule of the model's config.
         batch_size: rows decoded together.
         seed: of sampling: a row's text depends on it and on the row's number, not on its batch.
-        dtype, device, revision: as :func:`skipdecode.load` takes them.
+        dtype, device, revision, quantization, compile: as :func:`skipdecode.load` takes them.
         overwrite: replace an output, finished or not, that is already there.
         chat: each prompt that is a text is a user's message: the tokenizer's chat template is applied.
         options: as ``model.generate`` names them; ``max_new_tokens`` is the task's if it is not among them.
@@ -96,6 +96,8 @@ class GenerationJob:
     revision: str | None = None
     overwrite: bool = False
     chat: bool = False
+    quantization: str | None = None
+    compile: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -149,6 +151,7 @@ class GenerationJob:
         items = self._items()
         # Another type or kind of device rounds otherwise; a hub name alone does not say which version it is.
         placed = [*map(str, placement(config, self.dtype, self.device)), getattr(config, "_commit_hash", None)]
+        placed += [name for name in (self.quantization, "compile" * self.compile) if name]
         rows = _Rows(items, load_tokenizer(self.model, self.revision), config, self.options["max_new_tokens"])
 
         def work(journal: Journal | None) -> JobResult:
@@ -203,7 +206,8 @@ class GenerationJob:
             say(f"{len(completions)} rows were done before")
         todo = {index: ids for index, ids in rows.ids.items() if index not in completions}
         if todo:
-            model, tokenizer = load(self.model, dtype=self.dtype, device=self.device, revision=self.revision)
+            how = {name: getattr(self, name) for name in ("dtype", "device", "revision", "quantization", "compile")}
+            model, tokenizer = load(self.model, **how)
             on_start(len(rows.ids), len(completions))
             made = batches(model, tokenizer, todo, schedule, self.batch_size, self.seed, **self.options)
             for keys, batch, took in made:

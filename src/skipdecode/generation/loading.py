@@ -24,6 +24,8 @@ from ..core.attach import attach
 from ..core.stack import text_config
 from ..data.tokenization import for_decoding, train_tokenizer
 from ..errors import ModelError
+from .faster import check_faster, make_faster
+from .int8 import check_linear
 from .soundness import (
     UNREADABLE,
     Reading,
@@ -67,6 +69,8 @@ def load(
     device: str | None = None,
     attention: str | None = None,
     revision: str | None = None,
+    quantization: str | None = None,
+    compile: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal LM with gates attached, and its tokenizer. No code of the checkpoint is run.
 
@@ -77,13 +81,18 @@ def load(
         device: ``cuda``, ``mps``, ``cpu``, …; an accelerator if there is one.
         attention: ``eager``, ``sdpa``, …; transformers' choice if None.
         revision: of a hub model.
+        quantization: ``int8``: layers and LM head multiply in 8 bits, on CPUs.
+        compile: decode steps run through ``torch.compile``, which takes a minute at the first ones.
 
     Raises:
-        ModelError: no such model, device or type, no decoder-only causal LM, or a damaged checkpoint: weights that are
+        ModelError: no such model, device or type, int8 or compilation that is not possible here, no decoder-only causal LM, or a damaged checkpoint: weights that are
             missing, left over, of another shape or not finite, a tokenizer of another model, files that are no JSON.
     """
     config = read_config(name, revision)
     dtype, device = placement(config, dtype, device)
+    check_faster(name, config, device, cpu_capabilities(), quantization, compile)
+    if quantization and (sketch := _sketch(config)) is not None:
+        check_linear(sketch)
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     tokenizer = load_tokenizer(name, revision)
     model = read_weights(resolve(name), config=config, dtype=dtype, revision=revision, **options)
@@ -93,7 +102,7 @@ def load(
         warnings.warn(f"{name}: models of type {kind!r} are not tested: try `skipdecode check {name}`", stacklevel=2)
     with Reading(f"{name} does not fit on {device!r}"):
         model = model.to(device)
-    return attach(model.eval()), tokenizer
+    return attach(make_faster(model.eval(), quantization=quantization, compile=compile)), tokenizer
 
 
 def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tuple[str | torch.dtype, str]:
