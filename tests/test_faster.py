@@ -37,7 +37,7 @@ from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.faster import CompiledStep, check_faster, is_compiled, make_faster
 from skipdecode.generation.int8 import Int8Linear, check_int8, check_linear, quantize_int8
 from skipdecode.generation.jobs import GenerationJob
-from skipdecode.generation.loading import load
+from skipdecode.generation.loading import load, read_weights
 
 VNNI = {"avx512_vnni": True}
 CPU = SimpleNamespace()
@@ -64,7 +64,7 @@ def test_the_head_reads_the_prompts_last_column_from_memory_of_its_own(checkpoin
 def test_in_float32_a_loaded_model_is_the_stock_model(checkpoint: Path) -> None:
     """Bit for bit, with the full schedule and without one."""
     model, _ = load(str(checkpoint), dtype="float32")
-    stock = skipdecode.generation.loading.read_weights(str(checkpoint)).eval()  # type: ignore[attr-defined]
+    stock = read_weights(str(checkpoint)).eval()
     expected = run(stock, prompts())
     for schedule in (None, Schedule.full(LAYERS)):
         assert all(map(torch.equal, run(model, prompts(), schedule).logits, expected.logits))
@@ -92,7 +92,7 @@ def _graphs() -> int:
 @pytest.mark.usefixtures("_eager")
 @pytest.mark.parametrize("name", ["opt", "llama", "qwen2", "gemma2", "gemma3", "gpt-neox"])
 def test_one_compiled_layer_serves_all_and_every_schedule(name: str) -> None:
-    """Falling depths, growing text, other schedules: the tokens are eager's and nothing is compiled for a layer anew."""
+    """Falling depths, growing text, other schedules: the tokens are eager's, and no layer is compiled anew."""
     model, inputs = attach(build(name)), prompts()
     expected = {key: run(model, inputs, plan).sequences for key, plan in SCHEDULES.items()}
     attach(make_faster(detach(model), compile=True))
@@ -281,7 +281,7 @@ def test_experts_are_refused_on_the_sketch(name: str) -> None:
 def test_a_weight_that_is_read_past_its_module_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a pass of two tokens, when the weights are made."""
     model = build("llama")
-    attention = type(decoder_layers(model)[0].self_attn)
+    attention: Any = type(decoder_layers(model)[0].self_attn)
     found = attention.forward
     monkeypatch.setattr(attention, "forward", lambda self, *a, **k: (self.q_proj.weight, found(self, *a, **k))[1])
     with pytest.raises(UnsupportedModel, match="reads its weights past their modules"):
@@ -292,7 +292,7 @@ def test_a_weight_that_is_read_past_its_module_is_refused(monkeypatch: pytest.Mo
 
 
 def _offloaded(model: PreTrainedModel) -> PreTrainedModel:
-    decoder_layers(model)[0]._hf_hook = object()
+    setattr(decoder_layers(model)[0], "_hf_hook", object())  # noqa: B010
     return model
 
 

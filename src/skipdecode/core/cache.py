@@ -49,7 +49,7 @@ class SkipCache(DynamicCache):
         self.schedule = fitted(schedule, config)
         if len(self.layers) != schedule.num_layers:
             raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the cache has {len(self.layers)}")
-        self.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        self.layers: list[Any] = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
         self.gates = next((id_ for id_ in map(_gate_state, decoder_layers(model)) if id_ is not None), None)
         if self.gates is None:
             raise CacheError("the model has no gates: call skipdecode.attach(model) first")

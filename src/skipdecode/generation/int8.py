@@ -20,13 +20,17 @@ SHARE = 0.9
 class Int8Linear(nn.Module):
     """A linear module with one scale per output, and one per row of what it is given (symmetric, found as it comes).
 
-    torch multiplies int8 by int8 into exact int32 sums. (torchao 0.18 multiplies as int32 or float32 on CPUs.) There is no ``weight``: a family
-    that reads a module's weight past its forward fails instead of taking it for another.
+    torch multiplies int8 by int8 into exact int32 sums. (On CPUs, torchao 0.18 turns both into int32 or float32 first:
+    its products are slower than those of floats.) There is no ``weight``: a family that reads a module's weight past its
+    forward fails instead of taking it for another.
 
     Args:
         weight: (outputs, inputs).
         bias: (outputs), or None.
     """
+
+    int8_weight: Tensor
+    int8_scale: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -58,9 +62,8 @@ def check_int8(name: str, config: Any, device: str, capabilities: Mapping[str, A
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{name} is quantized already: leave quantization out")
     # Without these, products of int8 are summed in 16 bits, which overflow, or are slower than floats.
-    if capabilities and not any(
-        have is True and ("vnni" in key or "int8" in key) for key, have in capabilities.items()
-    ):
+    has = [key for key, have in capabilities.items() if have is True]
+    if capabilities and not any("vnni" in key or "int8" in key for key in has):
         raise ModelError("quantization='int8' needs a CPU that multiplies int8 (VNNI or AMX): leave it out")
 
 
@@ -82,9 +85,8 @@ def quantize_int8(model: PreTrainedModel) -> PreTrainedModel:
     try:
         model(torch.tensor([[1, 2]], device=model.device))
     except (AttributeError, TypeError) as error:
-        raise UnsupportedModel(
-            f"{type(model).__name__} reads its weights past their modules: no int8 ({error})"
-        ) from None
+        name = type(model).__name__
+        raise UnsupportedModel(f"{name} reads its weights past their modules: no int8 ({error})") from error
     model.save_pretrained = _not_saved
     return model
 
@@ -96,8 +98,8 @@ def check_linear(model: PreTrainedModel) -> None:
     linear = sum(child.weight.numel() for _, _, child in _linear(layers))
     if linear < SHARE * every:
         raise UnsupportedModel(
-            f"only {linear / every:.0%} of the weights in {type(model).__name__}'s layers are in linear modules (experts "
-            "are not): leave quantization='int8' out"
+            f"only {linear / every:.0%} of the weights in {type(model).__name__}'s layers are in linear modules "
+            "(experts are not): leave quantization='int8' out"
         )
 
 

@@ -85,8 +85,10 @@ def load(
         compile: decode steps run through ``torch.compile``, which takes a minute at the first ones.
 
     Raises:
-        ModelError: no such model, device or type, int8 or compilation that is not possible here, no decoder-only causal LM, or a damaged checkpoint: weights that are
-            missing, left over, of another shape or not finite, a tokenizer of another model, files that are no JSON.
+        ModelError: no such model, device or type, int8 or compilation that is not possible here, no decoder-only
+            causal LM, or a damaged checkpoint: weights that are missing, left over, of another shape or not finite, a
+            tokenizer of another model, files that are no JSON.
+        UsageError: another quantization.
     """
     config = read_config(name, revision)
     dtype, device = placement(config, dtype, device)
