@@ -204,7 +204,7 @@ def test_a_finished_row_does_not_disturb_the_others(name: str) -> None:
 @every_family
 @every_schedule
 def test_the_cache_holds_what_will_still_run_and_nothing_else(name: str, schedule: Schedule) -> None:
-    """After each pass: a layer of the next step holds what the stock cache would, and room; every other one no tensor."""
+    """After each pass: a layer of the next step holds what the stock cache would, and room; no other holds any."""
     model, inputs = attach(build(name)), prompts()
     cache, stock = SkipCache(model, schedule), DynamicCache(config=model.config)
     grows = [isinstance(layer, GrowingLayer) for layer in cache.layers]
@@ -236,7 +236,7 @@ def test_the_cache_holds_what_will_still_run_and_nothing_else(name: str, schedul
 
 @pytest.mark.parametrize("name", DENSE)
 def test_bytes_are_those_of_the_keys_and_values(name: str) -> None:
-    """All positions of a row and room (or its window's), keys and values, in float32; they fall when a layer retires."""
+    """All positions of a row, and room (or its window's), in float32; and they fall when a layer retires."""
     model, inputs = attach(build(name)), prompts()
     cache = SkipCache(model, TOP)
     probe = Probe(cache)

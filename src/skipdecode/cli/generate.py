@@ -23,7 +23,9 @@ DECODING = (
     "no_repeat_ngram_size"
 ).split()
 #: Options that are the job's own, under the same names.
-JOB = "format speedup full seed dtype device revision overwrite chat".split()
+JOB = (
+    "format speedup full prompt_layers clock profile seed dtype device revision quantization compile overwrite chat"
+).split()
 
 
 def generate(
@@ -63,6 +65,8 @@ def generate(
     offload: o.OffloadTo = None,
     max_memory: o.MaxMemory = None,
     offload_folder: o.OffloadFolder = None,
+    quantization: o.Quantization = None,
+    compile: o.Compile = False,
     overwrite: o.Overwrite = False,
     as_json: o.Json = False,
 ) -> None:

@@ -119,6 +119,10 @@ Dtype = Annotated[
 ]
 Device = Annotated[str | None, Option(help="cpu, cuda, …; a GPU if there is one.", rich_help_panel=MACHINE)]
 Revision = Annotated[str | None, Option(help="Branch, tag or commit of a hub model.", rich_help_panel=MACHINE)]
+Quantization = Annotated[
+    Literal["int8"] | None, Option(help="Layers and head multiply in 8 bits (CPUs).", rich_help_panel=MACHINE)
+]
+Compile = Annotated[bool, Option("--compile", help="Decode steps through torch.compile.", rich_help_panel=MACHINE)]
 Attention = Annotated[
     str | None,
     Option("--attn-implementation", help="eager, sdpa, … (default: transformers').", rich_help_panel=MACHINE),

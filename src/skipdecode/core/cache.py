@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer
@@ -48,7 +49,7 @@ class SkipCache(DynamicCache):
         self.schedule = fitted(schedule, config)
         if len(self.layers) != schedule.num_layers:
             raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the cache has {len(self.layers)}")
-        self.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        self.layers: list[Any] = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
         self.gates = next((id_ for id_ in map(_gate_state, decoder_layers(model)) if id_ is not None), None)
         if self.gates is None:
             raise CacheError("the model has no gates: call skipdecode.attach(model) first")
@@ -138,16 +139,19 @@ class SkipCache(DynamicCache):
         """Drop what the layer holds. transformers sizes a kind's mask by its first layer: let it find one that runs."""
         self.layers[index], self._holds[index] = DynamicLayer(), False
 
+    @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store and return keys and values (batch, heads, positions, size), as attention needs them."""
         self._check_runs(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    @torch.compiler.disable
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store the state of a convolution over positions (batch, channels, positions)."""
         self._check_runs(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
+    @torch.compiler.disable
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store the state of a recurrence, whatever its shape."""
         self._check_runs(layer_idx)

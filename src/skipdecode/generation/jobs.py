@@ -80,8 +80,8 @@ class GenerationJob:
             seconds of a decode ``step``, or of the whole ``job`` if every row writes ``max_new_tokens``.
         batch_size: rows decoded together; ``auto``: rows of like length, as many as fit into memory.
         seed: of sampling: a row's text depends on it and on the row's number, not on its batch.
-        dtype, device, revision, offload: as :func:`skipdecode.load` takes them; of offloaded layers, those stay in
-            memory that the schedule runs most.
+        dtype, device, revision, offload, quantization, compile: as :func:`skipdecode.load` takes them; of offloaded
+            layers, those stay in memory that the schedule runs most.
         overwrite: replace an output, finished or not, that is already there.
         chat: each prompt that is a text is a user's message: the tokenizer's chat template is applied.
         options: as ``model.generate`` names them; ``max_new_tokens`` is the task's if it is not among them.
@@ -109,6 +109,8 @@ class GenerationJob:
     offload: str | Offload | None = None
     overwrite: bool = False
     chat: bool = False
+    quantization: str | None = None
+    compile: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -166,6 +168,7 @@ class GenerationJob:
         items = self._items()
         # Another type or kind of device rounds otherwise; a hub name alone does not say which version it is.
         placed = [*map(str, placement(config, self.dtype, self.device)), getattr(config, "_commit_hash", None)]
+        placed += [name for name in (self.quantization, "compile" * self.compile) if name]
         new_tokens = self.options["max_new_tokens"]
         rows = JobRows(items, load_tokenizer(self.model, self.revision), config, new_tokens)
         predictor = clock.predictor([len(ids) for ids in rows.ids.values()], self.batch_size, new_tokens)
@@ -230,10 +233,9 @@ class GenerationJob:
             say(f"{len(completions)} rows were done before")
         todo = {index: ids for index, ids in rows.ids.items() if index not in completions}
         if todo:
+            how = {name: getattr(self, name) for name in ("dtype", "device", "revision", "quantization", "compile")}
             offload = Offload.of(self.offload, None if schedule is None else schedule.ranking)
-            model, tokenizer = load(
-                self.model, dtype=self.dtype, device=self.device, revision=self.revision, offload=offload
-            )
+            model, tokenizer = load(self.model, offload=offload, **how)
             on_start(len(rows.ids), len(completions))
             made = batches(model, tokenizer, todo, schedule, self.batch_size, self.seed, **self.options)
             for keys, batch, took in made:

@@ -24,7 +24,9 @@ from transformers.utils import logging
 from ..core.attach import attach
 from ..core.stack import text_config
 from ..data.tokenization import for_decoding, train_tokenizer
-from ..errors import ModelError
+from ..errors import ModelError, UsageError
+from .faster import check_faster, make_faster
+from .int8 import check_linear
 from .offload import Offload
 from .soundness import (
     UNREADABLE,
@@ -70,6 +72,8 @@ def load(
     attention: str | None = None,
     revision: str | None = None,
     offload: str | Offload | None = None,
+    quantization: str | None = None,
+    compile: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal LM with gates attached, and its tokenizer. No code of the checkpoint is run.
 
@@ -82,13 +86,22 @@ def load(
         revision: of a hub model.
         offload: which decoder layers wait on the disk or in host memory until they run: ``auto``, ``disk``, ``cpu``, or
             an :class:`~skipdecode.generation.offload.Offload`, which says how much memory the weights may take.
+        quantization: ``int8``: layers and LM head multiply in 8 bits, on CPUs.
+        compile: decode steps run through ``torch.compile``, which takes a minute at the first ones.
 
     Raises:
-        ModelError: no such model, device or type, no decoder-only causal LM, or a damaged checkpoint: weights that are
-            missing, left over, of another shape or not finite, a tokenizer of another model, files that are no JSON.
+        ModelError: no such model, device or type, int8 or compilation that is not possible here, no decoder-only
+            causal LM, or a damaged checkpoint: weights that are missing, left over, of another shape or not finite, a
+            tokenizer of another model, files that are no JSON.
+        UsageError: another quantization, or one together with offload.
     """
     config = read_config(name, revision)
     dtype, device = placement(config, dtype, device)
+    if offload is not None and (quantization or compile):
+        raise UsageError("layers that wait elsewhere can be neither quantized nor compiled: leave out offload")
+    check_faster(name, config, device, cpu_capabilities(), quantization, compile)
+    if quantization and (sketch := _sketch(config)) is not None:
+        check_linear(sketch)
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     if (away := Offload.of(offload)) is not None:
         options |= away.options(_sketch(config), dtype, device)
@@ -105,7 +118,7 @@ def load(
     else:
         with Reading(f"{name} does not fit on {device!r}"):
             model = model.to(device)
-    return attach(model.eval()), tokenizer
+    return attach(make_faster(model.eval(), quantization=quantization, compile=compile)), tokenizer
 
 
 def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tuple[str | torch.dtype, str]:
