@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..core.planning import Prediction
+    from ..generation.offload import Offload
 
 Measured = Annotated[
     str | None,
@@ -44,22 +46,28 @@ def profile(
     device: o.Device = None,
     attention: o.Attention = None,
     revision: o.Revision = None,
+    quantization: o.Quantization = None,
+    compile: o.Compile = False,
     as_json: o.Json = False,
 ) -> None:
     """Measure what prompts and decode steps take on this machine: minutes, with nothing else computing.
 
     skipdecode profile --shape opt-1.3b --output opt.json
     """
+    from dataclasses import replace
+
     from ..clock.profile import Profiler
     from ..core.cost import is_profile
     from ..files import check_target
+    from ..generation.faster import faster_options
 
     sizes, lengths = _whole(batch, "--batch"), _whole(context, "--context")
     check_target(output, ours=is_profile)
-    loaded, tokenizer = _load(model, shape, dtype, device, attention, revision)
+    faster = faster_options(quantization, compile)
+    loaded, tokenizer = _load(model, shape, dtype, device, attention, revision, faster)
     with Bar() as bar:
         profiler = Profiler(loaded, tokenizer, repeats, lambda done, total: bar.show("measuring", done, total))
-        measured = profiler.profile(sizes, lengths, shape or str(model))
+        measured = replace(profiler.profile(sizes, lengths, shape or str(model)), options=faster)
     measured.save(output)
     say(f"wrote {output}")
     from rich.table import Table
@@ -190,6 +198,11 @@ def bench(
     device: o.Device = None,
     attention: o.Attention = None,
     revision: o.Revision = None,
+    quantization: o.Quantization = None,
+    compile: o.Compile = False,
+    offload: o.OffloadTo = None,
+    max_memory: o.MaxMemory = None,
+    offload_folder: o.OffloadFolder = None,
     output: Annotated[Path | None, Option(help="Folder for table.md, table.csv, table.json and a plot.")] = None,
     as_json: o.Json = False,
 ) -> None:
@@ -206,16 +219,21 @@ def bench(
     from ..clock.profile import dtype_of
     from ..clock.tables import markdown_table, save_tables
     from ..core.cost import shape_of
+    from ..generation.faster import faster_options
     from ..generation.machine import machine
 
-    measured = o.load_profile(clock, profile)
+    measured, faster, away = (
+        o.load_profile(clock, profile),
+        faster_options(quantization, compile),
+        o.offload_of(locals()),
+    )
     form = o.form_of(order=order, decay=decay, prompt_layers=prompt_layers)
     sizes = _whole(batch, "--batch")
     plan = BenchPlan(o.parse_speedups(speedups), sizes, prompt_tokens, new_tokens, clock, measured, repeats, form)
-    loaded, tokenizer = _load(model, shape, dtype, device, attention, revision, check=plan.check)
+    loaded, tokenizer = _load(model, shape, dtype, device, attention, revision, faster, away, plan.check)
     here, kind = machine(str(loaded.device)), dtype_of(loaded)
     if measured is not None:
-        measured.check(shape=shape_of(loaded.config), machine=here, dtype=kind)
+        measured.check(shape=shape_of(loaded.config), machine=here, dtype=kind, options=faster)
     peaks = measure_peaks(loaded.device, getattr(torch, kind))
     with Bar() as bar:
         bar.show("timing alternately", 0, runs_of(plan))
@@ -225,7 +243,7 @@ def bench(
         "model": shape or str(model),
         "command": "skipdecode " + shlex.join(sys.argv[1:]),
         "machine": here,
-        "dtype": kind,
+        "dtype": ", ".join([kind, *(f"{name} {value}" for name, value in faster.items())]),
         "peaks": f"{peaks.bandwidth / 1e9:.1f} GB/s read by a product of one row, {peaks.matrix / 1e9:.0f} GFLOP/s",
         "job": f"{prompt_tokens} prompt tokens and {new_tokens} new ones in each row, end-of-sequence suppressed",
         "rounds": f"{repeats} after one to warm up, all speeds of a batch size in turn, medians",
@@ -257,7 +275,9 @@ def _load(
     device: str | None,
     attention: str | None,
     revision: str | None,
-    check: Any = lambda config: None,
+    faster: Mapping[str, Any],
+    offload: Offload | None = None,
+    check: Callable[[Any], object] = lambda config: None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The checkpoint, or random weights of the shape."""
     from ..clock.shapes import random_model, shape_config
@@ -265,8 +285,11 @@ def _load(
 
     if (model is None) == (shape is None):
         raise UsageError("give either MODEL or --shape")
-    if shape is not None:
-        check(config := shape_config(shape))
-        return random_model(shape, dtype, placement(config, dtype, device)[1], attn_implementation=attention)
-    check(read_config(str(model), revision))
-    return load(str(model), dtype=dtype, device=device, revision=revision, attention=attention)
+    if shape is None:
+        check(read_config(str(model), revision))
+        placed: dict[str, Any] = {"dtype": dtype, "device": device, "revision": revision, "attention": attention}
+        return load(str(model), offload=offload, **placed, **faster)
+    if offload is not None:
+        raise UsageError("random weights are made in memory: write a checkpoint to offload (benchmarks/checkpoint.py)")
+    check(config := shape_config(shape))
+    return random_model(shape, dtype, placement(config, dtype, device)[1], attn_implementation=attention, **faster)

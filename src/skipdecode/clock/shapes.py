@@ -10,7 +10,8 @@ from transformers.initialization import no_init_weights
 
 from ..core.attach import attach
 from ..errors import ModelError, UsageError
-from ..generation.loading import DEMO, check_device, check_dtype, load_tokenizer
+from ..generation.faster import check_faster, make_faster
+from ..generation.loading import DEMO, check_device, check_dtype, cpu_capabilities, load_tokenizer
 
 
 def _opt(layers: int, width: int, heads: int, **rest: Any) -> dict[str, Any]:
@@ -64,7 +65,13 @@ def shape_config(name: str) -> Any:
 
 
 def random_model(
-    name: str, dtype: str = "auto", device: str = "cpu", seed: int = 0, **options: Any
+    name: str,
+    dtype: str = "auto",
+    device: str = "cpu",
+    seed: int = 0,
+    quantization: str | None = None,
+    compile: bool = False,
+    **options: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model of the shape with random weights, and a tokenizer that decodes some of its ids; for timing only.
 
@@ -73,6 +80,7 @@ def random_model(
         dtype: of the weights; ``auto`` is bfloat16, as the published models have it.
         device: where they are made.
         seed: of the weights.
+        quantization, compile: as :func:`skipdecode.load` takes them.
         options: ``attn_implementation`` and others of ``from_config``.
 
     Raises:
@@ -82,6 +90,7 @@ def random_model(
     config = shape_config(name)
     check_device(device)
     check_dtype(dtype)
+    check_faster(name, config, device, cpu_capabilities(), quantization, compile)
     kind = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
     torch.manual_seed(seed)
     try:
@@ -93,4 +102,4 @@ def random_model(
     except (RuntimeError, MemoryError) as error:
         raise ModelError(f"{name} in {kind} does not fit on {device!r}: {error}") from error
     model.generation_config.eos_token_id = None  # nothing ends a text early
-    return attach(model.eval()), load_tokenizer(str(DEMO))
+    return attach(make_faster(model.eval(), quantization=quantization, compile=compile)), load_tokenizer(str(DEMO))

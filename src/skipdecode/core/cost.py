@@ -104,7 +104,7 @@ class Profile:
         for name, value in {"machine": machine, "shape": shape, **placed}.items():
             mine = getattr(self, name)
             if value is not None and value != mine:
-                ours, theirs = ("another shape", self.model) if name == "shape" else (value, mine)
+                ours, theirs = ("this model", self.model) if name == "shape" else (value or "none", mine or "none")
                 raise UsageError(
                     f"the profile is for another {name}: {theirs}, not {ours}; measure one here: skipdecode profile"
                 )

@@ -36,6 +36,11 @@ def check_faster(
             raise ModelError(f"compile=True needs a C++ compiler ({error}): install g++, or leave it out") from None
 
 
+def faster_options(quantization: str | None, compile: bool) -> dict[str, Any]:
+    """Those that are on, by name: what a time must be told with."""
+    return ({"quantization": quantization} if quantization else {}) | ({"compile": True} if compile else {})
+
+
 def make_faster(model: Model, *, quantization: str | None = None, compile: bool = False) -> Model:
     """Change a model, before gates are attached, so that its layers and its head run faster. Returns the model.
 

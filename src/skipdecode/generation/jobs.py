@@ -21,6 +21,7 @@ from ..errors import MissingExtra, UsageError
 from ..files import check_target
 from ..provenance import fingerprint, identity
 from .batch_size import BatchSize, check_batch_size
+from .faster import faster_options
 from .generate import batches, to_prompts
 from .job_rows import JobRows
 from .journal import Journal
@@ -164,7 +165,7 @@ class GenerationJob:
         check_with_model(self.options, defaults, skips=not self.full, seed=self.seed)
         check_batch_size(self.batch_size, self.options, defaults)
         clock = ClockOf(self.clock, self.profile)
-        clock.check(config, self.dtype, self.device)
+        clock.check(config, self.dtype, self.device, **faster_options(self.quantization, self.compile))
         items = self._items()
         # Another type or kind of device rounds otherwise; a hub name alone does not say which version it is.
         placed = [*map(str, placement(config, self.dtype, self.device)), getattr(config, "_commit_hash", None)]

@@ -23,8 +23,10 @@ def machine(device: str | None = None) -> str:
     return f"{device}; {versions}, Python {platform.python_version()}"
 
 
-def check_profile(profile: Profile, config: Any, dtype: str = "auto", device: str | None = None) -> None:
-    """Whether a profile is of this machine, and of models of this config placed so.
+def check_profile(
+    profile: Profile, config: Any, dtype: str = "auto", device: str | None = None, **options: Any
+) -> None:
+    """Whether a profile is of this machine, and of models of this config placed so; ``options``: those of faster layers.
 
     Raises:
         UsageError: it is not; the message says what differs.
@@ -32,7 +34,9 @@ def check_profile(profile: Profile, config: Any, dtype: str = "auto", device: st
     """
     kind, place = placement(config, dtype, device)
     kind = config.dtype if kind == "auto" else kind
-    profile.check(shape=shape_of(config), machine=machine(place), dtype=str(kind).removeprefix("torch."))
+    profile.check(
+        shape=shape_of(config), machine=machine(place), dtype=str(kind).removeprefix("torch."), options=options
+    )
 
 
 def resident_bytes() -> int:

@@ -37,10 +37,10 @@ class ClockOf:
         if isinstance(self.profile, (str, Path)):
             object.__setattr__(self, "profile", Profile.load(self.profile))
 
-    def check(self, config: Any, dtype: str, device: str | None) -> None:
+    def check(self, config: Any, dtype: str, device: str | None, **options: Any) -> None:
         """Whether the profile is this machine's, for models of this config. Raises UsageError."""
         if isinstance(self.profile, Profile):
-            check_profile(self.profile, config, dtype, device)
+            check_profile(self.profile, config, dtype, device, **options)
 
     def predictor(self, lengths: Sequence[int], batch_size: int | str, new_tokens: int) -> Predictor | None:
         """Of rows with prompts of these lengths that write ``new_tokens`` each at most; None where layers count.
