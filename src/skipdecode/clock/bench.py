@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.checkpoint_config import layer_count, resolve_schedule
@@ -209,11 +210,15 @@ def _per_step(model: PreTrainedModel, schedule: Schedule, depth: float, count: C
     """What the weights of the head and of the layers that run count together, in a step of average depth."""
     layers = decoder_layers(model)
     ranked = [layers[i] for i in fitted(schedule, model.config).ranking]
-    sums = [sum(map(count, layer.parameters())) for layer in ranked]
+    sums = [sum(map(count, _weights(layer))) for layer in ranked]
     whole = int(depth)
     running = sum(sums[:whole]) + (depth - whole) * (sums[whole] if whole < len(sums) else 0)
     head = model.get_output_embeddings()
-    return running + (sum(map(count, head.parameters())) if head is not None else 0)
+    return running + (sum(map(count, _weights(head))) if head is not None else 0)
+
+
+def _weights(module: nn.Module) -> Iterator[Tensor]:
+    return itertools.chain(module.parameters(), module.buffers())  # int8 weights are buffers
 
 
 #: Heads of the table that :func:`cells_of` fills.

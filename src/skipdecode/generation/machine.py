@@ -26,7 +26,7 @@ def machine(device: str | None = None) -> str:
 def check_profile(
     profile: Profile, config: Any, dtype: str = "auto", device: str | None = None, **options: Any
 ) -> None:
-    """Whether a profile is of this machine, and of models of this config placed so; ``options``: those of faster layers.
+    """Whether a profile is of this machine, and of models of this config placed and made faster so.
 
     Raises:
         UsageError: it is not; the message says what differs.
