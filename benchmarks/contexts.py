@@ -26,7 +26,9 @@ from skipdecode.generation.machine import machine
 HEADS = ("batch", "context", "asked", "layers", "predicted", "got", "got / predicted", "ms / step", "ms at full depth")
 
 
-def measure(profiler: Profiler, profile: Profile, size: int, context: int, speedups: list[float]) -> list[dict[str, Any]]:
+def measure(
+    profiler: Profiler, profile: Profile, size: int, context: int, speedups: list[float]
+) -> list[dict[str, Any]]:
     """Rows of one batch size and context."""
     layers, depths = profile.num_layers, {}
     predictor = Predictor(profile, [Workload(size, context, 2 * STEPS)])
