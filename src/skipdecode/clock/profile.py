@@ -175,7 +175,7 @@ class Profiler:
         return tuple(order)
 
     def measure(self, size: int, length: int, schedule: Schedule) -> Timed:
-        """One call of ``generate``: ``size`` rows of ``length`` prompt tokens, as many steps as the schedule's horizon."""
+        """One call of ``generate``: ``size`` rows of ``length`` prompt tokens, and the schedule's horizon in steps."""
         caches: list[SkipCache] = []
 
         def decoding(model: PreTrainedModel) -> SkipCache:
