@@ -159,10 +159,12 @@ def main() -> None:
                 command = [sys.executable, *sys.argv, "--cell", json.dumps(cell)]
                 rows.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
                 print({k: v for k, v in rows[-1].items() if k != "trace"}, file=sys.stderr, flush=True)
+    traces = [row.pop("trace") for row in rows]
     full = {(row["batch_size"], row["prompt_tokens"]): row for row in rows if row["asked"] == 1}
     shown = [cells(row, full.get((row["batch_size"], row["prompt_tokens"]))) for row in rows]
     about = {"model": given.model.name, "machine": machine("cpu"), "new tokens": given.new_tokens}
     save_tables(given.output, rows, HEADS, shown, about)
+    (given.output / "traces.json").write_text(json.dumps(traces) + "\n")
     print(markdown_table(HEADS, shown))
 
 
