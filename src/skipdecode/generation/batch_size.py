@@ -28,8 +28,9 @@ from .options import num_beams
 
 BatchSize = int | Literal["auto"]
 
-#: The share of the free memory that a batch may take: what is measured is no more than tensors.
-SHARE = 0.75
+#: The share of the free memory that a batch's tensors may take. Buffers of kernels and what malloc keeps come on top:
+#: processes grew by up to 1.44 times what is predicted of their tensors (docs/memory.md).
+SHARE = 0.6
 #: The most rows at once: a job that is killed loses a batch, and a batch goes on for its longest text.
 MOST_ROWS = 256
 #: Lengths at which the bytes of a layer's positions are measured.
