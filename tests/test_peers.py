@@ -151,6 +151,13 @@ def test_ratios_are_of_the_rounds_beside_each_other() -> None:
     assert cell["decode_spread"] == 1
 
 
+def test_a_clock_that_cannot_tell_decoding_from_the_prompt_gives_no_speed() -> None:
+    """A job that took no longer than its prompt alone is noise, and says so."""
+    (cell,) = summaries([_row("vllm", [(1, 0.9), (1, 3), (1, 3)], [(2, 6)] * 3)])
+    assert not {name for name in cell if name.startswith(("decode", "step"))}
+    assert "too short" in markdown([cell], {})
+
+
 def test_the_report_holds_every_cell(tmp_path: Path) -> None:
     """In all three files; a cell that failed has its reason in each."""
     failed = {"shape": "opt-tiny", "engine": "openvino", "precision": "bfloat16", "speedup": 1, "batch": 4}
