@@ -55,7 +55,7 @@ ENGINES = {
     "llamacpp-q8_0": Engine("llamacpp", "llamacpp", "q8_0", families=("llama",)),
     "vllm-eager": Engine("vllm", "vllm", options={"eager": True}),
     "vllm": Engine("vllm", "vllm"),
-    "vllm-w8a8": Engine("vllm", "vllm", options={"weights": "int8"}),
+    "vllm-w8a8": Engine("vllm", "vllm", options={"weights": "w8a8"}),
 }
 
 

@@ -16,6 +16,9 @@ from . import checkpoint
 from .catalogue import BASELINE, ENGINES, call
 from .processes import EngineFailed, Running
 
+#: New tokens of the round that is not timed: compiling, first touches of memory.
+WARM_UP = 8
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -114,8 +117,8 @@ def _precision(name: str, settings: Settings) -> str:
 def _head(name: str, settings: Settings, batch: int, speedup: int = 1) -> dict[str, Any]:
     """What names a row."""
     precision = _precision(name, settings)
-    if ENGINES[name].options.get("weights") == "int8":
-        precision = f"int8 weights, {precision}"
+    forms = {"int8": f"int8 weights, {precision}", "w8a8": "int8 weights and activations"}
+    precision = forms.get(ENGINES[name].options.get("weights", ""), precision)
     return {"shape": settings.shape, "engine": name, "precision": precision, "speedup": speedup, "batch": batch}
 
 
@@ -130,7 +133,7 @@ def _cell(
         for name, process in running.items():
             try:
                 for speedup in ENGINES[name].speedups if name not in failed else ():
-                    timed = _time(process, settings, batch, speedup)
+                    timed = _time(process, settings, batch, speedup, WARM_UP if number == 0 else settings.new_tokens)
                     if number:
                         rounds.setdefault((name, speedup), []).append(timed)
             except EngineFailed as error:
@@ -159,12 +162,12 @@ def _split(rounds: Sequence[dict[str, Any]], prefix: str) -> dict[str, Any]:
     return {f"{prefix}rounds": clock, f"{prefix}tokens": rounds[-1]["tokens"]}
 
 
-def _time(process: Running, settings: Settings, batch: int, speedup: int) -> dict[str, Any]:
+def _time(process: Running, settings: Settings, batch: int, speedup: int, new_tokens: int) -> dict[str, Any]:
     """The job, and the same prompts with one new token: what is left between the two is decoding."""
     prompts = checkpoint.prompts(settings.shape, batch, settings.prompt_tokens)
     options = call(speedup, checkpoint.SHAPES[settings.shape].num_hidden_layers, settings.new_tokens)
     prompt = process.ask(prompts, 1, options)
-    job = process.ask(prompts, settings.new_tokens, options)
+    job = process.ask(prompts, min(new_tokens, settings.new_tokens), options)
     return {
         "prompt_seconds": prompt["seconds"],
         "job_seconds": job["seconds"],

@@ -67,20 +67,23 @@ def summary(row: Row) -> dict[str, Any]:
     decode = [_decode(r) for r in own]
     base_decode = [_decode(r) for r in base]
     middle = statistics.median
+    if min(*decode, *base_decode) > 0:  # else the texts are too short for this clock: no figure
+        plain |= {
+            "decode_tokens_per_second": steps / middle(decode),
+            "decode_spread": (max(decode) - min(decode)) / middle(decode),
+            "decode_ratio": middle(b / o for b, o in zip(base_decode, decode, strict=True)),
+            "step_ms": 1e3 * middle(decode) / (settings["new_tokens"] - 1),
+            "baseline_decode_tokens_per_second": steps / middle(base_decode),
+            "baseline_decode_spread": (max(base_decode) - min(base_decode)) / middle(base_decode),
+        }
     plain |= {
-        "decode_tokens_per_second": steps / middle(decode),
-        "decode_spread": (max(decode) - min(decode)) / middle(decode),
-        "decode_ratio": middle(b / o for b, o in zip(base_decode, decode, strict=True)),
-        "step_ms": 1e3 * middle(decode) / (settings["new_tokens"] - 1),
         "job_tokens_per_second": tokens / middle(r["job_seconds"] for r in own),
         "job_ratio": middle(b["job_seconds"] / o["job_seconds"] for b, o in zip(base, own, strict=True)),
         "prompt_seconds": middle(r["prompt_seconds"] for r in own),
         "prompt_ratio": middle(b["prompt_seconds"] / o["prompt_seconds"] for b, o in zip(base, own, strict=True)),
         "peak_rss_gb": max(r["peak_rss"] for r in own) / 1e9,
-        "baseline_decode_tokens_per_second": steps / middle(base_decode),
         "baseline_job_tokens_per_second": tokens / middle(b["job_seconds"] for b in base),
         "baseline_prompt_seconds": middle(b["prompt_seconds"] for b in base),
-        "baseline_decode_spread": (max(base_decode) - min(base_decode)) / middle(base_decode),
     }
     return plain | {f"{name} version": number for name, number in row["versions"].items()}
 
@@ -126,7 +129,7 @@ def _table(cells: Sequence[Row], key: str, digits: int) -> str:
 
 def _baseline(cells: Sequence[Row], key: str, batch: int, digits: int) -> str:
     """The baseline's figure over all engines that it was timed beside."""
-    values = [cell[f"baseline_{key}"] for cell in cells if cell["batch"] == batch and "failed" not in cell]
+    values = [cell[f"baseline_{key}"] for cell in cells if cell["batch"] == batch and f"baseline_{key}" in cell]
     return f"{statistics.median(values):.{digits}f} (1)" if values else ""
 
 
@@ -137,7 +140,7 @@ def _shown(cell: Row | None, key: str, digits: int) -> str:
     if "failed" in cell:
         return "not run"
     if key not in cell:
-        return ""
+        return "too short" if key == "decode_tokens_per_second" else ""
     ratio = cell.get(key.split("_")[0] + "_ratio")
     return f"{cell[key]:.{digits}f}" + ("" if ratio is None else f" ({ratio:.2f}x)")
 

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SkipDecodeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    notes = _notes(sys.argv[1:] if arguments is None else arguments)
+    notes = _notes(options, cells)
     save(cells, notes, output(options))
     print(markdown(cells, notes))
     return 0
@@ -105,8 +105,19 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _notes(arguments: Sequence[str]) -> dict[str, str]:
+def _command(options: argparse.Namespace) -> str:
+    """What was asked for, without the folders, which say nothing to others."""
+    words = ["python", "benchmarks/peers"]
+    for name, value in vars(options).items():
+        if name not in ("work", "output", "environments") and value not in (None, False):
+            shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [shown])]
+    return shlex.join(words)
+
+
+def _notes(options: argparse.Namespace, cells: Sequence[dict[str, Any]]) -> dict[str, str]:
     """What must stand below the tables."""
+    versions = {(key.removesuffix(" version"), cell[key]) for cell in cells for key in cell if key.endswith(" version")}
     cpu = cpu_capabilities().get("cpu_name") or platform.machine()
     return {
         "ratios": "in brackets, how many times faster than transformers with its dynamic cache, timed in the same "
@@ -114,6 +125,7 @@ def _notes(arguments: Sequence[str]) -> dict[str, str]:
         "layers": "the model's layers over those that a decode step runs on average; 1x is full depth",
         "method": "each engine in its own process; in every round the baseline, then each call; decoding is the whole "
         "job's seconds less those of a call with one new token; end-of-sequence off, greedy",
-        "machine": f"{cpu}, {os.cpu_count()} cores, {platform.system()}; versions in table.json",
-        "command": shlex.join(["python", "benchmarks/peers", *arguments]),
+        "machine": f"{cpu}, {os.cpu_count()} cores, {platform.system()}",
+        "versions": ", ".join(f"{name} {number}" for name, number in sorted(versions)),
+        "command": _command(options),
     }

@@ -14,9 +14,10 @@ def load(job: Job) -> Generate:
     model = AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype=getattr(torch, job["precision"])).eval()
     positions = job["prompt_tokens"] + job["new_tokens"]
     static = job["options"].get("cache") == "static"
-    options = {"disable_compile": True}
-    if job["options"].get("compile"):
-        options = {"compile_config": CompileConfig(mode="default", dynamic=False, _compile_all_devices=True)}
+    compiled = job["options"].get("compile")
+    config = CompileConfig(mode="default", dynamic=False)
+    config._compile_all_devices = True  # transformers' own switch: without it, it compiles on GPUs only
+    options = {"compile_config": config} if compiled else {"disable_compile": True}
     caches: dict[int, StaticCache] = {}
 
     def generate(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -37,6 +38,8 @@ def load(job: Job) -> Generate:
             max_new_tokens=new_tokens,
             **options,
         )
+        if compiled and new_tokens > 1 and not hasattr(model, "_compiled_call"):
+            raise RuntimeError("transformers did not compile the model")
         return output[:, ids.shape[1] :].tolist()
 
     return generate

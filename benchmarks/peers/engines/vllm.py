@@ -20,9 +20,9 @@ from peers.protocol import Generate, Job, serve
 
 
 def load(job: Job) -> Generate:
-    """Options: ``eager``; ``weights`` int8 for a checkpoint of int8 weights and activations, written once."""
+    """Options: ``eager``; ``weights`` w8a8 for a checkpoint of int8 weights and activations, written once."""
     checkpoint = job["checkpoint"]
-    if job["options"].get("weights") == "int8":
+    if job["options"].get("weights") == "w8a8":
         checkpoint = write_int8(Path(checkpoint), Path(job["converted"]))
     length = job["prompt_tokens"] + job["new_tokens"] + 1
     engine = LLM(
