@@ -12,8 +12,8 @@ import pytest
 import skipdecode
 from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule
+from skipdecode.clock.timing import Clock, Timing, alternate, compare, forced, remarks, shown, typical_steps
 from skipdecode.errors import ModelError
-from skipdecode.evaluation.timing import Clock, Timing, alternate, compare, forced, remarks, shown, typical_steps
 from skipdecode.generation.results import Cost, Generated
 
 

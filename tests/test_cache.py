@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import UserDict
 from typing import Any
@@ -13,9 +14,10 @@ from transformers.cache_utils import DynamicLayer
 
 from helpers.families import FAMILIES, LAYERS, LENGTHS, SCHEDULES, STEPS, TOP, WIDTH, build, decode, prompts, run
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
-from skipdecode.core.cache import cache_bytes, held_bytes
+from skipdecode.core.cache import held_bytes
 from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.gate import GateState, Teacher
+from skipdecode.core.growing import ROOM, GrowingLayer
 from skipdecode.core.guards import _shape
 from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import CacheError, UnsupportedModel
@@ -79,7 +81,9 @@ def test_the_full_schedules_cache_can_be_cropped() -> None:
         model(**prompts(), past_key_values=cache)
         cache.crop(-2)
     assert caches[0].get_seq_length() == caches[1].get_seq_length() == WIDTH - 2
-    assert cache_bytes(caches[0]) == cache_bytes(caches[1]) > 0
+    for ours, theirs in zip(caches[0].layers, caches[1].layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys)
+        assert torch.equal(ours.values, theirs.values)
 
 
 def test_bytes_count_every_tensor_of_two_axes_or_more() -> None:
@@ -250,7 +254,7 @@ def test_a_layer_must_store_the_positions_that_it_runs(stored: int) -> None:
         cache.update(keys, keys, 0)
     if stored == 5:
         cache.end_layer(0)
-        assert cache.peak_kv_bytes == 2 * 2 * 4 * 5 * 8 * 4
+        assert cache.peak_kv_bytes == 2 * 2 * 4 * (5 + ROOM) * 8 * 4
     else:
         with pytest.raises(CacheError, match="layer 0 ran without asking the SkipCache"):
             cache.end_layer(0)
@@ -321,3 +325,82 @@ def test_the_shape_of_a_pass_is_that_of_its_ids_or_embeddings() -> None:
         assert _shape(args, kwargs) == (2, 5)
     assert _shape((None,), {"inputs_embeds": embeddings, "input_ids": None}) == (2, 5)
     assert _shape((None, ids), {"attention_mask": ids}) is None
+
+
+# --- keys and values with room ahead
+
+
+def _stored(layer: DynamicLayer, start: int, count: int) -> None:
+    states = torch.arange(start, start + count, dtype=torch.float32)[None, None, :, None].expand(3, 2, count, 4)
+    layer.update(states, states + 0.5)
+
+
+def test_keys_are_copied_only_when_the_room_is_full() -> None:
+    """Bit for bit transformers' own layer at every length; the memory moves once in ROOM steps."""
+    ours, theirs = GrowingLayer(), DynamicLayer()
+    places = set()
+    for number in range(3 * ROOM):
+        for layer in (ours, theirs):
+            _stored(layer, 5 + number if number else 0, 1 if number else 5)
+        assert ours.get_seq_length() == theirs.get_seq_length() == 5 + number
+        assert torch.equal(ours.keys, theirs.keys)
+        assert torch.equal(ours.values, theirs.values)
+        assert held_bytes(ours) == ours.keys.untyped_storage().nbytes() + ours.values.untyped_storage().nbytes()
+        places.add(ours.keys.data_ptr())
+    assert len(places) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.reorder_cache(torch.tensor([2, 2, 0])),
+        lambda layer: layer.batch_select_indices(torch.tensor([1])),
+        lambda layer: layer.batch_repeat_interleave(2),
+        lambda layer: layer.crop(-2),
+        lambda layer: setattr(layer, "keys", layer.keys + 1),
+        lambda layer: layer.reset(),
+    ],
+    ids=["reorder", "select", "repeat", "crop", "replaced", "reset"],
+)
+def test_what_replaces_keys_leaves_the_room(change: Any) -> None:
+    """Rows by beams, rows chosen, positions rolled back: what transformers' own layer holds, and no room beside it."""
+    ours, theirs = GrowingLayer(), DynamicLayer()
+    for layer in (ours, theirs):
+        _stored(layer, 0, 5)
+        change(layer)
+        before = None if layer.keys is None else layer.keys.clone()
+        rows = 3 if layer.keys is None else len(layer.keys)
+        states = torch.full((rows, 2, 1, 4), 9.0)
+        kept = layer.keys
+        layer.update(states, states)
+        assert before is None or torch.equal(kept, before), "what was handed out before is not written to"
+    assert torch.equal(ours.keys, theirs.keys)
+    assert torch.equal(ours.values, theirs.values)
+
+
+def test_a_copy_of_keys_writes_to_room_of_its_own() -> None:
+    """deepcopy, and then both go on."""
+    ours = GrowingLayer()
+    _stored(ours, 0, 5)
+    twin = copy.deepcopy(ours)
+    _stored(ours, 5, 1)
+    _stored(twin, 50, 1)
+    assert ours.keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert twin.keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 50]
+
+
+def test_gradients_and_inference_tensors_are_not_written_over() -> None:
+    """With gradients keys are concatenated; room made in inference mode is left outside of it."""
+    ours = GrowingLayer()
+    weight = torch.ones(3, 2, 2, 4, requires_grad=True)
+    for _ in range(3):
+        keys, _ = ours.update(weight * weight, weight * weight)
+    keys.sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full_like(weight, 6.0))
+    ours = GrowingLayer()
+    with torch.inference_mode():
+        _stored(ours, 0, 5)
+        _stored(ours, 5, 1)
+    _stored(ours, 6, 1)
+    assert ours.keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 6]

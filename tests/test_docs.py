@@ -28,8 +28,8 @@ VERBS: dict[str, set[str]] = {
     name: {option for parameter in verb.params for option in parameter.opts} | {"--help"}
     for name, verb in COMMAND.commands.items()
 }
-#: Options of other programs that documents name: pytest, `make torture`, lm-evaluation-harness.
-OTHERS = set("--update-golden --seconds --include --tasks --model".split())
+#: Options of other programs that documents name: pytest, `make torture`, lm-evaluation-harness, benchmarks/peers.
+OTHERS = set("--update-golden --seconds --include --tasks --model --together --precision".split())
 
 
 def name_of(path: Path) -> str:

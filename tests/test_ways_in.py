@@ -148,6 +148,7 @@ def test_a_job_from_python_is_that_of_the_command_line(folder: Path, tmp_path: P
         "peak_kv_bytes",
         "bad_rows",
         "target_speedup",
+        "target_of",
         "layers",
     }
     summary = json.loads(done.stdout.splitlines()[-1])

@@ -22,6 +22,7 @@ except ModuleNotFoundError:
 from .. import __version__
 from ..errors import SkipDecodeError, UsageError
 from .calibrate import calibrate
+from .clock import bench, plan, profile
 from .console import drop_output
 from .demo import demo
 from .evaluate import evaluate
@@ -39,6 +40,7 @@ EXTRAS = {
     "accelerate": "train",
     "datasets": "train",
     "peft": "lora",
+    "psutil": "memory",
     "lm_eval": "harness",
 }
 
@@ -87,7 +89,7 @@ def _run(verb: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-for verb in (demo, generate, train, calibrate, evaluate, check, schedule):
+for verb in (demo, generate, train, calibrate, evaluate, check, schedule, profile, plan, bench):
     app.command()(_run(verb))
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..evaluation.calibration import Calibration
 
 Rows = Annotated[Path, Option(help="Rows like those to come: a file (prompts are enough), or the task's folder.")]
-Target = Annotated[float, Option(help="Target layer reduction of a decode step.")]
+Target = Annotated[float, Option(help="Target: times fewer layers, or of --clock.")]
 Method = Annotated[MethodName, Option(help="Whose depths to fit; full, calm, static and scratch have none.")]
 Limit = Annotated[int, Option(min=1, max=o.MOST, help="Use so many inputs, evenly drawn.")]
 Order = Annotated[
@@ -30,7 +30,7 @@ Save = Annotated[bool, Option("--save", help="Also save it in MODEL's config: --
 Force = Annotated[bool, Option("--force", help="Save it even if the texts get worse.")]
 
 #: What goes into the plan under its own name.
-PLAN = "limit batch_size max_new_tokens decay order search_rows prompt_layers output save device".split()
+PLAN = "limit batch_size max_new_tokens decay order search_rows prompt_layers clock output save device".split()
 
 
 def calibrate(
@@ -46,6 +46,8 @@ def calibrate(
     order: Order = None,
     search_rows: SearchRows = 64,
     prompt_layers: o.PromptLayers = None,
+    clock: o.Clock = "layers",
+    profile: o.ProfileFile = None,
     output: File = Path("schedule.json"),
     save: Save = False,
     force: Force = False,
@@ -69,7 +71,8 @@ def calibrate(
     from ..evaluation.calibration import CalibrationPlan
     from ..evaluation.calibration import calibrate as run
 
-    plan = CalibrationPlan(model, data, speedup, o.task_of(given), method, **{name: given[name] for name in PLAN})
+    options = {name: given[name] for name in PLAN} | {"profile": o.load_profile(clock, profile)}
+    plan = CalibrationPlan(model, data, speedup, o.task_of(given), method, **options)
     with Bar() as bar:
         calibration = run(plan, say=say, on_progress=bar.show)
     say(f"wrote {output}")
@@ -88,8 +91,12 @@ def _show(calibration: Calibration) -> None:
     out.print(
         f"{schedule.max_depth} to {schedule.min_depth} of {schedule.num_layers} layers over {schedule.horizon} steps, "
         f"{schedule.decay} decay, order {schedule.order}\n"
-        f"a decode step runs [bold]{after.step_layer_ratio:.2f}x[/] fewer layers "
-        f"({after.step_layer_ratio / plan.speedup - 1:+.1%}) over {len(after.texts)} texts "
+        + (
+            f"[bold]{after.ratio:.2f}x[/] faster {plan.clock}s are predicted"
+            if plan.clock != "layers"
+            else f"a decode step runs [bold]{after.step_layer_ratio:.2f}x[/] fewer layers"
+        )
+        + f" ({after.ratio / plan.speedup - 1:+.1%}) over {len(after.texts)} texts "
         f"in batches of {plan.batch_size}, {min(after.lengths)} to {max(after.lengths)} steps each",
         highlight=False,
     )

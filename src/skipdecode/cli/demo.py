@@ -36,8 +36,8 @@ def demo(
     from ..data.tasks import get_task
     from ..evaluation.plots import check_picture, draw_demo
     from ..evaluation.speeds import compare_speeds
-    from ..evaluation.timing import machine
     from ..generation.loading import DEMO, load, read_config
+    from ..generation.machine import machine
 
     targets = o.parse_speedups(speedups)
     if 1 not in targets:
@@ -75,7 +75,7 @@ def _print_table(speeds: Speeds, rows: int, batch_size: int, repeats: int) -> No
     """Ratios are against 1x; what an asterisk means stands below."""
     from rich.table import Table
 
-    from ..evaluation.timing import remarks, shown
+    from ..clock.timing import remarks, shown
 
     table = Table(
         title=f"\n{rows} inputs, batch {batch_size}, {speeds.steps} decode steps at every speed, "

@@ -23,7 +23,9 @@ DECODING = (
     "no_repeat_ngram_size"
 ).split()
 #: Options that are the job's own, under the same names.
-JOB = "format speedup full batch_size seed dtype device revision overwrite chat".split()
+JOB = (
+    "format speedup full prompt_layers clock profile seed dtype device revision quantization compile overwrite chat"
+).split()
 
 
 def generate(
@@ -34,7 +36,10 @@ def generate(
     speedup: o.Speedup = None,
     schedule: o.ScheduleFile = None,
     full: o.Full = False,
-    batch_size: o.BatchSize = 32,
+    prompt_layers: o.PromptLayers = None,
+    clock: o.Clock = "layers",
+    profile: o.ProfileFile = None,
+    batch_size: o.RowsOrAuto = "32",
     max_new_tokens: o.MaxNewTokens = None,
     task: o.Task = "jsonl",
     format: o.Format = None,
@@ -57,6 +62,11 @@ def generate(
     dtype: o.Dtype = "auto",
     device: o.Device = None,
     revision: o.Revision = None,
+    offload: o.OffloadTo = None,
+    max_memory: o.MaxMemory = None,
+    offload_folder: o.OffloadFolder = None,
+    quantization: o.Quantization = None,
+    compile: o.Compile = False,
     overwrite: o.Overwrite = False,
     as_json: o.Json = False,
 ) -> None:
@@ -100,6 +110,8 @@ def _job(given: Mapping[str, Any]) -> GenerationJob:
         None if output == "-" or is_stream(output) else Path(output),
         task=o.task_of(given),
         schedule=Schedule.load(schedule) if schedule else None,
+        batch_size=o.parse_batch_size(given["batch_size"]),
+        offload=o.offload_of(given),
         options=decoding | ({"stop_strings": stop} if stop else {}),
         **{name: given[name] for name in JOB},
     )
@@ -137,13 +149,16 @@ def _show(result: JobResult) -> None:
 
 def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     scores = [(name, label) for name, label in (("bleu", "BLEU"), ("rouge_l", "ROUGE-L")) if name in summary]
+    target = f"{summary['target_speedup']:g}x" + (
+        "" if summary["target_of"] == "layers" else f" of a {summary['target_of']}"
+    )
     return [
         (f"{summary['rows']:,}", f"rows written, {summary['bad_rows']} bad"),
         (f"{summary['tokens']:,}", "tokens"),
         (f"{summary['tokens_per_second']:,.0f}", "tokens/s, prompts included"),
         (f"{summary['seconds']:.1f}", f"seconds, {summary['decode_seconds']:.1f} of them decoding"),
         (f"{summary['average_depth']:.2f}", f"layers of {summary['layers']} per decode step"),
-        (f"{summary['layer_ratio']:.2f}x", f"layer reduction (target {summary['target_speedup']:g}x)"),
+        (f"{summary['layer_ratio']:.2f}x", f"layer reduction of a step (target {target})"),
         (f"{summary['peak_kv_bytes'] / 1e6:.1f}", "MB of keys and values at most"),
         *((f"{summary[name]:.2f}", label) for name, label in scores),
     ]

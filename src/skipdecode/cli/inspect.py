@@ -38,7 +38,6 @@ def schedule(
     """
     from ..core.checkpoint_config import DEFAULT_HORIZON, DEFAULT_SPEEDUP, resolve_schedule
     from ..core.schedule import Schedule
-    from ..core.schedule_checks import parse_prompt_layers
 
     if (model is None) == (layers is None):
         raise UsageError("give either MODEL or --layers")
@@ -46,8 +45,7 @@ def schedule(
         from ..evaluation.plots import check_picture, draw_schedule
 
         check_picture(png)
-    fields = (("order", order), ("decay", decay), ("prompt_layers", parse_prompt_layers(prompt_layers)))
-    form: dict[str, Any] = {name: value for name, value in fields if value is not None}
+    form: dict[str, Any] = o.form_of(order, decay, prompt_layers)
     if layers is not None:
         target = DEFAULT_SPEEDUP if speedup is None else speedup
         shown = Schedule.for_speedup(target, layers, horizon or DEFAULT_HORIZON, **form)

@@ -12,7 +12,9 @@ from typer import Argument, Option
 from ..errors import UsageError
 
 if TYPE_CHECKING:
+    from ..core.cost import Profile
     from ..data.tasks import Task as TaskType
+    from ..generation.offload import Offload
 
 #: More tokens, rows or words than anybody means: a slip that would run for ever or fill the memory.
 MOST = 1_000_000
@@ -39,6 +41,11 @@ Decay = Annotated[
 PromptLayers = Annotated[
     str | None, Option(help="Layers that the prompt runs: a number, or max for as many as step 0 (default: all).")
 ]
+Clock = Annotated[
+    Literal["layers", "step", "job"],
+    Option(help="What a speed-up is of: layers, or with --profile a decode step's or the whole job's seconds."),
+]
+ProfileFile = Annotated[Path | None, Option("--profile", help="What skipdecode profile measured on this machine.")]
 
 # --- data
 Input = Annotated[str, Option(help="JSONL or CSV with prompts, lines of text, or - for standard input.")]
@@ -85,6 +92,9 @@ Limit = Annotated[int | None, Option(min=1, max=MOST, help="Take only the first 
 
 # --- decoding, by the names that transformers gives its options
 BatchSize = Annotated[int, Option(min=1, max=MOST, help="Rows decoded together.")]
+RowsOrAuto = Annotated[
+    str, Option("--batch-size", help="Rows decoded together; auto: as many of like length as fit into memory.")
+]
 MaxNewTokens = Annotated[int | None, Option(min=1, max=MOST, help="Default: the task's (jsonl 128, e2e 80).")]
 MinNewTokens = Annotated[int | None, Option(min=0, max=MOST, rich_help_panel=LENGTH)]
 RepetitionPenalty = Annotated[float | None, Option(min=0.001, max=1000, rich_help_panel=LENGTH)]
@@ -109,9 +119,24 @@ Dtype = Annotated[
 ]
 Device = Annotated[str | None, Option(help="cpu, cuda, …; a GPU if there is one.", rich_help_panel=MACHINE)]
 Revision = Annotated[str | None, Option(help="Branch, tag or commit of a hub model.", rich_help_panel=MACHINE)]
+Quantization = Annotated[
+    Literal["int8"] | None, Option(help="Layers and head multiply in 8 bits (CPUs).", rich_help_panel=MACHINE)
+]
+Compile = Annotated[bool, Option("--compile", help="Decode steps through torch.compile.", rich_help_panel=MACHINE)]
 Attention = Annotated[
     str | None,
     Option("--attn-implementation", help="eager, sdpa, … (default: transformers').", rich_help_panel=MACHINE),
+]
+
+OffloadTo = Annotated[
+    Literal["auto", "disk", "cpu"] | None,
+    Option("--offload", help="Where layers wait that do not fit into memory.", rich_help_panel=MACHINE),
+]
+MaxMemory = Annotated[
+    float | None, Option(min=0, help="GiB that the weights may take: offload the rest.", rich_help_panel=MACHINE)
+]
+OffloadFolder = Annotated[
+    Path | None, Option(help="For offloaded weights that are converted when they are read.", rich_help_panel=MACHINE)
 ]
 
 # --- results
@@ -123,6 +148,44 @@ def task_of(given: Mapping[str, Any]) -> TaskType:
     from ..data.tasks import task_from
 
     return task_from(given)
+
+
+def form_of(
+    order: str | None = None, decay: str | None = None, prompt_layers: str | None = None
+) -> dict[str, int | str]:
+    """The fields of a schedule that were asked for."""
+    from ..core.schedule_checks import parse_prompt_layers
+
+    fields = {"order": order, "decay": decay, "prompt_layers": parse_prompt_layers(prompt_layers)}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def load_profile(clock: str, path: Path | None) -> Profile | None:
+    """The profile, which a clock of seconds needs. Raises UsageError, FileError."""
+    from ..core.cost import Profile
+
+    if clock != "layers" and path is None:
+        raise UsageError(f"--clock {clock} needs --profile FILE: skipdecode profile measures one on this machine")
+    return None if path is None else Profile.load(path)
+
+
+def offload_of(given: Mapping[str, Any]) -> Offload | None:
+    """Where a verb's options say that layers wait. Raises UsageError, MissingExtra."""
+    place, memory, folder = given["offload"], given["max_memory"], given["offload_folder"]
+    if place is None and memory is None:
+        return None
+    from ..generation.offload import Offload
+
+    return Offload(place or "auto", memory, folder)
+
+
+def parse_batch_size(text: str) -> int | Literal["auto"]:
+    """A number of rows, or ``auto``. Raises UsageError."""
+    if text == "auto":
+        return "auto"
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MOST:
+        raise UsageError(f"--batch-size is auto, or a number of rows from 1 to {MOST}, not {text!r}")
+    return int(text)
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer
 
 from ..errors import CacheError, ScheduleError
 from .checkpoint_config import default_schedule
+from .growing import GrowingLayer
 from .schedule import Schedule
 from .stack import decoder_layers, fitted
 
@@ -47,6 +49,7 @@ class SkipCache(DynamicCache):
         self.schedule = fitted(schedule, config)
         if len(self.layers) != schedule.num_layers:
             raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the cache has {len(self.layers)}")
+        self.layers: list[Any] = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
         self.gates = next((id_ for id_ in map(_gate_state, decoder_layers(model)) if id_ is not None), None)
         if self.gates is None:
             raise CacheError("the model has no gates: call skipdecode.attach(model) first")
@@ -65,7 +68,8 @@ class SkipCache(DynamicCache):
         self._positions: list[int] = []  # that each layer runs in the pass under way
         self._keep: frozenset[int] = frozenset(range(len(self.layers)))  # layers that the next step still runs
         self._holds = [True] * len(self.layers)  # or will, in this very pass
-        self._bytes = [0] * len(self.layers)
+        self._bytes = [0] * len(self.layers)  # held by each layer when it last ran
+        self._held = 0  # their sum
 
     def begin_prompt(self) -> None:
         """Refused on a cache that has seen its prompt: what follows is one position a pass, each a step."""
@@ -105,6 +109,11 @@ class SkipCache(DynamicCache):
         self.width = width
         self._length += width
 
+    def upcoming(self, index: int) -> list[int]:
+        """Layers that run after layer ``index``: those left in the pass under way, then those of the next step."""
+        left = [layer for layer in range(index + 1, len(self.layers)) if self._positions[layer]]
+        return left + sorted(self._keep)
+
     def end_layer(self, index: int) -> None:
         """The layer has run: it keeps what it holds if the next step runs it, else it is retired.
 
@@ -121,23 +130,28 @@ class SkipCache(DynamicCache):
         if index not in self._keep:
             self._retire(index)
             held = 0
+        self._held += held - self._bytes[index]
         self._bytes[index] = held
-        self.peak_kv_bytes = max(self.peak_kv_bytes, sum(self._bytes))
+        if self._held > self.peak_kv_bytes:
+            self.peak_kv_bytes = self._held
 
     def _retire(self, index: int) -> None:
         """Drop what the layer holds. transformers sizes a kind's mask by its first layer: let it find one that runs."""
         self.layers[index], self._holds[index] = DynamicLayer(), False
 
+    @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store and return keys and values (batch, heads, positions, size), as attention needs them."""
         self._check_runs(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    @torch.compiler.disable
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store the state of a convolution over positions (batch, channels, positions)."""
         self._check_runs(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
+    @torch.compiler.disable
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store the state of a recurrence, whatever its shape."""
         self._check_runs(layer_idx)
@@ -219,7 +233,12 @@ def cache_bytes(cache: Any) -> int:
 
 
 def held_bytes(layer: Any) -> int:
-    """The same of one layer of a cache. (States have a batch axis and more; bookkeeping is smaller.)"""
+    """The same of one layer of a cache, room for positions to come included.
+
+    States have a batch axis and more; bookkeeping is smaller.
+    """
+    if isinstance(layer, GrowingLayer):
+        return layer.nbytes
     return sum(x.numel() * x.element_size() for x in _tensors(vars(layer).values()) if x.ndim > 1)
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from ..errors import FileError, ScheduleError
 from ..files import locked, read_json, write
 from .fitting import fit
+from .planning import Predictor, plan
 from .schedule import Schedule
 
 CONFIG_KEY = "skipdecode"
@@ -127,6 +128,7 @@ def resolve_schedule(
     lengths: Sequence[int] | None = None,
     measure: Callable[[], Sequence[int]] | None = None,
     horizon: int | None = None,
+    predictor: Predictor | None = None,
     **form: Any,
 ) -> Schedule:
     """The schedule that applies to a model of this config: the one place that decides it.
@@ -137,7 +139,8 @@ def resolve_schedule(
     3. A new one for ``speedup`` (default: the fastest that the config has, else 2), in the form of the fastest one
        that the config has, changed by ``form``: the paper's budget over ``horizon``; or fitted to ``lengths``, or to
        what ``measure`` returns; or the paper's budget over the same horizon as the fastest one, else 64 tokens.
-       A method with a rule of its own applies that rule to the lengths.
+       A method with a rule of its own applies that rule to the lengths. With a ``predictor`` it is a new one in any
+       case, planned so that ``speedup`` is one of the clock.
 
     Args:
         config: the model's, as transformers reads it.
@@ -149,6 +152,7 @@ def resolve_schedule(
         measure: returns such lengths. It is only called if a new schedule is needed, and neither ``lengths`` nor
             ``horizon`` is given.
         horizon: decode steps over which a new schedule's depth falls; goes before lengths.
+        predictor: what the machine takes, for the batches to come.
         form: further fields of a new schedule: ``order``, ``decay``, ``warmup``, ….
 
     Raises:
@@ -162,15 +166,19 @@ def resolve_schedule(
         raise ScheduleError(f"{method.name} has its own layer order and decay: no horizon or form can be set for it")
     trained = trained_schedules(config) if method is None else schedules_of(config, method.name)
     target = max(trained, default=DEFAULT_SPEEDUP) if speedup is None else speedup
-    if target in trained and lengths is None and horizon is None and not form:
+    if target in trained and lengths is None and horizon is None and not form and predictor is None:
         return _fitting(trained[target], layers)
-    if lengths is None and horizon is None and measure is not None:
+    if lengths is None and horizon is None and measure is not None and predictor is None:
         lengths = measure()
     if method is not None and method.order is None:
+        if predictor is not None:
+            raise ScheduleError(f"{method.name} has its own rule for depths: none can be planned on the clock")
         return method.schedule(layers, target, lengths or ())
     skipping = [k for k, known in trained.items() if not known.is_full]  # a full schedule has no form
     fastest = _fitting(trained[max(skipping)], layers) if skipping else None
     fields = {**({"order": method.order} if method else {}), **(fastest.form if fastest else {}), **form}
+    if predictor is not None:
+        return plan(predictor, target, **fields)
     if lengths is not None and horizon is None:
         return fit(layers, target, lengths, **fields)
     span = (fastest.horizon if fastest else DEFAULT_HORIZON) if horizon is None else horizon

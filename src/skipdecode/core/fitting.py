@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import ScheduleError
 from .schedule import Schedule
@@ -22,6 +22,24 @@ NEAR = 0.05
 LONGEST = MOST_TOKENS // 2
 
 logger = logging.getLogger(__name__)
+
+
+class Measure(Protocol):
+    """What schedules are fitted to: layers over lengths (:class:`Lengths`), or seconds on a machine's clock."""
+
+    @property
+    def typical(self) -> int:
+        """Decode steps that most batches have at most, at least 1."""
+
+    @property
+    def longest(self) -> int:
+        """Decode steps that the longest batch has."""
+
+    def ratio(self, schedule: Schedule) -> float:
+        """Times less than full depth takes; never less for fewer layers."""
+
+    def flat_depth(self, num_layers: int, speedup: float, **options: Any) -> float:
+        """The constant depth, between whole ones, that gives ``speedup``."""
 
 
 class Lengths:
@@ -45,6 +63,11 @@ class Lengths:
         """The 90th percentile, at least 1."""
         return max(self.ordered[9 * len(self.ordered) // 10], 1)
 
+    @property
+    def longest(self) -> int:
+        """Decode steps of the longest batch."""
+        return self.ordered[-1]
+
     def before(self, step: int) -> int:
         """How many of all steps come before ``step`` in their batch."""
         short = bisect_right(self.ordered, step)
@@ -54,12 +77,16 @@ class Lengths:
         """Times fewer layers than the full model's."""
         # Depth d is run by the steps before the one at which the schedule falls below d.
         deeper = sum(
-            self.before(_fall(schedule, depth)) for depth in range(schedule.min_depth + 1, schedule.max_depth + 1)
+            self.before(fall(schedule, depth)) for depth in range(schedule.min_depth + 1, schedule.max_depth + 1)
         )
         return schedule.num_layers * self.sums[-1] / (schedule.min_depth * self.sums[-1] + deeper)
 
+    def flat_depth(self, num_layers: int, speedup: float, **options: Any) -> float:
+        """``L / speedup``."""
+        return num_layers / speedup
 
-def _fall(schedule: Schedule, depth: int) -> int:
+
+def fall(schedule: Schedule, depth: int) -> int:
     """The first step that runs fewer than ``depth`` layers, which is above ``min_depth``."""
     if schedule.depths is not None:
         return bisect_right(schedule.depths, -depth, key=lambda value: -value)
@@ -85,7 +112,7 @@ def batch_lengths(tokens: Sequence[int], batch_size: int) -> list[int]:
     return [max(length - 1, 1) for length in longest]
 
 
-def fit(num_layers: int, speedup: float, lengths: Sequence[int] | Lengths, **options: Any) -> Schedule:
+def fit(num_layers: int, speedup: float, lengths: Sequence[int] | Measure, **options: Any) -> Schedule:
     """The schedule of the paper's form (max, min, linear decay) that achieves ``speedup`` over ``lengths``.
 
     Form goes first. Among the falling depths and horizons that come within 1%, the one whose max has nearest to the
@@ -96,7 +123,7 @@ def fit(num_layers: int, speedup: float, lengths: Sequence[int] | Lengths, **opt
     Args:
         num_layers: decoder layers of the model.
         speedup: 1 to ``num_layers``.
-        lengths: decode steps of each batch, as generation reports them.
+        lengths: decode steps of each batch, as generation reports them; or what else ``speedup`` is to be of.
         options: further fields of the schedule, ``order`` and ``decay`` among them.
 
     Raises:
@@ -106,24 +133,21 @@ def fit(num_layers: int, speedup: float, lengths: Sequence[int] | Lengths, **opt
         raise ScheduleError(f"a speed-up is 1 to the number of layers ({num_layers}), not {speedup}")
     if speedup == 1:
         return Schedule.full(num_layers)
-    measured = lengths if isinstance(lengths, Lengths) else Lengths(lengths)
+    measured: Measure = Lengths(lengths) if isinstance(lengths, Sequence) else lengths
     least = max(options.get("warmup", 1) if options.get("order", "top") == "top" else 1, 1)
+    in_prompt = options.get("prompt_layers")
+    deepest = in_prompt if isinstance(in_prompt, int) else num_layers
 
     def error(schedule: Schedule) -> float:
         return abs(measured.ratio(schedule) / speedup - 1)
 
-    if least > num_layers:
-        raise ScheduleError(f"no depths of {num_layers} layers come near {speedup}x with warm-up {least}")
-    prompt = options.get("prompt_layers")
-    deepest = min(prompt, num_layers) if isinstance(prompt, int) else num_layers
+    if least > deepest:
+        raise ScheduleError(f"no depths of {deepest} layers come near {speedup}x with warm-up {least}")
     flat = min((Schedule(num_layers, depth, depth, 1, **options) for depth in range(least, deepest + 1)), key=error)
-    fall = (
-        None
-        if options.get("decay") == "constant"
-        else _fit_fall(num_layers, speedup, measured, (least, deepest), options)
-    )
-    if fall is not None and error(fall) <= max(NEAR, error(flat)):
-        return fall
+    bounds = (least, deepest)
+    falling = None if options.get("decay") == "constant" else _fit_fall(num_layers, speedup, measured, bounds, options)
+    if falling is not None and error(falling) <= max(NEAR, error(flat)):
+        return falling
     if options.get("decay") != "constant":
         logger.warning(
             "at %gx, %d layers have no falling depths that come near: a constant depth of %d",
@@ -135,11 +159,11 @@ def fit(num_layers: int, speedup: float, lengths: Sequence[int] | Lengths, **opt
 
 
 def _fit_fall(
-    num_layers: int, speedup: float, lengths: Lengths, bounds: tuple[int, int], options: dict[str, Any]
+    num_layers: int, speedup: float, lengths: Measure, bounds: tuple[int, int], options: dict[str, Any]
 ) -> Schedule | None:
     """The falling schedule of the best form within 1%, else the one that comes nearest."""
-    typical, middle, wanted = lengths.typical, num_layers / speedup, share_of_max(speedup)
-    least, deepest = bounds
+    middle = lengths.flat_depth(num_layers, speedup, **options)
+    typical, wanted, (least, deepest) = lengths.typical, share_of_max(num_layers / middle), bounds
     # Two dozen horizons at most: texts of a thousand tokens need no finer choice.
     widest = round_half_up(1.2 * typical) + 1
     horizons = range(max(typical // 3, 2), max(widest, 2) + 1, max(widest // 24, 1))
@@ -168,7 +192,7 @@ def _fit_fall(
     return best and best[1]
 
 
-def _horizons(schedule: Schedule, speedup: float, lengths: Lengths, low: int, high: int) -> list[Schedule]:
+def _horizons(schedule: Schedule, speedup: float, lengths: Measure, low: int, high: int) -> list[Schedule]:
     """Of this schedule over ``low`` to ``high`` tokens, the two on either side of ``speedup``.
 
     The longer the horizon, the less is saved: the ratio never grows with it.
@@ -178,7 +202,7 @@ def _horizons(schedule: Schedule, speedup: float, lengths: Lengths, low: int, hi
     return [replace(schedule, horizon=span[i]) for i in (at - 1, at) if 0 <= i < len(span)]
 
 
-def refit(schedule: Schedule, speedup: float, lengths: Sequence[int] | Lengths) -> Schedule | None:
+def refit(schedule: Schedule, speedup: float, lengths: Sequence[int] | Measure) -> Schedule | None:
     """The same depths over the horizon at which they achieve ``speedup`` within 1%; None if there is no such horizon.
 
     The schedule itself if it does already: nothing that was trained is moved without need.
@@ -186,10 +210,10 @@ def refit(schedule: Schedule, speedup: float, lengths: Sequence[int] | Lengths) 
     Raises:
         ScheduleError: no lengths.
     """
-    measured = lengths if isinstance(lengths, Lengths) else Lengths(lengths)
+    measured: Measure = Lengths(lengths) if isinstance(lengths, Sequence) else lengths
     moved = [schedule]
     if schedule.depths is None and schedule.max_depth > schedule.min_depth:
-        moved += _horizons(schedule, speedup, measured, 2, 4 * measured.ordered[-1] + 2)
+        moved += _horizons(schedule, speedup, measured, 2, 4 * measured.longest + 2)
     errors = [abs(measured.ratio(each) / speedup - 1) for each in moved]
     if errors[0] <= TOLERANCE:
         return schedule

@@ -9,12 +9,16 @@ from bisect import bisect_left
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..errors import FileError, ScheduleError, SkipDecodeError
+from ..errors import FileError, ScheduleError, SkipDecodeError, UsageError
 from ..files import parse_json, read_json, write
 from .schedule_checks import MOST_TOKENS, check_depths, check_order, check_whole, require
 from .shapes import DECAYS, budget, flat_depth, mix, ranking, remaining, target
+
+if TYPE_CHECKING:
+    from .cost import Profile
+    from .planning import Workload
 
 #: More than any model has.
 MOST_LAYERS = 1024
@@ -172,11 +176,40 @@ class Schedule:
         return cls(num_layers, num_layers, num_layers, horizon=1, decay="constant", warmup=0)
 
     @classmethod
-    def for_speedup(cls, speedup: float, num_layers: int, horizon: int, **options: Any) -> Schedule:
-        """The paper's budget for a target speed-up where it gives one (24 and 32 layers), its rule elsewhere.
+    def for_speedup(
+        cls,
+        speedup: float,
+        num_layers: int | None = None,
+        horizon: int | None = None,
+        *,
+        clock: str = "layers",
+        profile: Profile | None = None,
+        workload: Workload | None = None,
+        **options: Any,
+    ) -> Schedule:
+        """A schedule for a target speed-up: of layers, of a decode step's seconds, or of a whole job's.
 
-        ``options`` are further fields of the schedule, ``order`` and ``decay`` among them.
+        Args:
+            speedup: of ``clock``, against full depth.
+            num_layers, horizon: for layers: the paper's budget where it gives one (24 and 32 layers), else its rule.
+            clock: ``layers``; or ``step`` or ``job``, as :func:`skipdecode.core.planning.plan` finds them.
+            profile, workload: for these two: what was measured here, and what a batch does.
+            options: further fields of the schedule, ``order`` and ``decay`` among them.
+
+        Raises:
+            ScheduleError: a speed-up that cannot be had.
+            UsageError: arguments that do not go together, or a workload beyond what the profile measured.
+
+        Example:
+            >>> profile, workload = Profile.load("profile.json"), Workload(8, 64, 128)
+            >>> Schedule.for_speedup(3, clock="job", profile=profile, workload=workload, prompt_layers="max")
         """
+        if clock != "layers":
+            from .planning import plan_for  # plans are made of schedules
+
+            return plan_for(speedup, clock, profile, workload, num_layers=num_layers, horizon=horizon, **options)
+        if num_layers is None or horizon is None or profile is not None or workload is not None:
+            raise UsageError("a speed-up of layers needs num_layers and horizon, and no profile")
         check_whole("num_layers", num_layers)
         require(
             isinstance(speedup, (int, float)) and 1 <= speedup <= num_layers,

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.fitting import Lengths
+from ..core.fitting import Lengths, Measure
 from ..core.schedule import Schedule
 from ..data.chat import Prompt
 from ..data.tokenization import encode_prompts
@@ -53,7 +53,7 @@ def achieve(
     fitted: Callable[[Sequence[int]], Schedule],
     speedup: float,
     before: Schedule,
-    measure: Callable[[Sequence[int]], Lengths] = Lengths,
+    measure: Callable[[Sequence[int]], Measure] = Lengths,
     *,
     keep: bool = False,
     batch_size: int = 32,

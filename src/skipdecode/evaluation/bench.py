@@ -14,9 +14,9 @@ from ..data.tasks import Example, Task
 from ..data.tokenization import encode_prompts
 from ..generation.batch import Decoding
 from ..generation.generate import generate_ids
+from ..generation.machine import machine
 from ..generation.results import Generated
 from ..provenance import fingerprint
-from .timing import machine
 
 
 @dataclass

@@ -21,10 +21,13 @@ from ..core.checkpoint_config import (
     resolve_schedule,
     save_calibrated,
 )
-from ..core.fitting import fit, refit
+from ..core.fitting import Measure, fit, refit
+from ..core.planning import Predictor
+from ..core.planning import plan as plan_depths
 from ..core.schedule import Schedule
 from ..data.metrics import Agreement
 from ..data.tasks import Example, subsample
+from ..data.tokenization import encode_prompts
 from ..errors import UsageError
 from ..generation.loading import load, read_config, resolve
 from ..methods import get_method
@@ -147,14 +150,16 @@ def calibrate(
         ranking = _search(plan, model, tokenizer, examples, on_progress)
         form["order"] = ranking.order
         trained = trained and trained.replace(order=ranking.order)
+    prompts = [example.prompt for example in examples]
+    measure = plan.measure([len(ids) for ids in encode_prompts(tokenizer, prompts)])
     texts = achieve(
         model,
         tokenizer,
-        [example.prompt for example in examples],
-        _rule(plan, before.num_layers, trained, form),
+        prompts,
+        _rule(plan, before.num_layers, trained, form, measure),
         plan.speedup,
         before,
-        plan.measure,
+        measure,
         keep=trained == before,
         batch_size=plan.batch_size,
         on_rows=lambda done, total: on_progress("texts (rows)", done, total),
@@ -167,7 +172,11 @@ def calibrate(
 
 
 def _rule(
-    plan: CalibrationPlan, num_layers: int, trained: Schedule | None, form: Mapping[str, Any]
+    plan: CalibrationPlan,
+    num_layers: int,
+    trained: Schedule | None,
+    form: Mapping[str, Any],
+    measure: Callable[[Sequence[int]], Measure],
 ) -> Callable[[Sequence[int]], Schedule]:
     """Decode steps of batches -> schedule: the trained depths over another horizon if that will do, else new ones."""
     method = get_method(plan.method)
@@ -175,8 +184,11 @@ def _rule(
     def fitted(lengths: Sequence[int]) -> Schedule:
         if method.order is None:
             return method.schedule(num_layers, plan.speedup, lengths)
-        measured = plan.measure(lengths)
-        return (trained and refit(trained, plan.speedup, measured)) or fit(num_layers, plan.speedup, measured, **form)
+        measured = measure(lengths)
+        kept = trained and refit(trained, plan.speedup, measured)
+        if kept is None and isinstance(measured, Predictor):
+            return plan_depths(measured, plan.speedup, **form)  # says what cannot be had
+        return kept or fit(num_layers, plan.speedup, measured, **form)
 
     return fitted
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..core.checkpoint_config import is_trained, layer_count, schedules_of, trained_method
-from ..core.fitting import Lengths
+from ..core.cost import Profile
+from ..core.fitting import Lengths, Measure
+from ..core.planning import CLOCKS, Predictor, workloads
 from ..core.schedule import Schedule, is_schedule
 from ..core.schedule_checks import parse_prompt_layers
 from ..core.shapes import ORDERS
@@ -16,6 +18,7 @@ from ..data.tasks import Task, get_task
 from ..errors import UsageError
 from ..files import check_target
 from ..generation.loading import DEMO, resolve
+from ..generation.machine import check_profile
 from ..methods import METHODS, get_method
 
 
@@ -26,7 +29,7 @@ class CalibrationPlan:
     Args:
         model: directory, hub name or ``demo``.
         data: rows like those to come: a file, in which prompts are enough, or the task's folder or hub name.
-        speedup: the layer ratio that decode steps are to achieve.
+        speedup: the ratio of ``clock`` that decode steps, or jobs, are to achieve.
         task: how rows are prompted and scored.
         method: whose depths are fitted.
         limit: use so many inputs, evenly drawn.
@@ -38,6 +41,8 @@ class CalibrationPlan:
         order: ``top``, ``bottom``, ``even``, or ``search``: from the loss on the data's responses. None: as trained,
             else ``top``.
         search_rows: rows that the search computes its losses on.
+        clock: ``layers`` that decode steps run; or with a profile the seconds of a ``step`` or of the whole ``job``.
+        profile: what ``skipdecode profile`` measured on this machine.
         output: gets the schedule as JSON.
         save: whether :meth:`Calibration.save` will be called: that it can be is then checked first.
         device: as :func:`skipdecode.load` takes it.
@@ -59,21 +64,38 @@ class CalibrationPlan:
     order: str | None = None
     search_rows: int = 64
     prompt_layers: int | str | None = None
+    clock: str = "layers"
+    profile: Profile | None = None
     output: Path | None = None
     save: bool = False
     device: str | None = None
 
-    @property
-    def measure(self) -> Callable[[Sequence[int]], Lengths]:
-        """Decode steps of batches -> what ``speedup`` is a ratio of: the layers that such steps run."""
-        return Lengths
+    def measure(self, prompt_tokens: Sequence[int]) -> Callable[[Sequence[int]], Measure]:
+        """Decode steps of batches -> what ``speedup`` is a ratio of: layers, or seconds as the profile predicts them.
+
+        ``prompt_tokens``: of each row, in any order; batches are made of like ones, the longest first.
+        """
+        profile = self.profile
+        if profile is None or self.clock == "layers":
+            return Lengths
+        works = workloads(prompt_tokens, self.batch_size, 2)
+
+        def predicted(lengths: Sequence[int]) -> Measure:
+            batches = [replace(work, new_tokens=max(n, 1) + 1) for work, n in zip(works, lengths, strict=True)]
+            return Predictor(profile, batches, self.clock)
+
+        return predicted
 
     def __post_init__(self) -> None:
         for name in ("data", "output"):  # strings are paths too
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, Path(getattr(self, name)))
         object.__setattr__(self, "prompt_layers", parse_prompt_layers(self.prompt_layers))
+        if self.clock not in CLOCKS or (self.clock != "layers" and self.profile is None):
+            raise UsageError(f"clock is layers, or step or job with a profile, not {self.clock!r}")
         method = get_method(self.method)
+        if self.clock != "layers" and method.order is None:
+            raise UsageError(f"{self.method} has its own rule for depths: it fits layers only")
         if not method.fits_depths:
             others = ", ".join(name for name in METHODS if get_method(name).fits_depths)
             raise UsageError(f"{self.method} has no depths to fit; methods that have are {others}")
@@ -90,6 +112,8 @@ class CalibrationPlan:
 def check(plan: CalibrationPlan, config: Any) -> None:
     """What the model's config and the disk rule out. Raises UsageError, FileError."""
     layers = layer_count(config)
+    if plan.profile is not None:
+        check_profile(plan.profile, config, device=plan.device)
     if not 1 < plan.speedup <= layers:
         raise UsageError(f"a speed-up is above 1 and at most the number of layers ({layers}), not {plan.speedup:g}")
     if plan.save and (resolve(plan.model) == str(DEMO) or not Path(resolve(plan.model)).is_dir()):

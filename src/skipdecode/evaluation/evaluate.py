@@ -20,13 +20,13 @@ from ..data.tasks import Example, Task, get_task, subsample
 from ..errors import FileError, UsageError
 from ..files import locked
 from ..generation.loading import check_device, read_config
+from ..generation.machine import machine
 from . import report
 from .arms import Arm, arms
 from .bench import Bench
 from .examples import read_examples
 from .plots import draw_losses, draw_tradeoff
 from .runner import Evaluation
-from .timing import machine
 
 Say = Callable[[str], object]
 

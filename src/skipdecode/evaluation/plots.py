@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..clock.timing import Timing
 from ..core.schedule import Schedule
 from ..errors import MissingExtra, UsageError
 from ..files import check_target, write
-from .timing import Timing
 
 try:
     import matplotlib

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..clock.timing import remarks, shown
 from ..errors import FileError, JobError
 from ..files import check_target, read_json, write
-from .timing import remarks, shown
 
 Row = Mapping[str, Any]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..clock.timing import alternate, compare, forced, typical_steps
 from ..core.checkpoint_config import layer_count, trained_method
 from ..core.schedule import Schedule
 from ..data.metrics import Agreement, bootstrap
@@ -23,7 +24,6 @@ from ..provenance import fingerprint, identity
 from .arms import Arm
 from .bench import Bench
 from .loss import batches_of, loss_by_position
-from .timing import alternate, compare, forced, typical_steps
 
 #: Of a row's keys: rows of another form are not taken for finished ones.
 FORM = 2

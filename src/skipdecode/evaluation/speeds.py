@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..clock.timing import Clock, Timing, alternate, compare, forced, typical_steps
 from ..core.schedule import Schedule
 from ..data.chat import Prompt
 from ..generation.generate import generate
 from ..generation.results import Generated
-from .timing import Clock, Timing, alternate, compare, forced, typical_steps
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from ..core.attach import attach
 from ..core.cache import SkipCache, cache_bytes
 from ..core.checkpoint_config import layer_count
 from ..core.schedule import Schedule
+from ..core.stack import decoder_layers
+from .faster import is_compiled
 from .results import Completion, Cost
 
 #: How to decode: a schedule, None for the stock model, or what makes each batch's cache for methods of their own.
@@ -119,6 +121,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def _cache(model: PreTrainedModel, decoding: Decoding) -> DynamicCache:
+    if decoding is None and is_compiled(decoder_layers(model)[0]):
+        decoding = Schedule.full(layer_count(model.config))  # a stock cache would have each layer compiled apart
     if decoding is None:
         return DynamicCache(config=model.config)
     return SkipCache(attach(model), decoding) if isinstance(decoding, Schedule) else decoding(model)

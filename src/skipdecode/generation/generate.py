@@ -14,8 +14,9 @@ from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..data.chat import Message, Prompt, parse_messages
 from ..data.tokenization import encode_prompts
-from ..errors import TaskError, UsageError
+from ..errors import ModelError, TaskError, UsageError
 from .batch import Decoding, generate_batch
+from .batch_size import BatchSize, batch_sizes, is_out_of_memory
 from .options import REFUSED, check_options, check_with_model, num_beams
 from .results import Completion, Cost, Generated
 from .sampling import Sampling, stable_hash
@@ -29,7 +30,7 @@ def generate(
     speedup: float | None = None,
     schedule: Schedule | str | Path | None = None,
     full: bool = False,
-    batch_size: int = 32,
+    batch_size: BatchSize = 32,
     seed: int | None = None,
     **options: Any,
 ) -> Generated:
@@ -41,7 +42,7 @@ def generate(
             order given.
         speedup, schedule: the budget, or (it goes first) the schedule or its file; by default the one in the config.
         full: the unmodified model instead.
-        batch_size: rows per ``model.generate`` call.
+        batch_size: rows per ``model.generate`` call; ``"auto"``: rows of like length, as many as fit into memory.
         seed: for sampling: a row's text then depends on it and on the row's place in ``prompts``, not on its batch
             (with beams: on the whole batch). None: torch's global generator.
         options: as ``model.generate`` names them (``max_new_tokens``, ``do_sample``, ``num_beams``, …). Greedy unless
@@ -102,7 +103,7 @@ def generate_ids(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[int]],
     decoding: Decoding,
-    batch_size: int,
+    batch_size: BatchSize,
     on_batch: Callable[[Cost], object] | None = None,
     seed: int | None = None,
     **options: Any,
@@ -137,7 +138,7 @@ def batches(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Mapping[int, list[int]],
     decoding: Decoding,
-    batch_size: int,
+    batch_size: BatchSize,
     seed: int | None = None,
     **options: Any,
 ) -> Iterator[tuple[list[int], list[Completion], Cost]]:
@@ -147,20 +148,46 @@ def batches(
     check_with_model(options, model.generation_config, skips=decoding is not None, seed=seed)
     # Similar lengths share a batch, the longest first: what does not fit in memory shows at once.
     order = sorted(prompts, key=lambda i: (-len(prompts[i]), i))
-    for start in range(0, len(order), batch_size):
-        keys = order[start : start + batch_size]
-        chosen = [prompts[i] for i in keys]
-        if seed is None or not options.get("do_sample"):
-            rows, cost = generate_batch(model, tokenizer, chosen, decoding, **options)
-        else:
-            # Beams are drawn for all rows at once: there it is the batch that is the same when run again.
-            own = (
-                {} if num_beams(options, model.generation_config) > 1 else {"watermarking_config": Sampling(seed, keys)}
-            )
-            with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-                torch.manual_seed(stable_hash(seed, *keys))
-                rows, cost = generate_batch(model, tokenizer, chosen, decoding, **options | own)
+    sizes = None
+    if not isinstance(batch_size, int) and order:
+        sizes = batch_sizes(model, tokenizer, [prompts[i] for i in order], decoding, options)
+    while order:
+        size = sizes.next([len(prompts[i]) for i in order]) if sizes else int(batch_size)
+        keys = order[:size]
+        try:
+            rows, cost = _batch(model, tokenizer, prompts, keys, decoding, seed, options)
+        except Exception as error:
+            if sizes is None or not is_out_of_memory(error):
+                raise
+            if size == 1:
+                raise ModelError(f"not even one row of {len(prompts[keys[0]])} tokens fits into memory") from error
+            sizes.halve(size)
+            continue
+        finally:
+            if sizes and model.device.type == "cuda":
+                torch.cuda.empty_cache()  # batches of other shapes find no use for the pieces
+        order = order[size:]
         yield keys, rows, cost
+
+
+def _batch(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Mapping[int, list[int]],
+    keys: Sequence[int],
+    decoding: Decoding,
+    seed: int | None,
+    options: Mapping[str, Any],
+) -> tuple[list[Completion], Cost]:
+    """The rows of these keys, with random numbers of their own where a seed is given."""
+    chosen = [prompts[i] for i in keys]
+    if seed is None or not options.get("do_sample"):
+        return generate_batch(model, tokenizer, chosen, decoding, **options)
+    # Beams are drawn for all rows at once: there it is the batch that is the same when run again.
+    own = {} if num_beams(options, model.generation_config) > 1 else {"watermarking_config": Sampling(seed, keys)}
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(stable_hash(seed, *keys))
+        return generate_batch(model, tokenizer, chosen, decoding, **{**options, **own})
 
 
 def max_positions(config: Any) -> int | None:

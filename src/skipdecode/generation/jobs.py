@@ -9,21 +9,26 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from ..core.checkpoint_config import is_trained, layer_count, resolve_schedule
+from ..core.cost import Profile
+from ..core.planning import Predictor
 from ..core.schedule import Schedule
-from ..data.chat import Message, Prompt
+from ..core.schedule_checks import parse_prompt_layers
+from ..data.chat import Message
 from ..data.inputs import Item, read_items, to_item
 from ..data.tasks import Task, get_task
-from ..data.tokenization import encode_prompts
-from ..errors import MissingExtra, ModelError, UsageError
+from ..errors import MissingExtra, UsageError
 from ..files import check_target
 from ..provenance import fingerprint, identity
-from .generate import batches, max_positions, to_prompts
+from .batch_size import BatchSize, check_batch_size
+from .faster import faster_options
+from .generate import batches, to_prompts
+from .job_rows import JobRows
 from .journal import Journal
 from .loading import load, load_tokenizer, placement, read_config, read_generation_config, resolve
+from .offload import Offload
 from .options import check_options, check_with_model
+from .planned import ClockOf
 from .results import Completion, Cost
 
 
@@ -70,9 +75,14 @@ class GenerationJob:
         format: ``jsonl``, ``csv`` or ``text``, if the input's name does not tell.
         speedup, schedule, full: one of them: a target layer reduction, a schedule, the unmodified model. By default
             the schedule of the model's config.
-        batch_size: rows decoded together.
+        prompt_layers: layers that the prompt runs at most: a number, or ``max`` for as many as the first step. None: as
+            trained, else all.
+        clock, profile: what ``speedup`` is of: ``layers``; or, with what ``skipdecode profile`` measured here, the
+            seconds of a decode ``step``, or of the whole ``job`` if every row writes ``max_new_tokens``.
+        batch_size: rows decoded together; ``auto``: rows of like length, as many as fit into memory.
         seed: of sampling: a row's text depends on it and on the row's number, not on its batch.
-        dtype, device, revision: as :func:`skipdecode.load` takes them.
+        dtype, device, revision, offload, quantization, compile: as :func:`skipdecode.load` takes them; of offloaded
+            layers, those stay in memory that the schedule runs most.
         overwrite: replace an output, finished or not, that is already there.
         chat: each prompt that is a text is a user's message: the tokenizer's chat template is applied.
         options: as ``model.generate`` names them; ``max_new_tokens`` is the task's if it is not among them.
@@ -89,18 +99,29 @@ class GenerationJob:
     speedup: float | None = None
     schedule: Schedule | str | Path | None = None
     full: bool = False
-    batch_size: int = 32
+    prompt_layers: int | str | None = None
+    clock: str = "layers"
+    profile: Profile | str | Path | None = None
+    batch_size: BatchSize = 32
     seed: int = 0
     dtype: str = "auto"
     device: str | None = None
     revision: str | None = None
+    offload: str | Offload | None = None
     overwrite: bool = False
     chat: bool = False
+    quantization: str | None = None
+    compile: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if sum((self.speedup is not None, self.schedule is not None, self.full)) > 1:
             raise UsageError("give one of speedup, schedule and full")
+        if (self.schedule is not None or self.full) and (self.prompt_layers is not None or self.clock != "layers"):
+            raise UsageError("prompt_layers and clock go with a speedup, not with a schedule or full")
+        object.__setattr__(self, "prompt_layers", parse_prompt_layers(self.prompt_layers))
+        clock = ClockOf(self.clock, self.profile)
+        object.__setattr__(self, "profile", clock.profile)
         if isinstance(self.schedule, (str, Path)):
             object.__setattr__(self, "schedule", Schedule.load(self.schedule))
         if self.output is not None:
@@ -142,14 +163,19 @@ class GenerationJob:
         config = read_config(self.model, self.revision)
         defaults = read_generation_config(self.model, self.revision)
         check_with_model(self.options, defaults, skips=not self.full, seed=self.seed)
-        given = self.schedule if isinstance(self.schedule, Schedule) else None
-        schedule = None if self.full else resolve_schedule(config, self.speedup, given)
-        if schedule is not None and not is_trained(config):
-            say(f"{self.model} was not trained for skipping: its texts will be poor (skipdecode train; or --full)")
+        check_batch_size(self.batch_size, self.options, defaults)
+        clock = ClockOf(self.clock, self.profile)
+        clock.check(config, self.dtype, self.device, **faster_options(self.quantization, self.compile))
         items = self._items()
         # Another type or kind of device rounds otherwise; a hub name alone does not say which version it is.
         placed = [*map(str, placement(config, self.dtype, self.device)), getattr(config, "_commit_hash", None)]
-        rows = _Rows(items, load_tokenizer(self.model, self.revision), config, self.options["max_new_tokens"])
+        placed += [name for name in (self.quantization, "compile" * self.compile) if name]
+        new_tokens = self.options["max_new_tokens"]
+        rows = JobRows(items, load_tokenizer(self.model, self.revision), config, new_tokens)
+        predictor = clock.predictor([len(ids) for ids in rows.ids.values()], self.batch_size, new_tokens)
+        schedule = self._schedule(config, predictor)
+        if schedule is not None and not is_trained(config):
+            say(f"{self.model} was not trained for skipping: its texts will be poor (skipdecode train; or --full)")
 
         def work(journal: Journal | None) -> JobResult:
             return self._write(rows, config, schedule, journal, on_start, on_batch, say)
@@ -169,6 +195,11 @@ class GenerationJob:
             journal.finish(result.jsonl, dict(result.summary))
             return result
 
+    def _schedule(self, config: Any, predictor: Predictor | None) -> Schedule | None:
+        given = self.schedule if isinstance(self.schedule, Schedule) else None
+        form: dict[str, Any] = {} if self.prompt_layers is None else {"prompt_layers": self.prompt_layers}
+        return None if self.full else resolve_schedule(config, self.speedup, given, predictor=predictor, **form)
+
     def _items(self) -> list[Item]:
         if isinstance(self.input, (str, Path)):
             items = read_items(str(self.input), self.task, self.format)
@@ -186,7 +217,7 @@ class GenerationJob:
 
     def _write(
         self,
-        rows: _Rows,
+        rows: JobRows,
         config: Any,
         schedule: Schedule | None,
         journal: Journal | None,
@@ -203,7 +234,9 @@ class GenerationJob:
             say(f"{len(completions)} rows were done before")
         todo = {index: ids for index, ids in rows.ids.items() if index not in completions}
         if todo:
-            model, tokenizer = load(self.model, dtype=self.dtype, device=self.device, revision=self.revision)
+            how = {name: getattr(self, name) for name in ("dtype", "device", "revision", "quantization", "compile")}
+            offload = Offload.of(self.offload, None if schedule is None else schedule.ranking)
+            model, tokenizer = load(self.model, offload=offload, **how)
             on_start(len(rows.ids), len(completions))
             made = batches(model, tokenizer, todo, schedule, self.batch_size, self.seed, **self.options)
             for keys, batch, took in made:
@@ -216,6 +249,7 @@ class GenerationJob:
             "bad_rows": len(rows.items) - len(rows.ids),
             "layers": cost.num_layers,
             "target_speedup": 1.0 if schedule is None else self.speedup or schedule.target,
+            "target_of": self.clock,
         }
         return JobResult(rows.items, completions, summary | self._scores(rows.items, completions, say))
 
@@ -239,43 +273,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [each._asdict() if isinstance(each, Message) else each for each in value]
     return value
-
-
-class _Rows:
-    """The rows of a job, judged by the tokenizer: ``ids`` of those that can be written, ``items`` with all errors."""
-
-    def __init__(self, items: Sequence[Item], tokenizer: PreTrainedTokenizerBase, config: Any, new_tokens: int) -> None:
-        self.items = list(items)
-        self.ids: dict[int, list[int]] = {}
-        limit = max_positions(config)
-        good = [index for index, item in enumerate(items) if item.error is None]
-        for index, ids in zip(good, _encode(tokenizer, [items[index].prompt for index in good]), strict=True):
-            error = ids if isinstance(ids, str) else _too_long(len(ids), new_tokens, limit)
-            if error is None and not isinstance(ids, str):
-                self.ids[index] = ids
-            else:
-                self.items[index] = replace(items[index], error=error)
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int] | str]:
-    """Token ids of each prompt, or what is wrong with it: a chat template may refuse one conversation."""
-    try:
-        return list(encode_prompts(tokenizer, prompts))
-    except ModelError:
-        if tokenizer.chat_template is None:
-            raise
-    found: list[list[int] | str] = []
-    for prompt in prompts:
-        try:
-            found += encode_prompts(tokenizer, [prompt])
-        except ModelError as error:
-            found.append(str(error))
-    return found
-
-
-def _too_long(length: int, new_tokens: int, limit: int | None) -> str | None:
-    if length == 0:
-        return "the prompt has no token"
-    if limit is not None and length + new_tokens > limit:
-        return f"too long: {length} prompt tokens and {new_tokens} new ones, but the model has {limit} positions"
-    return None

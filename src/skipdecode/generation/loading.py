@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ from transformers.utils import logging
 from ..core.attach import attach
 from ..core.stack import text_config
 from ..data.tokenization import for_decoding, train_tokenizer
-from ..errors import ModelError
+from ..errors import ModelError, UsageError
+from .faster import check_faster, make_faster
+from .int8 import check_linear
+from .offload import Offload
 from .soundness import (
     UNREADABLE,
     Reading,
@@ -67,6 +71,9 @@ def load(
     device: str | None = None,
     attention: str | None = None,
     revision: str | None = None,
+    offload: str | Offload | None = None,
+    quantization: str | None = None,
+    compile: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal LM with gates attached, and its tokenizer. No code of the checkpoint is run.
 
@@ -77,23 +84,41 @@ def load(
         device: ``cuda``, ``mps``, ``cpu``, …; an accelerator if there is one.
         attention: ``eager``, ``sdpa``, …; transformers' choice if None.
         revision: of a hub model.
+        offload: which decoder layers wait on the disk or in host memory until they run: ``auto``, ``disk``, ``cpu``, or
+            an :class:`~skipdecode.generation.offload.Offload`, which says how much memory the weights may take.
+        quantization: ``int8``: layers and LM head multiply in 8 bits, on CPUs.
+        compile: decode steps run through ``torch.compile``, which takes a minute at the first ones.
 
     Raises:
-        ModelError: no such model, device or type, no decoder-only causal LM, or a damaged checkpoint: weights that are
-            missing, left over, of another shape or not finite, a tokenizer of another model, files that are no JSON.
+        ModelError: no such model, device or type, int8 or compilation that is not possible here, no decoder-only
+            causal LM, or a damaged checkpoint: weights that are missing, left over, of another shape or not finite, a
+            tokenizer of another model, files that are no JSON.
+        UsageError: another quantization, or one together with offload.
     """
     config = read_config(name, revision)
     dtype, device = placement(config, dtype, device)
+    if offload is not None and (quantization or compile):
+        raise UsageError("layers that wait elsewhere can be neither quantized nor compiled: leave out offload")
+    check_faster(name, config, device, cpu_capabilities(), quantization, compile)
+    if quantization and (sketch := _sketch(config)) is not None:
+        check_linear(sketch)
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
+    if (away := Offload.of(offload)) is not None:
+        options |= away.options(_sketch(config), dtype, device)
     tokenizer = load_tokenizer(name, revision)
     model = read_weights(resolve(name), config=config, dtype=dtype, revision=revision, **options)
     check_tokenizer(name, tokenizer, model.get_input_embeddings().weight.shape[0])
     kind = text_config(config).model_type
     if kind not in TESTED:
         warnings.warn(f"{name}: models of type {kind!r} are not tested: try `skipdecode check {name}`", stacklevel=2)
-    with Reading(f"{name} does not fit on {device!r}"):
-        model = model.to(device)
-    return attach(model.eval()), tokenizer
+    if away is not None and "device_map" in options:
+        from .streaming import stream
+
+        stream(model, prefetch=away.prefetch)
+    else:
+        with Reading(f"{name} does not fit on {device!r}"):
+            model = model.to(device)
+    return attach(make_faster(model.eval(), quantization=quantization, compile=compile)), tokenizer
 
 
 def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tuple[str | torch.dtype, str]:
@@ -139,12 +164,14 @@ def _sketch(config: Any) -> PreTrainedModel | None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without transformers' warnings: what they say of the weights is an error of ours."""
-    level = logging.get_verbosity()
+    level, dispatching = logging.get_verbosity(), getLogger("accelerate.big_modeling")  # it says that layers wait
     logging.set_verbosity_error()
+    before, dispatching.disabled = dispatching.disabled, True
     try:
         yield
     finally:
         logging.set_verbosity(level)
+        dispatching.disabled = before
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:

@@ -42,14 +42,14 @@ REFUSED = {
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
-def check_options(options: Mapping[str, Any], batch_size: int = 1, seed: int | None = None) -> None:
+def check_options(options: Mapping[str, Any], batch_size: int | str = 1, seed: int | None = None) -> None:
     """What can be said of options without a model. Decoding is greedy unless ``do_sample`` is among them.
 
     Raises:
         UsageError: an option that is not taken, or options that contradict each other.
     """
-    if type(batch_size) is not int or batch_size < 1:
-        raise UsageError(f"batch_size is a number of rows, 1 or more, not {batch_size!r}")
+    if batch_size != "auto" and (type(batch_size) is not int or batch_size < 1):
+        raise UsageError(f"batch_size is a number of rows, 1 or more, or 'auto', not {batch_size!r}")
     if seed is not None and type(seed) is not int:
         raise UsageError(f"seed is a whole number, not {seed!r}")
     for name, reason in REFUSED.items():

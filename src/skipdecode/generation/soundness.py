@@ -88,6 +88,8 @@ def _one_line(error: BaseException | None) -> str:
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
         return "it needs code of its own (auto_map), which skipdecode never runs"
+    if "offload_folder" in text:
+        return "offloaded weights that are converted when they are read need a place: give --offload-folder"
     named = text if isinstance(error, (OSError, ValueError)) and text else f"{type(error).__name__} {text}".strip()
     return named if len(named) <= 300 else named[:300] + "…"
 
@@ -162,11 +164,12 @@ def check_weights(name: str, model: PreTrainedModel, info: Mapping[str, Any]) ->
         warnings.warn(f"{name}: {len(extra)} weights are no part of a causal LM: left out ({shown})", stacklevel=3)
     for key, parameter in model.named_parameters():
         # Quantized weights are whole numbers, and those offloaded to a disk have nothing to be read here.
-        if parameter.is_floating_point() and not parameter.is_meta and not _finite(parameter.detach()):
+        if parameter.is_floating_point() and not parameter.is_meta and not finite(parameter.detach()):
             raise ModelError(f"{name}: {key} holds values that are not finite")
 
 
-def _finite(weight: torch.Tensor) -> bool:
+def finite(weight: torch.Tensor) -> bool:
+    """Whether all its values are."""
     # A finite sum is proof, and needs no memory; one that is not may have come of large numbers.
     return bool(weight.sum(dtype=torch.float32).isfinite()) or bool(weight.isfinite().all())
 

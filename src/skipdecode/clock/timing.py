@@ -7,17 +7,12 @@ else the machine does slows all of them alike.
 
 from __future__ import annotations
 
-import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
-import transformers
-
 from ..errors import ModelError
-from ..generation.loading import cpu_capabilities
 from ..generation.results import Cost, Generated
 
 Name = TypeVar("Name", str, float)
@@ -138,14 +133,3 @@ def alternate(
         )
         for name, many in results.items()
     }
-
-
-def machine(device: str | None = None) -> str:
-    """The machine and versions, to stand beside every number; ``device`` as :func:`skipdecode.load` takes it."""
-    if torch.cuda.is_available() and (device is None or device.startswith("cuda")):
-        device = torch.cuda.get_device_name(device)
-    else:
-        name = cpu_capabilities().get("cpu_name") or platform.machine()
-        device = f"{name}, {torch.get_num_threads()} threads"
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return f"{device}; {versions}, Python {platform.python_version()}"

@@ -1,0 +1,170 @@
+"""A model whose layers are on the disk, at full depth and faster: seconds, layers loaded, bytes read, memory.
+
+    python benchmarks/checkpoint.py opt-6.7b /tmp/opt-6.7b --dtype float32      # 27 GB
+    python benchmarks/offload.py /tmp/opt-6.7b --speedups 1,5 --new-tokens 5 --output results/offload
+
+Every cell runs in a process of its own, from files that the page cache does not hold (Linux): ``memory`` is that of
+this cell alone. ``place``: ``memory`` is an ordinary load, where the files are mapped into memory; ``disk`` the same
+layers offloaded; ``disk, next ahead`` with the next layer fetched while one computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+PLACES = {"memory": None, "disk": False, "disk, next ahead": True}
+HEADS = (
+    "asked", "place", "layers / step", "loads", "GB read", "s prompt", "s / step", "s job", "step ratio", "job ratio",
+    "GB in memory", "GB its own",
+)  # fmt: skip
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """One cell, in this process."""
+    import psutil
+    import torch
+
+    from skipdecode import Schedule, generate, load
+    from skipdecode.clock.timing import forced
+    from skipdecode.core.checkpoint_config import layer_count, resolve_schedule
+    from skipdecode.generation.generate import generate_ids
+    from skipdecode.generation.loading import read_config
+    from skipdecode.generation.offload import Offload
+    from skipdecode.generation.streaming import streaming_of
+
+    config = read_config(str(given.model))
+    schedule = Schedule.full(layer_count(config))
+    if given.speedup != 1:
+        schedule = resolve_schedule(config, given.speedup, lengths=[given.new_tokens - 1])
+    prefetch = PLACES[given.place]
+    offload = None if prefetch is None else Offload("disk", given.max_memory, None, schedule.ranking, prefetch)
+    evict(given.model)
+    process = psutil.Process()
+    peak = [0, 0]
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            now = process.memory_info()
+            peak[:] = max(peak[0], now.rss), max(peak[1], now.rss - now.shared)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        generate(*load("demo", device="cpu"), "first things first", max_new_tokens=2)  # what is only slow once
+        model, tokenizer = load(str(given.model), device="cpu", offload=offload, dtype=given.dtype)
+        evict(given.model)
+        before = process.io_counters().read_bytes
+        vocabulary = config.get_text_config().vocab_size
+        ids = torch.randint(
+            vocabulary // 8, vocabulary, (given.batch, given.prompt_tokens), generator=torch.Generator().manual_seed(0)
+        )
+        options: dict[str, Any] = forced(given.new_tokens - 1)
+        start = time.perf_counter()
+        found = generate_ids(model, tokenizer, ids.tolist(), schedule, given.batch, **options)
+        seconds = time.perf_counter() - start
+    finally:
+        done.set()
+        watcher.join()
+    streaming = streaming_of(model)
+    cost = found.cost
+    return {
+        "asked": given.speedup,
+        "place": given.place,
+        "max_memory": given.max_memory,
+        "batch_size": given.batch,
+        "average_depth": round(cost.average_depth, 3),
+        "layers_offloaded": len(streaming.sources) if streaming else 0,
+        "loads": sum(streaming.loads.values()) if streaming else 0,
+        "bytes_read": process.io_counters().read_bytes - before,
+        "prompt_seconds": round(seconds - cost.decode_seconds, 3),
+        "step_seconds": round(cost.decode_seconds / cost.steps, 4),
+        "job_seconds": round(seconds, 3),
+        "resident_bytes": peak[0],
+        "own_bytes": peak[1],
+        "text": found.completions[0].text,
+    }
+
+
+def evict(folder: Path) -> None:
+    """Let the page cache drop the checkpoint's files."""
+    for file in folder.glob("*.safetensors"):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def cells(row: dict[str, Any], full: dict[str, Any] | None) -> list[str]:
+    """A row of the table; ratios are those to full depth in the same place."""
+
+    def ratio(name: str) -> str:
+        return f"{full[name] / row[name]:.2f}x" if full else ""
+
+    return [
+        f"{row['asked']:g}x",
+        row["place"],
+        f"{row['average_depth']:.2f}",
+        str(row["loads"]),
+        f"{row['bytes_read'] / 1e9:.2f}",
+        f"{row['prompt_seconds']:.2f}",
+        f"{row['step_seconds']:.3f}",
+        f"{row['job_seconds']:.2f}",
+        ratio("step_seconds"),
+        ratio("job_seconds"),
+        f"{row['resident_bytes'] / 1e9:.2f}",
+        f"{row['own_bytes'] / 1e9:.2f}",
+    ]
+
+
+def main() -> None:
+    """Measure every cell in a process of its own, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--speedups", default="1,5")
+    parser.add_argument("--places", default="disk;disk, next ahead", help=f"of {'; '.join(PLACES)}")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=5)
+    parser.add_argument("--max-memory", type=float, help="GiB of weights; the rest is offloaded")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--output", type=Path, default=Path("results/offload"))
+    parser.add_argument("--speedup", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--place", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.speedup is not None:
+        print(json.dumps(measure(given)))
+        return
+    from skipdecode.clock.tables import markdown_table, save_tables
+    from skipdecode.generation.machine import machine
+
+    rows: list[dict[str, Any]] = []
+    for place in given.places.split(";"):
+        for speedup in given.speedups.split(","):
+            command = [sys.executable, *sys.argv, "--speedup", speedup, "--place", place]
+            rows.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
+            print({name: value for name, value in rows[-1].items() if name != "text"}, file=sys.stderr, flush=True)
+    for speedup in {row["asked"] for row in rows}:
+        if len({row.pop("text") for row in rows if row["asked"] == speedup}) > 1:
+            raise SystemExit(f"at {speedup:g}x the texts differ between places: that is a fault")
+    full = {row["place"]: row for row in rows if row["asked"] == 1}
+    lengths = f"batch {given.batch}, {given.prompt_tokens} prompt tokens, {given.new_tokens} new"
+    about = {
+        "model": given.model.name,
+        "machine": machine("cpu"),
+        "job": f"{lengths}; its files are not in the page cache at its start",
+    }
+    shown = [cells(row, full.get(row["place"])) for row in rows]
+    save_tables(given.output, rows, HEADS, shown, about)
+    print(markdown_table(HEADS, shown))
+
+
+if __name__ == "__main__":
+    main()

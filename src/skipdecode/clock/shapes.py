@@ -1,0 +1,105 @@
+"""Models of known shapes with random weights: what a pass takes does not depend on the weights' values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
+
+from ..core.attach import attach
+from ..errors import ModelError, UsageError
+from ..generation.faster import check_faster, make_faster
+from ..generation.loading import DEMO, check_device, check_dtype, cpu_capabilities, load_tokenizer
+
+
+def _opt(layers: int, width: int, heads: int, **rest: Any) -> dict[str, Any]:
+    return {
+        "model_type": "opt",
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "word_embed_proj_dim": width,
+        "ffn_dim": 4 * width,
+        "num_attention_heads": heads,
+        "vocab_size": 50272,
+        "max_position_embeddings": 4096,
+        **rest,
+    }
+
+
+def _llama(layers: int, width: int, inner: int, heads: int, groups: int, **rest: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        **rest,
+    }
+
+
+#: Name -> the config, as the published models have it; positions apart: OPT's here are enough for 2,048 and new tokens.
+SHAPES: dict[str, dict[str, Any]] = {
+    "opt-125m": _opt(12, 768, 12),
+    "opt-1.3b": _opt(24, 2048, 32),
+    "opt-6.7b": _opt(32, 4096, 32),
+    "llama-160m": _llama(12, 768, 3072, 12, 12, vocab_size=32000),
+    "llama-3.2-1b": _llama(16, 2048, 8192, 32, 8, head_dim=64, tie_word_embeddings=True),
+    "llama-3.2-3b": _llama(28, 3072, 8192, 24, 8, head_dim=128, tie_word_embeddings=True),
+    "llama-3.1-8b": _llama(32, 4096, 14336, 32, 8, head_dim=128),
+    "qwen2.5-0.5b": _llama(24, 896, 4864, 14, 2, model_type="qwen2", vocab_size=151936, tie_word_embeddings=True),
+    "tiny": _opt(8, 64, 4, vocab_size=4096),
+}
+
+
+def shape_config(name: str) -> Any:
+    """The config of a shape. Raises UsageError for a name that is not known."""
+    if name not in SHAPES:
+        raise UsageError(f"there is no shape {name!r}; known are {', '.join(SHAPES)}")
+    # Token ids at the end of the vocabulary, where the demo's tokenizer has none of its own.
+    return AutoConfig.for_model(**SHAPES[name] | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0})
+
+
+def random_model(
+    name: str,
+    dtype: str = "auto",
+    device: str = "cpu",
+    seed: int = 0,
+    quantization: str | None = None,
+    compile: bool = False,
+    **options: Any,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model of the shape with random weights, and a tokenizer that decodes some of its ids; for timing only.
+
+    Args:
+        name: one of :data:`SHAPES`.
+        dtype: of the weights; ``auto`` is bfloat16, as the published models have it.
+        device: where they are made.
+        seed: of the weights.
+        quantization, compile: as :func:`skipdecode.load` takes them.
+        options: ``attn_implementation`` and others of ``from_config``.
+
+    Raises:
+        UsageError: no such shape.
+        ModelError: no such device or dtype, or the memory is too small.
+    """
+    config = shape_config(name)
+    check_device(device)
+    check_dtype(dtype)
+    check_faster(name, config, device, cpu_capabilities(), quantization, compile)
+    kind = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+    torch.manual_seed(seed)
+    try:
+        with torch.device(device), no_init_weights():  # their own distributions take a minute, and time no better
+            model = AutoModelForCausalLM.from_config(config, dtype=kind, **options)
+            model.tie_weights()
+            for parameter in model.parameters():
+                parameter.data.uniform_(-0.02, 0.02)
+    except (RuntimeError, MemoryError) as error:
+        raise ModelError(f"{name} in {kind} does not fit on {device!r}: {error}") from error
+    model.generation_config.eos_token_id = None  # nothing ends a text early
+    return attach(make_faster(model.eval(), quantization=quantization, compile=compile)), load_tokenizer(str(DEMO))

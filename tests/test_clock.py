@@ -1,0 +1,235 @@
+"""Measuring: on a clock that moves only where work is done, profile, plan and bench agree to the last digit."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.families import build
+from helpers.tiny import run
+from skipdecode import Schedule, attach
+from skipdecode.clock.bench import BenchPlan, Cell, bench, runs_of
+from skipdecode.clock.peaks import Peaks, measure_peaks
+from skipdecode.clock.profile import Profiler, layer_kinds
+from skipdecode.clock.shapes import SHAPES, random_model, shape_config
+from skipdecode.core.cost import Profile, shape_of
+from skipdecode.core.planning import SHORT, Predictor, Workload, predict
+from skipdecode.core.stack import decoder_layers
+from skipdecode.errors import UsageError
+from skipdecode.generation.loading import DEMO, load_tokenizer
+from skipdecode.generation.machine import check_profile
+
+#: Seconds of work on the clock of these tests: of a layer, by kind, and of each of its positions; of the head.
+WEIGHTS, POSITION, HEAD = (0.010, 0.004), 0.0001, 0.030
+
+
+class WorkClock:
+    """``time.perf_counter`` that moves by what attention layers and the head would take, and else stands still."""
+
+    def __init__(self, model: Any) -> None:
+        self.now = 0.0
+        _, kinds = layer_kinds(model)
+        for layer, kind in zip(decoder_layers(model), kinds, strict=True):
+            attention: Any = layer.self_attn
+            attention.register_forward_pre_hook(self.attention(WEIGHTS[kind]), with_kwargs=True)
+        model.get_output_embeddings().register_forward_hook(self.head)
+
+    def attention(self, weights: float) -> Any:
+        """A hook inside a layer, which a skipped layer does not come to."""
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            self.now += weights + POSITION * hidden.shape[0] * hidden.shape[1]
+
+        return hook
+
+    def head(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.now += HEAD
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(params=["opt", "gemma3"])
+def timed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model of one kind of layers, and one of two, on a clock of their own work."""
+    model = build(request.param)
+    model.generation_config.eos_token_id = None
+    monkeypatch.setattr(time, "perf_counter", WorkClock(model))
+    return attach(model)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Any that decodes: ids are drawn, texts are not looked at."""
+    return load_tokenizer(str(DEMO))
+
+
+@pytest.fixture
+def profile(timed: Any, tokenizer: Any) -> Profile:
+    """Of three batch sizes, and of lengths within the sliding window of neither and of one kind."""
+    return Profiler(timed, tokenizer, rounds=1).profile([1, 2, 4], [4, 16])
+
+
+def test_a_profile_holds_what_the_work_takes(timed: Any, profile: Profile) -> None:
+    """Each kind's cost, the head's, and those of each length of prompt come out as they were put in."""
+    names, kinds = layer_kinds(timed)
+    assert profile.layers == kinds
+    assert len(profile.kinds) == len(names) == len(set(kinds))
+    for one in profile.steps:
+        assert one.beyond == pytest.approx(HEAD, rel=1e-6)
+        assert one.layers == pytest.approx([w + POSITION * one.batch_size for w in WEIGHTS[: len(names)]], rel=1e-6)
+    for one in profile.prompts:
+        work = POSITION * one.batch_size * one.length
+        assert [one.beyond, *one.layers] == pytest.approx([HEAD, *(w + work for w in WEIGHTS[: len(names)])], rel=1e-6)
+    assert profile.head == pytest.approx(dict.fromkeys((1, 2, 4), 1.0))
+    assert all(share == pytest.approx(0, abs=1e-6) for share in profile.error.values())
+    assert all(position > 0 for _, position in profile.kv_bytes[-1:])
+    check_profile(profile, timed.config, "float32")
+    with pytest.raises(UsageError, match="another shape"):
+        check_profile(profile, build("llama").config, "float32")
+    with pytest.raises(UsageError, match="another dtype"):
+        check_profile(profile, timed.config, "bfloat16")
+
+
+@pytest.mark.parametrize("form", [{}, {"prompt_layers": "max"}, {"order": "even", "prompt_layers": 6}])
+@pytest.mark.parametrize("clock", ["layers", "step", "job"])
+def test_what_is_planned_is_got(timed: Any, tokenizer: Any, profile: Profile, clock: str, form: dict[str, Any]) -> None:
+    """On a clock without noise the bench measures just what was predicted, and no less than was asked for."""
+    plan = BenchPlan((1.5, 2.5, 40.0), (1, 3), 7, 20, clock, profile, repeats=1, form=form)
+    if clock == "layers":
+        plan = BenchPlan((1.5, 2.5), (1, 3), 7, 20, clock, profile, repeats=1, form=form)
+    done: list[int] = []
+    cells = bench(timed, tokenizer, plan, lambda: done.append(1))
+    rows = [cell.row(plan, Peaks(1e9, 1e9)) for cell in cells]
+    assert len(rows) == 2 * (1 + len(plan.speedups))
+    assert len(done) <= runs_of(plan)
+    for row in rows:
+        if "refused" in row:
+            most = re.search(r"at most ([\d.]+)x, at 1 of", row["refused"])
+            assert most
+            assert float(most[1]) < SHORT * row["asked"]
+            continue
+        assert row["asked"] < 40
+        assert row["step_ratio"] == pytest.approx(row["predicted_step_ratio"], abs=0.002)
+        assert row["job_ratio"] == pytest.approx(row["predicted_job_ratio"], abs=0.002)
+        assert row[f"{clock}_ratio"] >= SHORT * row["asked"] or clock == "layers"
+        if row["asked"] == 1:
+            assert row["step_ratio"] == row["job_ratio"] == row["layers_ratio"] == 1
+        if form.get("prompt_layers") == "max":
+            assert row["prompt_layers"] == row["max_depth"]
+
+
+def test_bytes_foretold_are_bytes_held(timed: Any, tokenizer: Any, profile: Profile) -> None:
+    """Keys and values foretold are those that the cache reports, but for the room that layers hold ahead."""
+    if len(profile.kinds) > 1:
+        pytest.skip("sliding layers hold less than their slope says")
+    plan = BenchPlan((2.0,), (2,), 7, 20, "step", profile, repeats=1)
+    for cell in bench(timed, tokenizer, plan):
+        assert cell.timing is not None
+        assert cell.prediction is not None
+        room = 32 * 2 * sum(position for _, position in profile.kv_bytes) * cell.timing.cost.num_layers
+        assert cell.prediction.kv_bytes == pytest.approx(cell.timing.cost.peak_kv_bytes, abs=room)
+
+
+def test_a_refused_cell_says_why() -> None:
+    """It has the target and the reason, and no figures."""
+    row = Cell(8, 5.0, why="at most 4x").row(BenchPlan(), Peaks(1, 1))
+    assert row == {"batch_size": 8, "asked": 5.0, "asked_of": "layers", "refused": "at most 4x"}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_are_models_that_exist(shape: str) -> None:
+    """Each config makes a model; its size is about the one in its name."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape_config(shape))
+    named = shape.rpartition("-")[2].upper()
+    if named[0].isdigit():
+        size = float(named[:-1]) * {"M": 1e6, "B": 1e9}[named[-1]]
+        assert sum(p.numel() for p in model.parameters()) == pytest.approx(size, rel=0.25)
+
+
+def test_random_weights_are_a_model(tokenizer: Any) -> None:
+    """Its logits are finite and differ; a shape that is not known is refused."""
+    model, _ = random_model("tiny", "bfloat16")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    logits = model(torch.tensor([[5, 6, 7]])).logits
+    assert logits.isfinite().all()
+    assert logits.float().std() > 0
+    with pytest.raises(UsageError, match="known are"):
+        random_model("gpt-5")
+
+
+def test_peaks_are_measured() -> None:
+    """Both are more than a machine of the last century had, and less than one of the next."""
+    peaks = measure_peaks(torch.device("cpu"), torch.float32, rounds=1)
+    assert 1e7 < peaks.bandwidth < 1e14
+    assert 1e7 < peaks.matrix < 1e16
+
+
+def test_a_shape_is_the_same_for_other_weights(checkpoint: Path, tmp_path: Path) -> None:
+    """Names, token ids and schedules do not change how long a pass takes; layers and widths do."""
+    config = shape_config("tiny")
+    again = shape_config("tiny")
+    again.update({"_name_or_path": "x", "eos_token_id": 7, "skipdecode": {"method": "skipdecode"}})
+    assert shape_of(again) == shape_of(config)
+    again.update({"ffn_dim": 128})
+    assert shape_of(again) != shape_of(config)
+
+
+def test_the_verbs(tmp_path: Path) -> None:
+    """profile writes what plan and bench read; bench writes its tables; JSON is the last line of each."""
+    path, table = tmp_path / "p.json", tmp_path / "bench"
+    small = ("--shape", "tiny", "--dtype", "float32", "--batch", "1,2", "--json")
+    done = run("profile", *small, "--context", "8,64", "--repeats", 1, "--output", path)
+    assert done.returncode == 0, done.stderr
+    profile = Profile.load(path)
+    assert json.loads(done.stdout.splitlines()[-1])["shape"] == profile.shape
+    job = ("--prompt-tokens", 8, "--new-tokens", 16)
+    done = run("plan", "--profile", path, "--batch", "1,2", *job, "--png", tmp_path / "plan.png", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert {row["batch_size"] for row in rows} == {1, 2}
+    for row in rows:
+        if "schedule" in row:
+            found = predict(Predictor(profile, [Workload(row["batch_size"], 8, 16)]), 1, Schedule(**row["schedule"]))
+            assert round(found.step, 3) == row["predicted_step_ratio"]
+    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+    clock = ("--clock", "step", "--profile", path, "--speedups", "1.2", "--repeats", 1, "--output", table)
+    done = run("bench", *small, *job, *clock)
+    assert done.returncode == 0, done.stderr
+    written = json.loads((table / "table.json").read_text())
+    assert written["rows"] == json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert len((table / "table.csv").read_text().splitlines()) == 1 + len(written["rows"]) == 5
+    assert "| full depth |" in (table / "table.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("profile",), "give either MODEL or --shape"),
+        (("profile", "--shape", "gpt-5"), "known are"),
+        (("profile", "--shape", "tiny", "--batch", "0"), "--batch takes"),
+        (("profile", "--shape", "tiny", "--context", "8.5"), "--context takes"),
+        (("profile", "--shape", "tiny", "--context", "9999"), "positions"),
+        (("bench", "--shape", "tiny", "--clock", "job"), "--clock job needs --profile"),
+        (("bench", "--shape", "tiny", "--prompt-tokens", "9999"), "the model has"),
+        (("bench", "--shape", "tiny", "--speedups", "0.5"), "speed-ups"),
+        (("plan", "--profile", "nowhere.json"), "nowhere.json"),
+    ],
+)
+def test_bad_options_are_refused(arguments: tuple[str, ...], says: str) -> None:
+    """One line that says what was wrong, and exit code 2."""
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
