@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 # Whose tables are written from results/*/table.json, between their cog marks.
 TABLES := README.md results/README.md src/skipdecode/demo/README.md
 
-.PHONY: demo check test test-fast torture lint format lock mutants clean distclean results-smoke results-e2e results-tldr
+.PHONY: demo check test test-fast torture lint format lock mutants clean distclean results-smoke results-e2e \
+	results-tldr bench-smoke bench
 
 $(VENV)/installed: pyproject.toml requirements.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "SkipDecode needs Python 3.10 or newer"'
@@ -72,6 +73,18 @@ results-e2e: $(VENV)/installed     # many hours, from random weights
 
 results-tldr: $(VENV)/installed    # hours
 	recipes/results-tldr.sh $(TLDR) $(RUNS)/tldr results
+
+# Speed, with nothing else computing. The peers' environments are made by benchmarks/peers/environments.sh.
+bench-smoke: $(VENV)/installed     # minutes: every benchmark in small
+	mkdir -p $(RUNS)/bench-smoke
+	$(BIN)/skipdecode profile demo --batch 1,8 --context 16,64,128 --repeats 1 --output $(RUNS)/bench-smoke/profile.json
+	$(BIN)/skipdecode plan demo --profile $(RUNS)/bench-smoke/profile.json --batch 1,8 --prompt-tokens 48 --new-tokens 40
+	$(BIN)/skipdecode bench demo --clock job --profile $(RUNS)/bench-smoke/profile.json --prompt-layers max \
+		--speedups 1.5,2 --batch 1,8 --prompt-tokens 48 --new-tokens 40 --repeats 1 --output $(RUNS)/bench-smoke/bench
+	$(BIN)/python benchmarks/peers --smoke --output $(RUNS)/bench-smoke/peers
+
+bench: $(VENV)/installed           # an hour or two
+	recipes/bench.sh results/clock
 
 clean:                             # caches and build outputs
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

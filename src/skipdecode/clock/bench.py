@@ -206,7 +206,7 @@ def _batch(
     return cells
 
 
-def _per_step(model: PreTrainedModel, schedule: Schedule, depth: float, count: Callable[[nn.Parameter], int]) -> float:
+def _per_step(model: PreTrainedModel, schedule: Schedule, depth: float, count: Callable[[Tensor], int]) -> float:
     """What the weights of the head and of the layers that run count together, in a step of average depth."""
     layers = decoder_layers(model)
     ranked = [layers[i] for i in fitted(schedule, model.config).ranking]

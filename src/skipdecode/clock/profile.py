@@ -138,12 +138,12 @@ class Profiler:
         for size in sizes:
             for length in lengths:
                 for schedule in self._schedules(size, length):
-                    calls[size, length, schedule] = [self._measure(size, length, schedule)]
+                    calls[size, length, schedule] = [self.measure(size, length, schedule)]
         again = [cell for cell, timed in calls.items() if timed[0].prompt < PATIENCE / 2]  # the rest average themselves
         self._total = self._calls + len(again) * (self.rounds - 1)
         for _ in range(self.rounds - 1):
             for cell in again:
-                calls[cell].append(self._measure(*cell))
+                calls[cell].append(self.measure(*cell))
         return self._fit([_median(each) for each in calls.values()], name)
 
     # --- one measurement
@@ -173,8 +173,8 @@ class Profiler:
                 del group[: 2**turn]
         return tuple(order)
 
-    def _measure(self, size: int, length: int, schedule: Schedule) -> Timed:
-        """One call of ``generate``."""
+    def measure(self, size: int, length: int, schedule: Schedule) -> Timed:
+        """One call of ``generate``: ``size`` rows of ``length`` prompt tokens, as many steps as the schedule's horizon."""
         caches: list[SkipCache] = []
 
         def decoding(model: PreTrainedModel) -> SkipCache:
@@ -215,7 +215,7 @@ class Profiler:
         full = Schedule.full(len(self.layers))
         held = []
         for length in lengths:
-            self._measure(1, length, full)
+            self.measure(1, length, full)
             held.append([held_bytes(layer) for layer in self._cache.layers])
         slopes = [(more - less) / (lengths[1] - lengths[0]) for less, more in zip(*held, strict=True)]
         own = [(less - slope * (lengths[0] + STEPS), slope) for less, slope in zip(held[0], slopes, strict=True)]
