@@ -208,10 +208,11 @@ def test_where_a_model_would_be_loaded(
 
 @pytest.fixture(scope="module")
 def schedules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three files: a cosine, a constant depth, and one for a model of other depth."""
+    """Four files: a cosine, a constant depth, one whose prompt is short of layers, and one for another model."""
     folder = tmp_path_factory.mktemp("schedules")
     Schedule(8, 5, 2, 8, order="even", decay="cosine").save(folder / "cosine.json")
     Schedule(8, 3, 3, 1, decay="constant").save(folder / "flat.json")
+    Schedule(8, 3, 1, 8, prompt_layers="max").save(folder / "short.json")
     Schedule(6, 3, 2, 8).save(folder / "six.json")
     return folder
 
@@ -486,7 +487,7 @@ def test_calibration_achieves_the_ratio_on_what_the_model_writes(
     done = run("calibrate", checkpoint, "--data", data, *more)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["layer_ratio"] == pytest.approx(speedup, rel=0.03)
+    assert found["step_layer_ratio"] == pytest.approx(speedup, rel=0.03)
     model, tokenizer = skipdecode.load(str(checkpoint))
     result = skipdecode.generate(
         model,
@@ -497,7 +498,7 @@ def test_calibration_achieves_the_ratio_on_what_the_model_writes(
         max_new_tokens=40,
         do_sample=False,
     )
-    assert result.cost.layer_ratio == pytest.approx(found["layer_ratio"], rel=1e-3)
+    assert result.cost.layer_ratio == pytest.approx(found["step_layer_ratio"], rel=1e-3)
 
 
 def test_a_saved_calibration_is_what_every_verb_then_takes(data: Path, tmp_path: Path) -> None:
