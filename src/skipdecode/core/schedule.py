@@ -201,8 +201,8 @@ class Schedule:
             UsageError: arguments that do not go together, or a workload beyond what the profile measured.
 
         Example:
-            >>> profile, workload = Profile.load("profile.json"), Workload(8, 64, 128)
-            >>> Schedule.for_speedup(3, clock="job", profile=profile, workload=workload, prompt_layers="max")
+            >>> Schedule.for_speedup(2, num_layers=24, horizon=64).max_depth
+            16
         """
         if clock != "layers":
             from .planning import plan_for  # plans are made of schedules
