@@ -21,8 +21,8 @@ class Int8Linear(nn.Module):
     """A linear module with one scale per output, and one per row of what it is given (symmetric, found as it comes).
 
     torch multiplies int8 by int8 into exact int32 sums. (On CPUs, torchao 0.18 turns both into int32 or float32 first:
-    its products are slower than those of floats.) There is no ``weight``: a family that reads a module's weight past its
-    forward fails instead of taking it for another.
+    its products are slower than those of floats.) There is no ``weight``: a family that reads a module's weight past
+    its forward fails instead of taking it for another.
 
     Args:
         weight: (outputs, inputs).
