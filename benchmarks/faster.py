@@ -67,6 +67,11 @@ def steps_of(model: PreTrainedModel, cache: Any, batch: int, context: int, count
     return taken[1:]
 
 
+def one(model: Any, kind: type[SkipCache], plan: Schedule, batch: int, context: int, count: int) -> list[float]:
+    """The steps of one generation, with a new cache."""
+    return steps_of(model, kind(model, plan), batch, context, count)
+
+
 def alternate(ways: Mapping[str, Callable[[], Sequence[float]]], rounds: int, **labels: Any) -> None:
     """Each way once for nothing, then ``rounds`` times in turn; prints the median and the least step of each."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
@@ -88,7 +93,7 @@ def steps(args: argparse.Namespace) -> None:
         for depth in (args.layers, max(args.layers // 5, 1)):
             plan = Schedule(args.layers, depth, depth, horizon=1)
             ways = {
-                name: lambda model=model: steps_of(model, SkipCache(model, plan), batch, args.context[0], args.count)
+                name: functools.partial(one, model, SkipCache, plan, batch, args.context[0], args.count)
                 for name, model in models.items()
             }
             alternate(ways, args.rounds, batch=batch, context=args.context[0], depth=depth)
@@ -109,7 +114,7 @@ def cache(args: argparse.Namespace) -> None:
         for batch in args.batch:
             kinds = {"room": SkipCache, "concatenated": Concatenating}
             ways = {
-                name: lambda kind=kind: steps_of(model, kind(model, plan), batch, context, args.count)
+                name: functools.partial(one, model, kind, plan, batch, context, args.count)
                 for name, kind in kinds.items()
             }
             alternate(ways, args.rounds, batch=batch, context=context)
@@ -119,13 +124,13 @@ def gates(args: argparse.Namespace) -> None:
     """Microseconds that gates and cache cost, per layer and step: a full schedule against the stock model's step."""
     model = build(args)
 
+    batch, context, count = args.batch[0], args.context[0], args.count
+
     def stock() -> list[float]:
-        return steps_of(detach(model), DynamicCache(config=model.config), args.batch[0], args.context[0], args.count)
+        return steps_of(detach(model), DynamicCache(config=model.config), batch, context, count)
 
     def ours() -> list[float]:
-        return steps_of(
-            attach(model), SkipCache(model, Schedule.full(args.layers)), args.batch[0], args.context[0], args.count
-        )
+        return one(attach(model), SkipCache, Schedule.full(args.layers), batch, context, count)
 
     alternate({"stock": stock, "ours": ours}, args.rounds, layers=args.layers, width=args.width)
     attach(model)
