@@ -1,0 +1,210 @@
+"""What docs/faster.md measures, on random weights: `python benchmarks/faster.py steps|cache|profile|gates --help`.
+
+Run it alone on the machine: whatever else computes is in its figures. Ways are timed alternately, in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, OPTConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from skipdecode import Schedule, SkipCache, attach, detach
+from skipdecode.generation.faster import make_faster
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "compile": {"compile": True},
+    "int8": {"quantization": "int8"},
+    "int8+compile": {"quantization": "int8", "compile": True},
+}
+
+
+def build(args: argparse.Namespace) -> PreTrainedModel:
+    """A model of the asked shape; what its weights are does not change its speed."""
+    width, heads = args.width, max(args.width // 64, 1)
+    common = {"vocab_size": args.vocab, "hidden_size": width, "num_hidden_layers": args.layers}
+    common |= {"num_attention_heads": heads, "max_position_embeddings": 4096, "eos_token_id": None, "pad_token_id": 1}
+    config: Any = (
+        OPTConfig(**common, word_embed_proj_dim=width, ffn_dim=4 * width)
+        if args.family == "opt"
+        else LlamaConfig(**common, intermediate_size=4 * width, num_key_value_heads=max(heads // 4, 1))
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype)).eval()
+
+
+def steps_of(model: PreTrainedModel, cache: Any, batch: int, context: int, count: int) -> list[float]:
+    """Milliseconds of each of ``count`` decode steps after a prompt of ``context`` positions, one row padded."""
+    ids, mask = torch.randint(2, 500, (batch, context)), torch.ones(batch, context, dtype=torch.long)
+    mask[0, :2] = 0
+    taken = []
+    with torch.no_grad():
+        for _ in range(count + 1):
+            positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+            start = time.perf_counter()
+            logits = model(
+                ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits
+            taken.append(1e3 * (time.perf_counter() - start))
+            ids, mask = logits[:, -1:].argmax(-1), torch.cat([mask, mask.new_ones(batch, 1)], dim=1)
+    return taken[1:]
+
+
+def one(model: Any, kind: type[SkipCache], plan: Schedule, batch: int, context: int, count: int) -> list[float]:
+    """The steps of one generation, with a new cache."""
+    return steps_of(model, kind(model, plan), batch, context, count)
+
+
+def alternate(ways: Mapping[str, Callable[[], Sequence[float]]], rounds: int, **labels: Any) -> None:
+    """Each way once for nothing, then ``rounds`` times in turn; prints the median and the least step of each."""
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, run in ways.items():
+            times = run()
+            if number:
+                taken[name] += times
+    for name, times in taken.items():
+        row = labels | {"way": name, "median_ms": round(statistics.median(times), 3), "least_ms": round(min(times), 3)}
+        print(json.dumps(row), flush=True)
+
+
+def steps(args: argparse.Namespace) -> None:
+    """Plain, compiled, int8 and both: a step at full depth and at a fifth of the layers."""
+    plain = build(args)
+    models = {name: attach(make_faster(deepcopy(plain), **WAYS[name])) for name in args.ways}
+    for batch in args.batch:
+        for depth in (args.layers, max(args.layers // 5, 1)):
+            plan = Schedule(args.layers, depth, depth, horizon=1)
+            ways = {
+                name: functools.partial(one, model, SkipCache, plan, batch, args.context[0], args.count)
+                for name, model in models.items()
+            }
+            alternate(ways, args.rounds, batch=batch, context=args.context[0], depth=depth)
+
+
+class Concatenating(SkipCache):
+    """The cache as it was: every layer concatenates."""
+
+    def __init__(self, model: Any, schedule: Schedule) -> None:
+        super().__init__(model, schedule)
+        self.layers = [DynamicLayer() for _ in self.layers]
+
+
+def cache(args: argparse.Namespace) -> None:
+    """Keys and values written into room ahead against keys and values concatenated."""
+    model, plan = attach(build(args)), Schedule.full(args.layers)
+    for context in args.context:
+        for batch in args.batch:
+            kinds = {"room": SkipCache, "concatenated": Concatenating}
+            ways = {
+                name: functools.partial(one, model, kind, plan, batch, context, args.count)
+                for name, kind in kinds.items()
+            }
+            alternate(ways, args.rounds, batch=batch, context=context)
+
+
+def gates(args: argparse.Namespace) -> None:
+    """Microseconds that gates and cache cost, per layer and step: a full schedule against the stock model's step."""
+    model = build(args)
+
+    batch, context, count = args.batch[0], args.context[0], args.count
+
+    def stock() -> list[float]:
+        return steps_of(detach(model), DynamicCache(config=model.config), batch, context, count)
+
+    def ours() -> list[float]:
+        return one(attach(model), SkipCache, Schedule.full(args.layers), batch, context, count)
+
+    alternate({"stock": stock, "ours": ours}, args.rounds, layers=args.layers, width=args.width)
+    attach(model)
+    found: list[float] = []
+    for _ in range(args.rounds):
+        found += steps_of(model, SkipCache(model, Schedule(args.layers, 1, 1, horizon=1)), args.batch[0], 8, args.count)
+    print(json.dumps({"way": "one layer of all", "least_ms": round(min(found), 3)}))
+
+
+def profiled(args: argparse.Namespace) -> None:
+    """Where the time of ``model.generate`` goes, by part: self time of each is what its children do not take."""
+    model = attach(make_faster(build(args), quantization=None))
+    base = model.base_model
+    decoder = getattr(base, "decoder", base)
+    head: Any = model.get_output_embeddings()
+    taken = {"head": 0.0, "layers": 0.0, "forward": 0.0}
+
+    def clocked(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def timed(*a: Any, **k: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*a, **k)
+            taken[name] += time.perf_counter() - start
+            return result
+
+        return timed
+
+    for name, modules in (("layers", decoder.layers), ("head", [head])):
+        for module in modules:
+            module.forward = clocked(name, module.forward)
+    forward, model.forward = model.forward, clocked("forward", model.forward)
+    ids: Tensor = torch.randint(2, 500, (args.batch[0], args.context[0]))
+
+    def once(new: int) -> float:
+        start = time.perf_counter()
+        own = SkipCache(model, Schedule.full(args.layers))
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=own, max_new_tokens=new, do_sample=False
+        )
+        return time.perf_counter() - start
+
+    once(2)
+    prompt = min(once(1) for _ in range(args.rounds))
+    for name in taken:
+        taken[name] = 0.0
+    total = once(args.count + 1)
+    print(json.dumps({"prompt_and_setup_s": prompt, "generate_s": total, "steps": args.count} | taken))
+    print("forward - layers - head: embedding, norm, masks, positions; generate_s - forward: loop, sampling, set-up")
+    model.forward = forward
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        once(args.count + 1)
+    print(prof.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
+
+
+def main() -> None:
+    """Reads the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["steps", "cache", "profile", "gates"])
+    parser.add_argument("--family", choices=["opt", "llama"], default="opt")
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--vocab", type=int, default=50272)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--context", type=int, nargs="+", default=[64])
+    parser.add_argument("--count", type=int, default=16, help="decode steps each time")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--threads", type=int, default=None)
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    {"steps": steps, "cache": cache, "profile": profiled, "gates": gates}[args.what](args)
+
+
+if __name__ == "__main__":
+    main()
