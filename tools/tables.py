@@ -54,7 +54,14 @@ def speeds(folder: str = "e2e") -> None:
     full, *faster = rows = saved["rows"]
     layers = f"{full['step_layers']:g}"
     _print(
-        ("target", f"layers per step, of {layers}", "decode speed-up", "wall-clock speed-up", "BLEU", "ROUGE-L"),
+        (
+            "target, of layers",
+            f"layers per step, of {layers}",
+            "a step is faster",
+            "the job is faster",
+            "BLEU",
+            "ROUGE-L",
+        ),
         (
             (
                 _target(row),
@@ -73,7 +80,7 @@ def speeds(folder: str = "e2e") -> None:
     print(
         f"Measured on {saved['about']['rows']}. Layers are the mean over decode steps; prompts always run all of them."
     )
-    print("Speed-ups are over the same model at full depth, of one decode step and of the whole job, prompts included.")
+    print("Faster: the same model's seconds at full depth over these, of a decode step and of the job with its prompt.")
     print(f"The clock: {saved['about']['clock']}.")
     print(f"No score is more than {worst:.2f} from 1x; the 95% intervals of the differences lie within", end=" ")
     print(f"{min(ends):+.2f} to {max(ends):+.2f}.")
