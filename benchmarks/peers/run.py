@@ -108,8 +108,11 @@ def _say(text: str) -> None:
 def _command(options: argparse.Namespace) -> str:
     """What was asked for, without the folders, which say nothing to others."""
     words = ["python", "benchmarks/peers"]
+    left_out = {"work", "output", "environments"}
+    if options.smoke:  # which has lengths of its own
+        left_out |= {"batch", "prompt_tokens", "new_tokens", "rounds", "precision"}
     for name, value in vars(options).items():
-        if name not in ("work", "output", "environments") and value not in (None, False):
+        if name not in left_out and value not in (None, False):
             shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [shown])]
     return shlex.join(words)
