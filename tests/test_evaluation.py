@@ -18,6 +18,7 @@ import skipdecode
 from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.core import checkpoint_config
+from skipdecode.core.growing import ROOM
 from skipdecode.data.tasks import Example
 from skipdecode.data.tasks.jsonl import Jsonl
 from skipdecode.errors import UsageError
@@ -62,14 +63,16 @@ def test_one_row_per_method_and_budget_all_saved_and_drawn(checkpoint: Path, tmp
         assert row["bleu_interval"][0] <= row["bleu_difference"] <= row["bleu_interval"][1]
         assert row["step_layer_ratio"] == pytest.approx(8 / row["step_layers"], rel=1e-2)
         assert row["prompt_layers"] == 8
-        assert 1 < row["job_layer_ratio"] < row["step_layer_ratio"]
+        assert 1 <= row["job_layer_ratio"] <= row["step_layer_ratio"]
         assert row["job_seconds_per_1k_tokens"] > 0
         assert "untrained" in row["label"]
         if row["method"] == "calm":
             assert row["token_layer_ratio"] >= row["step_layer_ratio"]
         else:
             assert row["step_layer_ratio"] == row["token_layer_ratio"] > 1.5
-            assert row["peak_kv_bytes"] <= full["peak_kv_bytes"]
+            assert row["job_layer_ratio"] > 1
+            room = 2 * 8 * 4 * ROOM * 32 * 4  # ahead of keys and values, of 8 layers and 4 rows; stock caches have none
+            assert row["peak_kv_bytes"] <= full["peak_kv_bytes"] + room
             assert len(row["loss_by_position"]) > 3
     assert any(row["bleu_interval"][0] < row["bleu_difference"] < 0 for row in rows)
     table = list(csv.DictReader((tmp_path / "table.csv").open()))
