@@ -64,7 +64,7 @@ def test_a_new_schedule_has_the_form_of_the_fastest_trained_one(speedup: float, 
     assert over.horizon == 9
     other = resolve_schedule(config, 4, measure=lambda: LENGTHS)
     assert other == fit(8, 4, LENGTHS, **FAST.form)
-    assert resolve_schedule(config, 4) == FAST.with_speedup(4)
+    assert resolve_schedule(config, 4) == Schedule.for_speedup(4, FAST.num_layers, FAST.horizon, **FAST.form)
 
 
 def test_what_is_asked_for_replaces_what_was_trained() -> None:

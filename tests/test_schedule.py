@@ -141,7 +141,8 @@ def test_a_low_prompt_stays_low_at_another_speed(schedule: Schedule, speedup: fl
     speedup = min(speedup, schedule.num_layers)
     if schedule.num_layers < 2 or schedule.decay == "constant":
         return
-    other = schedule.replace(warmup=0).with_speedup(speedup)
+    flat = schedule.replace(warmup=0)
+    other = Schedule.for_speedup(speedup, flat.num_layers, flat.horizon, **flat.form)
     assert other.deepest == (schedule.num_layers if schedule.prompt_layers is None else other.max_depth)
 
 
@@ -152,7 +153,7 @@ def test_a_budget_keeps_the_rule(layers: int, speedup: float, horizon: int, deca
     schedule = Schedule.for_speedup(speedup, layers, horizon, decay=decay, warmup=0)
     wanted = 2 * layers / speedup
     assert abs(schedule.max_depth + schedule.min_depth - wanted) <= 1.5
-    again = schedule.with_speedup(speedup)
+    again = Schedule.for_speedup(speedup, schedule.num_layers, schedule.horizon, **schedule.form)
     assert again == schedule or speedup == 1
 
 

@@ -84,8 +84,8 @@ def profile(
     out.print(f"of what is beyond layers, the head takes {heads}", highlight=False)
     off = {name: f"{value:.1%}" for name, value in measured.error.items()}
     out.print(f"off by, on average: {off}\n{measured.machine}", highlight=False)
-    if measured.error["step"] > 0.05:
-        say("the measurements contradict each other: something else computes on this machine; measure again")
+    if measured.doubt:
+        say(measured.doubt)
     if as_json:
         print(json.dumps(json.loads(measured.to_json())))
 
@@ -132,6 +132,8 @@ def plan(
     for row in rows:
         if "refused" in row:
             out.print(f"batch {row['batch_size']}: {row['refused']}", highlight=False, markup=False)
+    if measured.doubt:
+        say(measured.doubt)
     here = machine()
     out.print(f"measured on: {measured.machine}", highlight=False)
     if here != measured.machine:

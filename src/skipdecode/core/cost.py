@@ -19,6 +19,8 @@ from ..provenance import fingerprint
 
 #: Of the file that holds a profile.
 VERSION = 1
+#: A profile whose steps are further off than this is doubtful.
+DOUBTFUL = 0.05
 #: How far beyond the longest measured length a straight line is still believed.
 FARTHEST = 1.25
 
@@ -78,6 +80,14 @@ class Profile:
     def num_layers(self) -> int:
         """Decoder layers of the model."""
         return len(self.layers)
+
+    @property
+    def doubt(self) -> str | None:
+        """What must be said of a profile whose measurements contradict each other; None of a good one."""
+        off = self.error.get("step", 0.0)
+        if off <= DOUBTFUL:
+            return None
+        return f"the profile is off by {off:.0%}: something else computed while it was measured; measure again"
 
     def step(self, batch_size: int, length: int) -> Pass:
         """A decode step of so many rows that attends to ``length`` positions. Raises UsageError out of range."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, fields, replace
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import FileError, ScheduleError, SkipDecodeError, UsageError
 from ..files import parse_json, read_json, write
-from .schedule_checks import MOST_TOKENS, check_depths, check_order, check_whole, require
-from .shapes import DECAYS, budget, flat_depth, mix, ranking, remaining, target
+from .schedule_checks import MOST_TOKENS, check_decay, check_depths, check_order, check_whole, require
+from .shapes import budget, flat_depth, mix, ranking, remaining, target
 
 if TYPE_CHECKING:
     from .cost import Profile
@@ -79,12 +78,7 @@ class Schedule:
         for name in ("num_layers", "max_depth", "min_depth", "horizon", "warmup", "stairs", "prompt_decay"):
             least = 0 if name in ("warmup", "prompt_decay") else 1
             check_whole(name, getattr(self, name), least, MOST_LAYERS if name == "num_layers" else MOST_TOKENS)
-        require(self.decay in DECAYS, f"decay must be one of {', '.join(DECAYS)}, not {self.decay!r}")
-        require(
-            isinstance(self.rate, (int, float)) and not isinstance(self.rate, bool) and 0 < self.rate < math.inf,
-            f"rate must be a finite number above 0, not {self.rate!r}",
-        )
-        require(self.stairs >= 2, f"stairs must be at least 2, not {self.stairs}")
+        check_decay(self)
         check_depths(self)
         check_order(self)
 
@@ -192,17 +186,12 @@ class Schedule:
         Args:
             speedup: of ``clock``, against full depth.
             num_layers, horizon: for layers: the paper's budget where it gives one (24 and 32 layers), else its rule.
-            clock: ``layers``; or ``step`` or ``job``, as :func:`skipdecode.core.planning.plan` finds them.
-            profile, workload: for these two: what was measured here, and what a batch does.
+            clock, profile, workload: ``step`` or ``job``, what was measured here, and what a batch does.
             options: further fields of the schedule, ``order`` and ``decay`` among them.
 
         Raises:
             ScheduleError: a speed-up that cannot be had.
             UsageError: arguments that do not go together, or a workload beyond what the profile measured.
-
-        Example:
-            >>> Schedule.for_speedup(2, num_layers=24, horizon=64).max_depth
-            16
         """
         if clock != "layers":
             from .planning import plan_for  # plans are made of schedules
@@ -228,10 +217,6 @@ class Schedule:
         if self.depths is not None:
             return round(self.layer_ratio(self.horizon), 2)
         return target(self.max_depth, self.min_depth, self.num_layers)
-
-    def with_speedup(self, speedup: float) -> Schedule:
-        """The budget of another speed-up in this schedule's form, over its horizon."""
-        return Schedule.for_speedup(speedup, self.num_layers, self.horizon, **self.form)
 
     @property
     def form(self) -> dict[str, Any]:

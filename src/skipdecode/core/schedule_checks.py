@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ScheduleError
-from .shapes import ORDERS
+from .shapes import DECAYS, ORDERS
 
 if TYPE_CHECKING:
     from .schedule import Schedule
 
 #: Few enough that nothing hangs: depths are kept step by step.
 MOST_TOKENS = 1_000_000
+
+
+def check_decay(schedule: Schedule) -> None:
+    """A decay that is known, with numbers it can have."""
+    rate, stairs = schedule.rate, schedule.stairs
+    require(schedule.decay in DECAYS, f"decay must be one of {', '.join(DECAYS)}, not {schedule.decay!r}")
+    require(
+        isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 < rate < math.inf,
+        f"rate must be a finite number above 0, not {rate!r}",
+    )
+    require(stairs >= 2, f"stairs must be at least 2, not {stairs}")
 
 
 def check_depths(schedule: Schedule) -> None:

@@ -166,6 +166,8 @@ class GenerationJob:
         check_batch_size(self.batch_size, self.options, defaults)
         clock = ClockOf(self.clock, self.profile)
         clock.check(config, self.dtype, self.device, **faster_options(self.quantization, self.compile))
+        if clock.doubt:
+            say(clock.doubt)
         items = self._items()
         # Another type or kind of device rounds otherwise; a hub name alone does not say which version it is.
         placed = [*map(str, placement(config, self.dtype, self.device)), getattr(config, "_commit_hash", None)]

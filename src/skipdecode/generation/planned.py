@@ -42,6 +42,11 @@ class ClockOf:
         if isinstance(self.profile, Profile):
             check_profile(self.profile, config, dtype, device, **options)
 
+    @property
+    def doubt(self) -> str | None:
+        """What a user should know of the profile."""
+        return self.profile.doubt if isinstance(self.profile, Profile) else None
+
     def predictor(self, lengths: Sequence[int], batch_size: int | str, new_tokens: int) -> Predictor | None:
         """Of rows with prompts of these lengths that write ``new_tokens`` each at most; None where layers count.
 
