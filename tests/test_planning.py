@@ -144,6 +144,16 @@ def test_a_refusal_says_what_holds_it_back() -> None:
     assert "the head" in str(refusal.value)
 
 
+@pytest.mark.parametrize("in_prompt", ["max", 6, 3])
+def test_whole_layers_far_apart_are_had_all_the_same(in_prompt: int | str) -> None:
+    """Where no depths come near a target, the next faster ones are taken, whatever the prompt's budget."""
+    predictor = Predictor(made(prompt=1e-3), [Workload(4, 128, 8)], "job")
+    form = {"prompt_layers": in_prompt, "order": "bottom"}
+    most = predictor.ratio(fastest_schedule(12, **form))
+    for tenths in range(11, int(10 * most)):
+        assert predictor.ratio(plan(predictor, tenths / 10, **form)) >= SHORT * tenths / 10
+
+
 def test_for_speedup_takes_a_clock() -> None:
     """`Schedule.for_speedup` is the same planner; what does not go together is refused."""
     profile, work = made(), Workload(4, 32, 50)
@@ -188,6 +198,9 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
         {"steps": [{"batch_size": 1}]},
         {"layers": [0, 7]},
         {"head": 3},
+        {"layers": [0, -1]},
+        {"kv_bytes": [[1, 2], [3, 4]]},
+        {"error": 3},
         {"kinds": None},
     ]
     for change in changes:
@@ -221,6 +234,14 @@ def test_costs_are_found_again_in_times(costs: list[float], data: st.DataObject)
     found = split(1, 1, rows)
     assert [found.beyond, *found.layers] == pytest.approx(costs, rel=1e-6)
     assert left_out(rows) == pytest.approx([0.0] * len(left_out(rows)), abs=1e-6)
+
+
+def test_what_noise_makes_negative_is_nothing() -> None:
+    """Then the other costs are fitted without it: full depth is what was measured."""
+    rows = [((n,), 0.010 * n - 0.004) for n in (2, 4, 8)]
+    found = split(1, 1, rows)
+    assert found.beyond == 0
+    assert found.layers[0] * 8 == pytest.approx(rows[-1][1], rel=0.1)
 
 
 def test_noise_is_reported() -> None:

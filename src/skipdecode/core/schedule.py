@@ -223,8 +223,9 @@ class Schedule:
         """What a schedule of another budget takes over: order, warm-up, decay with its numbers, decay in the prompt."""
         names = ("order", "warmup", "rate", "stairs", "prompt_decay")
         form = {name: getattr(self, name) for name in names} | {"decay": "linear" if self.depths else self.decay}
-        # A prompt of as many layers as the first step stays one; another number of layers would be another budget's.
-        return form | ({} if self.prompt_layers is None else {"prompt_layers": "max"})
+        # A prompt of as many layers as the first step stays one at another budget.
+        in_prompt = "max" if self.prompt_layers == self.max_depth else self.prompt_layers
+        return form | ({} if in_prompt is None else {"prompt_layers": in_prompt})
 
     @classmethod
     def from_depths(cls, num_layers: int, depths: list[int] | tuple[int, ...], **options: Any) -> Schedule:
