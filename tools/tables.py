@@ -175,3 +175,31 @@ def card_metadata() -> None:
             value: {row["rouge_l"]:.2f}
             name: ROUGE-L at {_target(row)} (F-measure with stemming, best reference, greedy)"""
         )
+
+
+def clock(*folders: str) -> None:
+    """Speed-ups asked for on the clock, what was foretold and what was got, from the tables of ``skipdecode bench``."""
+    lines = []
+    for folder in folders:
+        for row in json.loads((RESULTS / folder / "table.json").read_text(encoding="utf-8"))["rows"]:
+            of = row["asked_of"]
+            if row["asked"] == 1:
+                continue
+            if "refused" in row:
+                lines.append((str(row["batch_size"]), f"{row['asked']:g}x {of}", *["cannot be had"] * 2, "", "", "", ""))
+                continue
+            got = row[f"{of}_ratio"]
+            lines.append(
+                (
+                    str(row["batch_size"]),
+                    f"{row['asked']:g}x {of}",
+                    f"{row['max_depth']} to {row['min_depth']}",
+                    str(row["prompt_layers"]),
+                    f"{row[f'predicted_{of}_ratio']:.2f}x",
+                    f"{got:.2f}x",
+                    f"{got / row['asked']:.3f}",
+                    f"{row['step_ratio']:.2f}x, {row['job_ratio']:.2f}x",
+                )
+            )
+    heads = ("batch", "asked", "depths", "prompt", "foretold", "got", "got / asked", "a step, the job is faster")
+    _print(heads, lines)
