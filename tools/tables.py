@@ -186,7 +186,9 @@ def clock(*folders: str) -> None:
             if row["asked"] == 1:
                 continue
             if "refused" in row:
-                lines.append((str(row["batch_size"]), f"{row['asked']:g}x {of}", *["cannot be had"] * 2, "", "", "", ""))
+                lines.append(
+                    (str(row["batch_size"]), f"{row['asked']:g}x {of}", *["cannot be had"] * 2, "", "", "", "")
+                )
                 continue
             got = row[f"{of}_ratio"]
             lines.append(

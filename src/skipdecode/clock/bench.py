@@ -66,8 +66,9 @@ class BenchPlan:
 
     def check(self, config: Any) -> None:
         """Whether a model of this config has the positions, and the profile the batches. Raises UsageError."""
-        for size in self.batch_sizes if self.profile else ():
-            Predictor(self.profile, [self.workload(size)])
+        if self.profile is not None:
+            for size in self.batch_sizes:
+                Predictor(self.profile, [self.workload(size)])
         room = getattr(text_config(config), "max_position_embeddings", None)
         if room is not None and self.prompt_tokens + self.new_tokens > room:
             raise UsageError(f"{self.prompt_tokens} prompt tokens and {self.new_tokens} new ones: the model has {room}")

@@ -150,7 +150,8 @@ def trained_form(plan: CalibrationPlan, config: Any) -> tuple[Schedule | None, d
     given: dict[str, Any] = {"decay": plan.decay, "order": order, "prompt_layers": plan.prompt_layers}
     asked = {name: value for name, value in given.items() if value is not None}
     form: dict[str, Any] = {"order": method.order, "decay": "linear", **(source.form if source else {}), **asked}
-    deepest = asked["prompt_layers"] if isinstance(plan.prompt_layers, int) else layers
+    in_prompt = form.get("prompt_layers")
+    deepest = in_prompt if isinstance(in_prompt, int) else layers
     Schedule(layers, deepest, deepest, 1, **form)  # contradictions show before the weights are loaded
     if plan.clock == "layers" and deepest * plan.speedup < layers:
         raise UsageError(f"{plan.speedup:g}x runs more than {deepest} layers at a step: depths never rise")

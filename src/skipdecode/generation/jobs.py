@@ -119,11 +119,11 @@ class GenerationJob:
             raise UsageError("give one of speedup, schedule and full")
         if (self.schedule is not None or self.full) and (self.prompt_layers is not None or self.clock != "layers"):
             raise UsageError("prompt_layers and clock go with a speedup, not with a schedule or full")
-        if self.clock != "layers" and (self.speedup is None or self.offload is not None):
-            raise UsageError("a clock needs a speedup, and layers in memory: a profile knows no offload")
         object.__setattr__(self, "prompt_layers", parse_prompt_layers(self.prompt_layers))
         clock = ClockOf(self.clock, self.profile)
         object.__setattr__(self, "profile", clock.profile)
+        if self.clock != "layers" and (self.speedup is None or self.offload is not None):
+            raise UsageError("a clock needs a speedup, and layers in memory: a profile knows no offload")
         if isinstance(self.schedule, (str, Path)):
             object.__setattr__(self, "schedule", Schedule.load(self.schedule))
         if self.output is not None:
