@@ -149,10 +149,8 @@ def batch_sizes(
     check_batch_size("auto", options, model.generation_config)
     if len(prompts) == 1:
         return BatchSizes(lambda width: 0.0, 0.0)
-    budget = SHARE * available_memory(model.device)
-    if model.device.type == "cpu":
-        # Weights that are read as a file is, the system may drop and read again: nothing is gained by their room.
-        budget = SHARE * max(available_memory("cpu") - mapped_bytes(), 0)
+    # Weights that are read as a file is, the system may drop and read again: nothing is gained by their room.
+    budget = SHARE * available_memory(model.device, kept=mapped_bytes() if model.device.type == "cpu" else 0)
     return BatchSizes(footprint(model, tokenizer, max(prompts, key=len), decoding, options).row_bytes, budget)
 
 
