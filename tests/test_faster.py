@@ -149,6 +149,18 @@ def test_full_depth_is_compiled_too(checkpoint: Path) -> None:
     assert generate_batch(plain, tokenizer, ids, None, max_new_tokens=5, min_new_tokens=5)[0] == stock
 
 
+@pytest.mark.usefixtures("_eager")
+def test_batches_that_fit_are_compiled_too(checkpoint: Path) -> None:
+    """What ``batch_size="auto"`` measures is not compiled; what comes after it is."""
+    model, tokenizer = load(str(checkpoint), dtype="float32", compile=True)
+    options: dict[str, Any] = {"speedup": 2, "max_new_tokens": 6, "eos_token_id": None}
+    texts = ["the cat sat", "a dog"]
+    found = skipdecode.generate(model, tokenizer, texts, batch_size="auto", **options)
+    assert _graphs() > 0
+    plain, _ = load(str(checkpoint), dtype="float32")
+    assert found.completions == skipdecode.generate(plain, tokenizer, texts, **options).completions
+
+
 @pytest.mark.slow
 def test_inductor_writes_what_eager_writes() -> None:
     """The real compiler, once."""

@@ -167,7 +167,8 @@ def footprint(
 
     def peak(prompt: Sequence[int], new_tokens: int) -> int:
         greedy = {"do_sample": False, "num_beams": beams, "stop_strings": None}
-        with PeakMeter() as meter:
+        # A meter on torch's stack would have dynamo give up for good the layers that it was to compile.
+        with torch.compiler.set_stance("force_eager"), PeakMeter() as meter:
             length = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
             generate_batch(model, tokenizer, [list(prompt)], decoding, **length, **greedy)
         return meter.peak
