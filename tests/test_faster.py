@@ -32,7 +32,7 @@ from helpers.tiny import run as command
 from skipdecode import Schedule, SkipCache, attach, detach
 from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import ModelError, SkipDecodeError, UnsupportedModel, UsageError
-from skipdecode.generation import faster
+from skipdecode.generation import faster, int8
 from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.faster import CompiledStep, check_faster, is_compiled, make_faster
 from skipdecode.generation.int8 import Int8Linear, check_int8, check_linear, quantize_int8
@@ -278,6 +278,32 @@ def test_int8_that_cannot_be_is_refused(config: Any, device: str, capabilities: 
     with pytest.raises(ModelError, match=message):
         check_int8("tiny", config, device, capabilities)
     check_int8("tiny", CPU, "cpu", VNNI)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "says"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu avx2 avx512_vnni\n", None),
+        ("flags : fpu amx_int8\n", None),
+        ("flags\t\t: fpu avx2 avx512f\n", "needs a CPU that multiplies int8"),
+        ("Features\t: fp asimd\n", "needs a CPU that multiplies int8"),
+        ("processor : 0\n", r"neither torch .* nor .* says whether"),
+        (None, r"neither torch .* nor .* says whether .* leave it out"),
+    ],
+    ids=["vnni", "amx", "old", "arm", "silent", "none"],
+)
+def test_int8_where_torch_does_not_know_the_cpu(
+    cpuinfo: str | None, says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux is asked; what nobody knows is refused, since sums may overflow there."""
+    monkeypatch.setattr(int8, "CPUINFO", tmp_path / "cpuinfo")
+    if cpuinfo is not None:
+        (tmp_path / "cpuinfo").write_text(cpuinfo)
+    if says is None:
+        check_int8("tiny", CPU, "cpu", {})
+        return
+    with pytest.raises(ModelError, match=says):
+        check_int8("tiny", CPU, "cpu", {})
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
