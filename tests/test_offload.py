@@ -82,6 +82,23 @@ def test_a_layer_is_loaded_as_often_as_it_runs(speedup: float, prefetch: bool, c
     assert found.cost.peak_kv_bytes == expected.cost.peak_kv_bytes
 
 
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_first_layer_that_the_prompt_skips_is_loaded_once(prefetch: bool, checkpoint: Path) -> None:
+    """By the model's first call, to learn what layers return; with it comes the layer after it. Later calls know."""
+    schedule = Schedule(LAYERS, 3, 2, horizon=8, warmup=0, prompt_layers=3)
+    assert schedule.positions_per_layer(5, 5)[:2] == [0, 0]
+    options: dict[str, Any] = {"schedule": schedule, "max_new_tokens": 12, "eos_token_id": None}
+    expected = skipdecode.generate(*skipdecode.load(str(checkpoint)), PROMPTS, **options)
+    model, tokenizer = skipdecode.load(str(checkpoint), offload=Offload("disk", prefetch=prefetch))
+    found = skipdecode.generate(model, tokenizer, PROMPTS, **options)
+    assert found.completions == expected.completions
+    loads, learning = streamed(model).loads, Counter({0: 1, 1: int(prefetch)})
+    width = max(map(len, tokenizer(PROMPTS).input_ids))
+    assert loads == expected_loads(schedule, width, found.cost.steps, ahead=prefetch) + learning
+    skipdecode.generate(model, tokenizer, PROMPTS, **options)
+    assert (loads[0], loads[1]) == (1, prefetch)
+
+
 @pytest.mark.parametrize("name", [*FORMS, "mixtral"])
 def test_every_form_of_model_streams(name: str, tmp_path: Path) -> None:
     """Tokens and logits are those of the model in memory; experts, which are converted, come from another folder."""
