@@ -70,8 +70,9 @@ def check_int8(name: str, config: Any, device: str, capabilities: Mapping[str, A
     has = [key for key, have in capabilities.items() if have is True] or _cpu_flags()
     if not has:
         raise ModelError(
-            f"quantization='int8' needs a CPU that multiplies int8 (VNNI or AMX), and neither torch {torch.__version__} "
-            f"nor {CPUINFO} says whether this one does: leave it out, or use a torch with torch.cpu.get_capabilities"
+            "quantization='int8' needs a CPU that multiplies int8 (VNNI or AMX), and neither torch "
+            f"{torch.__version__} nor {CPUINFO} says whether this one does: leave it out, or use a torch that has "
+            "torch.cpu.get_capabilities"
         )
     if not any("vnni" in key or "int8" in key for key in has):
         raise ModelError("quantization='int8' needs a CPU that multiplies int8 (VNNI or AMX): leave it out")
