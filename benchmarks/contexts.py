@@ -16,12 +16,12 @@ from typing import Any
 
 from skipdecode import Schedule
 from skipdecode.clock.profile import STEPS, Profiler
-from skipdecode.clock.shapes import random_model
+from skipdecode.clock.shapes import random_model, shape_config
 from skipdecode.clock.tables import save_tables
 from skipdecode.core.cost import Profile
 from skipdecode.core.planning import Predictor, Workload, plan
 from skipdecode.errors import ScheduleError
-from skipdecode.generation.machine import machine
+from skipdecode.generation.machine import check_profile, machine
 
 HEADS = ("batch", "context", "asked", "layers", "predicted", "got", "got / predicted", "ms / step", "ms at full depth")
 
@@ -29,7 +29,7 @@ HEADS = ("batch", "context", "asked", "layers", "predicted", "got", "got / predi
 def measure(
     profiler: Profiler, profile: Profile, size: int, context: int, speedups: list[float]
 ) -> list[dict[str, Any]]:
-    """Rows of one batch size and context."""
+    """Rows of one batch size and context; none where the profile says that no speed-up can be had."""
     layers, depths = profile.num_layers, {}
     predictor = Predictor(profile, [Workload(size, context, 2 * STEPS)])
     for asked in speedups:
@@ -37,6 +37,8 @@ def measure(
             depths[asked] = plan(predictor, asked, decay="constant").max_depth
         except ScheduleError:
             continue
+    if not depths:
+        return []
     stairs = [layers, *sorted(set(depths.values()), reverse=True)]
     timed = profiler.measure(size, context, Schedule.from_depths(layers, [d for d in stairs for _ in range(STEPS)]))
     seconds = {sum(counts): (at, took) for counts, at, took in timed.steps}
@@ -66,7 +68,11 @@ def measure(
 
 
 def main() -> None:
-    """Measure all cells, and write the table after each of them."""
+    """Measure all cells, and write the table after each of them.
+
+    Raises:
+        UsageError: the profile is of another shape or machine.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", required=True)
     parser.add_argument("--profile", type=Path, required=True)
@@ -75,8 +81,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     profile = Profile.load(options.profile)
-    model, tokenizer = random_model(options.shape, profile.dtype)
-    profile.check(machine=machine(str(model.device)))
+    check_profile(profile, shape_config(options.shape), profile.dtype, "cpu")
+    model, tokenizer = random_model(options.shape, profile.dtype, "cpu")
     profiler = Profiler(model, tokenizer)
     about = {
         "model": f"{options.shape}, random weights, {profile.dtype}",
@@ -87,7 +93,11 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for cell in options.cells.split(","):
         size, context = map(int, cell.split("x"))
-        rows += measure(profiler, profile, size, context, [float(each) for each in options.speedups.split(",")])
+        measured = measure(profiler, profile, size, context, [float(each) for each in options.speedups.split(",")])
+        if not measured:
+            print(f"{cell}: none of {options.speedups} can be had", flush=True)
+            continue
+        rows += measured
         cells = [
             [
                 str(row["batch_size"]),
@@ -103,7 +113,7 @@ def main() -> None:
             for row in rows
         ]
         save_tables(options.output, rows, HEADS, cells, about)
-        print(cells[-1], flush=True)
+        print(*cells[-len(measured) :], sep="\n", flush=True)
 
 
 if __name__ == "__main__":

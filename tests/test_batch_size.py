@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from helpers.tiny import TEXTS, write_jsonl
 from helpers.tiny import run as command
 from skipdecode import Schedule, SkipCache, attach
 from skipdecode.errors import ModelError, UsageError
-from skipdecode.generation import batch_size, generate
+from skipdecode.generation import batch_size, generate, memory
 from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.batch_size import MOST_ROWS, BatchSizes, LayerBytes, footprint, is_out_of_memory
 from skipdecode.generation.jobs import GenerationJob
@@ -41,8 +42,7 @@ def sizes_seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 def room_for(monkeypatch: pytest.MonkeyPatch, bytes_free: float) -> None:
     """Let there be so much memory for batches."""
-    monkeypatch.setattr(batch_size, "available_memory", lambda _: int(bytes_free / batch_size.SHARE))
-    monkeypatch.setattr(batch_size, "mapped_bytes", lambda: 0)
+    monkeypatch.setattr(batch_size, "available_memory", lambda *_, **__: int(bytes_free / batch_size.SHARE))
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -89,6 +89,19 @@ def test_what_is_predicted_covers_what_a_batch_takes() -> None:
                 length = {"max_new_tokens": 20, "min_new_tokens": 20}
                 generate_batch(model, tokenizer, [ids[:width]] * count, SCHEDULES[key], **length)
             assert meter.peak <= count * found.row_bytes(width), (key, count, width)
+
+
+def test_mapped_weights_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container, whose page cache they are part of, they are taken off its room once."""
+    model, tokenizer = attach(build("llama")), load_tokenizer("demo")
+    machine = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=9e9))
+    monkeypatch.setattr(memory, "_psutil", lambda: machine)
+    monkeypatch.setattr(batch_size, "mapped_bytes", lambda: 400)
+    monkeypatch.setattr(memory, "CGROUPS", ((tmp_path, "max", "current", ""),))
+    for name, text in (("max", "3000"), ("current", "1500"), ("memory.stat", "active_file 600\ninactive_file 300")):
+        (tmp_path / name).write_text(text)
+    found = batch_size.batch_sizes(model, tokenizer, [[5, 6], [7, 8]], None, {"max_new_tokens": 2})
+    assert found._budget == batch_size.SHARE * (3000 - 1500 + 900 - 400)
 
 
 def test_the_meter_counts_what_is_alive_at_once() -> None:

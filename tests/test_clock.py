@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +276,30 @@ def test_the_verbs(tmp_path: Path) -> None:
     assert written["rows"] == json.loads(done.stdout.splitlines()[-1])["rows"]
     assert len((table / "table.csv").read_text().splitlines()) == 1 + len(written["rows"]) == 5
     assert "| full depth |" in (table / "table.md").read_text()
+
+
+def test_contexts_are_measured_with_a_profile_of_their_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
+) -> None:
+    """benchmarks/contexts.py: a cell without a target has no row; a profile of another shape is refused."""
+    contexts = importlib.import_module("contexts")
+    model, _ = random_model("tiny", "float32")
+    profile = Profiler(model, tokenizer, rounds=1).profile([1], [8, 32])
+    # A step of which a half is beyond layers, on any machine.
+    steps = tuple(replace(one, beyond=8e-3, layers=(1e-3,)) for one in profile.steps)
+    path, command = tmp_path / "p.json", ["contexts.py", "--shape", "tiny", "--cells", "1x8,1x16"]
+    arguments = [*command, "--profile", str(path), "--output", str(tmp_path), "--speedups"]
+    replace(profile, steps=steps).save(path)
+    monkeypatch.setattr(sys, "argv", [*arguments, "9"])
+    contexts.main()
+    assert not (tmp_path / "table.json").exists()
+    monkeypatch.setattr(sys, "argv", [*arguments, "1.5,9"])
+    contexts.main()
+    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert [(row["context"], row["asked"]) for row in rows] == [(8, 1.5), (16, 1.5)]
+    replace(profile, shape="another").save(path)
+    with pytest.raises(UsageError, match="another shape"):
+        contexts.main()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from helpers.tiny import run as command
 from skipdecode import Schedule, SkipCache, attach, detach
 from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import ModelError, SkipDecodeError, UnsupportedModel, UsageError
-from skipdecode.generation import faster
+from skipdecode.generation import faster, int8
 from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.faster import CompiledStep, check_faster, is_compiled, make_faster
 from skipdecode.generation.int8 import Int8Linear, check_int8, check_linear, quantize_int8
@@ -147,6 +147,18 @@ def test_full_depth_is_compiled_too(checkpoint: Path) -> None:
     plain, stock = load(str(checkpoint), dtype="float32")[0], [*rows]
     assert not is_compiled(decoder_layers(plain)[0])
     assert generate_batch(plain, tokenizer, ids, None, max_new_tokens=5, min_new_tokens=5)[0] == stock
+
+
+@pytest.mark.usefixtures("_eager")
+def test_batches_that_fit_are_compiled_too(checkpoint: Path) -> None:
+    """What ``batch_size="auto"`` measures is not compiled; what comes after it is."""
+    model, tokenizer = load(str(checkpoint), dtype="float32", compile=True)
+    options: dict[str, Any] = {"speedup": 2, "max_new_tokens": 6, "eos_token_id": None}
+    texts = ["the cat sat", "a dog"]
+    found = skipdecode.generate(model, tokenizer, texts, batch_size="auto", **options)
+    assert _graphs() > 0
+    plain, _ = load(str(checkpoint), dtype="float32")
+    assert found.completions == skipdecode.generate(plain, tokenizer, texts, **options).completions
 
 
 @pytest.mark.slow
@@ -266,6 +278,32 @@ def test_int8_that_cannot_be_is_refused(config: Any, device: str, capabilities: 
     with pytest.raises(ModelError, match=message):
         check_int8("tiny", config, device, capabilities)
     check_int8("tiny", CPU, "cpu", VNNI)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "says"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu avx2 avx512_vnni\n", None),
+        ("flags : fpu amx_int8\n", None),
+        ("flags\t\t: fpu avx2 avx512f\n", "needs a CPU that multiplies int8"),
+        ("Features\t: fp asimd\n", "needs a CPU that multiplies int8"),
+        ("processor : 0\n", r"neither torch .* nor .* says whether"),
+        (None, r"neither torch .* nor .* says whether .* leave it out"),
+    ],
+    ids=["vnni", "amx", "old", "arm", "silent", "none"],
+)
+def test_int8_where_torch_does_not_know_the_cpu(
+    cpuinfo: str | None, says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux is asked; what nobody knows is refused, since sums may overflow there."""
+    monkeypatch.setattr(int8, "CPUINFO", tmp_path / "cpuinfo")
+    if cpuinfo is not None:
+        (tmp_path / "cpuinfo").write_text(cpuinfo)
+    if says is None:
+        check_int8("tiny", CPU, "cpu", {})
+        return
+    with pytest.raises(ModelError, match=says):
+        check_int8("tiny", CPU, "cpu", {})
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])

@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +80,23 @@ def test_a_layer_is_loaded_as_often_as_it_runs(speedup: float, prefetch: bool, c
     width = max(map(len, tokenizer(PROMPTS).input_ids))
     assert streamed(model).loads == expected_loads(schedule, width, found.cost.steps, ahead=prefetch)
     assert found.cost.peak_kv_bytes == expected.cost.peak_kv_bytes
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_first_layer_that_the_prompt_skips_is_loaded_once(prefetch: bool, checkpoint: Path) -> None:
+    """By the model's first call, to learn what layers return; with it comes the layer after it. Later calls know."""
+    schedule = Schedule(LAYERS, 3, 2, horizon=8, warmup=0, prompt_layers=3)
+    assert schedule.positions_per_layer(5, 5)[:2] == [0, 0]
+    options: dict[str, Any] = {"schedule": schedule, "max_new_tokens": 12, "eos_token_id": None}
+    expected = skipdecode.generate(*skipdecode.load(str(checkpoint)), PROMPTS, **options)
+    model, tokenizer = skipdecode.load(str(checkpoint), offload=Offload("disk", prefetch=prefetch))
+    found = skipdecode.generate(model, tokenizer, PROMPTS, **options)
+    assert found.completions == expected.completions
+    loads, learning = streamed(model).loads, Counter({0: 1, 1: int(prefetch)})
+    width = max(map(len, tokenizer(PROMPTS).input_ids))
+    assert loads == expected_loads(schedule, width, found.cost.steps, ahead=prefetch) + learning
+    skipdecode.generate(model, tokenizer, PROMPTS, **options)
+    assert (loads[0], loads[1]) == (1, prefetch)
 
 
 @pytest.mark.parametrize("name", [*FORMS, "mixtral"])
@@ -342,16 +360,33 @@ def test_the_command_offloads(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is what the machine has free, or what the control group leaves, whichever is less."""
-    free = available_memory("cpu")
-    (tmp_path / "max").write_text("3000\n")
-    (tmp_path / "current").write_text("1000\n")
-    (tmp_path / "none").write_text("max\n")
-    monkeypatch.setattr(
-        memory, "CGROUPS", ((tmp_path / "none", tmp_path / "current"), (tmp_path / "absent", tmp_path / "max"))
-    )
-    assert abs(available_memory("cpu") - free) < GIB
-    monkeypatch.setattr(memory, "CGROUPS", ((tmp_path / "max", tmp_path / "current"),))
+    free = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=9000))
+    monkeypatch.setattr(memory, "_psutil", lambda: free)
+    for name, value in (("max", 3000), ("current", 1000), ("none", "max")):
+        (tmp_path / name).write_text(f"{value}\n")
+    groups = ((tmp_path, "none", "current", ""), (tmp_path / "absent", "max", "current", ""))
+    monkeypatch.setattr(memory, "CGROUPS", groups)
+    assert available_memory("cpu") == 9000
+    assert available_memory("cpu", kept=500) == 8500
+    monkeypatch.setattr(memory, "CGROUPS", ((tmp_path, "max", "current", ""),))
     assert available_memory("cpu") == 2000
+
+
+@pytest.mark.parametrize("prefix", ["", "total_"], ids=["version 2", "version 1"])
+def test_a_containers_page_cache_is_not_in_use(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it read of files is free, but for those that are to stay: these are taken off once, not twice."""
+    free = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=9000))
+    monkeypatch.setattr(memory, "_psutil", lambda: free)
+    monkeypatch.setattr(memory, "CGROUPS", ((tmp_path, "max", "current", prefix),))
+    (tmp_path / "max").write_text("3000\n")
+    (tmp_path / "current").write_text("2500\n")
+    held = {f"{prefix}inactive_file": 1500, f"{prefix}active_file": 300, "anon": 700, f"{prefix}shmem": 7}
+    (tmp_path / "memory.stat").write_text("".join(f"{name} {value}\n" for name, value in held.items()))
+    assert available_memory("cpu") == 500 + 1800
+    assert available_memory("cpu", kept=1000) == 500 + 800
+    assert available_memory("cpu", kept=2000) == 500, "files that another group was charged with"
+    (tmp_path / "memory.stat").unlink()
+    assert available_memory("cpu", kept=1000) == 500, "they were never added"
 
 
 def test_a_checkpoint_can_be_written_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

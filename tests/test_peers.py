@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +103,42 @@ def test_a_process_sleeps_unless_it_is_asked_and_says_why_it_fails(places: Place
         with pytest.raises(EngineFailed, match="unexpected"):
             running.ask([[5]], 3, {"unexpected": 1})
     assert not Path(f"/proc/{running._process.pid}").exists()
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_is_a_failed_row_of_every_batch(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while it sleeps: it is not asked again, and the run goes on to its report."""
+    started: list[Running] = []
+
+    class Watched(Running):
+        """Known to this test."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            started.append(self)
+
+    def kill(said: str) -> None:
+        if "batch 1" in said and "round 1" in said:
+            os.killpg(started[1]._process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr("peers.measure.Running", Watched)
+    settings = Settings("opt-tiny", prompt_tokens=4, new_tokens=3, rounds=1, threads=1, precision="float32")
+    rows = list(measure(settings, ["transformers-static"], [1, 2, 3], replace(places, output=tmp_path), kill))
+    assert [(row["batch"], row["failed"]) for row in rows] == [(n, "it ended with code -9") for n in (1, 2, 3)]
+
+
+@pytest.mark.slow
+def test_an_engine_that_fails_says_the_same_of_every_batch(places: Places, tmp_path: Path) -> None:
+    """Its process has ended after its answer: what comes later fails for the first reason."""
+    job: dict[str, Any] = {"checkpoint": str(places.work / "opt-tiny"), "precision": "float32", "threads": 1}
+    job |= {"rows": 2, "prompt_tokens": 4, "new_tokens": 3, "options": {}}
+    with Running(ENGINES[BASELINE], job, places.environments, tmp_path / "log") as running:
+        for _ in range(3):
+            with pytest.raises(EngineFailed, match="unexpected"):
+                running.ask([[5]], 3, {"unexpected": 1})
+            running._process.wait(60)
 
 
 def _stops(running: Running) -> bool:

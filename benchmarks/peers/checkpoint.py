@@ -9,6 +9,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig
 
+from skipdecode.clock.shapes import shape_config
+
 UNKNOWN, PAD, END = 0, 1, 2
 #: Tokens from here on are ordinary ones, of which prompts are made.
 FIRST = 3
@@ -16,42 +18,38 @@ FIRST = 3
 _IDS = {"pad_token_id": PAD, "bos_token_id": END, "eos_token_id": END}
 
 
-def _opt(width: int, layers: int, heads: int, vocabulary: int = 50272, positions: int = 2048) -> OPTConfig:
-    return OPTConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        word_embed_proj_dim=width,
-        num_hidden_layers=layers,
-        ffn_dim=4 * width,
-        num_attention_heads=heads,
-        max_position_embeddings=positions,
-        initializer_range=width**-0.5,
-        **_IDS,
-    )
+def _opt(name: str, **others: int) -> OPTConfig:
+    """A shape that SkipDecode knows, with other sizes, its weights' spread, and the tokens of our tokenizer."""
+    config: OPTConfig = shape_config(name)
+    config.update(others | _IDS)
+    config.update({"initializer_range": config.hidden_size**-0.5})
+    return config
 
 
-def _llama(
-    width: int, inner: int, layers: int, heads: int, vocabulary: int = 50272, positions: int = 2048
-) -> LlamaConfig:
+def _llama(like: OPTConfig, inner: int) -> LlamaConfig:
+    """The same width, depth, vocabulary and positions in Llama's form."""
     return LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
+        vocab_size=like.vocab_size,
+        hidden_size=like.hidden_size,
         intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        max_position_embeddings=positions,
-        initializer_range=width**-0.5,
+        num_hidden_layers=like.num_hidden_layers,
+        num_attention_heads=like.num_attention_heads,
+        max_position_embeddings=like.max_position_embeddings,
+        initializer_range=like.initializer_range,
         tie_word_embeddings=True,
         **_IDS,
     )
 
 
+_LARGE = _opt("opt-1.3b", max_position_embeddings=2048)
+_TINY = _opt("tiny", hidden_size=128, word_embed_proj_dim=128, ffn_dim=512, vocab_size=512, max_position_embeddings=256)
+
 #: ``llama-1.3b`` is OPT-1.3B's width, depth, vocabulary and number of weights in Llama's form, for engines without OPT.
 SHAPES: dict[str, PreTrainedConfig] = {
-    "opt-1.3b": _opt(2048, 24, 32),
-    "llama-1.3b": _llama(2048, 5504, 24, 32),
-    "opt-tiny": _opt(128, 8, 4, vocabulary=512, positions=256),
-    "llama-tiny": _llama(128, 320, 8, 4, vocabulary=512, positions=256),
+    "opt-1.3b": _LARGE,
+    "llama-1.3b": _llama(_LARGE, 5504),
+    "opt-tiny": _TINY,
+    "llama-tiny": _llama(_TINY, 320),
 }
 
 

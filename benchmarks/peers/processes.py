@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from .catalogue import Engine, python
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
+#: What /proc raises for a thread or a process that has ended meanwhile.
+GONE = (FileNotFoundError, ProcessLookupError)
 
 
 class EngineFailed(Exception):
@@ -43,6 +46,7 @@ class Running:
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[: job["threads"]])),
             "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *source]),
         }
+        self._failed = ""  # why no further call can be answered
         self._log = log.open("w", encoding="utf-8")
         self._process = subprocess.Popen(
             [str(interpreter), "-m", f"peers.engines.{engine.program}"],
@@ -61,10 +65,19 @@ class Running:
         self._signal(signal.SIGSTOP)
 
     def ask(self, prompts: Sequence[Sequence[int]], new_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
-        """One call: ``seconds``, ``tokens`` of each row, and ``peak_rss``, the most bytes resident during it."""
+        """One call: ``seconds``, ``tokens`` of each row, and ``peak_rss``, the most bytes resident during it.
+
+        Raises:
+            EngineFailed: it cannot be answered; nor can those after it, for the same reason.
+        """
+        if not self._failed and self._process.poll() is not None:  # while it was asleep
+            self._failed = f"it ended with code {self._process.returncode}"
+        if self._failed:
+            raise EngineFailed(self._failed)
         self._signal(signal.SIGCONT)
         for pid in self._tree():
-            Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="utf-8")  # forget the highest mark so far
+            with suppress(*GONE):
+                Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="utf-8")  # forget the highest mark so far
         answer = self._ask({"prompts": prompts, "new_tokens": new_tokens, "options": options})
         answer["peak_rss"] = sum(_status(pid, "VmHWM") for pid in self._tree())
         self._signal(signal.SIGSTOP)
@@ -80,7 +93,8 @@ class Running:
             line = ""
         answer: dict[str, Any] = json.loads(line) if line else {"error": f"it ended with code {self._process.wait()}"}
         if "error" in answer:
-            raise EngineFailed(answer["error"])
+            self._failed = answer["error"]
+            raise EngineFailed(self._failed)
         return answer
 
     def _signal(self, number: int) -> None:
@@ -92,7 +106,8 @@ class Running:
         while waiting:
             found.append(pid := waiting.pop())
             for task in Path(f"/proc/{pid}/task").glob("*/children"):
-                waiting += map(int, task.read_text(encoding="utf-8").split())
+                with suppress(*GONE):
+                    waiting += map(int, task.read_text(encoding="utf-8").split())
         return found
 
     def close(self) -> None:
@@ -113,6 +128,8 @@ class Running:
 
 
 def _status(pid: int, name: str) -> int:
-    """A line of /proc/PID/status, in bytes."""
-    text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    return next((1024 * int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name}:")), 0)
+    """A line of /proc/PID/status, in bytes; 0 of a process that has ended."""
+    with suppress(*GONE):
+        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+        return next((1024 * int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name}:")), 0)
+    return 0

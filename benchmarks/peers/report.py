@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from skipdecode.clock.tables import markdown_table
 from skipdecode.files import write
 
 Row = Mapping[str, Any]
@@ -111,20 +112,14 @@ def _table(cells: Sequence[Row], key: str, digits: int) -> str:
     """One measure: a line for each engine and speed."""
     batches = sorted({cell["batch"] for cell in cells})
     by_place = {(cell["engine"], cell["speedup"], cell["batch"]): cell for cell in cells}
-    lines = [["engine", "precision", "layers", *(f"batch {batch}" for batch in batches)]]
+    heads, lines = ["engine", "precision", "layers", *(f"batch {batch}" for batch in batches)], []
     if f"baseline_{key}" in {name for cell in cells for name in cell}:
         lines.append(["transformers, median of all", "", "1x", *(_baseline(cells, key, n, digits) for n in batches)])
     for engine, speedup in dict.fromkeys((cell["engine"], cell["speedup"]) for cell in cells):
         found = [by_place.get((engine, speedup, batch)) for batch in batches]
         precision = next(cell["precision"] for cell in found if cell is not None)
         lines.append([engine, precision, f"{speedup}x", *(_shown(cell, key, digits) for cell in found)])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    head, *rest = (
-        [cell.ljust(n) if i < 2 else cell.rjust(n) for i, (cell, n) in enumerate(zip(line, widths, strict=True))]
-        for line in lines
-    )
-    rule = ["-" * width if i < 2 else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *rest))
+    return markdown_table(heads, lines, words=2)
 
 
 def _baseline(cells: Sequence[Row], key: str, batch: int, digits: int) -> str:

@@ -14,16 +14,14 @@ from ..files import write
 Row = Mapping[str, Any]
 
 
-def markdown_table(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, padded so that it reads as text too; the first column to the left, the others to the right."""
+def markdown_table(heads: Sequence[str], cells: Sequence[Sequence[str]], words: int = 1) -> str:
+    """A Markdown table, padded so that it reads as text too; the first ``words`` columns to the left, others right."""
     widths = [max(len(line[i]) for line in (heads, *cells)) for i in range(len(heads))]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    rule = ["-" * width if i < words else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
 
     def line(parts: Sequence[str]) -> str:
-        first, *rest = (
-            part.ljust(w) if i == 0 else part.rjust(w) for i, (part, w) in enumerate(zip(parts, widths, strict=True))
-        )
-        return f"| {' | '.join((first, *rest))} |"
+        columns = enumerate(zip(parts, widths, strict=True))
+        return f"| {' | '.join(part.ljust(w) if i < words else part.rjust(w) for i, (part, w) in columns)} |"
 
     return "\n".join([line(heads), line(rule), *map(line, cells)])
 

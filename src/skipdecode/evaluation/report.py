@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..clock.tables import markdown_table
 from ..clock.timing import remarks, shown
 from ..errors import FileError, JobError
 from ..files import check_target, read_json, write
@@ -98,18 +99,8 @@ def notes(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def markdown(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], note: str) -> str:
-    """A Markdown table, padded so that it reads as text too, with the note below."""
-    heads, cells = columns(rows, metrics)
-    widths = [max(len(line[i]) for line in (heads, *cells)) for i in range(len(heads))]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-
-    def line(parts: Sequence[str]) -> str:
-        first, *rest = (
-            part.ljust(w) if i == 0 else part.rjust(w) for i, (part, w) in enumerate(zip(parts, widths, strict=True))
-        )
-        return f"| {' | '.join((first, *rest))} |"
-
-    return "\n".join([line(heads), line(rule), *map(line, cells), "", note, ""])
+    """A Markdown table, with the note below."""
+    return f"{markdown_table(*columns(rows, metrics))}\n\n{note}\n"
 
 
 #: What :func:`save` writes, and the plots beside it.

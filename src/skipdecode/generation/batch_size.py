@@ -149,10 +149,8 @@ def batch_sizes(
     check_batch_size("auto", options, model.generation_config)
     if len(prompts) == 1:
         return BatchSizes(lambda width: 0.0, 0.0)
-    budget = SHARE * available_memory(model.device)
-    if model.device.type == "cpu":
-        # Weights that are read as a file is, the system may drop and read again: nothing is gained by their room.
-        budget = SHARE * max(available_memory("cpu") - mapped_bytes(), 0)
+    # Weights that are read as a file is, the system may drop and read again: nothing is gained by their room.
+    budget = SHARE * available_memory(model.device, kept=mapped_bytes() if model.device.type == "cpu" else 0)
     return BatchSizes(footprint(model, tokenizer, max(prompts, key=len), decoding, options).row_bytes, budget)
 
 
@@ -169,7 +167,8 @@ def footprint(
 
     def peak(prompt: Sequence[int], new_tokens: int) -> int:
         greedy = {"do_sample": False, "num_beams": beams, "stop_strings": None}
-        with PeakMeter() as meter:
+        # A meter on torch's stack would have dynamo give up for good the layers that it was to compile.
+        with torch.compiler.set_stance("force_eager"), PeakMeter() as meter:
             length = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
             generate_batch(model, tokenizer, [list(prompt)], decoding, **length, **greedy)
         return meter.peak

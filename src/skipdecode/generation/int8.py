@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from ..core.stack import decoder_layers
 from ..errors import ModelError, UnsupportedModel
 
+#: Where Linux says what the CPU can do.
+CPUINFO = Path("/proc/cpuinfo")
 #: Less than this share of the layers' weights in modules that can be replaced is not worth the name.
 SHARE = 0.9
 
@@ -55,16 +59,33 @@ def check_int8(name: str, config: Any, device: str, capabilities: Mapping[str, A
     """Whether a model of this config may be given int8 weights here; before its weights are read.
 
     Raises:
-        ModelError: another device than a CPU, one without int8 products, or a checkpoint that is quantized already.
+        ModelError: another device than a CPU, one without int8 products or of which that is not known, or a checkpoint
+            that is quantized already.
     """
     if torch.device(device).type != "cpu":
         raise ModelError(f"quantization='int8' is for CPUs, not {device!r}: a GPU's int8 products take no single rows")
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{name} is quantized already: leave quantization out")
     # Without these, products of int8 are summed in 16 bits, which overflow, or are slower than floats.
-    has = [key for key, have in capabilities.items() if have is True]
-    if capabilities and not any("vnni" in key or "int8" in key for key in has):
+    has = [key for key, have in capabilities.items() if have is True] or _cpu_flags()
+    if not has:
+        raise ModelError(
+            "quantization='int8' needs a CPU that multiplies int8 (VNNI or AMX), and neither torch "
+            f"{torch.__version__} nor {CPUINFO} says whether this one does: leave it out, or use a torch that has "
+            "torch.cpu.get_capabilities"
+        )
+    if not any("vnni" in key or "int8" in key for key in has):
         raise ModelError("quantization='int8' needs a CPU that multiplies int8 (VNNI or AMX): leave it out")
+
+
+def _cpu_flags() -> list[str]:
+    """What the first CPU can do, as Linux names it; nothing elsewhere. For torch versions that do not say it."""
+    with suppress(OSError):
+        for line in CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, flags = line.partition(":")
+            if name.strip() in ("flags", "Features"):  # of x86, of ARM
+                return flags.split()
+    return []
 
 
 @torch.no_grad()

@@ -14,15 +14,20 @@ from torch.utils._pytree import tree_leaves
 from ..errors import MissingExtra
 
 GIB = 1 << 30
-#: (limit, in use) of the control group that containers run in: version 2, version 1.
+#: Of the control group that containers run in, version 2 and 1: folder, files of its limit and of what is in use, and
+#: how the names of what it and its children hold begin in ``memory.stat``.
 CGROUPS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", ""),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
 
 
-def available_memory(device: str | torch.device) -> int:
+def available_memory(device: str | torch.device, kept: int = 0) -> int:
     """Bytes that can be allocated on ``device`` now, files in the page cache not counted as in use.
+
+    Args:
+        device: a CPU means this machine or, where it has less left, the container's limit.
+        kept: bytes of files in a CPU's page cache that are to stay there.
 
     Raises:
         MissingExtra: psutil, which knows it for a CPU, is not installed.
@@ -32,7 +37,7 @@ def available_memory(device: str | torch.device) -> int:
         # What torch holds and does not use is free for us, though not for the driver.
         unused = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
         return torch.cuda.mem_get_info(place)[0] + unused
-    return min([_psutil().virtual_memory().available, *_cgroup_rooms()])
+    return max(min([_psutil().virtual_memory().available - kept, *_cgroup_rooms(kept)]), 0)
 
 
 def _psutil() -> Any:
@@ -43,13 +48,23 @@ def _psutil() -> Any:
     return psutil
 
 
-def _cgroup_rooms() -> list[int]:
+def _cgroup_rooms(kept: int) -> list[int]:
     """What a container's limit leaves; nothing where there is none."""
     rooms = []
-    for limit, used in CGROUPS:
+    for folder, limit, used, prefix in CGROUPS:
         with suppress(OSError, ValueError):  # no such group, or "max"
-            rooms.append(max(int(limit.read_text()) - int(used.read_text()), 0))
+            room = int((folder / limit).read_text()) - int((folder / used).read_text())
+            # In use are files too, as far as they were read from within the group; the system drops them for others.
+            rooms.append(room + max(_file_bytes(folder / "memory.stat", prefix) - kept, 0))
     return rooms
+
+
+def _file_bytes(stat: Path, prefix: str) -> int:
+    """Bytes of the page cache that a control group is charged with; 0 where it does not say."""
+    with suppress(OSError, ValueError):
+        held = dict(line.split() for line in stat.read_text().splitlines())
+        return sum(int(held.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
+    return 0
 
 
 def mapped_bytes() -> int:
