@@ -40,7 +40,7 @@ format: $(VENV)/installed          # what lint can mend by itself
 test: $(VENV)/installed
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-test-fast: $(VENV)/installed       # without the slow ones: about a minute
+test-fast: $(VENV)/installed       # without the slow ones: a few minutes
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m 'not slow'
 
 # All of what `make test` tests in small, for a quarter of an hour: kills, full disks, fuzz, threads, families, habits.
