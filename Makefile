@@ -75,7 +75,7 @@ results-tldr: $(VENV)/installed    # hours
 	recipes/results-tldr.sh $(TLDR) $(RUNS)/tldr results
 
 # Speed, with nothing else computing. The peers' environments are made by benchmarks/peers/environments.sh.
-bench-smoke: $(VENV)/installed     # minutes: every benchmark in small
+bench-smoke: $(VENV)/installed     # minutes: profile, plan, bench and the peers in small
 	mkdir -p $(RUNS)/bench-smoke
 	$(BIN)/skipdecode profile demo --batch 1,8 --context 16,64,128 --repeats 1 --output $(RUNS)/bench-smoke/profile.json
 	$(BIN)/skipdecode plan demo --profile $(RUNS)/bench-smoke/profile.json --batch 1,8 --prompt-tokens 48 --new-tokens 40
@@ -83,7 +83,7 @@ bench-smoke: $(VENV)/installed     # minutes: every benchmark in small
 		--speedups 1.5,2 --batch 1,8 --prompt-tokens 48 --new-tokens 40 --repeats 1 --output $(RUNS)/bench-smoke/bench
 	$(BIN)/python benchmarks/peers --smoke --output $(RUNS)/bench-smoke/peers
 
-bench: $(VENV)/installed           # an hour or two
+bench: $(VENV)/installed           # results/clock: an hour or two
 	recipes/bench.sh results/clock
 
 clean:                             # caches and build outputs

@@ -22,12 +22,15 @@ from skipdecode.clock.bench import BenchPlan, Cell, bench, runs_of
 from skipdecode.clock.peaks import Peaks, measure_peaks
 from skipdecode.clock.profile import Profiler, layer_kinds
 from skipdecode.clock.shapes import SHAPES, random_model, shape_config
-from skipdecode.core.cost import Profile, shape_of
-from skipdecode.core.planning import SHORT, Predictor, Workload, predict
+from skipdecode.core.cost import Pass, Profile, shape_of
+from skipdecode.core.planning import SHORT, Predictor, Workload, plan, predict, workloads
 from skipdecode.core.stack import decoder_layers
-from skipdecode.errors import UsageError
-from skipdecode.generation.loading import DEMO, load_tokenizer
-from skipdecode.generation.machine import check_profile
+from skipdecode.data.tokenization import encode_prompts
+from skipdecode.errors import SkipDecodeError, UsageError
+from skipdecode.generation import jobs
+from skipdecode.generation.jobs import GenerationJob
+from skipdecode.generation.loading import DEMO, load_tokenizer, read_config
+from skipdecode.generation.machine import check_profile, machine
 
 #: Seconds of work on the clock of these tests: of a layer, by kind, and of each of its positions; of the head.
 WEIGHTS, POSITION, HEAD = (0.010, 0.004), 0.0001, 0.030
@@ -93,7 +96,8 @@ def test_a_profile_holds_what_the_work_takes(timed: Any, profile: Profile) -> No
         work = POSITION * one.batch_size * one.length
         assert [one.beyond, *one.layers] == pytest.approx([HEAD, *(w + work for w in WEIGHTS[: len(names)])], rel=1e-6)
     assert profile.head == pytest.approx(dict.fromkeys((1, 2, 4), 1.0))
-    assert all(share == pytest.approx(0, abs=1e-6) for share in profile.error.values())
+    assert profile.error["step"] == pytest.approx(0, abs=1e-6)
+    assert "step_line" not in profile.error  # two lengths have none between them
     assert all(position > 0 for _, position in profile.kv_bytes[-1:])
     check_profile(profile, timed.config, "float32")
     with pytest.raises(UsageError, match="another shape"):
@@ -106,14 +110,14 @@ def test_a_profile_holds_what_the_work_takes(timed: Any, profile: Profile) -> No
 @pytest.mark.parametrize("clock", ["layers", "step", "job"])
 def test_what_is_planned_is_got(timed: Any, tokenizer: Any, profile: Profile, clock: str, form: dict[str, Any]) -> None:
     """On a clock without noise the bench measures just what was predicted, and no less than was asked for."""
-    plan = BenchPlan((1.5, 2.5, 40.0), (1, 3), 7, 20, clock, profile, repeats=1, form=form)
+    wanted = BenchPlan((1.5, 2.5, 40.0), (1, 3), 7, 20, clock, profile, repeats=1, form=form)
     if clock == "layers":
-        plan = BenchPlan((1.5, 2.5), (1, 3), 7, 20, clock, profile, repeats=1, form=form)
+        wanted = BenchPlan((1.5, 2.5), (1, 3), 7, 20, clock, profile, repeats=1, form=form)
     done: list[int] = []
-    cells = bench(timed, tokenizer, plan, lambda: done.append(1))
-    rows = [cell.row(plan, Peaks(1e9, 1e9)) for cell in cells]
-    assert len(rows) == 2 * (1 + len(plan.speedups))
-    assert len(done) <= runs_of(plan)
+    cells = bench(timed, tokenizer, wanted, lambda: done.append(1))
+    rows = [cell.row(wanted, Peaks(1e9, 1e9)) for cell in cells]
+    assert len(rows) == 2 * (1 + len(wanted.speedups))
+    assert len(done) <= runs_of(wanted)
     for row in rows:
         if "refused" in row:
             most = re.search(r"at most ([\d.]+)x, at 1 of", row["refused"])
@@ -130,12 +134,70 @@ def test_what_is_planned_is_got(timed: Any, tokenizer: Any, profile: Profile, cl
             assert row["prompt_layers"] == row["max_depth"]
 
 
+_ON_THE_CLOCK = {"clock": "job", "profile": "p.json", "speedup": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"clock": "job"}, "need a profile"),
+        ({"clock": "seconds"}, "a clock is"),
+        ({"profile": "p.json", "speedup": 2}, "need a profile"),
+        ({"clock": "job", "profile": "p.json"}, "a clock needs a speedup"),
+        ({"clock": "job", "profile": "p.json", "speedup": 2, "offload": "disk"}, "knows no offload"),
+        ({"clock": "job", "profile": "p.json", "full": True}, "go with a speedup"),
+        ({"clock": "job", "profile": "p.json", "speedup": 2, "batch_size": "auto"}, "give a number, not auto"),
+        (
+            {"clock": "job", "profile": "p.json", "speedup": 2, "options": {"num_beams": 2, "max_new_tokens": 8}},
+            "without beams",
+        ),
+        ({"clock": "job", "profile": "p.json", "speedup": 99}, "cannot be had"),
+        ({"clock": "job", "profile": "p.json", "speedup": 2, "dtype": "bfloat16"}, "another dtype"),
+        ({"clock": "job", "profile": "p.json", "speedup": 2, "quantization": "int8"}, "another options"),
+    ],
+)
+def test_a_job_on_the_clock_is_refused_before_weights_are_read(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], says: str
+) -> None:
+    """What a profile does not know is said, not guessed."""
+    monkeypatch.chdir(tmp_path)
+    config = read_config(str(checkpoint))
+    here = machine("cpu")
+    _made(shape=shape_of(config), machine=here, device="cpu").save("p.json")
+    monkeypatch.setattr(jobs, "load", None)
+    with pytest.raises(SkipDecodeError, match=says):
+        GenerationJob(str(checkpoint), ["the cat", "a dog sat"], **{"options": {"max_new_tokens": 8}} | options).run()
+
+
+def test_a_job_on_the_clock_runs_what_is_planned(checkpoint: Path, tmp_path: Path) -> None:
+    """The schedule is the one planned for the job's own batches, and the summary says what the target is of."""
+    config = read_config(str(checkpoint))
+    profile = _made(shape=shape_of(config), machine=machine("cpu"), device="cpu")
+    prompts = ["the cat sat on a mat", "a dog", "the river by a log", "a house"]
+    job = GenerationJob(
+        str(checkpoint), prompts, speedup=2, clock="job", profile=profile, prompt_layers="max", batch_size=2,
+        options={"max_new_tokens": 12, "min_new_tokens": 12},
+    )  # fmt: skip
+    summary = job.run().summary
+    lengths = [len(ids) for ids in encode_prompts(load_tokenizer(str(checkpoint)), prompts)]
+    schedule = plan(Predictor(profile, workloads(lengths, 2, 12), "job"), 2, prompt_layers="max")
+    assert summary["average_depth"] == pytest.approx(schedule.average_depth(11), abs=0.01)
+    assert (summary["target_speedup"], summary["target_of"]) == (2, "job")
+
+
+def _made(**placed: Any) -> Profile:
+    """A profile of eight layers that cost what they cost everywhere."""
+    passes = [Pass(size, length, 0.01, (0.01,)) for size in (1, 32) for length in (4, 90)]
+    both: dict[str, Any] = {"prompts": tuple(passes), "steps": tuple(passes)}
+    return Profile(model="made", dtype="float32", kinds=("layer",), layers=(0,) * 8, **both, **placed)
+
+
 def test_bytes_foretold_are_bytes_held(timed: Any, tokenizer: Any, profile: Profile) -> None:
     """Keys and values foretold are those that the cache reports, but for the room that layers hold ahead."""
     if len(profile.kinds) > 1:
         pytest.skip("sliding layers hold less than their slope says")
-    plan = BenchPlan((2.0,), (2,), 7, 20, "step", profile, repeats=1)
-    for cell in bench(timed, tokenizer, plan):
+    wanted = BenchPlan((2.0,), (2,), 7, 20, "step", profile, repeats=1)
+    for cell in bench(timed, tokenizer, wanted):
         assert cell.timing is not None
         assert cell.prediction is not None
         room = 32 * 2 * sum(position for _, position in profile.kv_bytes) * cell.timing.cost.num_layers

@@ -137,13 +137,19 @@ def test_a_jobs_ratio_counts_the_prompt(schedule: Schedule, prompt_length: int, 
 
 @given(schedules(), st.floats(1.5, 3))
 def test_a_low_prompt_stays_low_at_another_speed(schedule: Schedule, speedup: float) -> None:
-    """Of another budget it runs as many layers as that one's first step; a full prompt stays full."""
+    """As many layers as the first step stay that at another budget; another number stays, or is refused."""
     speedup = min(speedup, schedule.num_layers)
     if schedule.num_layers < 2 or schedule.decay == "constant":
         return
     flat = schedule.replace(warmup=0)
+    most = Schedule.for_speedup(speedup, flat.num_layers, flat.horizon, **flat.form | {"prompt_layers": None}).max_depth
+    if flat.deepest != flat.max_depth and flat.deepest < most:
+        with pytest.raises(ScheduleError, match="prompt_layers"):
+            Schedule.for_speedup(speedup, flat.num_layers, flat.horizon, **flat.form)
+        return
     other = Schedule.for_speedup(speedup, flat.num_layers, flat.horizon, **flat.form)
-    assert other.deepest == (schedule.num_layers if schedule.prompt_layers is None else other.max_depth)
+    low = flat.prompt_layers is not None and flat.deepest == flat.max_depth
+    assert other.deepest == (other.max_depth if low else flat.deepest)
 
 
 @given(st.integers(1, 64), st.floats(1, 64), st.integers(1, 40), st.sampled_from(["linear", "power", "step"]))

@@ -175,3 +175,72 @@ def card_metadata() -> None:
             value: {row["rouge_l"]:.2f}
             name: ROUGE-L at {_target(row)} (F-measure with stemming, best reference, greedy)"""
         )
+
+
+def clock(*folders: str) -> None:
+    """Speed-ups asked for on the clock, what was foretold and what was got, from the tables of ``skipdecode bench``."""
+    lines = []
+    for folder in folders:
+        for row in json.loads((RESULTS / folder / "table.json").read_text(encoding="utf-8"))["rows"]:
+            of = row["asked_of"]
+            if row["asked"] == 1:
+                continue
+            if "refused" in row:
+                lines.append(
+                    (str(row["batch_size"]), f"{row['asked']:g}x {of}", *["cannot be had"] * 2, "", "", "", "")
+                )
+                continue
+            got = row[f"{of}_ratio"]
+            lines.append(
+                (
+                    str(row["batch_size"]),
+                    f"{row['asked']:g}x {of}",
+                    f"{row['max_depth']} to {row['min_depth']}",
+                    str(row["prompt_layers"]),
+                    f"{row[f'predicted_{of}_ratio']:.2f}x",
+                    f"{got:.2f}x",
+                    f"{got / row['asked']:.3f}",
+                    f"{row['step_ratio']:.2f}x, {row['job_ratio']:.2f}x",
+                )
+            )
+    heads = ("batch", "asked", "depths", "prompt", "foretold", "got", "got / asked", "a step, the job is faster")
+    _print(heads, lines)
+
+
+def jobs(folder: str = "e2e-job") -> None:
+    """A checkpoint whose prompt runs few layers too: what a step and the whole job gain, and what it costs."""
+    rows = _saved(folder)["rows"]
+    _print(
+        (
+            "schedule",
+            "layers per step",
+            "fewer layers, a step",
+            "the job",
+            "a step is faster",
+            "the job",
+            "BLEU",
+            "ROUGE-L",
+        ),
+        (
+            (
+                _label(row),
+                f"{row['step_layers']:.1f}",
+                f"{row['step_layer_ratio']:.2f}x",
+                f"{row['job_layer_ratio']:.2f}x",
+                f"{row['step_clock_ratio']:.2f}x",
+                f"{row['job_clock_ratio']:.2f}x",
+                f"{row['bleu']:.2f}",
+                f"{row['rouge_l']:.2f}",
+            )
+            for row in rows
+        ),
+        words=1,
+    )
+
+
+def _label(row: Row) -> str:
+    """What a row's schedule was made for."""
+    name = str(row["label"])
+    if name.endswith("-job.json"):
+        return f"planned for {name.removesuffix('-job.json')}x of the job's clock"
+    return "full depth" if row["target"] == 1 else f"trained for {_target(row)} of a step's layers"

@@ -30,7 +30,9 @@ Shape = Annotated[
     Option(help="Random weights of a known shape instead: opt-1.3b, opt-6.7b, llama-3.2-1b, llama-3.1-8b, …"),
 ]
 Batches = Annotated[str, Option("--batch", help="Batch sizes.")]
-Rounds = Annotated[int, Option("--repeats", min=1, max=1000, help="Rounds; medians count.")]
+Rounds = Annotated[
+    int, Option("--repeats", min=1, max=1000, help="Rounds (profile: the fastest counts; bench: medians).")
+]
 PromptTokens = Annotated[int, Option(min=1, max=o.MOST, help="Prompt tokens of each row, padding included.")]
 NewTokens = Annotated[int, Option(min=2, max=o.MOST, help="New tokens of each row.")]
 
@@ -56,7 +58,7 @@ def profile(
     """
     from dataclasses import replace
 
-    from ..clock.profile import Profiler
+    from ..clock.profile import Profiler, check_lengths
     from ..core.cost import is_profile
     from ..files import check_target
     from ..generation.faster import faster_options
@@ -64,7 +66,11 @@ def profile(
     sizes, lengths = _whole(batch, "--batch"), _whole(context, "--context")
     check_target(output, ours=is_profile)
     faster = faster_options(quantization, compile)
-    loaded, tokenizer = _load(model, shape, dtype, device, attention, revision, faster)
+    if attention:
+        faster["attention"] = attention
+    loaded, tokenizer = _load(
+        model, shape, dtype, device, revision, faster, check=lambda config: check_lengths(config, lengths)
+    )
     with Bar() as bar:
         profiler = Profiler(loaded, tokenizer, repeats, lambda done, total: bar.show("measuring", done, total))
         measured = replace(profiler.profile(sizes, lengths, shape or str(model)), options=faster)
@@ -115,6 +121,10 @@ def plan(
     from ..generation.machine import machine
 
     targets, measured = o.parse_speedups(speedups), Profile.load(profile)
+    if png:
+        from ..evaluation.plots import check_picture
+
+        check_picture(png)
     form = o.form_of(order=order, decay=decay, prompt_layers=prompt_layers)
     if model is not None:
         measured.check(shape=shape_of(read_config(model)))
@@ -134,15 +144,15 @@ def plan(
             out.print(f"batch {row['batch_size']}: {row['refused']}", highlight=False, markup=False)
     if measured.doubt:
         say(measured.doubt)
-    here = machine()
+    here = machine(measured.device)
     out.print(f"measured on: {measured.machine}", highlight=False)
     if here != measured.machine:
         say(f"this is another machine ({here}): what is planned holds there, not here")
-    if png:
+    if png and not any("schedule" in row for row in rows):
+        say(f"nothing can be had: {png} is not drawn")
+    elif png:
         from ..clock.plots import draw_ratios
-        from ..evaluation.plots import check_picture
 
-        check_picture(png)
         draw_ratios(rows, png, title)
         say(f"wrote {png}")
     if as_json:
@@ -212,54 +222,35 @@ def bench(
 
     skipdecode bench --shape opt-1.3b --speedups 1,2,3,5 --batch 1,8,32
     """
-    import torch
-
-    from ..clock.bench import HEADS, BenchPlan, cells_of, runs_of
-    from ..clock.bench import bench as run_bench
-    from ..clock.peaks import measure_peaks
-    from ..clock.plots import draw_ratios
-    from ..clock.profile import dtype_of
-    from ..clock.tables import markdown_table, save_tables
-    from ..core.cost import shape_of
+    from ..clock.bench import BenchPlan, runs_of
+    from ..clock.bench_report import check_folder, run_bench
     from ..generation.faster import faster_options
-    from ..generation.machine import machine
 
-    measured, faster, away = (
-        o.load_profile(clock, profile),
-        faster_options(quantization, compile),
-        o.offload_of(locals()),
-    )
+    measured, away = o.load_profile(clock, profile), o.offload_of(locals())
     form = o.form_of(order=order, decay=decay, prompt_layers=prompt_layers)
     sizes = _whole(batch, "--batch")
     plan = BenchPlan(o.parse_speedups(speedups), sizes, prompt_tokens, new_tokens, clock, measured, repeats, form)
-    loaded, tokenizer = _load(model, shape, dtype, device, attention, revision, faster, away, plan.check)
-    here, kind = machine(str(loaded.device)), dtype_of(loaded)
-    if measured is not None:
-        measured.check(shape=shape_of(loaded.config), machine=here, dtype=kind, options=faster)
-    peaks = measure_peaks(loaded.device, getattr(torch, kind))
+    if measured is not None and away is not None:
+        raise UsageError("a profile knows no offload: leave one of --profile and --offload out")
+    if output:
+        check_folder(output)
+    options = faster_options(quantization, compile) | ({"attention": attention} if attention else {})
+    loaded, tokenizer = _load(model, shape, dtype, device, revision, options, away, plan.check)
+    if measured is not None and measured.doubt:
+        say(measured.doubt)
+    command = f"skipdecode {shlex.join(sys.argv[1:])}"
     with Bar() as bar:
         bar.show("timing alternately", 0, runs_of(plan))
-        cells = run_bench(loaded, tokenizer, plan, bar.advance)
-    rows = [cell.row(plan, peaks) for cell in cells]
-    about = {
-        "model": shape or str(model),
-        "command": "skipdecode " + shlex.join(sys.argv[1:]),
-        "machine": here,
-        "dtype": ", ".join([kind, *(f"{name} {value}" for name, value in faster.items())]),
-        "peaks": f"{peaks.bandwidth / 1e9:.1f} GB/s read by a product of one row, {peaks.matrix / 1e9:.0f} GFLOP/s",
-        "job": f"{prompt_tokens} prompt tokens and {new_tokens} new ones in each row, end-of-sequence suppressed",
-        "rounds": f"{repeats} after one to warm up, all speeds of a batch size in turn, medians",
-        "ratios": "full depth's figure over the row's: layers per decode step, seconds of a step, seconds of the job",
-    }
-    out.print(markdown_table(HEADS, [cells_of(row) for row in rows]), highlight=False, soft_wrap=True)
-    for name, value in (about | {f"batch {r['batch_size']}": r["refused"] for r in rows if "refused" in r}).items():
-        out.print(f"{name}: {value}", highlight=False, soft_wrap=True, markup=False)
+        name = shape or str(model)
+        report = run_bench(loaded, tokenizer, plan, name, options=options, command=command, on_run=bar.advance)
+    out.print(report.table, highlight=False, soft_wrap=True)
+    for line in (*(f"{key}: {value}" for key, value in report.about.items()), *report.refusals):
+        out.print(line, highlight=False, soft_wrap=True, markup=False)
     if output:
-        save_tables(output, rows, HEADS, [cells_of(row) for row in rows], about)
-        draw_ratios(rows, output / "ratios.png", f"{about['model']}, {about['dtype']}: {about['job']}")
+        report.save(output)
         say(f"wrote {output}")
     if as_json:
-        print(json.dumps({**about, "rows": rows}))
+        print(json.dumps({**report.about, "rows": report.rows}))
 
 
 def _whole(text: str, option: str) -> tuple[int, ...]:
@@ -275,7 +266,6 @@ def _load(
     shape: str | None,
     dtype: str,
     device: str | None,
-    attention: str | None,
     revision: str | None,
     faster: Mapping[str, Any],
     offload: Offload | None = None,
@@ -289,9 +279,10 @@ def _load(
         raise UsageError("give either MODEL or --shape")
     if shape is None:
         check(read_config(str(model), revision))
-        placed: dict[str, Any] = {"dtype": dtype, "device": device, "revision": revision, "attention": attention}
+        placed: dict[str, Any] = {"dtype": dtype, "device": device, "revision": revision}
         return load(str(model), offload=offload, **placed, **faster)
-    if offload is not None:
-        raise UsageError("random weights are made in memory: write a checkpoint to offload (benchmarks/checkpoint.py)")
+    if offload is not None or revision is not None:
+        raise UsageError("random weights are made in memory, and have no revision: leave --offload and --revision out")
     check(config := shape_config(shape))
-    return random_model(shape, dtype, placement(config, dtype, device)[1], attn_implementation=attention, **faster)
+    rest = {"attn_implementation" if name == "attention" else name: value for name, value in faster.items()}
+    return random_model(shape, dtype, placement(config, dtype, device)[1], **rest)

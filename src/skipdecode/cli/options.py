@@ -173,6 +173,8 @@ def offload_of(given: Mapping[str, Any]) -> Offload | None:
     """Where a verb's options say that layers wait. Raises UsageError, MissingExtra."""
     place, memory, folder = given["offload"], given["max_memory"], given["offload_folder"]
     if place is None and memory is None:
+        if folder is not None:
+            raise UsageError("--offload-folder goes with --offload or --max-memory")
         return None
     from ..generation.offload import Offload
 

@@ -65,7 +65,10 @@ class BenchPlan:
         return Workload(batch_size, self.prompt_tokens, self.new_tokens)
 
     def check(self, config: Any) -> None:
-        """Whether a model of this config has the positions. Raises UsageError."""
+        """Whether a model of this config has the positions, and the profile the batches. Raises UsageError."""
+        if self.profile is not None:
+            for size in self.batch_sizes:
+                Predictor(self.profile, [self.workload(size)])
         room = getattr(text_config(config), "max_position_embeddings", None)
         if room is not None and self.prompt_tokens + self.new_tokens > room:
             raise UsageError(f"{self.prompt_tokens} prompt tokens and {self.new_tokens} new ones: the model has {room}")
@@ -92,7 +95,7 @@ class Cell:
         prediction: of the profile, if there is one.
         weight_bytes: bytes of weights that a decode step reads, on average.
         parameters: weights that a decode step multiplies with, on average.
-        resident_bytes: most memory of the process during the timed runs.
+        resident_bytes: memory of the process after a run, its cache freed; 0 where psutil is not installed.
     """
 
     batch_size: int
@@ -112,7 +115,9 @@ class Cell:
         if self.schedule is None or self.timing is None or self.clock is None:
             return start | {"refused": self.why}
         cost, seconds = self.timing.cost, self.timing.step_ms / 1e3
-        read = self.weight_bytes + cost.peak_kv_bytes
+        read = (
+            self.weight_bytes + cost.peak_kv_bytes * cost.average_depth / self.schedule.max_depth
+        )  # about the average
         predicted = self.prediction
         row = start | {
             "max_depth": self.schedule.max_depth,
@@ -219,38 +224,3 @@ def _per_step(model: PreTrainedModel, schedule: Schedule, depth: float, count: C
 
 def _weights(module: nn.Module) -> Iterator[Tensor]:
     return itertools.chain(module.parameters(), module.buffers())  # int8 weights are buffers
-
-
-#: Heads of the table that :func:`cells_of` fills.
-HEADS = (
-    "batch", "asked", "depths", "prompt", "layers", "step predicted", "step got", "job predicted", "job got",
-    "ms / step", "ms prompt", "tokens / s", "bandwidth", "matrix", "peak KV", "RSS",
-)  # fmt: skip
-
-
-def cells_of(row: Mapping[str, Any]) -> list[str]:
-    """A row's figures as the table shows them."""
-    start = [str(row["batch_size"]), f"{row['asked']:g}x {row['asked_of']}" if row["asked"] != 1 else "full depth"]
-    if "refused" in row:
-        return [*start, "cannot be had", *[""] * (len(HEADS) - 3)]
-
-    def ratio(name: str) -> str:
-        return f"{row[name]:.2f}x" if name in row else ""
-
-    return [
-        *start,
-        f"{row['max_depth']} to {row['min_depth']}",
-        str(row["prompt_layers"]),
-        ratio("layers_ratio"),
-        ratio("predicted_step_ratio"),
-        ratio("step_ratio"),
-        ratio("predicted_job_ratio"),
-        ratio("job_ratio"),
-        f"{row['step_ms']:.1f}",
-        f"{row['prompt_ms']:.0f}",
-        f"{row['tokens_per_second']:.1f}",
-        f"{row['bandwidth_share']:.0%}",
-        f"{row['matrix_share']:.0%}",
-        f"{row['peak_kv_bytes'] / 1e6:.1f} MB",
-        f"{row['resident_bytes'] / 1e9:.2f} GB",
-    ]

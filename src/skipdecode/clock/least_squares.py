@@ -16,8 +16,16 @@ Row = tuple[tuple[int, ...], float]
 def solve(rows: Sequence[Row]) -> np.ndarray:
     """Seconds beyond layers and of a layer of each kind, by least squares of relative errors."""
     left, right = np.array([[1.0, *counts] for counts, _ in rows]), np.array([took for _, took in rows])
-    solution, *_ = np.linalg.lstsq(left / right[:, None], np.ones(len(right)), rcond=None)
-    return np.maximum(solution, 0.0)
+    left = left / right[:, None]
+    kept = np.arange(left.shape[1])
+    while True:  # what noise makes negative is nothing, and the others are fitted without it
+        found, *_ = np.linalg.lstsq(left[:, kept], np.ones(len(right)), rcond=None)
+        if found.min(initial=0.0) >= 0:
+            break
+        kept = np.delete(kept, found.argmin())
+    solution = np.zeros(left.shape[1])
+    solution[kept] = found
+    return solution
 
 
 def split(size: int, length: int, rows: Sequence[Row]) -> Pass:
@@ -34,15 +42,15 @@ def left_out(rows: Sequence[Row]) -> list[float]:
     return [abs(float([1.0, *counts] @ x) / took - 1) for (counts, took), x in zip(rows, solutions, strict=True)]
 
 
-def off_the_line(profile: Profile, which: str) -> float:
-    """How far passes at full depth are off the line between their neighbours in length; the mean share."""
+def off_the_line(profile: Profile, which: str) -> float | None:
+    """How far passes at full depth are off the line between their neighbours in length, on average; None of too few."""
     measured: Sequence[Pass] = getattr(profile, which)
     off = []
     for before, one, after in zip(measured, measured[1:], measured[2:], strict=False):
         if before.batch_size == one.batch_size == after.batch_size:
             line = between([before, after], which)(one.batch_size, one.length)
             off.append(abs(whole(line, profile) / whole(one, profile) - 1))
-    return statistics.mean(off) if off else 0.0
+    return statistics.mean(off) if off else None
 
 
 def whole(one: Pass, profile: Profile) -> float:

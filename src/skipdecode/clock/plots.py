@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def draw_ratios(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> No
     most = max(row["asked"] for row in rows)
     for axes, of in zip(panels, ("step", "job"), strict=True):
         axes.plot([1, most], [1, most], color="#94a3b8", linewidth=1, linestyle=":", label="as asked")
-        for colour, size in zip(COLOURS, dict.fromkeys(row["batch_size"] for row in rows), strict=False):
+        for colour, size in zip(cycle(COLOURS), dict.fromkeys(row["batch_size"] for row in rows), strict=False):
             own = sorted((row for row in rows if row["batch_size"] == size), key=lambda row: row["asked"])
             for name, filled in ((f"predicted_{of}_ratio", False), (f"{of}_ratio", True)):
                 points = [(row["asked"], row[name]) for row in own if name in row]

@@ -88,6 +88,13 @@ def layer_kinds(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[int, ...
     return names, tuple(kinds.index(form) for form in forms)
 
 
+def check_lengths(config: Any, lengths: Sequence[int]) -> None:
+    """Whether a model of this config has the positions for such prompts and the steps after them. Raises UsageError."""
+    room, steps = getattr(text_config(config), "max_position_embeddings", None), len(STAIRS) * STEPS + 1
+    if room is not None and max(lengths) + steps > room:
+        raise UsageError(f"the model has {room} positions: a context of {max(lengths)} and {steps} more do not fit")
+
+
 def dtype_of(model: PreTrainedModel) -> str:
     """The type of a model's weights, as the command line calls it."""
     return str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch.")
@@ -126,11 +133,7 @@ class Profiler:
             UsageError: a length that the model has no positions for.
         """
         sizes, lengths = sorted(set(batch_sizes)), sorted(set(lengths))
-        room = getattr(text_config(self.model.config), "max_position_embeddings", None)
-        if room is not None and lengths[-1] + 4 * STEPS > room:
-            raise UsageError(
-                f"the model has {room} positions: a context of {lengths[-1]} and {4 * STEPS} more do not fit"
-            )
+        check_lengths(self.model.config, lengths)
         self._total = len(sizes) * len(lengths) * (1 + len(self.kinds)) * self.rounds + 2
         self._weigh(lengths[0], lengths[0] + STEPS)  # warms up too
         # Rounds outermost: what else the machine does comes and goes, and should meet all cells alike.
@@ -259,8 +262,12 @@ class Profiler:
             head=head,
             kv_bytes=self.kv_bytes,
         )
-        lines = {"step_line": off_the_line(profile, "steps"), "prompt_line": off_the_line(profile, "prompts")}
-        return replace(profile, error={"step": statistics.mean(off) if off else 0.0, **lines})
+        error = {
+            "step": statistics.mean(off) if off else None,
+            "step_line": off_the_line(profile, "steps"),
+            "prompt_line": off_the_line(profile, "prompts"),
+        }
+        return replace(profile, error={name: value for name, value in error.items() if value is not None})
 
 
 def _fastest(calls: Sequence[Timed]) -> Timed:

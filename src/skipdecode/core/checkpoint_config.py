@@ -135,7 +135,7 @@ def resolve_schedule(
 
     1. ``schedule`` itself, if it is given.
     2. The one that the config has for ``speedup`` (without a speed-up: the fastest), unless lengths, a horizon or a
-       form are asked for.
+       form are asked for. Another ``prompt_layers`` alone leaves its depths.
     3. A new one for ``speedup`` (default: the fastest that the config has, else 2), in the form of the fastest one
        that the config has, changed by ``form``: the paper's budget over ``horizon``; or fitted to ``lengths``, or to
        what ``measure`` returns; or the paper's budget over the same horizon as the fastest one, else 64 tokens.
@@ -166,8 +166,9 @@ def resolve_schedule(
         raise ScheduleError(f"{method.name} has its own layer order and decay: no horizon or form can be set for it")
     trained = trained_schedules(config) if method is None else schedules_of(config, method.name)
     target = max(trained, default=DEFAULT_SPEEDUP) if speedup is None else speedup
-    if target in trained and lengths is None and horizon is None and not form and predictor is None:
-        return _fitting(trained[target], layers)
+    new = lengths is not None or horizon is not None or predictor is not None
+    if target in trained and not new and set(form) <= {"prompt_layers"}:
+        return _fitting(trained[target], layers).replace(**form)
     if lengths is None and horizon is None and measure is not None and predictor is None:
         lengths = measure()
     if method is not None and method.order is None:

@@ -51,7 +51,7 @@ class Profile:
         shape: fingerprint of its config: other weights of the same shape take as long.
         machine: processor, threads and versions.
         dtype, device: that the weights had, and where they were.
-        options: how the model was loaded beside that.
+        options: how the model was loaded beside that: attention and what makes layers faster.
         kinds: names of the kinds of layers.
         layers: kind of each layer, an index into ``kinds``.
         prompts: measured passes over prompts.
@@ -139,8 +139,14 @@ class Profile:
             known = {each.name for each in fields(cls)}
             rest = {name: value for name, value in values.items() if name in known}
             profile = cls(**rest | passes | tuples | {"head": head})
-            if not (profile.prompts and profile.steps and profile.layers) or max(profile.layers) >= len(profile.kinds):
+            kinds = len(profile.kinds)
+            if not (profile.prompts and profile.steps and profile.layers and kinds):
                 raise ValueError("it has no measurements")
+            sizes = {len(one.layers) for one in (*profile.prompts, *profile.steps)} | {len(profile.kv_bytes) or kinds}
+            if sizes != {kinds} or not {*profile.layers} <= {*range(kinds)}:
+                raise ValueError("its costs are not those of its kinds of layers")
+            if not isinstance(profile.error, dict) or not isinstance(profile.options, dict):
+                raise ValueError("error and options are objects")
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise FileError(f"the profile is damaged: {error}") from None
         return profile

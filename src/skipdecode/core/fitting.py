@@ -129,7 +129,8 @@ def fit(num_layers: int, speedup: float, lengths: Sequence[int] | Measure, **opt
     Raises:
         ScheduleError: a speed-up that the model has not the layers for, or no lengths.
     """
-    if not 1 <= speedup <= num_layers:
+    of_layers = isinstance(lengths, (Sequence, Lengths))  # seconds may fall by more, where some layers cost little
+    if not speedup >= 1 or (of_layers and speedup > num_layers):
         raise ScheduleError(f"a speed-up is 1 to the number of layers ({num_layers}), not {speedup}")
     if speedup == 1:
         return Schedule.full(num_layers)

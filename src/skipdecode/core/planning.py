@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -43,10 +43,11 @@ class Workload:
 
 
 def workloads(prompt_tokens: Sequence[int], batch_size: int, new_tokens: int) -> list[Workload]:
-    """The batches that rows of these prompts are decoded in: of like lengths, the longest first, padded to it."""
+    """The whole batches that rows of these prompts make: of like lengths, the longest first; one, if they are few."""
     ordered = sorted(prompt_tokens, reverse=True)
     batches = (ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size))
-    return [Workload(len(batch), batch[0], new_tokens) for batch in batches]
+    works = [Workload(len(batch), batch[0], new_tokens) for batch in batches]
+    return [work for work in works if work.batch_size == batch_size] or works
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,9 @@ def plan(predictor: Predictor, speedup: float, **form: Any) -> Schedule:
         )
     schedule = fit(num_layers, min(speedup * AIM, most), predictor, **form)
     if predictor.ratio(schedule) < speedup * SHORT:  # whole layers lie too far apart
-        deeper = [replace(fastest, max_depth=d, min_depth=d) for d in range(fastest.min_depth, num_layers + 1)]
+        in_prompt = form.get("prompt_layers")
+        deepest = in_prompt if isinstance(in_prompt, int) else num_layers
+        deeper = [Schedule(num_layers, d, d, 1, **form) for d in range(fastest.min_depth, deepest + 1)]
         schedule = max((each for each in deeper if predictor.ratio(each) >= speedup * SHORT), key=lambda s: s.max_depth)
     return schedule
 

@@ -8,9 +8,9 @@ from bisect import bisect_left
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from ..errors import FileError, ScheduleError, SkipDecodeError, UsageError
+from ..errors import FileError, ScheduleError, SkipDecodeError
 from ..files import parse_json, read_json, write
 from .schedule_checks import MOST_TOKENS, check_decay, check_depths, check_order, check_whole, require
 from .shapes import budget, flat_depth, mix, ranking, remaining, target
@@ -197,9 +197,10 @@ class Schedule:
             from .planning import plan_for  # plans are made of schedules
 
             return plan_for(speedup, clock, profile, workload, num_layers=num_layers, horizon=horizon, **options)
-        if num_layers is None or horizon is None or profile is not None or workload is not None:
-            raise UsageError("a speed-up of layers needs num_layers and horizon, and no profile")
+        if horizon is None or profile is not None or workload is not None:
+            raise ScheduleError("a speed-up of layers needs num_layers and horizon, and no profile")
         check_whole("num_layers", num_layers)
+        num_layers = cast(int, num_layers)
         require(
             isinstance(speedup, (int, float)) and 1 <= speedup <= num_layers,
             f"a speed-up is 1 to the number of layers ({num_layers}), not {speedup}",
@@ -223,8 +224,9 @@ class Schedule:
         """What a schedule of another budget takes over: order, warm-up, decay with its numbers, decay in the prompt."""
         names = ("order", "warmup", "rate", "stairs", "prompt_decay")
         form = {name: getattr(self, name) for name in names} | {"decay": "linear" if self.depths else self.decay}
-        # A prompt of as many layers as the first step stays one; another number of layers would be another budget's.
-        return form | ({} if self.prompt_layers is None else {"prompt_layers": "max"})
+        # A prompt of as many layers as the first step stays one at another budget.
+        in_prompt = "max" if self.prompt_layers == self.max_depth else self.prompt_layers
+        return form | ({} if in_prompt is None else {"prompt_layers": in_prompt})
 
     @classmethod
     def from_depths(cls, num_layers: int, depths: list[int] | tuple[int, ...], **options: Any) -> Schedule:

@@ -29,7 +29,7 @@ from ..data.metrics import Agreement
 from ..data.tasks import Example, subsample
 from ..data.tokenization import encode_prompts
 from ..errors import UsageError
-from ..generation.loading import load, read_config, resolve
+from ..generation.loading import load, load_tokenizer, read_config, resolve
 from ..methods import get_method
 from .achieve import TOLERANCE, Written, achieve
 from .calibration_plan import CalibrationPlan, check, trained_form
@@ -88,6 +88,8 @@ class Calibration:
         return losses | {
             "schedule": self.schedule.to_dict(),
             "speedup": self.plan.speedup,
+            "clock": self.plan.clock,
+            "ratio": round(self.after.ratio, 3),
             **self.after.ratios(),
             "lengths": list(self.after.lengths),
             "before": old,
@@ -144,14 +146,16 @@ def calibrate(
     if plan.order == "search" and not all(example.references for example in examples):
         raise UsageError("order search computes its losses on responses: every row needs one")
     Agreement().score(["a text"], [["a text"]])  # a library that is missing shows before a model is loaded
+    prompts = [example.prompt for example in examples]
+    measure = plan.measure([len(ids) for ids in encode_prompts(load_tokenizer(plan.model), prompts)])
+    if plan.profile is not None and plan.profile.doubt:
+        say(plan.profile.doubt)
     model, tokenizer = load(plan.model, device=plan.device)
     ranking = None
     if plan.order == "search":
         ranking = _search(plan, model, tokenizer, examples, on_progress)
         form["order"] = ranking.order
         trained = trained and trained.replace(order=ranking.order)
-    prompts = [example.prompt for example in examples]
-    measure = plan.measure([len(ids) for ids in encode_prompts(tokenizer, prompts)])
     texts = achieve(
         model,
         tokenizer,

@@ -78,10 +78,11 @@ class CalibrationPlan:
         profile = self.profile
         if profile is None or self.clock == "layers":
             return Lengths
-        works = workloads(prompt_tokens, self.batch_size, 2)
+        works = workloads(prompt_tokens, self.batch_size, self.max_new_tokens or self.task.max_new_tokens)
+        Predictor(profile, works, self.clock)  # what it does not reach shows before anything is written
 
         def predicted(lengths: Sequence[int]) -> Measure:
-            batches = [replace(work, new_tokens=max(n, 1) + 1) for work, n in zip(works, lengths, strict=True)]
+            batches = [replace(work, new_tokens=max(n, 1) + 1) for work, n in zip(works, lengths, strict=False)]
             return Predictor(profile, batches, self.clock)
 
         return predicted
@@ -93,6 +94,12 @@ class CalibrationPlan:
         object.__setattr__(self, "prompt_layers", parse_prompt_layers(self.prompt_layers))
         if self.clock not in CLOCKS or (self.clock != "layers" and self.profile is None):
             raise UsageError(f"clock is layers, or step or job with a profile, not {self.clock!r}")
+        if self.clock == "layers" and self.profile is not None:
+            raise UsageError("a profile goes with the clocks step and job")
+        if self.clock != "layers" and self.save:
+            raise UsageError(
+                "a config has schedules for speed-ups of layers: a clock's schedule stays in its file, for --schedule"
+            )
         method = get_method(self.method)
         if self.clock != "layers" and method.order is None:
             raise UsageError(f"{self.method} has its own rule for depths: it fits layers only")
@@ -143,9 +150,10 @@ def trained_form(plan: CalibrationPlan, config: Any) -> tuple[Schedule | None, d
     given: dict[str, Any] = {"decay": plan.decay, "order": order, "prompt_layers": plan.prompt_layers}
     asked = {name: value for name, value in given.items() if value is not None}
     form: dict[str, Any] = {"order": method.order, "decay": "linear", **(source.form if source else {}), **asked}
-    deepest = asked["prompt_layers"] if isinstance(plan.prompt_layers, int) else layers
+    in_prompt = form.get("prompt_layers")
+    deepest = in_prompt if isinstance(in_prompt, int) else layers
     Schedule(layers, deepest, deepest, 1, **form)  # contradictions show before the weights are loaded
-    if deepest * plan.speedup < layers:
+    if plan.clock == "layers" and deepest * plan.speedup < layers:
         raise UsageError(f"{plan.speedup:g}x runs more than {deepest} layers at a step: depths never rise")
     if trained and ("list" in (trained.decay, form["decay"]) or "constant" in {trained.decay} ^ {form["decay"]}):
         trained = None  # such depths are no use in the form asked for

@@ -27,7 +27,7 @@ from .job_rows import JobRows
 from .journal import Journal
 from .loading import load, load_tokenizer, placement, read_config, read_generation_config, resolve
 from .offload import Offload
-from .options import check_options, check_with_model
+from .options import check_options, check_with_model, num_beams
 from .planned import ClockOf
 from .results import Completion, Cost
 
@@ -122,6 +122,8 @@ class GenerationJob:
         object.__setattr__(self, "prompt_layers", parse_prompt_layers(self.prompt_layers))
         clock = ClockOf(self.clock, self.profile)
         object.__setattr__(self, "profile", clock.profile)
+        if self.clock != "layers" and (self.speedup is None or self.offload is not None):
+            raise UsageError("a clock needs a speedup, and layers in memory: a profile knows no offload")
         if isinstance(self.schedule, (str, Path)):
             object.__setattr__(self, "schedule", Schedule.load(self.schedule))
         if self.output is not None:
@@ -174,7 +176,8 @@ class GenerationJob:
         placed += [name for name in (self.quantization, "compile" * self.compile) if name]
         new_tokens = self.options["max_new_tokens"]
         rows = JobRows(items, load_tokenizer(self.model, self.revision), config, new_tokens)
-        predictor = clock.predictor([len(ids) for ids in rows.ids.values()], self.batch_size, new_tokens)
+        lengths, beams = [len(ids) for ids in rows.ids.values()], num_beams(self.options, defaults)
+        predictor = clock.predictor(lengths, self.batch_size, new_tokens, beams)
         schedule = self._schedule(config, predictor)
         if schedule is not None and not is_trained(config):
             say(f"{self.model} was not trained for skipping: its texts will be poor (skipdecode train; or --full)")

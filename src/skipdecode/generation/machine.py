@@ -35,7 +35,11 @@ def check_profile(
     kind, place = placement(config, dtype, device)
     kind = config.dtype if kind == "auto" else kind
     profile.check(
-        shape=shape_of(config), machine=machine(place), dtype=str(kind).removeprefix("torch."), options=options
+        shape=shape_of(config),
+        machine=machine(place),
+        device=torch.device(place).type,
+        dtype=str(kind).removeprefix("torch."),
+        options=options,
     )
 
 

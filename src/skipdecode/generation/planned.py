@@ -47,7 +47,9 @@ class ClockOf:
         """What a user should know of the profile."""
         return self.profile.doubt if isinstance(self.profile, Profile) else None
 
-    def predictor(self, lengths: Sequence[int], batch_size: int | str, new_tokens: int) -> Predictor | None:
+    def predictor(
+        self, lengths: Sequence[int], batch_size: int | str, new_tokens: int, beams: int = 1
+    ) -> Predictor | None:
         """Of rows with prompts of these lengths that write ``new_tokens`` each at most; None where layers count.
 
         Raises UsageError: batches that the profile does not reach, or whose size is not known beforehand.
@@ -56,6 +58,6 @@ class ClockOf:
             return None
         if not isinstance(batch_size, int):
             raise UsageError("a speed-up of the clock depends on the batch size: give a number, not auto")
-        batches = workloads(lengths, batch_size, max(new_tokens, 2))
-        full = [work for work in batches if work.batch_size == batch_size] or batches  # the last one may be small
-        return Predictor(self.profile, full, self.name)
+        if beams > 1:
+            raise UsageError("a profile knows rows without beams: give a speedup of layers, or num_beams=1")
+        return Predictor(self.profile, workloads(lengths, batch_size, max(new_tokens, 2)), self.name)
