@@ -149,6 +149,7 @@ def test_full_depth_is_compiled_too(checkpoint: Path) -> None:
     assert generate_batch(plain, tokenizer, ids, None, max_new_tokens=5, min_new_tokens=5)[0] == stock
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_eager")
 def test_batches_that_fit_are_compiled_too(checkpoint: Path) -> None:
     """What ``batch_size="auto"`` measures is not compiled; what comes after it is."""
