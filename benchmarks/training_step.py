@@ -13,6 +13,7 @@ import sys
 import time
 
 import torch
+from torch.nn.functional import cross_entropy
 
 from skipdecode import Schedule, teacher_forced
 from skipdecode.clock.shapes import random_model
@@ -40,14 +41,14 @@ def main() -> None:
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     ids = torch.randint(100, model.config.vocab_size, (options.batch, prompt + response))
-    labels = ids.clone()
-    labels[:, :prompt] = -100  # the loss is on the response alone
     seconds: dict[str, list[float]] = {name: [] for name in schedules}
     for round_ in range(options.rounds + 1):
         for name, schedule in schedules.items():
             start = time.perf_counter()
             with teacher_forced(model, schedule, prompt):
-                model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+                # As the trainer does: the head sees the response and the column before it, the loss is the response's.
+                logits = model(input_ids=ids, use_cache=False, logits_to_keep=response + 1).logits[:, :-1]
+                cross_entropy(logits.flatten(0, 1), ids[:, prompt:].flatten()).backward()
             optimizer.step()
             optimizer.zero_grad()
             if round_:
