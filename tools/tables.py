@@ -178,7 +178,7 @@ def card_metadata() -> None:
 
 
 def clock(*folders: str) -> None:
-    """Speed-ups asked for on the clock, what was foretold and what was got, from the tables of ``skipdecode bench``."""
+    """Speed-ups asked for on the clock, what was predicted and what was got, from the tables of ``skipdecode bench``."""
     lines = []
     for folder in folders:
         for row in json.loads((RESULTS / folder / "table.json").read_text(encoding="utf-8"))["rows"]:
@@ -203,7 +203,7 @@ def clock(*folders: str) -> None:
                     f"{row['step_ratio']:.2f}x, {row['job_ratio']:.2f}x",
                 )
             )
-    heads = ("batch", "asked", "depths", "prompt", "foretold", "got", "got / asked", "a step, the job is faster")
+    heads = ("batch", "asked", "depths", "prompt", "predicted", "got", "got / asked", "a step, the job is faster")
     _print(heads, lines)
 
 
