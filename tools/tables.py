@@ -178,7 +178,7 @@ def card_metadata() -> None:
 
 
 def clock(*folders: str) -> None:
-    """Speed-ups asked for on the clock, what was predicted and what was got, from the tables of ``skipdecode bench``."""
+    """Speed-ups asked for on the clock, predicted and got, from the tables of ``skipdecode bench``."""
     lines = []
     for folder in folders:
         for row in json.loads((RESULTS / folder / "table.json").read_text(encoding="utf-8"))["rows"]:
