@@ -141,6 +141,29 @@ def test_an_engine_that_fails_says_the_same_of_every_batch(places: Places, tmp_p
             running._process.wait(60)
 
 
+@pytest.mark.slow
+def test_no_engine_outlives_the_one_that_asks_it(places: Places, tmp_path: Path) -> None:
+    """Not even where that is killed, and the engine is asleep."""
+    job = {"checkpoint": str(places.work / "opt-tiny"), "precision": "float32", "threads": 1, "options": {}}
+    job |= {"rows": 1, "prompt_tokens": 4, "new_tokens": 3}
+    program = (
+        "import os, signal, sys; from pathlib import Path; from peers.catalogue import ENGINES; "
+        "from peers.processes import Running; "
+        f"engine = Running(ENGINES['transformers'], {job}, Path('none'), Path({str(tmp_path / 'log')!r})); "
+        "print(engine._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    command = [sys.executable, "-c", program]
+    paths = {"PYTHONPATH": f"{ROOT / 'src'}:{PEERS.parent}"}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | paths, check=False)
+    engine = Path("/proc") / done.stdout.strip() / "stat"
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    for _ in range(100):
+        if not engine.exists() or engine.read_text(encoding="utf-8").rpartition(") ")[2][0] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail("it is still there")
+
+
 def _stops(running: Running) -> bool:
     """Whether the process is stopped, now or soon: a signal takes effect when its process would run next."""
     for _ in range(100):

@@ -7,9 +7,11 @@ First line out: ``{"versions": …}``, once the model is loaded. Then, for every
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
+import signal
 import sys
 import time
 import traceback
@@ -24,6 +26,8 @@ Generate = Callable[..., list[list[int]]]
 
 def serve(load: Callable[[Job], Generate], *packages: str) -> None:
     """Answer until the input ends. ``load`` makes the function that is timed; the versions of ``packages`` are told."""
+    # A process that is asleep would outlive the one that asks it, were that killed (1 is PR_SET_PDEATHSIG).
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     # Libraries print what they like to standard output: it becomes standard error, and the answers keep the pipe.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
