@@ -10,21 +10,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.cache import SkipCache, held_bytes
 from ..core.cost import Profile, shape_of
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers, fitted, text_config
 from ..errors import ModelError, UsageError
-from ..generation.batch import generate_batch, synchronize
+from ..generation.batch import generate_batch
 from ..generation.machine import machine
+from .hooks import Ticks, timed_head
 from .least_squares import left_out, off_the_line, split
 
 #: Decode steps measured at each depth. The first of them does not count: it frees what the layers before it held.
@@ -37,19 +36,6 @@ PATIENCE = 8.0
 MANY = 512
 #: The fewest layers that a long prompt is measured with.
 FEW = 3
-
-
-class Ticks(LogitsProcessor):
-    """Notes when each forward pass has given its logits: ``generate`` calls it once a pass."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Scores (rows, vocabulary) as they are."""
-        synchronize(scores.device)
-        self.times.append(time.perf_counter())
-        return scores
 
 
 @dataclass
@@ -190,7 +176,7 @@ class Profiler:
         vocabulary = text_config(self.model.config).vocab_size
         ids = torch.randint(vocabulary // 8, vocabulary, (size, length), generator=generator).tolist()
         options = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False} | self.options
-        with _timed_head(self.model) as head:
+        with timed_head(self.model) as head:
             start = time.perf_counter()
             generate_batch(self.model, self.tokenizer, ids, decoding, logits_processor=[ticks], **options)
         if len(ticks.times) != new:
@@ -279,25 +265,3 @@ def _fastest(calls: Sequence[Timed]) -> Timed:
     ]
     prompt, head = (min(getattr(call, name) for call in calls) for name in ("prompt", "head"))
     return Timed(one.batch_size, one.length, prompt, one.prompt_layers, steps, head)
-
-
-@contextmanager
-def _timed_head(model: PreTrainedModel) -> Iterator[list[float]]:
-    """Inside, the seconds of each product with the vocabulary are collected."""
-    took: list[float] = []
-    head = model.get_output_embeddings()
-
-    def before(module: nn.Module, args: Any) -> None:
-        synchronize(model.device)
-        took.append(-time.perf_counter())
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        synchronize(model.device)
-        took[-1] += time.perf_counter()
-
-    hooks = [head.register_forward_pre_hook(before), head.register_forward_hook(after)] if head is not None else []
-    try:
-        yield took if hooks else [0.0, 0.0]
-    finally:
-        for hook in hooks:
-            hook.remove()
