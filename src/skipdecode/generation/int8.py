@@ -42,7 +42,7 @@ class Int8Linear(DecodingLinear):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, None if bias is None else bias.float())
         scale = weight.float().abs().amax(1).clamp_min(1e-12) / 127
-        rounded = (weight.float() / scale[:, None]).round().to(torch.int8)
+        rounded = (weight.float() / scale[:, None]).round().to(torch.int8).contiguous()  # strides are not looked at
         self.register_buffer("int8_weight", torch.ops.onednn.qlinear_prepack(rounded, None))
         self.register_buffer("int8_scale", scale)
         self.register_buffer("int8_zero", torch.zeros(self.out_features, dtype=torch.int64))

@@ -22,7 +22,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class DecodingLinear(nn.Module):
     """A linear module to decode with: it is neither saved, filled, moved nor trained.
 
-    There is no ``weight``: a family that reads a module's weight past its forward fails instead of taking it for another.
+    There is no ``weight``: a family that reads a module's weight past its forward fails instead of taking it for
+    another.
 
     Args:
         weight: (outputs, inputs), of which a subclass keeps its own form.
@@ -48,7 +49,7 @@ class DecodingLinear(nn.Module):
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecodingLinear:
-        twin = copy.copy(self)
+        twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         # oneDNN's tensors are cloned: they have no storage that deepcopy could copy.
         twin.__dict__ = {
@@ -58,6 +59,9 @@ class DecodingLinear(nn.Module):
             for name, value in vars(self).items()
         }
         return twin
+
+    def __getstate__(self) -> NoReturn:
+        raise ModelError(f"weights of {self.option} are not pickled: load the model where it is needed")
 
     def _save_to_state_dict(self, *_: Any, **__: Any) -> NoReturn:
         raise ModelError(

@@ -93,9 +93,9 @@ def load(
         prepack: weights of layers and LM head are laid out once as the CPU's products read them; bfloat16 and float32.
 
     Raises:
-        ModelError: no such model, device or type, int8, compilation or layout that is not possible here, no decoder-only
-            causal LM, or a damaged checkpoint: weights that are missing, left over, of another shape or not finite, a
-            tokenizer of another model, files that are no JSON.
+        ModelError: no such model, device or type, int8, compilation or layout that is not possible here, no
+            decoder-only causal LM, or a damaged checkpoint: weights that are missing, left over, of another shape or
+            not finite, a tokenizer of another model, files that are no JSON.
         UsageError: another quantization, or one together with offload or prepack; prepack or compile with offload.
     """
     config = read_config(name, revision)

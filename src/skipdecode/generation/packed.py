@@ -1,4 +1,4 @@
-"""Weights laid out once as this CPU's products read them, instead of at every call: layers and LM head, same numbers."""
+"""Weights laid out once as this CPU's products read them, instead of at every call: layers and LM head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..core.stack import decoder_layers
 from ..errors import ModelError, UnsupportedModel
-from .linear import LINEAR, DecodingLinear, is_replaced, plain_linear, replace_linear
+from .linear import DecodingLinear, is_replaced, plain_linear, replace_linear
 
 #: Types of weights that are laid out anew.
 DTYPES = (torch.bfloat16, torch.float32)
@@ -66,7 +66,7 @@ def check_prepack(name: str, config: Any, dtype: str | torch.dtype, device: str)
         device: where it runs.
 
     Raises:
-        ModelError: another device than a CPU, a checkpoint that is quantized, or a type or a torch without the products.
+        ModelError: another device than a CPU, a quantized checkpoint, or a type or a torch without the products.
     """
     if torch.device(device).type != "cpu":
         raise ModelError(f"prepack is for CPUs, not {device!r}: leave it out")
