@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..core.stack import decoder_layers
@@ -19,6 +19,8 @@ from .linear import DecodingLinear, is_replaced, plain_linear, replace_linear
 CPUINFO = Path("/proc/cpuinfo")
 #: What stands for zero: oneDNN's products for CPUs of today take inputs without a sign.
 ZERO = 128
+#: oneDNN's products of one row take longer than those of four: there are too few sums to add to at once.
+ROWS = 4
 #: Less than this share of the layers' weights in modules that can be replaced is not worth the name.
 SHARE = 0.9
 
@@ -41,9 +43,10 @@ class Int8Linear(DecodingLinear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, None if bias is None else bias.float())
-        scale = weight.float().abs().amax(1).clamp_min(1e-12) / 127
-        rounded = (weight.float() / scale[:, None]).round().to(torch.int8).contiguous()  # strides are not looked at
-        self.register_buffer("int8_weight", torch.ops.onednn.qlinear_prepack(rounded, None))
+        weight = weight.detach()
+        scale = weight.abs().amax(1).float().clamp_min(1e-12) / 127
+        rounded = (weight / scale[:, None]).round_().to(torch.int8).contiguous()  # strides are not looked at
+        self.register_buffer("int8_weight", torch.ops.onednn.qlinear_prepack(rounded, [8, self.in_features]))
         self.register_buffer("int8_scale", scale)
         self.register_buffer("int8_zero", torch.zeros(self.out_features, dtype=torch.int64))
 
@@ -61,9 +64,13 @@ class Int8Linear(DecodingLinear):
 
 def _product(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     """Exact sums of int8 products, times a scale per output, in float32: (rows, inputs) to (rows, outputs)."""
-    return torch.ops.onednn.qlinear_pointwise(
+    rows = len(x)
+    if rows < ROWS:
+        x = nn.functional.pad(x, (0, 0, 0, ROWS - rows))
+    y = torch.ops.onednn.qlinear_pointwise(
         x, 1.0, ZERO, weight, scale, zero, None, 1.0, 0, torch.float32, "none", [], ""
     )
+    return y[:rows]
 
 
 # Inductor compiles oneDNN's products of constant weights only; one that it does not know it calls.
