@@ -185,12 +185,6 @@ class SkipCache(DynamicCache):
         """Whether the layer holds keys, or will: a retired layer and a recurrent one do not know the length."""
         return self._holds[layer_idx] and isinstance(self.layers[layer_idx], DynamicLayer)
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Rows by the rows (beams) that they go on from; fewer of them if rows leave the batch."""
-        super().reorder_cache(beam_idx)
-        self._bytes = [held_bytes(layer) for layer in self.layers]
-        self._held = sum(self._bytes)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> SkipCache:
         """A copy of what it holds; the model stays the same one."""
         twin = object.__new__(type(self))

@@ -51,14 +51,12 @@ def generate_batch(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[int]],
     decoding: Decoding,
-    *,
-    leave: bool = True,
     **options: Any,
 ) -> tuple[list[Completion], Cost]:
     """One batch of token-id prompts; ``decoding`` None is the stock model with its ordinary cache.
 
-    ``options`` go to ``model.generate``; greedy unless ``do_sample`` is among them. ``leave``: rows that have ended
-    leave the batch (:mod:`.leaving`).
+    ``options`` go to ``model.generate``; greedy unless ``do_sample`` is among them. Rows that have ended leave the
+    batch (:mod:`.leaving`).
     """
     width = max(map(len, prompts))
     pad = tokenizer.pad_token_id
@@ -80,10 +78,8 @@ def generate_batch(
     strings = options.get("stop_strings", model.generation_config.stop_strings)
     eos = options.get("eos_token_id", model.generation_config.eos_token_id)
     stops = {eos} if isinstance(eos, int) else set(eos or ())
+    rows_leave = leaving(model, tokenizer, cache, len(prompts), stops, strings, options)
     criteria = options.pop("stopping_criteria", None)
-    rows_leave = None
-    if leave and not criteria:
-        rows_leave = leaving(model, tokenizer, cache, len(prompts), stops, strings, options)
     start = time.perf_counter()
     with rows_leave or nullcontext():
         output = model.generate(

@@ -12,10 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EosTokenCriteria, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
-from transformers import StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    DynamicCache,
+    EosTokenCriteria,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from ..core.cache import SkipCache, cache_bytes
+from ..core.stack import decoder_layers
+from .faster import is_compiled
 from .options import num_beams
 
 #: Rows leave when at most this share of the rows in the cache goes on. What stays is copied: all cuts together copy no
@@ -37,8 +46,9 @@ def leaving(
     """How the rows of a batch leave; None where they stay.
 
     They stay with beams, which are put in order at every step; with stopping criteria of the caller, which may end a
-    row unnoticed or take the place of others; where no token ends a text, since ``generate`` then goes on writing; and
-    with a method's own cache, which may know things of its rows.
+    row unnoticed or take the place of others; where no token ends a text, since ``generate`` then goes on writing;
+    with a method's own cache, which may know things of its rows; and in compiled layers, which other numbers of rows
+    may compile anew.
 
     Args:
         stops: token ids that end a text.
@@ -48,6 +58,8 @@ def leaving(
     ours = isinstance(cache, SkipCache) or type(cache) is DynamicCache
     beams = num_beams(options, model.generation_config) > 1 or hasattr(model, "_reorder_cache")
     if rows == 1 or not stops or not ours or beams or options.get("stopping_criteria"):
+        return None
+    if is_compiled(decoder_layers(model)[0]):
         return None
     ends: list[StoppingCriteria] = [EosTokenCriteria(sorted(stops))]
     if strings:
@@ -60,7 +72,6 @@ class Leaving(StoppingCriteria):
 
     Attributes:
         peak_kv_bytes: most bytes that the cache held when rows left it.
-        computed: rows of each forward pass, the prompt's first.
     """
 
     def __init__(
@@ -72,7 +83,6 @@ class Leaving(StoppingCriteria):
         self.ended = torch.zeros(rows, dtype=torch.bool, device=model.device)
         self.kept: Tensor | None = None  # rows in the cache, once some have left
         self.peak_kv_bytes = 0
-        self.computed: list[int] = []
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Leaving:
@@ -97,7 +107,6 @@ class Leaving(StoppingCriteria):
         # A family may be given more than we know of: then its rows stay.
         if all(name in BY_ROW and value.shape[:-1] == self.ended.shape for name, value in given.items()):
             self._cut()
-        self.computed.append(len(self.ended if self.kept is None else self.kept))
         if self.kept is None:
             return None
         return args, kwargs | {name: value[self.kept.to(value.device)] for name, value in given.items()}
