@@ -3,9 +3,9 @@
     python benchmarks/rows.py demo                              # real prompts; texts end where the model ends them
     python benchmarks/rows.py opt-1.3b --batch 8,32 --speedups 1,3 --lengths e2e,tldr
 
-Run it alone on the machine. Models of a shape have random weights: their rows end at steps drawn from the lengths of
-real texts. ``rows`` is the share of row-steps that were computed; ratios are the seconds of the batch whose rows stay
-over these: of the whole job, and of its decode steps.
+Run it alone on the machine. Models of a shape have random weights: their rows end where the lengths of real texts say.
+``rows`` is the share of row-steps that were computed. Ratios are the seconds of the batch whose rows stay over these:
+of the whole job, and of its decode steps.
 """
 
 from __future__ import annotations
@@ -54,12 +54,11 @@ class Ends(LogitsProcessor):
         return scores
 
 
-def drawn(name: str, rows: int) -> list[int]:
-    """Lengths of ``rows`` texts: uniform between neighbouring deciles."""
-    deciles = torch.tensor(LENGTHS[name], dtype=torch.float)
-    where = torch.rand(rows, generator=torch.Generator().manual_seed(rows)) * (len(deciles) - 1)
-    low = where.long()
-    return (deciles[low] + (where - low) * (deciles[low + 1] - deciles[low])).round().int().tolist()
+def spread(name: str, rows: int) -> list[int]:
+    """Lengths of ``rows`` texts, evenly over the quantiles: straight lines between deciles."""
+    deciles = LENGTHS[name]
+    places = [(row + 0.5) / rows * (len(deciles) - 1) for row in range(rows)]
+    return [round(deciles[int(p)] + p % 1 * (deciles[int(p) + 1] - deciles[int(p)])) for p in places]
 
 
 def main() -> None:
@@ -94,8 +93,9 @@ def cell(given: argparse.Namespace, model: Any, tokenizer: Any, size: int, lengt
         options: dict[str, Any] = {"max_new_tokens": 80}
         steps = 26
     else:
-        eos, ends = 2, drawn(lengths, size)
-        prompts = torch.randint(500, 10000, (size, given.prompt_tokens)).tolist()
+        eos, ends = 2, spread(lengths, size)
+        vocabulary = model.config.vocab_size
+        prompts = torch.randint(vocabulary // 8, vocabulary, (size, given.prompt_tokens)).tolist()
         forced = LogitsProcessorList([Ends(ends, given.prompt_tokens, eos)])
         options = {"max_new_tokens": max(ends), "eos_token_id": eos, "logits_processor": forced}
         steps = sum(ends) // size

@@ -247,6 +247,9 @@ def test_rows_stay_in_compiled_layers() -> None:
     asked: Any = (Tokenizer(), DynamicCache(config=model.config), 8, {END}, None, {})
     assert leaving.leaving(model, *asked) is not None
     assert leaving.leaving(make_faster(model, compile=True), *asked) is None
+    whole = build("opt")
+    whole.compile()
+    assert leaving.leaving(whole, *asked) is None
 
 
 def test_rows_stay_where_a_pass_is_given_what_we_do_not_know() -> None:
