@@ -244,11 +244,10 @@ def test_rows_stay_with_a_methods_own_cache() -> None:
 def test_rows_stay_in_compiled_layers() -> None:
     """Each number of rows may compile them anew."""
     model = build("opt")
-    asked: Any = (Tokenizer(), DynamicCache(config=model.config), 8, {END}, None, {})
+    asked: Any = Tokenizer(), DynamicCache(config=model.config), 8, {END}, None, {}
     assert leaving.leaving(model, *asked) is not None
     assert leaving.leaving(make_faster(model, compile=True), *asked) is None
-    whole = build("opt")
-    whole.compile()
+    (whole := build("opt")).compile()
     assert leaving.leaving(whole, *asked) is None
 
 
