@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.cache import SkipCache, held_bytes
 from ..core.cost import Profile, shape_of
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers, fitted, text_config
 from ..errors import ModelError, UsageError
 from ..generation.batch import generate_batch
+from ..generation.batch_size import layer_bytes
 from ..generation.machine import machine
 from .hooks import Ticks, timed_head
 from .least_squares import left_out, off_the_line, split
@@ -107,8 +107,6 @@ class Profiler:
         self.model, self.tokenizer, self.rounds, self.options = model, tokenizer, rounds, options
         self.on_call = on_call
         self.kinds, self.layers = layer_kinds(model)
-        self.kv_bytes: tuple[tuple[float, float], ...] = ()
-        self._cache: Any = None  # of the call before
         self._speed = 0.0  # seconds of one layer over one position of one row, in the slowest prompt so far
         self._calls = self._total = 0
 
@@ -120,8 +118,8 @@ class Profiler:
         """
         sizes, lengths = sorted(set(batch_sizes)), sorted(set(lengths))
         check_lengths(self.model.config, lengths)
-        self._total = len(sizes) * len(lengths) * (1 + len(self.kinds)) * self.rounds + 2
-        self._weigh(lengths[0], lengths[0] + STEPS)  # warms up too
+        self._total = len(sizes) * len(lengths) * (1 + len(self.kinds)) * self.rounds + 1
+        self.measure(1, lengths[0], Schedule.full(len(self.layers)))  # warms up
         # Rounds outermost: what else the machine does comes and goes, and should meet all cells alike.
         calls: dict[tuple[int, int, Schedule], list[Timed]] = {}
         for size in sizes:
@@ -165,12 +163,6 @@ class Profiler:
 
     def measure(self, size: int, length: int, schedule: Schedule) -> Timed:
         """One call of ``generate``: ``size`` rows of ``length`` prompt tokens, and the schedule's horizon in steps."""
-        caches: list[SkipCache] = []
-
-        def decoding(model: PreTrainedModel) -> SkipCache:
-            caches.append(SkipCache(model, schedule))
-            return caches[0]
-
         ticks, new = Ticks(), schedule.horizon + 1 if schedule.horizon > 1 else STEPS
         generator = torch.Generator().manual_seed(length)
         vocabulary = text_config(self.model.config).vocab_size
@@ -178,7 +170,7 @@ class Profiler:
         options = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False} | self.options
         with timed_head(self.model) as head:
             start = time.perf_counter()
-            generate_batch(self.model, self.tokenizer, ids, decoding, logits_processor=[ticks], **options)
+            generate_batch(self.model, self.tokenizer, ids, schedule, logits_processor=[ticks], **options)
         if len(ticks.times) != new:
             raise ModelError(
                 f"{len(ticks.times)} passes were made where {new} were asked for: this model ends texts early"
@@ -197,24 +189,7 @@ class Profiler:
             self._speed = max(self._speed, timed.prompt / (size * length * ran.deepest))
         self._calls += 1
         self.on_call(self._calls, self._total)
-        self._cache = caches[0]
         return timed
-
-    def _weigh(self, *lengths: int) -> None:
-        """What layers of each kind keep for a row, whatever its length, and for each of its positions."""
-        full = Schedule.full(len(self.layers))
-        held = []
-        for length in lengths:
-            self.measure(1, length, full)
-            held.append([held_bytes(layer) for layer in self._cache.layers])
-        slopes = [(more - less) / (lengths[1] - lengths[0]) for less, more in zip(*held, strict=True)]
-        own = [(less - slope * (lengths[0] + STEPS), slope) for less, slope in zip(held[0], slopes, strict=True)]
-        of_kind = [
-            [each for each, k in zip(own, self.layers, strict=True) if k == kind] for kind in range(len(self.kinds))
-        ]
-        self.kv_bytes = tuple(
-            (statistics.mean(f for f, _ in each), statistics.mean(p for _, p in each)) for each in of_kind
-        )
 
     def _counts(self, schedule: Schedule, depth: int) -> tuple[int, ...]:
         running = schedule.layers(depth)
@@ -246,7 +221,7 @@ class Profiler:
             prompts=tuple(prompts),
             steps=tuple(steps),
             head=head,
-            kv_bytes=self.kv_bytes,
+            kv_bytes=tuple(layer_bytes(self.model)),
         )
         error = {
             "step": statistics.mean(off) if off else None,
