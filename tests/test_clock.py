@@ -17,17 +17,21 @@ from torch import nn
 
 from helpers.families import build
 from helpers.tiny import run
-from skipdecode import Schedule, attach
+from skipdecode import Schedule, SkipCache, attach
+from skipdecode.clock import profile as profiling
 from skipdecode.clock.bench import BenchPlan, Cell, bench, runs_of
+from skipdecode.clock.filled import FilledCache
 from skipdecode.clock.peaks import Peaks, measure_peaks
 from skipdecode.clock.profile import Profiler, layer_kinds
 from skipdecode.clock.shapes import SHAPES, random_model, shape_config
+from skipdecode.core.cache import held_bytes
 from skipdecode.core.cost import Pass, Profile, shape_of
 from skipdecode.core.planning import SHORT, Predictor, Workload, plan, predict, workloads
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import encode_prompts
 from skipdecode.errors import SkipDecodeError, UsageError
 from skipdecode.generation import jobs
+from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.jobs import GenerationJob
 from skipdecode.generation.loading import DEMO, load_tokenizer, read_config
 from skipdecode.generation.machine import check_profile, machine
@@ -103,6 +107,52 @@ def test_a_profile_holds_what_the_work_takes(timed: Any, profile: Profile) -> No
         check_profile(profile, build("llama").config, "float32")
     with pytest.raises(UsageError, match="another dtype"):
         check_profile(profile, timed.config, "bfloat16")
+
+
+def test_impatience_costs_no_accuracy(
+    timed: Any, tokenizer: Any, profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long prompts and steps of few layers give the same costs; prompts run a fraction of the layers."""
+    patient = Profiler(timed, tokenizer, rounds=1)
+    patient.profile([1, 2, 4], [4, 16])
+    monkeypatch.setattr(profiling, "PROMPT_SECONDS", 0.01)
+    monkeypatch.setattr(profiling, "STEP_SECONDS", 0.01)
+    hasty, calls = Profiler(timed, tokenizer, 2, lambda *done: calls.append(done)), []
+    found = hasty.profile([1, 2, 4], [4, 16])
+    assert hasty.work["prompt"] < 0.4 * patient.work["prompt"]
+    assert calls[-1][0] == calls[-1][1] == len(calls)
+    for name in ("prompts", "steps"):
+        for one, other in zip(getattr(found, name), getattr(profile, name), strict=True):
+            assert [one.beyond, *one.layers] == pytest.approx([other.beyond, *other.layers], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["opt", "gemma3", "mistral-sliding", "qwen3.5", "falcon-h1", "gemma4-shared", "gpt-oss"]
+)
+@pytest.mark.parametrize("length", [1, 3, 12])
+def test_a_filled_cache_is_one_after_a_prompt(name: str, length: int, tokenizer: Any) -> None:
+    """Windows, states and room: each layer holds as much, and the same layers run, as after a prompt of that length."""
+    model, schedule, steps = attach(build(name)), Schedule(8, 6, 2, 7, prompt_layers="max"), 9
+    model.generation_config.eos_token_id = None
+    ids = [[5 + (row + column) % 90 for column in range(length + 1)] for row in range(2)]
+    first, held = torch.tensor([row[:1] for row in ids]), []
+    for made, prompt, new in (
+        (lambda model: FilledCache(model, schedule, first, length), ids, steps),
+        (lambda model: SkipCache(model, schedule), [row[:length] for row in ids], steps + 1),
+    ):
+        caches: list[SkipCache] = []
+        generate_batch(
+            model,
+            tokenizer,
+            prompt,
+            lambda model, made=made: caches.append(made(model)) or caches[0],
+            min_new_tokens=new,
+            max_new_tokens=new,
+        )
+        (cache,) = caches
+        held.append((cache.step_depths, [held_bytes(layer) for layer in cache.layers], cache.get_seq_length()))
+    assert held[0] == held[1]
+    assert len(held[0][0]) == steps
 
 
 @pytest.mark.parametrize("form", [{}, {"prompt_layers": "max"}, {"order": "even", "prompt_layers": 6}])
@@ -275,27 +325,35 @@ def test_the_verbs(tmp_path: Path) -> None:
     assert "| full depth |" in (table / "table.md").read_text()
 
 
-def test_contexts_are_measured_with_a_profile_of_their_shape(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
+def test_contexts_are_predicted_from_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """benchmarks/contexts.py: a cell without a target has no row; a profile of another shape is refused."""
-    contexts = importlib.import_module("contexts")
-    model, _ = random_model("tiny", "float32")
-    profile = Profiler(model, tokenizer, rounds=1).profile([1], [8, 32])
-    # A step of which a half is beyond layers, on any machine.
-    steps = tuple(replace(one, beyond=8e-3, layers=(1e-3,)) for one in profile.steps)
-    path, command = tmp_path / "p.json", ["contexts.py", "--shape", "tiny", "--cells", "1x8,1x16"]
-    arguments = [*command, "--profile", str(path), "--output", str(tmp_path), "--speedups"]
-    replace(profile, steps=steps).save(path)
-    monkeypatch.setattr(sys, "argv", [*arguments, "9"])
-    contexts.main()
-    assert not (tmp_path / "table.json").exists()
-    monkeypatch.setattr(sys, "argv", [*arguments, "1.5,9"])
+    """benchmarks/contexts.py: without noise the lengths around a context say what it takes, and so does a profile."""
+    contexts, made = importlib.import_module("contexts"), random_model
+
+    def on_a_clock(*arguments: Any) -> Any:
+        model, tokenizer = made(*arguments)
+        monkeypatch.setattr(time, "perf_counter", WorkClock(model))
+        return model, tokenizer
+
+    monkeypatch.setattr(contexts, "random_model", on_a_clock)
+    path, command = tmp_path / "p.json", ["contexts.py", "--shape", "tiny", "--dtype", "float32", "--repeats", "1"]
+    profile = Profiler(*on_a_clock("tiny", "float32"), rounds=1).profile([1, 2], [4, 32])
+    profile.save(path)
+    arguments = [*command, "--output", str(tmp_path), "--batch", "1,2", "--lengths", "4,32", "--contexts"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "8,12", "--speedups", "2,5", "--profile", str(path)])
     contexts.main()
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
-    assert [(row["context"], row["asked"]) for row in rows] == [(8, 1.5), (16, 1.5)]
+    cells = [(size, context, depth) for size in (1, 2) for context in (8, 12) for depth in (4, 2)]
+    assert [(row["batch_size"], row["context"], row["depth"]) for row in rows] == cells
+    for row in rows:
+        assert row["step_ratio"] == row["predicted_step_ratio"] == row["stored_step_ratio"] > 1
+    assert "8 of 8 within 5%" in capsys.readouterr().out
     replace(profile, shape="another").save(path)
     with pytest.raises(UsageError, match="another shape"):
+        contexts.main()
+    monkeypatch.setattr(sys, "argv", [*arguments, "40"])
+    with pytest.raises(UsageError, match="lie between"):
         contexts.main()
 
 

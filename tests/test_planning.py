@@ -235,15 +235,16 @@ def test_costs_are_found_again_in_times(costs: list[float], data: st.DataObject)
     counts += [(n,) * kinds for n in (1, 2, 5)]
     rows = [(each, costs[0] + sum(n * c for n, c in zip(each, costs[1:], strict=True))) for each in counts]
     rows = data.draw(st.permutations(rows))
-    found = split(1, 1, rows)
+    (found, again), off = split(1, {5: rows, 9: [(each, 2 * took - costs[0]) for each, took in rows]})
     assert [found.beyond, *found.layers] == pytest.approx(costs, rel=1e-6)
-    assert left_out(rows) == pytest.approx([0.0] * len(left_out(rows)), abs=1e-6)
+    assert [again.beyond, *again.layers] == pytest.approx([costs[0], *(2 * each for each in costs[1:])], rel=1e-6)
+    assert off == pytest.approx([0.0] * len(off), abs=1e-6)
 
 
 def test_what_noise_makes_negative_is_nothing() -> None:
     """Then the other costs are fitted without it: full depth is what was measured."""
     rows = [((n,), 0.010 * n - 0.004) for n in (2, 4, 8)]
-    found = split(1, 1, rows)
+    (found,), _ = split(1, {1: rows})
     assert found.beyond == 0
     assert found.layers[0] * 8 == pytest.approx(rows[-1][1], rel=0.1)
 

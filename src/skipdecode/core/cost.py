@@ -175,7 +175,7 @@ def shape_of(config: Any) -> str:
 
 
 def _kept(values: Sequence[Any], kinds: int, layers: Sequence[int]) -> tuple[LayerBytes, ...]:
-    """What each layer keeps; earlier profiles say it by kind, as bytes of a row and of each position. Raises ValueError."""
+    """What each layer keeps; earlier profiles have bytes of a row and of a position by kind. Raises ValueError."""
     if values and not isinstance(values[0], Mapping):
         if len(values) != kinds:
             raise ValueError("its bytes are not those of its kinds of layers")
