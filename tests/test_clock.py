@@ -117,7 +117,8 @@ def test_impatience_costs_no_accuracy(
     patient.profile([1, 2, 4], [4, 16])
     monkeypatch.setattr(profiling, "PROMPT_SECONDS", 0.01)
     monkeypatch.setattr(profiling, "STEP_SECONDS", 0.01)
-    hasty, calls = Profiler(timed, tokenizer, 2, lambda *done: calls.append(done)), []
+    calls: list[tuple[int, int]] = []
+    hasty = Profiler(timed, tokenizer, 2, lambda *done: calls.append(done))
     found = hasty.profile([1, 2, 4], [4, 16])
     assert hasty.work["prompt"] < 0.4 * patient.work["prompt"]
     assert calls[-1][0] == calls[-1][1] == len(calls)
@@ -135,24 +136,15 @@ def test_a_filled_cache_is_one_after_a_prompt(name: str, length: int, tokenizer:
     model, schedule, steps = attach(build(name)), Schedule(8, 6, 2, 7, prompt_layers="max"), 9
     model.generation_config.eos_token_id = None
     ids = [[5 + (row + column) % 90 for column in range(length + 1)] for row in range(2)]
-    first, held = torch.tensor([row[:1] for row in ids]), []
-    for made, prompt, new in (
-        (lambda model: FilledCache(model, schedule, first, length), ids, steps),
-        (lambda model: SkipCache(model, schedule), [row[:length] for row in ids], steps + 1),
-    ):
-        caches: list[SkipCache] = []
-        generate_batch(
-            model,
-            tokenizer,
-            prompt,
-            lambda model, made=made: caches.append(made(model)) or caches[0],
-            min_new_tokens=new,
-            max_new_tokens=new,
-        )
-        (cache,) = caches
-        held.append((cache.step_depths, [held_bytes(layer) for layer in cache.layers], cache.get_seq_length()))
-    assert held[0] == held[1]
-    assert len(held[0][0]) == steps
+    first, options = torch.tensor([row[:1] for row in ids]), {"do_sample": False}
+
+    def held(cache: SkipCache, prompt: list[list[int]], new: int) -> Any:
+        generate_batch(model, tokenizer, prompt, lambda _: cache, min_new_tokens=new, max_new_tokens=new, **options)
+        return cache.step_depths, [held_bytes(layer) for layer in cache.layers], cache.get_seq_length()
+
+    filled = held(FilledCache(model, schedule, first, length), ids, steps)
+    assert filled == held(SkipCache(model, schedule), [row[:length] for row in ids], steps + 1)
+    assert len(filled[0]) == steps
 
 
 @pytest.mark.parametrize("form", [{}, {"prompt_layers": "max"}, {"order": "even", "prompt_layers": 6}])
@@ -338,7 +330,8 @@ def test_contexts_are_predicted_from_others(
 
     monkeypatch.setattr(contexts, "random_model", on_a_clock)
     path, command = tmp_path / "p.json", ["contexts.py", "--shape", "tiny", "--dtype", "float32", "--repeats", "1"]
-    profile = Profiler(*on_a_clock("tiny", "float32"), rounds=1).profile([1, 2], [4, 32])
+    model, tokenizer = on_a_clock("tiny", "float32")
+    profile = Profiler(model, tokenizer, rounds=1).profile([1, 2], [4, 32])
     profile.save(path)
     arguments = [*command, "--output", str(tmp_path), "--batch", "1,2", "--lengths", "4,32", "--contexts"]
     monkeypatch.setattr(sys, "argv", [*arguments, "8,12", "--speedups", "2,5", "--profile", str(path)])

@@ -124,7 +124,7 @@ class Profiler:
                 steps[cell].append(self.steps(*cell))
             for cell in short if round_ == 1 else []:  # a long prompt is an average in itself
                 prompts[cell].append(self.prompt(*cell))
-        return self._fit(*([fastest(each) for each in calls.values()] for calls in (prompts, steps)), name)
+        return self._fit([fastest(each) for each in prompts.values()], [fastest(each) for each in steps.values()], name)
 
     # --- one measurement
 
@@ -178,7 +178,7 @@ class Profiler:
     # --- what runs
 
     def stairs(self, deepest: int) -> Iterator[Schedule]:
-        """Falls in stairs: of all kinds in turn from ``deepest`` layers; of each, where there are several, from a third."""
+        """Falls in stairs: of all kinds in turn from ``deepest`` layers; of each of several kinds from a third."""
         kinds = len(self.kinds)
         for first in (None, *(range(kinds) if kinds > 1 else ())):
             most = min(deepest if first is None else max(deepest // 3, kinds), len(self.layers))
