@@ -21,7 +21,6 @@ from skipdecode import Schedule, SkipCache, attach
 from skipdecode.clock import profile as profiling
 from skipdecode.clock.bench import BenchPlan, Cell, bench, runs_of
 from skipdecode.clock.filled import FilledCache
-from skipdecode.clock.peaks import Peaks, measure_peaks
 from skipdecode.clock.profile import Profiler, layer_kinds
 from skipdecode.clock.shapes import SHAPES, random_model, shape_config
 from skipdecode.core.cache import held_bytes
@@ -30,11 +29,13 @@ from skipdecode.core.planning import SHORT, Predictor, Workload, plan, predict, 
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import encode_prompts
 from skipdecode.errors import SkipDecodeError, UsageError
-from skipdecode.generation import jobs
+from skipdecode.generation import jobs, peaks
+from skipdecode.generation import machine as machines
 from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.jobs import GenerationJob
 from skipdecode.generation.loading import DEMO, load_tokenizer, read_config
-from skipdecode.generation.machine import check_profile, machine
+from skipdecode.generation.machine import check_profile, doubts, machine
+from skipdecode.generation.peaks import Peaks, measure_peaks
 
 #: Seconds of work on the clock of these tests: of a layer, by kind, and of each of its positions; of the head.
 WEIGHTS, POSITION, HEAD = (0.010, 0.004), 0.0001, 0.030
@@ -73,6 +74,8 @@ def timed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
     model = build(request.param)
     model.generation_config.eos_token_id = None
     monkeypatch.setattr(time, "perf_counter", WorkClock(model))
+    for name in ("READ", "SIDE"):  # what they come to on this clock means nothing
+        monkeypatch.setattr(peaks, name, 64)
     return attach(model)
 
 
@@ -102,6 +105,7 @@ def test_a_profile_holds_what_the_work_takes(timed: Any, profile: Profile) -> No
     assert profile.head == pytest.approx(dict.fromkeys((1, 2, 4), 1.0))
     assert profile.error["step"] == pytest.approx(0, abs=1e-6)
     assert "step_line" not in profile.error  # two lengths have none between them
+    assert {*profile.peaks} == {"bandwidth", "matrix"}
     check_profile(profile, timed.config, "float32")
     with pytest.raises(UsageError, match="another shape"):
         check_profile(profile, build("llama").config, "float32")
@@ -278,6 +282,26 @@ def test_peaks_are_measured() -> None:
     peaks = measure_peaks(torch.device("cpu"), torch.float32, rounds=1)
     assert 1e7 < peaks.bandwidth < 1e14
     assert 1e7 < peaks.matrix < 1e16
+
+
+def test_a_machine_that_has_changed_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A profile of the same name whose peaks are not reached warns; drift, old profiles and other machines do not."""
+    monkeypatch.setattr(machines, "measure_peaks", lambda *_, **__: Peaks(8e9, 3e11))
+    here = machine("cpu")
+    made = _made(shape=shape_of(read_config(str(checkpoint))), machine=here, device="cpu")
+    assert doubts(made) == []
+    assert doubts(replace(made, peaks={"bandwidth": 6e9, "matrix": 4e11})) == []
+    slower = replace(made, peaks={"bandwidth": 15e9, "matrix": 3.5e11})
+    assert re.search("bandwidth 53%, matrix 86% of them", doubts(slower)[0])
+    assert re.search("bandwidth 160%", doubts(replace(made, peaks={"bandwidth": 5e9, "matrix": 3e11}))[0])
+    assert doubts(replace(slower, machine="another")) == []
+    slower.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == slower
+    said: list[str] = []
+    options = {"max_new_tokens": 8, "min_new_tokens": 8}
+    job = GenerationJob(str(checkpoint), ["the cat"], speedup=2, clock="step", profile=slower, options=options)
+    job.run(say=said.append)
+    assert doubts(slower)[0] in said
 
 
 def test_a_shape_is_the_same_for_other_weights(checkpoint: Path, tmp_path: Path) -> None:

@@ -204,6 +204,8 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
         {"kv_bytes": [[1, 2], [3, 4]]},
         {"kv_bytes": [{"fixed": 1}]},
         {"kv_bytes": 3},
+        {"peaks": {"bandwidth": 0}},
+        {"peaks": 3},
         {"error": 3},
         {"kinds": None},
     ]
@@ -211,6 +213,9 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
         path.write_text(json.dumps(values | change))
         with pytest.raises(FileError, match=r"profile\.json"):
             Profile.load(path)
+    earlier = {name: value for name, value in values.items() if name != "peaks"}
+    path.write_text(json.dumps(earlier | {"kv_bytes": [[16, 8]] * len(profile.kinds)}))
+    assert Profile.load(path) == profile  # bytes by kind, and no peaks
     path.write_text("{}")
     with pytest.raises(FileError):
         profile.save(path)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ..errors import ModelError, UsageError
 from ..generation.batch import Decoding, generate_batch
 from ..generation.batch_size import layer_bytes
 from ..generation.machine import machine
+from ..generation.peaks import measure_peaks
 from .filled import FilledCache
 from .hooks import Ticks, timed_head
 from .least_squares import Timed, fastest, fit_passes, off_the_line
@@ -237,6 +238,7 @@ class Profiler:
             prompts=fit_passes(prompts)[0],
             steps=fit_passes(steps)[0],
             kv_bytes=tuple(layer_bytes(self.model)),
+            peaks=asdict(measure_peaks(self.model.device, getattr(torch, dtype_of(self.model)), rounds=2)),
         )
         beyond = {one.batch_size: one.beyond for one in profile.steps if one.beyond}
         head = {

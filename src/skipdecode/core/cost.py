@@ -53,6 +53,7 @@ class Profile:
         machine: processor, threads and versions.
         dtype, device: that the weights had, and where they were.
         options: how the model was loaded beside that: attention and what makes layers faster.
+        peaks: what the machine reached then: ``bandwidth`` (bytes/s) and ``matrix`` (operations/s), for this dtype.
         kinds: names of the kinds of layers.
         layers: kind of each layer, an index into ``kinds``.
         prompts: measured passes over prompts.
@@ -76,6 +77,7 @@ class Profile:
     kv_bytes: tuple[LayerBytes, ...] = ()
     error: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    peaks: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -146,8 +148,10 @@ class Profile:
             sizes = {len(one.layers) for one in (*profile.prompts, *profile.steps)}
             if sizes != {kinds} or not {*profile.layers} <= {*range(kinds)}:
                 raise ValueError("its costs are not those of its kinds of layers")
-            if not isinstance(profile.error, dict) or not isinstance(profile.options, dict):
-                raise ValueError("error and options are objects")
+            if not all(isinstance(each, dict) for each in (profile.error, profile.options, profile.peaks)):
+                raise ValueError("error, options and peaks are objects")
+            if not all(peak > 0 for peak in profile.peaks.values()):
+                raise ValueError("a peak is above 0")
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise FileError(f"the profile is damaged: {error}") from None
         return profile
