@@ -62,8 +62,8 @@ def doubts(profile: Profile) -> list[str]:
         if max(ratios.values()) > DRIFT or min(ratios.values()) < 1 / DRIFT:
             shares = ", ".join(f"{name} {ratio:.0%}" for name, ratio in ratios.items())
             found.append(
-                f"this machine's peaks are not those of the profile's day ({shares} of them): something else computes now, "
-                "or did then, or it is another machine of that name; measure again: skipdecode profile"
+                f"this machine's peaks are not those of the profile's day ({shares} of them): something else computes "
+                "now, or did then, or it is another machine of that name; measure again: skipdecode profile"
             )
     return found
 
