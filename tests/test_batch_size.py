@@ -17,7 +17,7 @@ from skipdecode import Schedule, SkipCache, attach
 from skipdecode.errors import ModelError, UsageError
 from skipdecode.generation import batch_size, generate, memory
 from skipdecode.generation.batch import generate_batch
-from skipdecode.generation.batch_size import MOST_ROWS, BatchSizes, LayerBytes, footprint, is_out_of_memory
+from skipdecode.generation.batch_size import MOST_ROWS, BatchSizes, footprint, is_out_of_memory
 from skipdecode.generation.jobs import GenerationJob
 from skipdecode.generation.loading import load_tokenizer
 from skipdecode.generation.memory import PeakMeter
@@ -47,7 +47,7 @@ def room_for(monkeypatch: pytest.MonkeyPatch, bytes_free: float) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_keys_and_values_are_predicted_from_the_schedule(name: str) -> None:
-    """The most that a row's cache ever held lies a little below what two short passes and the schedule say."""
+    """The most that a row's cache ever held is what two short passes and the schedule say."""
     model, inputs = attach(build(name)), row(prompts(), 0)
     ids = inputs["input_ids"][0].tolist()
     tokenizer = load_tokenizer("demo")
@@ -56,14 +56,7 @@ def test_keys_and_values_are_predicted_from_the_schedule(name: str) -> None:
         cache = SkipCache(model, schedule)
         run(model, inputs, past_key_values=cache)
         found = footprint(model, tokenizer, ids, schedule, {"max_new_tokens": NEW}).kv_bytes(len(ids))
-        assert cache.peak_kv_bytes <= found <= 2 * cache.peak_kv_bytes, key
-
-
-def test_a_sliding_window_and_a_recurrence_bound_a_layer() -> None:
-    """Bytes grow with positions as far as the window, or not at all."""
-    assert LayerBytes(8, 80, 10.0).at(100) == 1000
-    assert LayerBytes(8, 80, 10.0, window=20).at(100) == 200
-    assert LayerBytes(8, 80, 0.0).at(100) == 80
+        assert cache.peak_kv_bytes == pytest.approx(found, rel=1e-9), key
 
 
 def test_freed_layers_make_batches_larger() -> None:

@@ -17,20 +17,25 @@ from torch import nn
 
 from helpers.families import build
 from helpers.tiny import run
-from skipdecode import Schedule, attach
+from skipdecode import Schedule, SkipCache, attach
+from skipdecode.clock import profile as profiling
 from skipdecode.clock.bench import BenchPlan, Cell, bench, runs_of
-from skipdecode.clock.peaks import Peaks, measure_peaks
+from skipdecode.clock.filled import FilledCache
 from skipdecode.clock.profile import Profiler, layer_kinds
 from skipdecode.clock.shapes import SHAPES, random_model, shape_config
+from skipdecode.core.cache import held_bytes
 from skipdecode.core.cost import Pass, Profile, shape_of
 from skipdecode.core.planning import SHORT, Predictor, Workload, plan, predict, workloads
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import encode_prompts
 from skipdecode.errors import SkipDecodeError, UsageError
-from skipdecode.generation import jobs
+from skipdecode.generation import jobs, peaks
+from skipdecode.generation import machine as machines
+from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.jobs import GenerationJob
 from skipdecode.generation.loading import DEMO, load_tokenizer, read_config
-from skipdecode.generation.machine import check_profile, machine
+from skipdecode.generation.machine import check_profile, doubts, machine
+from skipdecode.generation.peaks import Peaks, measure_peaks
 
 #: Seconds of work on the clock of these tests: of a layer, by kind, and of each of its positions; of the head.
 WEIGHTS, POSITION, HEAD = (0.010, 0.004), 0.0001, 0.030
@@ -69,6 +74,8 @@ def timed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
     model = build(request.param)
     model.generation_config.eos_token_id = None
     monkeypatch.setattr(time, "perf_counter", WorkClock(model))
+    for name in ("READ", "SIDE"):  # what they come to on this clock means nothing
+        monkeypatch.setattr(peaks, name, 64)
     return attach(model)
 
 
@@ -98,12 +105,50 @@ def test_a_profile_holds_what_the_work_takes(timed: Any, profile: Profile) -> No
     assert profile.head == pytest.approx(dict.fromkeys((1, 2, 4), 1.0))
     assert profile.error["step"] == pytest.approx(0, abs=1e-6)
     assert "step_line" not in profile.error  # two lengths have none between them
-    assert all(position > 0 for _, position in profile.kv_bytes[-1:])
+    assert {*profile.peaks} == {"bandwidth", "matrix"}
     check_profile(profile, timed.config, "float32")
     with pytest.raises(UsageError, match="another shape"):
         check_profile(profile, build("llama").config, "float32")
     with pytest.raises(UsageError, match="another dtype"):
         check_profile(profile, timed.config, "bfloat16")
+
+
+def test_impatience_costs_no_accuracy(
+    timed: Any, tokenizer: Any, profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long prompts and steps of few layers give the same costs; prompts run a fraction of the layers."""
+    patient = Profiler(timed, tokenizer, rounds=1)
+    patient.profile([1, 2, 4], [4, 16])
+    monkeypatch.setattr(profiling, "PROMPT_SECONDS", 0.01)
+    monkeypatch.setattr(profiling, "STEP_SECONDS", 0.01)
+    calls: list[tuple[int, int]] = []
+    hasty = Profiler(timed, tokenizer, 2, lambda *done: calls.append(done))
+    found = hasty.profile([1, 2, 4], [4, 16])
+    assert hasty.work["prompt"] < 0.4 * patient.work["prompt"]
+    assert calls[-1][0] == calls[-1][1] == len(calls)
+    for name in ("prompts", "steps"):
+        for one, other in zip(getattr(found, name), getattr(profile, name), strict=True):
+            assert [one.beyond, *one.layers] == pytest.approx([other.beyond, *other.layers], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["opt", "gemma3", "mistral-sliding", "qwen3.5", "falcon-h1", "gemma4-shared", "gpt-oss"]
+)
+@pytest.mark.parametrize("length", [1, 3, 12])
+def test_a_filled_cache_is_one_after_a_prompt(name: str, length: int, tokenizer: Any) -> None:
+    """Windows, states and room: each layer holds as much, and the same layers run, as after a prompt of that length."""
+    model, schedule, steps = attach(build(name)), Schedule(8, 6, 2, 7, prompt_layers="max"), 9
+    model.generation_config.eos_token_id = None
+    ids = [[5 + (row + column) % 90 for column in range(length + 1)] for row in range(2)]
+    first, options = torch.tensor([row[:1] for row in ids]), {"do_sample": False}
+
+    def held(cache: SkipCache, prompt: list[list[int]], new: int) -> Any:
+        generate_batch(model, tokenizer, prompt, lambda _: cache, min_new_tokens=new, max_new_tokens=new, **options)
+        return cache.step_depths, [held_bytes(layer) for layer in cache.layers], cache.get_seq_length()
+
+    filled = held(FilledCache(model, schedule, first, length), ids, steps)
+    assert filled == held(SkipCache(model, schedule), [row[:length] for row in ids], steps + 1)
+    assert len(filled[0]) == steps
 
 
 @pytest.mark.parametrize("form", [{}, {"prompt_layers": "max"}, {"order": "even", "prompt_layers": 6}])
@@ -193,15 +238,13 @@ def _made(**placed: Any) -> Profile:
 
 
 def test_bytes_foretold_are_bytes_held(timed: Any, tokenizer: Any, profile: Profile) -> None:
-    """Keys and values foretold are those that the cache reports, but for the room that layers hold ahead."""
-    if len(profile.kinds) > 1:
-        pytest.skip("sliding layers hold less than their slope says")
-    wanted = BenchPlan((2.0,), (2,), 7, 20, "step", profile, repeats=1)
-    for cell in bench(timed, tokenizer, wanted):
-        assert cell.timing is not None
-        assert cell.prediction is not None
-        room = 32 * 2 * sum(position for _, position in profile.kv_bytes) * cell.timing.cost.num_layers
-        assert cell.prediction.kv_bytes == pytest.approx(cell.timing.cost.peak_kv_bytes, abs=room)
+    """Keys and values foretold are those that the cache reports: past windows, and past the room that layers make."""
+    for tokens in (7, 2):  # a text that stays within the room, and one that outgrows it
+        wanted = BenchPlan((1.3, 2.0), (2,), tokens, 11 if tokens == 7 else 14, "step", profile, repeats=1)
+        for cell in bench(timed, tokenizer, wanted):
+            assert cell.timing is not None
+            assert cell.prediction is not None
+            assert cell.prediction.kv_bytes == cell.timing.cost.peak_kv_bytes
 
 
 def test_a_refused_cell_says_why() -> None:
@@ -241,6 +284,26 @@ def test_peaks_are_measured() -> None:
     assert 1e7 < peaks.matrix < 1e16
 
 
+def test_a_machine_that_has_changed_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A profile of the same name whose peaks are not reached warns; drift, old profiles and other machines do not."""
+    monkeypatch.setattr(machines, "measure_peaks", lambda *_, **__: Peaks(8e9, 3e11))
+    here = machine("cpu")
+    made = _made(shape=shape_of(read_config(str(checkpoint))), machine=here, device="cpu")
+    assert doubts(made) == []
+    assert doubts(replace(made, peaks={"bandwidth": 6e9, "matrix": 4e11})) == []
+    slower = replace(made, peaks={"bandwidth": 15e9, "matrix": 3.5e11})
+    assert re.search("bandwidth 53%, matrix 86% of them", doubts(slower)[0])
+    assert re.search("bandwidth 160%", doubts(replace(made, peaks={"bandwidth": 5e9, "matrix": 3e11}))[0])
+    assert doubts(replace(slower, machine="another")) == []
+    slower.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == slower
+    said: list[str] = []
+    options = {"max_new_tokens": 8, "min_new_tokens": 8}
+    job = GenerationJob(str(checkpoint), ["the cat"], speedup=2, clock="step", profile=slower, options=options)
+    job.run(say=said.append)
+    assert doubts(slower)[0] in said
+
+
 def test_a_shape_is_the_same_for_other_weights(checkpoint: Path, tmp_path: Path) -> None:
     """Names, token ids and schedules do not change how long a pass takes; layers and widths do."""
     config = shape_config("tiny")
@@ -278,27 +341,36 @@ def test_the_verbs(tmp_path: Path) -> None:
     assert "| full depth |" in (table / "table.md").read_text()
 
 
-def test_contexts_are_measured_with_a_profile_of_their_shape(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
+def test_contexts_are_predicted_from_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """benchmarks/contexts.py: a cell without a target has no row; a profile of another shape is refused."""
-    contexts = importlib.import_module("contexts")
-    model, _ = random_model("tiny", "float32")
-    profile = Profiler(model, tokenizer, rounds=1).profile([1], [8, 32])
-    # A step of which a half is beyond layers, on any machine.
-    steps = tuple(replace(one, beyond=8e-3, layers=(1e-3,)) for one in profile.steps)
-    path, command = tmp_path / "p.json", ["contexts.py", "--shape", "tiny", "--cells", "1x8,1x16"]
-    arguments = [*command, "--profile", str(path), "--output", str(tmp_path), "--speedups"]
-    replace(profile, steps=steps).save(path)
-    monkeypatch.setattr(sys, "argv", [*arguments, "9"])
-    contexts.main()
-    assert not (tmp_path / "table.json").exists()
-    monkeypatch.setattr(sys, "argv", [*arguments, "1.5,9"])
+    """benchmarks/contexts.py: without noise the lengths around a context say what it takes, and so does a profile."""
+    contexts, made = importlib.import_module("contexts"), random_model
+
+    def on_a_clock(*arguments: Any) -> Any:
+        model, tokenizer = made(*arguments)
+        monkeypatch.setattr(time, "perf_counter", WorkClock(model))
+        return model, tokenizer
+
+    monkeypatch.setattr(contexts, "random_model", on_a_clock)
+    path, command = tmp_path / "p.json", ["contexts.py", "--shape", "tiny", "--dtype", "float32", "--repeats", "1"]
+    model, tokenizer = on_a_clock("tiny", "float32")
+    profile = Profiler(model, tokenizer, rounds=1).profile([1, 2], [4, 32])
+    profile.save(path)
+    arguments = [*command, "--output", str(tmp_path), "--batch", "1,2", "--lengths", "4,32", "--contexts"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "8,12", "--speedups", "2,5", "--profile", str(path)])
     contexts.main()
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
-    assert [(row["context"], row["asked"]) for row in rows] == [(8, 1.5), (16, 1.5)]
+    cells = [(size, context, depth) for size in (1, 2) for context in (8, 12) for depth in (4, 2)]
+    assert [(row["batch_size"], row["context"], row["depth"]) for row in rows] == cells
+    for row in rows:
+        assert row["step_ratio"] == row["predicted_step_ratio"] == row["stored_step_ratio"] > 1
+    assert "8 of 8 within 5%" in capsys.readouterr().out
     replace(profile, shape="another").save(path)
     with pytest.raises(UsageError, match="another shape"):
+        contexts.main()
+    monkeypatch.setattr(sys, "argv", [*arguments, "40"])
+    with pytest.raises(UsageError, match="lie between"):
         contexts.main()
 
 

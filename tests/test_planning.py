@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from skipdecode import Schedule, ScheduleError
 from skipdecode.clock.least_squares import left_out, off_the_line, split
 from skipdecode.core.cost import Pass, Profile
+from skipdecode.core.kept import LayerBytes
 from skipdecode.core.planning import SHORT, Predictor, Workload, fastest_schedule, plan, predict
 from skipdecode.errors import FileError, SkipDecodeError, UsageError
 
@@ -49,7 +50,7 @@ def made(
         prompts=tuple(prefill(*cell) for cell in cells),
         steps=tuple(step(*cell) for cell in cells),
         head={1: 0.5},
-        kv_bytes=((16.0, 8.0),) * len(weights),
+        kv_bytes=(LayerBytes(fixed=16.0, per_position=8.0),) * len(layers),
     )
 
 
@@ -131,8 +132,9 @@ def test_the_kept_bytes_are_the_most_of_any_step() -> None:
     """Bytes grow with the text and fall with the depth: the greatest sum over layers of any step."""
     predictor = Predictor(made(), [Workload(4, 32, 50)])
     schedule = Schedule(12, 9, 3, 30)
-    by_step = [4 * schedule.depth(g) * (16.0 + 8.0 * (32 + g + 1)) for g in range(49)]
-    assert predictor.bytes_kept(schedule) == max(by_step)
+    running = [4 * schedule.depth(g) * (16.0 + 8.0 * (32 + g + 1)) for g in range(49)]
+    kept = [4 * schedule.depth(g + 1) * (16.0 + 8.0 * (32 + g + 1)) for g in range(49)]
+    assert max(kept) <= predictor.bytes_kept(schedule) <= max(running)
 
 
 def test_a_refusal_says_what_holds_it_back() -> None:
@@ -200,6 +202,10 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
         {"head": 3},
         {"layers": [0, -1]},
         {"kv_bytes": [[1, 2], [3, 4]]},
+        {"kv_bytes": [{"fixed": 1}]},
+        {"kv_bytes": 3},
+        {"peaks": {"bandwidth": 0}},
+        {"peaks": 3},
         {"error": 3},
         {"kinds": None},
     ]
@@ -207,6 +213,9 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
         path.write_text(json.dumps(values | change))
         with pytest.raises(FileError, match=r"profile\.json"):
             Profile.load(path)
+    earlier = {name: value for name, value in values.items() if name != "peaks"}
+    path.write_text(json.dumps(earlier | {"kv_bytes": [[16, 8]] * len(profile.kinds)}))
+    assert Profile.load(path) == profile  # bytes by kind, and no peaks
     path.write_text("{}")
     with pytest.raises(FileError):
         profile.save(path)
@@ -231,15 +240,16 @@ def test_costs_are_found_again_in_times(costs: list[float], data: st.DataObject)
     counts += [(n,) * kinds for n in (1, 2, 5)]
     rows = [(each, costs[0] + sum(n * c for n, c in zip(each, costs[1:], strict=True))) for each in counts]
     rows = data.draw(st.permutations(rows))
-    found = split(1, 1, rows)
+    (found, again), off = split(1, {5: rows, 9: [(each, 2 * took - costs[0]) for each, took in rows]})
     assert [found.beyond, *found.layers] == pytest.approx(costs, rel=1e-6)
-    assert left_out(rows) == pytest.approx([0.0] * len(left_out(rows)), abs=1e-6)
+    assert [again.beyond, *again.layers] == pytest.approx([costs[0], *(2 * each for each in costs[1:])], rel=1e-6)
+    assert off == pytest.approx([0.0] * len(off), abs=1e-6)
 
 
 def test_what_noise_makes_negative_is_nothing() -> None:
     """Then the other costs are fitted without it: full depth is what was measured."""
     rows = [((n,), 0.010 * n - 0.004) for n in (2, 4, 8)]
-    found = split(1, 1, rows)
+    (found,), _ = split(1, {1: rows})
     assert found.beyond == 0
     assert found.layers[0] * 8 == pytest.approx(rows[-1][1], rel=0.1)
 

@@ -227,6 +227,7 @@ def bench(
     from ..clock.bench import BenchPlan, runs_of
     from ..clock.bench_report import check_folder, run_bench
     from ..generation.faster import faster_options
+    from ..generation.machine import doubts
 
     measured, away = o.load_profile(clock, profile), o.offload_of(locals())
     form = o.form_of(order=order, decay=decay, prompt_layers=prompt_layers)
@@ -238,8 +239,8 @@ def bench(
         check_folder(output)
     options = faster_options(quantization, compile, prepack) | ({"attention": attention} if attention else {})
     loaded, tokenizer = _load(model, shape, dtype, device, revision, options, away, plan.check)
-    if measured is not None and measured.doubt:
-        say(measured.doubt)
+    for doubt in doubts(measured) if measured is not None else []:
+        say(doubt)
     command = f"skipdecode {shlex.join(sys.argv[1:])}"
     with Bar() as bar:
         bar.show("timing alternately", 0, runs_of(plan))

@@ -17,7 +17,7 @@ from .console import Bar, out, say
 if TYPE_CHECKING:
     from ..evaluation.evaluate import Results
 
-Speedups = Annotated[str, Option(help="Target layer reductions of every method.")]
+Speedups = Annotated[str, Option(help="Targets of every method: times fewer layers, or of --clock.")]
 Methods = Annotated[
     str,
     Option(
@@ -56,7 +56,7 @@ Overwrite = Annotated[
 #: What goes into the plan under its own name.
 PLAN = (
     "methods output split limit held_out_rows batch_size max_new_tokens timing_rows repeats samples bert_score dtype "
-    "device overwrite"
+    "device clock profile overwrite"
 ).split()
 
 
@@ -65,6 +65,8 @@ def evaluate(
     data: o.Data = Path("."),
     task: o.Task = "jsonl",
     speedups: Speedups = "1,2,3,4,5",
+    clock: o.Clock = "layers",
+    profile: o.ProfileFile = None,
     methods: Methods = "skipdecode",
     schedule: Schedules = None,
     output: Folder = Path("evaluation"),
@@ -83,6 +85,9 @@ def evaluate(
     samples: Samples = 1000,
     dtype: o.Dtype = "auto",
     device: o.Device = None,
+    quantization: o.Quantization = None,
+    compile: o.Compile = False,
+    prepack: o.Prepack = False,
     overwrite: Overwrite = False,
     as_json: o.Json = False,
 ) -> None:
@@ -96,11 +101,11 @@ def evaluate(
     targets = o.parse_speedups(speedups)
     from ..evaluation.evaluate import EvaluationPlan
     from ..evaluation.evaluate import evaluate as run
+    from ..generation.faster import faster_options
 
     files = [Path(name) for names in schedule or () for name in names.split(",")]
-    plan = EvaluationPlan(
-        model, data, o.task_of(given), targets, schedules=files, **{name: given[name] for name in PLAN}
-    )
+    rest = {name: given[name] for name in PLAN} | {"faster": faster_options(quantization, compile, prepack)}
+    plan = EvaluationPlan(model, data, o.task_of(given), targets, schedules=files, **rest)
     command = shlex.join(["skipdecode", *(_short(part) for part in sys.argv[1:])])
     with Bar() as bar:
         results = run(plan, command=command, say=say, on_progress=bar.show)

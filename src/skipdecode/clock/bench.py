@@ -20,7 +20,7 @@ from ..core.stack import decoder_layers, fitted, text_config
 from ..errors import ScheduleError, UsageError
 from ..generation.generate import generate_ids
 from ..generation.machine import resident_bytes
-from .peaks import Peaks
+from ..generation.peaks import Peaks
 from .timing import Clock, Timing, alternate, compare, forced
 
 

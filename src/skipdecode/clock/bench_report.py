@@ -14,8 +14,8 @@ from ..core.cost import shape_of
 from ..errors import UsageError
 from ..files import check_target
 from ..generation.machine import machine
+from ..generation.peaks import measure_peaks
 from .bench import BenchPlan, bench
-from .peaks import measure_peaks
 from .profile import dtype_of
 from .tables import Row, markdown_table, save_tables
 

@@ -1,8 +1,9 @@
 """Measure what prompts and decode steps take here, and fit a :class:`~skipdecode.core.cost.Profile` to it.
 
-One call of ``generate`` is one measurement: its prompt runs as many layers as its first step, and its depth then falls
-in stairs, so that one prompt gives the time of a step at several depths. Least squares split the times into what a pass
-takes beyond its layers and what a layer of each kind takes.
+One call of ``generate`` is one measurement. A prompt is measured with few layers. Steps are measured on a cache that is
+filled beforehand (:mod:`.filled`), so that no prompt is computed for them; the depth falls in stairs, so that one call
+gives the time of a step at several depths. Least squares split the times into what a pass takes beyond its layers and
+what a layer of each kind takes.
 """
 
 from __future__ import annotations
@@ -10,52 +11,32 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.cache import SkipCache, held_bytes
 from ..core.cost import Profile, shape_of
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers, fitted, text_config
 from ..errors import ModelError, UsageError
-from ..generation.batch import generate_batch
+from ..generation.batch import Decoding, generate_batch
+from ..generation.batch_size import layer_bytes
 from ..generation.machine import machine
+from ..generation.peaks import measure_peaks
+from .filled import FilledCache
 from .hooks import Ticks, timed_head
-from .least_squares import left_out, off_the_line, split
+from .least_squares import Timed, fastest, fit_passes, off_the_line
 
 #: Decode steps measured at each depth. The first of them does not count: it frees what the layers before it held.
-STEPS = 8
+STEPS = 6
 #: Depths of the stairs, as shares of the greatest.
-STAIRS = (1.0, 0.6, 0.3)
-#: A prompt that would take longer than this runs fewer layers; the rest of them are taken to cost the same.
-PATIENCE = 8.0
-#: Positions of a batch whose time tells how long others will take.
-MANY = 512
-#: The fewest layers that a long prompt is measured with.
-FEW = 3
-
-
-@dataclass
-class Timed:
-    """The times of one call.
-
-    Attributes:
-        batch_size, length: rows, and positions of the prompt.
-        prompt: seconds from the call to the prompt's logits.
-        prompt_layers: layers of each kind that the prompt ran.
-        steps: for each stair: layers of each kind that ran, positions attended, seconds of a step.
-        head: seconds of the head in a step.
-    """
-
-    batch_size: int
-    length: int
-    prompt: float
-    prompt_layers: tuple[int, ...]
-    steps: list[tuple[tuple[int, ...], int, float]] = field(default_factory=list)
-    head: float = 0.0
+STAIRS = (1.0, 0.5, 0.25, 0.1)
+#: A prompt that would take more seconds than this runs fewer layers; the rest of them are taken to cost the same.
+PROMPT_SECONDS = 2.0
+#: So do steps that would take more than this in all; but they run so many layers of each kind at least.
+STEP_SECONDS, FEW = 6.0, 4
 
 
 def layer_kinds(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -90,12 +71,16 @@ def dtype_of(model: PreTrainedModel) -> str:
     return str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch.")
 
 
+#: Calls by batch size, length and schedule.
+Calls = dict[tuple[int, int, Schedule], list[Timed]]
+
+
 class Profiler:
-    """Measures a model; ``measure`` is called for each batch size and length.
+    """Measures a model: ``profile`` all that is asked for, ``prompt`` and ``steps`` one call each.
 
     Args:
         model, tokenizer: as loaded.
-        rounds: calls of each kind, two where prompts are long; the fastest counts.
+        rounds: calls of each kind, two of prompts and one of long prompts; the fastest counts.
         on_call: called after each call of ``generate`` with the number of calls so far, and of calls in all.
         options: further ones of ``generate``.
     """
@@ -111,9 +96,8 @@ class Profiler:
         self.model, self.tokenizer, self.rounds, self.options = model, tokenizer, rounds, options
         self.on_call = on_call
         self.kinds, self.layers = layer_kinds(model)
-        self.kv_bytes: tuple[tuple[float, float], ...] = ()
-        self._cache: Any = None  # of the call before
-        self._speed = 0.0  # seconds of one layer over one position of one row, in the slowest prompt so far
+        #: Layers times positions times rows that were computed: of prompts, and of steps.
+        self.work = {"prompt": 0, "steps": 0}
         self._calls = self._total = 0
 
     def profile(self, batch_sizes: Sequence[int], lengths: Sequence[int], name: str = "") -> Profile:
@@ -124,36 +108,109 @@ class Profiler:
         """
         sizes, lengths = sorted(set(batch_sizes)), sorted(set(lengths))
         check_lengths(self.model.config, lengths)
-        self._total = len(sizes) * len(lengths) * (1 + len(self.kinds)) * self.rounds + 2
-        self._weigh(lengths[0], lengths[0] + STEPS)  # warms up too
-        # Rounds outermost: what else the machine does comes and goes, and should meet all cells alike.
-        calls: dict[tuple[int, int, Schedule], list[Timed]] = {}
+        kinds = len(self.kinds)
+        self._total = 1 + len(sizes) * (1 + len(lengths) * (kinds + (1 if kinds == 1 else 1 + kinds)))
+        self.steps(1, lengths[0], next(self.stairs(len(self.layers))))  # warms up
+        prompts: Calls = {}
+        steps: Calls = {}
         for size in sizes:
             for length in lengths:
-                for schedule in self._schedules(size, length):
-                    calls[size, length, schedule] = [self.measure(size, length, schedule)]
-        short = [cell for cell, timed in calls.items() if timed[0].prompt < PATIENCE / 2]
-        again = [[*calls], *[short] * (self.rounds - 2)][: self.rounds - 1]  # long prompts are averages in themselves
-        self._total = self._calls + sum(map(len, again))
-        for cells in again:
-            for cell in cells:
-                calls[cell].append(self.measure(*cell))
-        return self._fit([_fastest(each) for each in calls.values()], name)
+                deepest = self._affordable(STEP_SECONDS / (STEPS * sum(STAIRS)), size, length, steps)
+                for schedule in self.stairs(max(deepest, FEW * kinds)):
+                    steps[size, length, schedule] = [self.steps(size, length, schedule)]
+                deepest = self._affordable(PROMPT_SECONDS, size, length, prompts)
+                for schedule in self._few(deepest, two_depths=length == lengths[0]):
+                    prompts[size, length, schedule] = [self.prompt(size, length, schedule)]
+        # Rounds outermost: what else the machine does comes and goes, and should meet all cells alike.
+        short = [cell for cell, timed in prompts.items() if timed[0].passes[0][-1] < 2 * PROMPT_SECONDS]
+        self._total = self._calls + (self.rounds - 1) * len(steps) + min(self.rounds - 1, 1) * len(short)
+        for round_ in range(1, self.rounds):
+            for cell in steps:
+                steps[cell].append(self.steps(*cell))
+            for cell in short if round_ == 1 else []:  # a long prompt is an average in itself
+                prompts[cell].append(self.prompt(*cell))
+        return self._fit([fastest(each) for each in prompts.values()], [fastest(each) for each in steps.values()], name)
 
     # --- one measurement
 
-    def _schedules(self, size: int, length: int) -> Iterator[Schedule]:
-        """Falls in stairs: of all kinds in turn, from as many layers as patience allows; of each kind, from a third."""
-        num_layers, several = len(self.layers), len(self.kinds)
-        deepest = num_layers
-        if self._speed:
-            affordable = int(PATIENCE / (self._speed * size * length))
-            deepest = min(max(affordable, FEW * several), num_layers)
-        for first in (None, *range(several)):
-            most = deepest if first is None else max(deepest // 3, several)
+    def prompt(self, size: int, length: int, schedule: Schedule) -> Timed:
+        """One call of ``generate`` for one token: the pass over ``length`` tokens in each of ``size`` rows."""
+        start, times, _ = self._call(self._ids(size, length), schedule, 1)
+        ran = fitted(schedule, self.model.config)
+        self._count("prompt", size * length * ran.deepest)
+        return Timed(size, length, ((self._counts(ran, ran.deepest), length, times[0] - start),))
+
+    def steps(self, size: int, length: int, schedule: Schedule) -> Timed:
+        """One call of ``generate`` that goes on after ``length`` positions, which cost nothing: ``horizon`` steps."""
+        ids = self._ids(size, length + 1)
+        first = torch.tensor([row[:1] for row in ids], device=self.model.device)
+        _, times, head = self._call(
+            ids, lambda model: FilledCache(model, schedule, first, length), max(schedule.horizon, STEPS)
+        )
+        ran, passes = fitted(schedule, self.model.config), []
+        for depth in ran.distinct_depths:
+            steps = [step for step in range(len(times)) if ran.depth(step) == depth][1:]
+            if steps:
+                middle = statistics.median(times[step] - times[step - 1] for step in steps)
+                passes.append((self._counts(ran, depth), length + 1 + sum(steps) // len(steps), middle))
+        self._count("steps", size * sum(ran.depth(step) for step in range(len(times))))
+        return Timed(size, length, tuple(passes), statistics.median(head[2:]))
+
+    def _call(self, ids: list[list[int]], decoding: Decoding, new: int) -> tuple[float, list[float], list[float]]:
+        """When the call began, when each pass had given its logits, and what each product with the head took."""
+        ticks = Ticks()
+        options = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False} | self.options
+        with timed_head(self.model) as head:
+            start = time.perf_counter()
+            generate_batch(self.model, self.tokenizer, ids, decoding, logits_processor=[ticks], **options)
+        if len(ticks.times) != new:
+            raise ModelError(
+                f"{len(ticks.times)} passes were made where {new} were asked for: this model ends texts early"
+            )
+        return start, ticks.times, head
+
+    def _ids(self, size: int, length: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(length)
+        vocabulary = text_config(self.model.config).vocab_size
+        ids: list[list[int]] = torch.randint(vocabulary // 8, vocabulary, (size, length), generator=generator).tolist()
+        return ids
+
+    def _count(self, what: str, work: int) -> None:
+        self.work[what] += work
+        self._calls += 1
+        self.on_call(self._calls, self._total)
+
+    # --- what runs
+
+    def stairs(self, deepest: int) -> Iterator[Schedule]:
+        """Falls in stairs: of all kinds in turn from ``deepest`` layers; of each of several kinds from a third."""
+        kinds = len(self.kinds)
+        for first in (None, *(range(kinds) if kinds > 1 else ())):
+            most = min(deepest if first is None else max(deepest // 3, kinds), len(self.layers))
             stairs = sorted({max(round(share * most), 1) for share in STAIRS}, reverse=True)
             depths = [depth for depth in stairs for _ in range(STEPS)]
-            yield Schedule.from_depths(num_layers, depths, order=self._order(first), prompt_layers=most)
+            yield Schedule.from_depths(len(self.layers), depths, order=self._order(first), prompt_layers=most)
+
+    def _few(self, deepest: int, two_depths: bool) -> Iterator[Schedule]:
+        """Prompts of layers of one kind only; with ``two_depths`` also of fewer layers of the most frequent kind."""
+        num_layers = len(self.layers)
+        counts = [self.layers.count(kind) for kind in range(len(self.kinds))]
+        most = counts.index(max(counts))
+        for kind, count in enumerate(counts):
+            depths = {min(max(deepest, 1 + two_depths), count)}
+            if two_depths and kind == most:
+                depths.add(max(max(depths) // 3, 1))
+            for depth in sorted(depths):
+                yield Schedule(num_layers, depth, depth, 1, order=self._order(kind), prompt_layers=depth)
+
+    def _affordable(self, seconds: float, size: int, length: int, calls: Calls) -> int:
+        """Layers that a pass can run in so many seconds: a layer's time grows at most as rows and positions do."""
+        costs = [
+            timed[0].passes[0][-1] / sum(timed[0].passes[0][0]) * (size / rows) * (length / positions)
+            for (rows, positions, _), timed in calls.items()
+            if positions <= length
+        ]
+        return int(min(seconds / min(costs), len(self.layers))) if costs else len(self.layers)
 
     def _order(self, first: int | None) -> tuple[int, ...]:
         """The layers of one kind before all others; or all kinds in turn, in runs of 1, 1, 2, 2, 4, 4, … of each."""
@@ -167,78 +224,13 @@ class Profiler:
                 del group[: 2**turn]
         return tuple(order)
 
-    def measure(self, size: int, length: int, schedule: Schedule) -> Timed:
-        """One call of ``generate``: ``size`` rows of ``length`` prompt tokens, and the schedule's horizon in steps."""
-        caches: list[SkipCache] = []
-
-        def decoding(model: PreTrainedModel) -> SkipCache:
-            caches.append(SkipCache(model, schedule))
-            return caches[0]
-
-        ticks, new = Ticks(), schedule.horizon + 1 if schedule.horizon > 1 else STEPS
-        generator = torch.Generator().manual_seed(length)
-        vocabulary = text_config(self.model.config).vocab_size
-        ids = torch.randint(vocabulary // 8, vocabulary, (size, length), generator=generator).tolist()
-        options = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False} | self.options
-        with timed_head(self.model) as head:
-            start = time.perf_counter()
-            generate_batch(self.model, self.tokenizer, ids, decoding, logits_processor=[ticks], **options)
-        if len(ticks.times) != new:
-            raise ModelError(
-                f"{len(ticks.times)} passes were made where {new} were asked for: this model ends texts early"
-            )
-        ran = fitted(schedule, self.model.config)
-        timed = Timed(
-            size, length, ticks.times[0] - start, self._counts(ran, ran.deepest), head=statistics.median(head[1:])
-        )
-        took = [after - before for before, after in zip(ticks.times, ticks.times[1:], strict=False)]
-        for depth in ran.distinct_depths:
-            steps = [g for g in range(len(took)) if ran.depth(g) == depth][1:]
-            if steps:
-                middle = statistics.median(took[g] for g in steps)
-                timed.steps.append((self._counts(ran, depth), length + 1 + sum(steps) // len(steps), middle))
-        if size * length > MANY:
-            self._speed = max(self._speed, timed.prompt / (size * length * ran.deepest))
-        self._calls += 1
-        self.on_call(self._calls, self._total)
-        self._cache = caches[0]
-        return timed
-
-    def _weigh(self, *lengths: int) -> None:
-        """What layers of each kind keep for a row, whatever its length, and for each of its positions."""
-        full = Schedule.full(len(self.layers))
-        held = []
-        for length in lengths:
-            self.measure(1, length, full)
-            held.append([held_bytes(layer) for layer in self._cache.layers])
-        slopes = [(more - less) / (lengths[1] - lengths[0]) for less, more in zip(*held, strict=True)]
-        own = [(less - slope * (lengths[0] + STEPS), slope) for less, slope in zip(held[0], slopes, strict=True)]
-        of_kind = [
-            [each for each, k in zip(own, self.layers, strict=True) if k == kind] for kind in range(len(self.kinds))
-        ]
-        self.kv_bytes = tuple(
-            (statistics.mean(f for f, _ in each), statistics.mean(p for _, p in each)) for each in of_kind
-        )
-
     def _counts(self, schedule: Schedule, depth: int) -> tuple[int, ...]:
         running = schedule.layers(depth)
         return tuple(sum(self.layers[layer] == kind for layer in running) for kind in range(len(self.kinds)))
 
     # --- the fit
 
-    def _fit(self, timed: Sequence[Timed], name: str) -> Profile:
-        prompts, steps, head = [], [], {}
-        off: list[float] = []
-        for size, length in dict.fromkeys((each.batch_size, each.length) for each in timed):
-            calls = [each for each in timed if (each.batch_size, each.length) == (size, length)]
-            prompts.append(split(size, length, [(each.prompt_layers, each.prompt) for each in calls]))
-            stairs = [stair for each in calls for stair in each.steps]
-            middle = round(statistics.mean(context for _, context, _ in stairs))
-            rows = [(counts, took) for counts, _, took in stairs]
-            steps.append(split(size, middle, rows))
-            off += left_out(rows)
-            if steps[-1].beyond:
-                head[size] = min(statistics.median(each.head for each in calls) / steps[-1].beyond, 1.0)
+    def _fit(self, prompts: Sequence[Timed], steps: Sequence[Timed], name: str) -> Profile:
         profile = Profile(
             model=name or str(self.model.config.name_or_path),
             shape=shape_of(self.model.config),
@@ -247,25 +239,19 @@ class Profiler:
             device=self.model.device.type,
             kinds=self.kinds,
             layers=self.layers,
-            prompts=tuple(prompts),
-            steps=tuple(steps),
-            head=head,
-            kv_bytes=self.kv_bytes,
+            prompts=fit_passes(prompts)[0],
+            steps=fit_passes(steps)[0],
+            kv_bytes=tuple(layer_bytes(self.model)),
+            peaks=asdict(measure_peaks(self.model.device, getattr(torch, dtype_of(self.model)), rounds=2)),
         )
+        beyond = {one.batch_size: one.beyond for one in profile.steps if one.beyond}
+        head = {
+            size: min(statistics.median(each.head for each in steps if each.batch_size == size) / whole, 1.0)
+            for size, whole in beyond.items()
+        }
         error = {
-            "step": statistics.mean(off) if off else None,
+            "step": fit_passes(steps)[1],
             "step_line": off_the_line(profile, "steps"),
             "prompt_line": off_the_line(profile, "prompts"),
         }
-        return replace(profile, error={name: value for name, value in error.items() if value is not None})
-
-
-def _fastest(calls: Sequence[Timed]) -> Timed:
-    """The least of calls that did the same: what else a machine does only ever slows."""
-    one = calls[0]
-    steps = [
-        (stair[0][0], stair[0][1], min(took for _, _, took in stair))
-        for stair in zip(*(call.steps for call in calls), strict=True)
-    ]
-    prompt, head = (min(getattr(call, name) for call in calls) for name in ("prompt", "head"))
-    return Timed(one.batch_size, one.length, prompt, one.prompt_layers, steps, head)
+        return replace(profile, head=head, error={name: value for name, value in error.items() if value is not None})

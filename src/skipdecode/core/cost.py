@@ -16,6 +16,7 @@ from typing import Any
 from ..errors import FileError, UsageError
 from ..files import parse_json, read_json, write
 from ..provenance import fingerprint
+from .kept import LayerBytes
 
 #: Of the file that holds a profile.
 VERSION = 1
@@ -52,12 +53,13 @@ class Profile:
         machine: processor, threads and versions.
         dtype, device: that the weights had, and where they were.
         options: how the model was loaded beside that: attention and what makes layers faster.
+        peaks: what the machine reached then: ``bandwidth`` (bytes/s) and ``matrix`` (operations/s), for this dtype.
         kinds: names of the kinds of layers.
         layers: kind of each layer, an index into ``kinds``.
         prompts: measured passes over prompts.
         steps: measured decode steps.
         head: share of ``beyond`` that the head (the product with the vocabulary) takes in a step, by batch size.
-        kv_bytes: bytes that one layer keeps for a row, and for each position of a row, by kind.
+        kv_bytes: what each layer keeps for a row: keys, values and states.
         error: mean shares by which the profile is off: ``step``: a measured step, from what the others at that batch
             size and length say; ``step_line``, ``prompt_line``: a length, from the line between its neighbours.
     """
@@ -72,9 +74,10 @@ class Profile:
     prompts: tuple[Pass, ...]
     steps: tuple[Pass, ...]
     head: Mapping[int, float] = field(default_factory=dict)
-    kv_bytes: tuple[tuple[float, float], ...] = ()
+    kv_bytes: tuple[LayerBytes, ...] = ()
     error: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    peaks: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -134,7 +137,7 @@ class Profile:
                 for name in ("prompts", "steps")
             }
             tuples = {name: tuple(values[name]) for name in ("kinds", "layers")}
-            tuples["kv_bytes"] = tuple((float(row), float(position)) for row, position in values["kv_bytes"])
+            tuples["kv_bytes"] = _kept(values["kv_bytes"], len(tuples["kinds"]), tuples["layers"])
             head = {int(batch_size): share for batch_size, share in values["head"].items()}
             known = {each.name for each in fields(cls)}
             rest = {name: value for name, value in values.items() if name in known}
@@ -142,11 +145,13 @@ class Profile:
             kinds = len(profile.kinds)
             if not (profile.prompts and profile.steps and profile.layers and kinds):
                 raise ValueError("it has no measurements")
-            sizes = {len(one.layers) for one in (*profile.prompts, *profile.steps)} | {len(profile.kv_bytes) or kinds}
+            sizes = {len(one.layers) for one in (*profile.prompts, *profile.steps)}
             if sizes != {kinds} or not {*profile.layers} <= {*range(kinds)}:
                 raise ValueError("its costs are not those of its kinds of layers")
-            if not isinstance(profile.error, dict) or not isinstance(profile.options, dict):
-                raise ValueError("error and options are objects")
+            if not all(isinstance(each, dict) for each in (profile.error, profile.options, profile.peaks)):
+                raise ValueError("error, options and peaks are objects")
+            if not all(peak > 0 for peak in profile.peaks.values()):
+                raise ValueError("a peak is above 0")
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise FileError(f"the profile is damaged: {error}") from None
         return profile
@@ -171,6 +176,18 @@ def shape_of(config: Any) -> str:
     others = ("_", "architectures", "transformers_version", "dtype", "torch_dtype", "skipdecode", "use_cache")
     kept = {k: v for k, v in values.items() if not k.startswith(others) and not k.endswith("_token_id")}
     return fingerprint(kept)
+
+
+def _kept(values: Sequence[Any], kinds: int, layers: Sequence[int]) -> tuple[LayerBytes, ...]:
+    """What each layer keeps; earlier profiles have bytes of a row and of a position by kind. Raises ValueError."""
+    if values and not isinstance(values[0], Mapping):
+        if len(values) != kinds:
+            raise ValueError("its bytes are not those of its kinds of layers")
+        by_kind = [{"fixed": float(row), "per_position": float(position)} for row, position in values]
+        values = [by_kind[kind] for kind in layers]
+    if len(values) not in (0, len(layers)):
+        raise ValueError("its bytes are not those of its layers")
+    return tuple(LayerBytes(**one) for one in values)
 
 
 def is_profile(data: bytes) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import ScheduleError, UsageError
 from .cost import Profile
 from .fitting import fall, fit
+from .kept import peak_bytes
 from .schedule import Schedule
 from .schedule_checks import check_whole
 
@@ -156,25 +157,13 @@ class Predictor:
         return at + (1 / speedup - above) / (below - above) if below > above else float(at)
 
     def bytes_kept(self, schedule: Schedule) -> float:
-        """The most bytes of keys and values that the largest workload holds at once."""
-        kinds, kept = self.profile.layers, self.profile.kv_bytes
-        if not kept:
+        """The most bytes of keys, values and states that a workload holds at once; 0 where the profile says none."""
+        if not self.profile.kv_bytes:
             return 0.0
-        work = max(self.workloads, key=lambda w: w.batch_size * (w.prompt_tokens + w.new_tokens))
-        levels = {
-            0,
-            *(
-                min(fall(schedule, d) - 1, work.steps - 1)
-                for d in range(schedule.min_depth + 1, schedule.max_depth + 1)
-            ),
-        }
-        most = 0.0
-        for step in sorted(levels | {work.steps - 1}):
-            length = work.prompt_tokens + max(step, 0) + 1
-            running = schedule.ranking[: schedule.depth(max(step, 0))]
-            held = sum(kept[kinds[layer]][0] + kept[kinds[layer]][1] * length for layer in running)
-            most = max(most, held * work.batch_size)
-        return most
+        return max(
+            work.batch_size * peak_bytes(self.profile.kv_bytes, schedule, work.prompt_tokens, work.steps)
+            for work in set(self.workloads)
+        )
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
+from ..core.cost import Profile
+from ..core.planning import Predictor
 from ..data.metrics import DEFAULT, Metric
-from ..data.tasks import Example, Task
+from ..data.tasks import Example, Task, subsample
 from ..data.tokenization import encode_prompts
 from ..generation.batch import Decoding
 from ..generation.generate import generate_ids
 from ..generation.machine import machine
+from ..generation.planned import ClockOf
 from ..generation.results import Generated
 from ..provenance import fingerprint
 
@@ -34,6 +37,8 @@ class Bench:
         samples: corpora resampled for the intervals.
         metrics: each becomes a score with its difference from the full model's.
         dtype, device: as :func:`skipdecode.load` takes them.
+        faster: what makes layers faster, as :func:`skipdecode.load` takes it: of every arm's models.
+        clock: what the arms' speed-ups are of.
         options: as ``model.generate`` names them.
     """
 
@@ -48,6 +53,8 @@ class Bench:
     metrics: Sequence[Metric] = DEFAULT
     dtype: str = "auto"
     device: str | None = None
+    faster: Mapping[str, Any] = field(default_factory=dict)
+    clock: ClockOf = field(default_factory=ClockOf)
     options: dict[str, Any] = field(default_factory=lambda: {"do_sample": False})
 
     def __post_init__(self) -> None:
@@ -71,6 +78,12 @@ class Bench:
         texts = [asdict(example) for example in (*self.examples, *self.held_out)]
         numbers = (self.batch_size, self.max_new_tokens, self.timing_rows, self.repeats, self.samples)
         names = [repr(vars(metric) | {"name": metric.name}) for metric in self.metrics]
-        return fingerprint(
-            texts, numbers, names, self.options, self.dtype, self.device, machine(self.device), __version__
-        )
+        parts = [texts, numbers, names, self.options, self.dtype, self.device, machine(self.device), __version__]
+        clock = [self.clock.name, self.clock.profile.to_json()] if isinstance(self.clock.profile, Profile) else []
+        return fingerprint(*parts, *([dict(self.faster)] if self.faster else []), *clock)
+
+    def predictor(self, tokenizer: PreTrainedTokenizerBase, steps: int) -> Predictor | None:
+        """What the runs that are timed take on the clock that speed-ups are of, at ``steps`` steps; None of layers."""
+        timed = subsample(self.examples, self.timing_rows)
+        lengths = [len(ids) for ids in encode_prompts(tokenizer, [example.prompt for example in timed])]
+        return self.clock.predictor(lengths, self.batch_size, steps + 1)

@@ -30,6 +30,7 @@ from ..data.tasks import Example, subsample
 from ..data.tokenization import encode_prompts
 from ..errors import UsageError
 from ..generation.loading import load, load_tokenizer, read_config, resolve
+from ..generation.machine import doubts
 from ..methods import get_method
 from .achieve import TOLERANCE, Written, achieve
 from .calibration_plan import CalibrationPlan, check, trained_form
@@ -148,8 +149,8 @@ def calibrate(
     Agreement().score(["a text"], [["a text"]])  # a library that is missing shows before a model is loaded
     prompts = [example.prompt for example in examples]
     measure = plan.measure([len(ids) for ids in encode_prompts(load_tokenizer(plan.model), prompts)])
-    if plan.profile is not None and plan.profile.doubt:
-        say(plan.profile.doubt)
+    for doubt in doubts(plan.profile) if plan.profile is not None else []:
+        say(doubt)
     model, tokenizer = load(plan.model, device=plan.device)
     ranking = None
     if plan.order == "search":

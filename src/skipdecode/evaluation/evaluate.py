@@ -9,18 +9,20 @@ results.rows[1]["step_layer_ratio"]
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..core.checkpoint_config import layer_count, resolve_schedule
+from ..core.cost import Profile
 from ..data.metrics import DEFAULT, Agreement, BertScore, Metric
 from ..data.tasks import Example, Task, get_task, subsample
 from ..errors import FileError, UsageError
 from ..files import locked
-from ..generation.loading import check_device, read_config
+from ..generation.loading import check_device, load_tokenizer, read_config
 from ..generation.machine import machine
+from ..generation.planned import ClockOf
 from . import report
 from .arms import Arm, arms
 from .bench import Bench
@@ -53,6 +55,11 @@ class EvaluationPlan:
         samples: corpora resampled for the confidence intervals.
         bert_score: directory or hub name of an encoder, to add BERTScore.
         dtype, device: as :func:`skipdecode.load` takes them.
+        faster: what makes layers faster, as :func:`skipdecode.load` takes it (``quantization``, ``compile``, ``prepack``): of
+            every
+            row's model, the full one's too.
+        clock, profile: what speed-ups are of: ``layers``; or, with what ``skipdecode profile`` measured here (or its
+            file), the seconds of a decode ``step`` or of the ``job`` in the runs that are timed.
         overwrite: replace rows and tables of other settings or models.
 
     Raises:
@@ -77,9 +84,13 @@ class EvaluationPlan:
     bert_score: str | None = None
     dtype: str = "auto"
     device: str | None = None
+    faster: Mapping[str, Any] = field(default_factory=dict)
+    clock: str = "layers"
+    profile: Profile | str | Path | None = None
     overwrite: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "profile", ClockOf(self.clock, self.profile).profile)
         for name in ("data", "output"):  # strings are paths too
             object.__setattr__(self, name, Path(getattr(self, name)))
         if self.split not in ("test", "validation"):
@@ -147,7 +158,10 @@ def evaluate(
         metrics=metrics,
         dtype=plan.dtype,
         device=plan.device,
+        faster=plan.faster,
+        clock=ClockOf(plan.clock, plan.profile),
     )
+    _check_clock(bench, selected, say)
     plan.output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     evaluation = Evaluation(
@@ -202,6 +216,26 @@ def _arms(plan: EvaluationPlan) -> list[Arm]:
     return selected
 
 
+def _check_clock(bench: Bench, selected: Sequence[Arm], say: Say) -> None:
+    """Whether the arms' models run as they are to, and can have their speed-ups on the clock.
+
+    Texts of the most tokens are looked at: what a job cannot have over them, it cannot have over shorter ones.
+
+    Raises UsageError, ScheduleError.
+    """
+    for arm in selected:
+        if bench.faster.get("compile") and arm.method.skips and not arm.method.fits_depths:
+            raise UsageError(f"{arm.method.name} decides by token which layers run: its steps cannot be compiled")
+        if bench.clock.name == "layers" or not arm.method.skips or arm.schedule is not None:
+            continue
+        config = read_config(arm.model)
+        bench.clock.check(config, bench.dtype, bench.device, **bench.faster)
+        predictor = bench.predictor(load_tokenizer(arm.model), max(bench.max_new_tokens - 1, 1))
+        resolve_schedule(config, arm.speedup, method=arm.method, predictor=predictor)
+    for doubt in bench.clock.doubts():
+        say(doubt)
+
+
 def _metrics(plan: EvaluationPlan, examples: Sequence[Example], say: Say) -> list[Metric]:
     """Scores against references where every row has one, else against the full model's texts."""
     scored = all(example.references for example in examples)
@@ -222,6 +256,8 @@ def _about(plan: EvaluationPlan, count: int, command: str | None) -> dict[str, s
     return ({"command": command} if command else {}) | {
         "rows": f"{count} {plan.split} inputs of {plan.task.name}, greedy, batch {plan.batch_size}",
         "machine": machine(plan.device),
+        **({"made faster": str(dict(plan.faster))} if plan.faster else {}),
+        **({"targets": f"of a {plan.clock}'s seconds in the timed runs"} if plan.clock != "layers" else {}),
         "rounds": f"{plan.repeats}, the full model and the method in turn",
         "vs full": f"paired bootstrap over inputs, {plan.samples} samples",
     }

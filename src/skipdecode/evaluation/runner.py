@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..clock.timing import alternate, compare, forced, typical_steps
-from ..core.checkpoint_config import layer_count, trained_method
+from ..core.checkpoint_config import layer_count, resolve_schedule, trained_method
 from ..core.schedule import Schedule
 from ..data.metrics import Agreement, bootstrap
 from ..data.tasks import subsample
@@ -42,7 +42,7 @@ class Models:
     def __getitem__(self, name: str) -> Loaded:
         if name not in self._loaded:
             self._loaded = {k: v for k, v in self._loaded.items() if k == self._stays}
-            self._loaded[name] = load(name, dtype=self._bench.dtype, device=self._bench.device)
+            self._loaded[name] = load(name, dtype=self._bench.dtype, device=self._bench.device, **self._bench.faster)
         return self._loaded[name]
 
 
@@ -156,6 +156,10 @@ class Evaluation:
         if arm.schedule is not None:
             return arm.schedule, {"schedule": arm.schedule.to_dict()}
         model, tokenizer = self.models[arm.model]
+        predictor = self.bench.predictor(tokenizer, self._steps) if arm.method.skips else None
+        if predictor is not None:
+            schedule = resolve_schedule(model.config, arm.speedup, method=arm.method, predictor=predictor)
+            return schedule, {"schedule": schedule.to_dict(), "target_of": self.bench.clock.name}
         some = subsample(self.bench.held_out, 2 * self.bench.batch_size)
         return arm.method.decoding(
             model,

@@ -1,7 +1,8 @@
 """``batch_size="auto"``: rows of like length, as many at once as fit into memory.
 
 What a row takes is measured on this very model, not derived from its family: two short passes give the bytes per
-position of each layer, a pass over the longest prompt gives what its activations take. From the schedule follows how
+position of each layer (:mod:`skipdecode.core.kept` counts positions), a pass over the longest prompt gives what its
+activations take. From the schedule follows how
 many layers hold how many positions at the worst moment of the job: freed layers make room for rows. (Buckets of like
 length with a batch size each: BucketServe, arXiv 2507.17120.)
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,8 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTra
 from ..core.attach import attach
 from ..core.cache import SkipCache, held_bytes
 from ..core.checkpoint_config import layer_count
+from ..core.growing import ROOM, GrowingLayer
+from ..core.kept import LayerBytes, peak_bytes, positions_kept
 from ..core.schedule import Schedule
 from ..core.stack import fitted
 from ..errors import UsageError
@@ -33,8 +36,8 @@ BatchSize = int | Literal["auto"]
 SHARE = 0.6
 #: The most rows at once: a job that is killed loses a batch, and a batch goes on for its longest text.
 MOST_ROWS = 256
-#: Lengths at which the bytes of a layer's positions are measured.
-PROBES = (8, 16)
+#: Lengths at which the bytes of a layer's positions are measured: shorter than any window.
+PROBES = (2, 3)
 
 
 def check_batch_size(batch_size: BatchSize, options: Mapping[str, Any], defaults: GenerationConfig) -> None:
@@ -44,21 +47,6 @@ def check_batch_size(batch_size: BatchSize, options: Mapping[str, Any], defaults
     if options.get("do_sample") and num_beams(options, defaults) > 1:
         raise UsageError("sampled beams are drawn for a batch as a whole: give batch_size as a number")
     available_memory("cpu")
-
-
-@dataclass(frozen=True)
-class LayerBytes:
-    """What one layer keeps for a row: a straight line in the positions, up to its sliding window."""
-
-    positions: int
-    at_positions: int
-    per_position: float
-    window: int | None = None
-
-    def at(self, positions: int) -> float:
-        """Bytes for so many positions, at most."""
-        held = positions if self.window is None else min(positions, self.window)
-        return self.at_positions + max(held - self.positions, 0) * self.per_position
 
 
 @dataclass(frozen=True)
@@ -83,18 +71,14 @@ class Footprint:
     prompt_bytes: int
 
     def kv_bytes(self, width: int) -> float:
-        """Most keys, values and states that a prompt of ``width`` tokens and its steps hold at once.
+        """Most keys, values and states that a prompt of ``width`` tokens and its steps hold at once, for one beam.
 
-        A step's layers hold all positions so far; the next depth's moment of most is its last step. (A layer that
-        stops after the prompt is part of what was measured of the prompt's pass.)
+        (A layer that stops after the prompt is part of what was measured of the prompt's pass.)
         """
-        schedule, ranking = self.schedule, self.schedule.ranking
-        last = [s for s in range(min(self.steps, schedule.horizon)) if schedule.depth(s) > schedule.depth(s + 1)]
-        moments = [-1, *last, *([self.steps - 1] if self.steps else [])]
-        return max(
-            sum(self.layers[layer].at(width + step + 1) for layer in ranking[: schedule.depth(max(step, 0))])
-            for step in moments
-        )
+        layers = self.layers
+        if self.beams > 1:  # put in order after each step, their layers move at each
+            layers = [replace(each, fixed=each.fixed + each.room * each.per_position) for each in layers]
+        return peak_bytes(layers, self.schedule, width, self.steps)
 
     def row_bytes(self, width: int) -> float:
         """Most bytes that a row with a prompt of ``width`` tokens takes at once, all its beams together."""
@@ -102,7 +86,7 @@ class Footprint:
         share = (width - 1) / max(self.width - 1, 1)
         prompt = self.step_bytes + max(self.prompt_bytes - self.step_bytes, 0) * share
         # A layer that grows is held twice for a moment, and so is one whose beams are put in order.
-        twice = max(layer.at(width + self.steps) for layer in self.layers)
+        twice = max(layer.at(width, width + self.steps) for layer in self.layers)
         return max(prompt, self.beams * (self.kv_bytes(width) + twice) + self.step_bytes)
 
 
@@ -177,7 +161,7 @@ def footprint(
     if not new_tokens:
         new_tokens = max((options.get("max_length") or len(longest) + 20) - 1, 1)
     return Footprint(
-        layers=_layer_bytes(model, isinstance(decoding, Schedule)),
+        layers=layer_bytes(model, isinstance(decoding, Schedule)),
         schedule=fitted(schedule, model.config),
         steps=new_tokens - 1,
         beams=beams,
@@ -188,18 +172,28 @@ def footprint(
 
 
 @torch.no_grad()
-def _layer_bytes(model: PreTrainedModel, skips: bool) -> list[LayerBytes]:
-    """What each layer of the model keeps, measured over one row of two lengths."""
-    held, windows = [], []
+def layer_bytes(model: PreTrainedModel, skips: bool = True) -> list[LayerBytes]:
+    """What each layer of a model keeps for a row, measured over one row of two lengths.
+
+    Args:
+        model: as loaded.
+        skips: whether it decodes with a ``SkipCache``, whose layers have room ahead.
+    """
+    held, layers = [], []
     for length in PROBES:
         full = Schedule.full(layer_count(model.config))
         cache = SkipCache(attach(model), full) if skips else DynamicCache(config=model.config)
         ids = torch.full((1, length), 2, device=model.device)
         model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True)
         held.append([held_bytes(layer) for layer in cache.layers])
-        windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
-    slope = [(more - less) / (PROBES[1] - PROBES[0]) for less, more in zip(*held, strict=True)]
-    return [LayerBytes(PROBES[0], less, per, window) for less, per, window in zip(held[0], slope, windows, strict=True)]
+        layers = list(cache.layers)
+    found = []
+    for layer, less, more in zip(layers, *held, strict=True):
+        window, room = getattr(layer, "sliding_window", None), ROOM * isinstance(layer, GrowingLayer)
+        short, long = (positions_kept(length, length, window, room) for length in PROBES)
+        slope = (more - less) / (long - short) if long > short else 0.0
+        found.append(LayerBytes(less - slope * short, slope, window, room))
+    return found
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -169,8 +169,6 @@ class GenerationJob:
         check_batch_size(self.batch_size, self.options, defaults)
         clock = ClockOf(self.clock, self.profile)
         clock.check(config, self.dtype, self.device, **self._faster())
-        if clock.doubt:
-            say(clock.doubt)
         items = self._items()
         # Another type or kind of device rounds otherwise; a hub name alone does not say which version it is.
         placed = [*map(str, placement(config, self.dtype, self.device)), getattr(config, "_commit_hash", None)]
@@ -180,6 +178,8 @@ class GenerationJob:
         lengths, beams = [len(ids) for ids in rows.ids.values()], num_beams(self.options, defaults)
         predictor = clock.predictor(lengths, self.batch_size, new_tokens, beams)
         schedule = self._schedule(config, predictor)
+        for doubt in clock.doubts():
+            say(doubt)
         if schedule is not None and not is_trained(config):
             say(f"{self.model} was not trained for skipping: its texts will be poor (skipdecode train; or --full)")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -10,6 +11,11 @@ import transformers
 
 from ..core.cost import Profile, shape_of
 from .loading import cpu_capabilities, placement
+from .peaks import measure_peaks
+
+#: A machine whose peaks are so many times those of a profile's day, or so much less, is not as it was. Shared machines
+#: drift by a quarter within the hour, which full depth and budgets share for the greater part.
+DRIFT = 1.5
 
 
 def machine(device: str | None = None) -> str:
@@ -41,6 +47,25 @@ def check_profile(
         dtype=str(kind).removeprefix("torch."),
         options=options,
     )
+
+
+def doubts(profile: Profile) -> list[str]:
+    """What must be said before a profile decides what runs here: it contradicts itself, or this machine has changed.
+
+    The same name does not make it the same machine: its peaks are measured anew, in a second or two, where the profile
+    says what they were.
+    """
+    found = [profile.doubt] if profile.doubt else []
+    if profile.peaks and profile.machine == machine(profile.device):
+        now = asdict(measure_peaks(torch.device(profile.device), getattr(torch, profile.dtype), rounds=2))
+        ratios = {name: now[name] / then for name, then in profile.peaks.items()}
+        if max(ratios.values()) > DRIFT or min(ratios.values()) < 1 / DRIFT:
+            shares = ", ".join(f"{name} {ratio:.0%}" for name, ratio in ratios.items())
+            found.append(
+                f"this machine's peaks are not those of the profile's day ({shares} of them): something else computes "
+                "now, or did then, or it is another machine of that name; measure again: skipdecode profile"
+            )
+    return found
 
 
 def resident_bytes() -> int:

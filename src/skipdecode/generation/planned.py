@@ -10,7 +10,7 @@ from typing import Any
 from ..core.cost import Profile
 from ..core.planning import CLOCKS, Predictor, workloads
 from ..errors import UsageError
-from .machine import check_profile
+from .machine import check_profile, doubts
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,9 @@ class ClockOf:
         if isinstance(self.profile, Profile):
             check_profile(self.profile, config, dtype, device, **options)
 
-    @property
-    def doubt(self) -> str | None:
-        """What a user should know of the profile."""
-        return self.profile.doubt if isinstance(self.profile, Profile) else None
+    def doubts(self) -> list[str]:
+        """What a user should know of the profile; a second or two."""
+        return doubts(self.profile) if isinstance(self.profile, Profile) else []
 
     def predictor(
         self, lengths: Sequence[int], batch_size: int | str, new_tokens: int, beams: int = 1

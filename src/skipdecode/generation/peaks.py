@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..generation.batch import synchronize
+from .batch import synchronize
 
 #: Bytes that are read to measure bandwidth: more than any cache holds.
 READ = 2**29
@@ -38,7 +38,7 @@ def measure_peaks(device: torch.device, dtype: torch.dtype, rounds: int = 5) -> 
     square = torch.ones(SIDE, SIDE, dtype=dtype, device=device)
     read = min(_seconds(row, weight) for _ in range(rounds))
     multiply = min(_seconds(square, square) for _ in range(rounds))
-    return Peaks(weight.numel() * dtype.itemsize / read, 2 * SIDE**3 / multiply)
+    return Peaks(weight.numel() * dtype.itemsize / max(read, 1e-9), 2 * SIDE**3 / max(multiply, 1e-9))
 
 
 def _seconds(left: Tensor, right: Tensor) -> float:

@@ -1,0 +1,71 @@
+"""How many bytes of keys, values and states a cache holds: of one layer, and of all that a schedule runs. Pure Python.
+
+The bytes of one position are measured on the model (``generation/batch_size.py``); the rest is counted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .fitting import fall
+from .schedule import Schedule
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """What one layer keeps for a row.
+
+    Attributes:
+        fixed: bytes whatever the length: states of recurrences and convolutions.
+        per_position: bytes of the keys and values of a position.
+        window: of a sliding layer, which keeps one position less than its window; None of others.
+        room: positions ahead for which a growing layer has memory each time it has to move.
+    """
+
+    fixed: float = 0.0
+    per_position: float = 0.0
+    window: int | None = None
+    room: int = 0
+
+    def at(self, prompt: int, positions: int) -> float:
+        """Bytes after ``positions``, the first ``prompt`` of which came in one pass."""
+        return self.fixed + self.per_position * positions_kept(prompt, positions, self.window, self.room)
+
+
+def positions_kept(prompt: int, positions: int, window: int | None, room: int) -> int:
+    """Positions that a layer has memory for; the arguments are those of :class:`LayerBytes` and its ``at``."""
+    if window is not None:
+        return min(positions, window - 1)
+    if not room:
+        return positions
+    # The first position beyond the room moves the layer to where there is room for as many again.
+    moves = -(-max(positions - prompt - room, 0) // (room + 1))
+    return prompt + room + moves * (room + 1)
+
+
+def peak_bytes(layers: Sequence[LayerBytes], schedule: Schedule, prompt: int, steps: int) -> float:
+    """The most bytes that a row's cache holds at once: what ``SkipCache.peak_kv_bytes`` will be, without beams.
+
+    Args:
+        layers: what each layer keeps.
+        schedule: which of them run.
+        prompt, steps: tokens of the prompt, padding included, and decode steps after it.
+    """
+
+    def held(depth: int, step: int) -> dict[int, float]:
+        return {layer: layers[layer].at(prompt, prompt + step + 1) for layer in schedule.layers(depth)}
+
+    # Bytes only grow while the depth stays: the moments of most are the prompt's end, falls and the last step.
+    most = sum(held(schedule.depth(0), -1).values())
+    falls = {fall(schedule, depth) - 1 for depth in range(schedule.min_depth + 1, schedule.max_depth + 1)}
+    for step in sorted({*falls, steps - 1}):
+        if not 0 <= step < steps:
+            continue
+        before, after = held(schedule.depth(step), step - 1), held(schedule.depth(step + 1), step)
+        now = sum(before.values())
+        most = max(most, now)
+        for layer in sorted(before):  # layers store, and those that the next step does not run are freed, one by one
+            now += after.get(layer, 0.0) - before[layer]
+            most = max(most, now)
+    return most

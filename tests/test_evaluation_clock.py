@@ -1,0 +1,104 @@
+"""Evaluation of faster layers, and of speed-ups that are of the clock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.tiny import EXAMPLES, run, write_examples
+from skipdecode.core.cost import Pass, Profile, shape_of
+from skipdecode.core.planning import Predictor, plan, workloads
+from skipdecode.data.tokenization import encode_prompts
+from skipdecode.errors import SkipDecodeError
+from skipdecode.evaluation import runner
+from skipdecode.evaluation.evaluate import EvaluationPlan, evaluate
+from skipdecode.generation.int8 import Int8Linear
+from skipdecode.generation.loading import load, load_tokenizer, read_config
+from skipdecode.generation.machine import machine
+
+FEW: dict[str, Any] = {"max_new_tokens": 9, "batch_size": 4, "timing_rows": 8, "repeats": 1, "samples": 20}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Prompts with responses."""
+    return write_examples(tmp_path / "rows.jsonl")
+
+
+def profile_of(checkpoint: Path, **options: Any) -> Profile:
+    """Of eight layers that take as long as all that is beyond them."""
+    passes = tuple(Pass(size, length, 0.01, (0.00125,)) for size in (1, 8) for length in (4, 90))
+    placed: dict[str, Any] = {"shape": shape_of(read_config(str(checkpoint))), "machine": machine("cpu")}
+    placed |= {"model": "made", "dtype": "float32", "device": "cpu", "options": options}
+    return Profile(**placed, kinds=("layer",), layers=(0,) * 8, prompts=passes, steps=passes)
+
+
+@pytest.mark.slow
+def test_targets_of_the_clock_are_planned_for_the_timed_runs(
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row's schedule is the one that the profile gives for its timed steps; int8 is every model's, and said."""
+    profile, loaded = profile_of(checkpoint, quantization="int8"), []
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        loaded.append(load(*args, **kwargs))
+        return loaded[-1]
+
+    monkeypatch.setattr(runner, "load", spied)
+    given: dict[str, Any] = {"speedups": (1.5,), "methods": "skipdecode,multi_exit", "clock": "step", **FEW}
+    output = tmp_path / "out"
+    wanted = EvaluationPlan(
+        str(checkpoint), data, faster={"quantization": "int8"}, profile=profile, output=output, **given
+    )
+    results = evaluate(wanted, say=lambda _: None)
+    full, *rows = results.rows
+    assert isinstance(loaded[0][0].get_output_embeddings(), Int8Linear)
+    prompts = [example.prompt for example in EXAMPLES][:8]
+    lengths = [len(ids) for ids in encode_prompts(load_tokenizer(str(checkpoint)), prompts)]
+    predictor = Predictor(profile, workloads(lengths, 4, full["timed_steps"] + 1), "step")
+    for row, (order, target) in zip(rows, [(o, 1.5) for o in ("top", "bottom")], strict=True):
+        assert row["schedule"] == plan(predictor, target, order=order).to_dict()
+        assert (row["target"], row["target_of"]) == (target, "step")
+    assert results.about["made faster"] == "{'quantization': 'int8'}"
+    assert "of a step's seconds" in results.about["targets"]
+    # Another profile makes other rows.
+    with pytest.raises(SkipDecodeError, match="other settings"):
+        evaluate(
+            EvaluationPlan(str(checkpoint), data, output=output, **given | {"clock": "layers"}), say=lambda _: None
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"clock": "job"}, "need a profile"),
+        ({"profile": "p.json"}, "need a profile"),
+        ({"clock": "job", "profile": "p.json", "methods": "unified"}, "none can be planned on the clock"),
+        ({"clock": "job", "profile": "p.json", "speedups": (1.2, 4)}, "4x of a job cannot be had"),
+        ({"clock": "job", "profile": "p.json", "dtype": "bfloat16"}, "another dtype"),
+        ({"clock": "job", "profile": "p.json", "faster": {"quantization": "int8"}}, "another options"),
+        ({"methods": "calm", "faster": {"compile": True}}, "cannot be compiled"),
+        ({"faster": {"quantization": "int3"}}, "quantization is int8"),
+    ],
+)
+def test_refused_before_weights_are_read(
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], says: str
+) -> None:
+    """What cannot be had, or not together, is said first."""
+    monkeypatch.chdir(tmp_path)
+    profile_of(checkpoint).save("p.json")
+    with pytest.raises(SkipDecodeError, match=says):
+        evaluate(EvaluationPlan(str(checkpoint), data, **{"speedups": (1.2,)} | FEW | given), say=lambda _: None)
+    assert not list(tmp_path.glob("evaluation/rows/*.json"))
+
+
+def test_the_verb_takes_what_generate_takes(checkpoint: Path, data: Path) -> None:
+    """The same names, with exit code 2 where they do not go together."""
+    done = run("evaluate", checkpoint, "--data", data, "--clock", "job")
+    assert done.returncode == 2
+    assert "need a profile" in done.stderr
+    done = run("evaluate", checkpoint, "--data", data, "--compile", "--methods", "calm")
+    assert done.returncode == 2
+    assert "cannot be compiled" in done.stderr
