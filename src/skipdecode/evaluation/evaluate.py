@@ -55,9 +55,8 @@ class EvaluationPlan:
         samples: corpora resampled for the confidence intervals.
         bert_score: directory or hub name of an encoder, to add BERTScore.
         dtype, device: as :func:`skipdecode.load` takes them.
-        faster: what makes layers faster, as :func:`skipdecode.load` takes it (``quantization``, ``compile``, ``prepack``): of
-            every
-            row's model, the full one's too.
+        faster: what makes layers faster, as :func:`skipdecode.load` takes it (``quantization``, ``compile``,
+            ``prepack``): of every row's model, the full one's too.
         clock, profile: what speed-ups are of: ``layers``; or, with what ``skipdecode profile`` measured here (or its
             file), the seconds of a decode ``step`` or of the ``job`` in the runs that are timed.
         overwrite: replace rows and tables of other settings or models.
