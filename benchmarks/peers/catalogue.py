@@ -42,6 +42,7 @@ ENGINES = {
     "transformers-static": Engine("transformers", options={"cache": "static"}),
     "transformers-compiled": Engine("transformers", options={"cache": "static", "compile": True}),
     "skipdecode": Engine("skipdecode", speedups=SPEEDUPS),
+    "skipdecode-prepacked": Engine("skipdecode", options={"prepack": True}, speedups=SPEEDUPS),
     "economize": Engine("economize", "economize", speedups=SPEEDUPS, families=("llama",)),
     "economize-generate": Engine(
         "economize", "economize", options={"api": "generate"}, speedups=SPEEDUPS, families=("llama",)

@@ -23,9 +23,10 @@ class _Ids:
 
 
 def load(job: Job) -> Generate:
-    """Options of a call: ``schedule``, a Schedule's JSON object, or none for full depth."""
+    """Options: ``prepack``. Of a call: ``schedule``, a Schedule's JSON object, or none for full depth."""
     torch.set_num_threads(job["threads"])
-    model, tokenizer = skipdecode.load(job["checkpoint"], dtype=job["precision"], device="cpu")
+    prepack = bool(job["options"].get("prepack"))
+    model, tokenizer = skipdecode.load(job["checkpoint"], dtype=job["precision"], device="cpu", prepack=prepack)
     ids: Any = _Ids(tokenizer.pad_token_id)
 
     def generate(prompts: list[list[int]], new_tokens: int, schedule: dict[str, Any] | None = None) -> list[list[int]]:
