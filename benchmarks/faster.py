@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -22,10 +24,13 @@ from transformers.cache_utils import DynamicLayer
 
 from skipdecode import Schedule, SkipCache, attach, detach
 from skipdecode.generation.faster import make_faster
+from skipdecode.generation.machine import machine
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "prepacked": {"prepack": True},
     "compile": {"compile": True},
+    "prepacked+compile": {"prepack": True, "compile": True},
     "int8": {"quantization": "int8"},
     "int8+compile": {"quantization": "int8", "compile": True},
 }
@@ -86,12 +91,16 @@ def alternate(ways: Mapping[str, Callable[[], Sequence[float]]], rounds: int, **
 
 
 def steps(args: argparse.Namespace) -> None:
-    """Plain, compiled, int8 and both: a step at full depth and at a fifth of the layers."""
+    """Each of the ways: a step at full depth and at a fifth of the layers."""
     plain = build(args)
+    shape = f"{args.family}, width {args.width}, {args.layers} layers, vocabulary {args.vocab}, {args.dtype}"
+    print(json.dumps({"command": shlex.join(["python", *sys.argv]), "machine": machine(), "shape": shape}), flush=True)
     models = {name: attach(make_faster(deepcopy(plain), **WAYS[name])) for name in args.ways}
+    del plain
     for batch in args.batch:
         for depth in (args.layers, max(args.layers // 5, 1)):
-            plan = Schedule(args.layers, depth, depth, horizon=1)
+            # The prompt is not timed: it runs no more layers than the steps.
+            plan = Schedule(args.layers, depth, depth, horizon=1, prompt_layers=depth)
             ways = {
                 name: functools.partial(one, model, SkipCache, plan, batch, args.context[0], args.count)
                 for name, model in models.items()
@@ -185,6 +194,14 @@ def profiled(args: argparse.Namespace) -> None:
     print(prof.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
 
 
+def ways_of(text: str) -> list[str]:
+    """``plain,prepacked`` as names of ways."""
+    names = text.split(",")
+    if unknown := set(names) - set(WAYS):
+        raise argparse.ArgumentTypeError(f"no such way: {', '.join(sorted(unknown))}")
+    return names
+
+
 def main() -> None:
     """Reads the arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -198,7 +215,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[64])
     parser.add_argument("--count", type=int, default=16, help="decode steps each time")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", type=ways_of, default=list(WAYS), help=f"of {','.join(WAYS)}; all by default")
     parser.add_argument("--threads", type=int, default=None)
     args = parser.parse_args()
     if args.threads:

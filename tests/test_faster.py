@@ -163,15 +163,20 @@ def test_batches_that_fit_are_compiled_too(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-def test_inductor_writes_what_eager_writes() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prepack": True}, pytest.param({"quantization": "int8"}, marks=needs_int8)],
+    ids=["plain", "prepack", "int8"],
+)
+def test_inductor_writes_what_eager_writes(options: dict[str, Any]) -> None:
     """The real compiler, once."""
     try:
-        check_faster("tiny", CPU, "cpu", {}, None, compile=True)
+        check_faster("tiny", CPU, "float32", "cpu", {}, compile=True)
     except ModelError as error:
         pytest.skip(str(error))
-    model = attach(build("llama"))
+    model = attach(make_faster(build("llama"), **options))
     expected = run(model, prompts(), TOP).sequences
-    attach(make_faster(detach(model), compile=True))
+    attach(make_faster(detach(model), compile=True, **options))
     assert torch.equal(run(model, prompts(), TOP).sequences, expected)
     torch._dynamo.reset()
 
@@ -192,6 +197,7 @@ def test_no_compiler_is_said_before_weights_are_read(checkpoint: Path, monkeypat
 # --- int8
 
 
+@needs_int8
 @pytest.mark.parametrize("bias", [True, False])
 def test_int8_products_are_those_of_the_rounded_numbers(bias: bool) -> None:
     """Exact sums of whole numbers from -127 to 127, times the scales of output and row; a row of zeros stays one."""
@@ -210,6 +216,44 @@ def test_int8_products_are_those_of_the_rounded_numbers(bias: bool) -> None:
     assert distance(got.double(), expected) < 1e-2, "a half may be rounded either way in float32"
     assert (got - linear(x)).abs().max() < 0.02 * linear(x).abs().max()
     assert torch.equal(got[0, 0], linear.bias.detach() if bias else torch.zeros(24))
+
+
+@needs_int8
+@pytest.mark.parametrize("rows", [1, 3, 33])
+def test_int8_sums_do_not_saturate(rows: int) -> None:
+    """The largest sums that rounded numbers can have, exactly; 16 bits would hold two of their products."""
+    weight = torch.full((40, 4096), 1.0)
+    weight[::3] = -1
+    with torch.no_grad():
+        got = Int8Linear(weight, None)(torch.full((rows, 4096), -127.0))
+    assert torch.equal(got, (-127.0 * 4096 * weight[:, 0]).expand(rows, 40)), "scales are 1 and 1/127"
+
+
+@needs_int8
+def test_int8_of_a_row_that_is_not_finite_is_not_finite() -> None:
+    """And the other rows are what they were."""
+    module, x = Int8Linear(torch.randn(24, 48), None), torch.randn(3, 48)
+    expected = module(x)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        x[1, 5] = bad
+        got = module(x)
+        assert not got[1].isfinite().any()
+        assert torch.equal(got[::2], expected[::2])
+
+
+@needs_int8
+@pytest.mark.parametrize("name", ["opt", "gpt2"])
+def test_int8_weights_are_copied_and_not_changed(name: str) -> None:
+    """A copy writes the same; what would change or lose them without a word is refused."""
+    model = make_faster(build(name), quantization="int8")
+    expected = run(model, prompts(), TOP).sequences
+    assert torch.equal(run(copy.deepcopy(model), prompts(), TOP).sequences, expected)
+    with pytest.raises(ModelError, match="not saved"):
+        model.state_dict()
+    with pytest.raises(ModelError, match="are not trained"):
+        detach(model).requires_grad_(True)(prompts()["input_ids"])
+    with pytest.raises(ModelError, match="keep their device and type"):
+        model.bfloat16()
 
 
 @needs_int8
@@ -243,13 +287,17 @@ def test_a_tied_heads_embedding_stays() -> None:
     assert not hasattr(head, "weight")
 
 
-@needs_int8
 @pytest.mark.usefixtures("_eager")
-def test_int8_and_compiled_together_write_what_int8_writes(checkpoint: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [pytest.param({"quantization": "int8"}, marks=needs_int8), {"prepack": True}], ids=["int8", "prepack"]
+)
+def test_other_weights_and_compiled_steps_write_what_eager_ones_write(
+    checkpoint: Path, options: dict[str, Any]
+) -> None:
     """Options combine; tokens do not change with the compiler."""
     texts = []
     for compiled in (False, True):
-        model, tokenizer = load(str(checkpoint), dtype="float32", quantization="int8", compile=compiled)
+        model, tokenizer = load(str(checkpoint), dtype="float32", compile=compiled, **options)
         result = skipdecode.generate(model, tokenizer, ["the cat sat", "a dog"], speedup=2, max_new_tokens=6)
         texts.append([completion.text for completion in result.completions])
     assert texts[0] == texts[1]
@@ -298,6 +346,7 @@ def test_int8_where_torch_does_not_know_the_cpu(
 ) -> None:
     """Linux is asked; what nobody knows is refused, since sums may overflow there."""
     monkeypatch.setattr(int8, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(int8, "_sums_exactly", lambda: True)
     if cpuinfo is not None:
         (tmp_path / "cpuinfo").write_text(cpuinfo)
     if says is None:

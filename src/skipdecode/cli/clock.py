@@ -50,6 +50,7 @@ def profile(
     revision: o.Revision = None,
     quantization: o.Quantization = None,
     compile: o.Compile = False,
+    prepack: o.Prepack = False,
     as_json: o.Json = False,
 ) -> None:
     """Measure what prompts and decode steps take on this machine: minutes, with nothing else computing.
@@ -65,7 +66,7 @@ def profile(
 
     sizes, lengths = _whole(batch, "--batch"), _whole(context, "--context")
     check_target(output, ours=is_profile)
-    faster = faster_options(quantization, compile)
+    faster = faster_options(quantization, compile, prepack)
     if attention:
         faster["attention"] = attention
     loaded, tokenizer = _load(
@@ -212,6 +213,7 @@ def bench(
     revision: o.Revision = None,
     quantization: o.Quantization = None,
     compile: o.Compile = False,
+    prepack: o.Prepack = False,
     offload: o.OffloadTo = None,
     max_memory: o.MaxMemory = None,
     offload_folder: o.OffloadFolder = None,
@@ -235,7 +237,7 @@ def bench(
         raise UsageError("a profile knows no offload: leave one of --profile and --offload out")
     if output:
         check_folder(output)
-    options = faster_options(quantization, compile) | ({"attention": attention} if attention else {})
+    options = faster_options(quantization, compile, prepack) | ({"attention": attention} if attention else {})
     loaded, tokenizer = _load(model, shape, dtype, device, revision, options, away, plan.check)
     for doubt in doubts(measured) if measured is not None else []:
         say(doubt)

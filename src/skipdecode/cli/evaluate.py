@@ -87,6 +87,7 @@ def evaluate(
     device: o.Device = None,
     quantization: o.Quantization = None,
     compile: o.Compile = False,
+    prepack: o.Prepack = False,
     overwrite: Overwrite = False,
     as_json: o.Json = False,
 ) -> None:
@@ -103,7 +104,7 @@ def evaluate(
     from ..generation.faster import faster_options
 
     files = [Path(name) for names in schedule or () for name in names.split(",")]
-    rest = {name: given[name] for name in PLAN} | {"faster": faster_options(quantization, compile)}
+    rest = {name: given[name] for name in PLAN} | {"faster": faster_options(quantization, compile, prepack)}
     plan = EvaluationPlan(model, data, o.task_of(given), targets, schedules=files, **rest)
     command = shlex.join(["skipdecode", *(_short(part) for part in sys.argv[1:])])
     with Bar() as bar:

@@ -24,7 +24,8 @@ DECODING = (
 ).split()
 #: Options that are the job's own, under the same names.
 JOB = (
-    "format speedup full prompt_layers clock profile seed dtype device revision quantization compile overwrite chat"
+    "format speedup full prompt_layers clock profile seed dtype device revision quantization compile prepack overwrite "
+    "chat"
 ).split()
 
 
@@ -67,6 +68,7 @@ def generate(
     offload_folder: o.OffloadFolder = None,
     quantization: o.Quantization = None,
     compile: o.Compile = False,
+    prepack: o.Prepack = False,
     overwrite: o.Overwrite = False,
     as_json: o.Json = False,
 ) -> None:
@@ -84,11 +86,8 @@ def generate(
     if job.output is None:
         texts = [completion.text for _, completion in sorted(result.completions.items())]
         _write_stream(output, "".join(f"{text}\n" for text in texts) if prompt else result.jsonl)
-    _show(result)
-    if as_json:
-        print(json.dumps(result.summary))
+    _show(result, as_json)
     if not result.summary["rows"]:
-        say("no row could be generated")
         raise Exit(1)
 
 
@@ -132,7 +131,7 @@ def _write_stream(output: str, text: str) -> None:
         raise FileError(f"the texts could not be written ({error.strerror}): give --output FILE to keep them") from None
 
 
-def _show(result: JobResult) -> None:
+def _show(result: JobResult, as_json: bool) -> None:
     """Bad rows, and what the job took."""
     from rich.table import Table
 
@@ -145,6 +144,10 @@ def _show(result: JobResult) -> None:
     for figure, label in _figures(result.summary):
         table.add_row(figure, label)
     err.print(table)
+    if as_json:
+        print(json.dumps(result.summary))
+    if not result.summary["rows"]:
+        say("no row could be generated")
 
 
 def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -47,7 +47,11 @@ def layer_kinds(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[int, ...
     layers = decoder_layers(model)
     types = getattr(text_config(model.config), "layer_types", None) or [""] * len(layers)
     forms = [
-        (type(layer).__name__, types[index], tuple(sorted(map(str, (p.shape for p in layer.parameters())))))
+        (
+            type(layer).__name__,
+            types[index],
+            tuple(sorted(str(p.shape) for p in (*layer.parameters(), *layer.buffers()))),
+        )
         for index, layer in enumerate(layers)
     ]
     kinds = list(dict.fromkeys(forms))

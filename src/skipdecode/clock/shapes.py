@@ -10,7 +10,7 @@ from transformers.initialization import no_init_weights
 
 from ..core.attach import attach
 from ..errors import ModelError, UsageError
-from ..generation.faster import check_faster, make_faster
+from ..generation.faster import check_faster, faster_options, make_faster
 from ..generation.loading import DEMO, check_device, check_dtype, cpu_capabilities, load_tokenizer
 
 
@@ -71,6 +71,7 @@ def random_model(
     seed: int = 0,
     quantization: str | None = None,
     compile: bool = False,
+    prepack: bool = False,
     **options: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model of the shape with random weights, and a tokenizer that decodes some of its ids; for timing only.
@@ -80,7 +81,7 @@ def random_model(
         dtype: of the weights; ``auto`` is bfloat16, as the published models have it.
         device: where they are made.
         seed: of the weights.
-        quantization, compile: as :func:`skipdecode.load` takes them.
+        quantization, compile, prepack: as :func:`skipdecode.load` takes them.
         options: ``attn_implementation`` and others of ``from_config``.
 
     Raises:
@@ -90,8 +91,9 @@ def random_model(
     config = shape_config(name)
     check_device(device)
     check_dtype(dtype)
-    check_faster(name, config, device, cpu_capabilities(), quantization, compile)
     kind = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+    faster = faster_options(quantization, compile, prepack)
+    check_faster(name, config, kind, device, cpu_capabilities(), **faster)
     torch.manual_seed(seed)
     try:
         with torch.device(device), no_init_weights():  # their own distributions take a minute, and time no better
@@ -102,4 +104,4 @@ def random_model(
     except (RuntimeError, MemoryError) as error:
         raise ModelError(f"{name} in {kind} does not fit on {device!r}: {error}") from error
     model.generation_config.eos_token_id = None  # nothing ends a text early
-    return attach(make_faster(model.eval(), quantization=quantization, compile=compile)), load_tokenizer(str(DEMO))
+    return attach(make_faster(model.eval(), **faster)), load_tokenizer(str(DEMO))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StoppingCriteriaList,
     StopStringCriteria,
 )
 
@@ -22,6 +24,7 @@ from ..core.checkpoint_config import layer_count
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from .faster import is_compiled
+from .leaving import leaving
 from .results import Completion, Cost
 
 #: How to decode: a schedule, None for the stock model, or what makes each batch's cache for methods of their own.
@@ -52,7 +55,8 @@ def generate_batch(
 ) -> tuple[list[Completion], Cost]:
     """One batch of token-id prompts; ``decoding`` None is the stock model with its ordinary cache.
 
-    ``options`` go to ``model.generate``; greedy unless ``do_sample`` is among them.
+    ``options`` go to ``model.generate``; greedy unless ``do_sample`` is among them. Rows that have ended leave the
+    batch (:mod:`.leaving`).
     """
     width = max(map(len, prompts))
     pad = tokenizer.pad_token_id
@@ -72,27 +76,32 @@ def generate_batch(
     options = defaults | options
     options["logits_processor"] = LogitsProcessorList([*(options.get("logits_processor") or []), clock])
     strings = options.get("stop_strings", model.generation_config.stop_strings)
+    eos = options.get("eos_token_id", model.generation_config.eos_token_id)
+    stops = {eos} if isinstance(eos, int) else set(eos or ())
+    rows_leave = leaving(model, tokenizer, cache, len(prompts), stops, strings, options)
+    criteria = options.pop("stopping_criteria", None)
     start = time.perf_counter()
-    output = model.generate(
-        ids,
-        attention_mask=mask,
-        past_key_values=cache,
-        tokenizer=tokenizer if strings else None,
-        **options | {"return_dict_in_generate": True},
-    )
+    with rows_leave or nullcontext():
+        output = model.generate(
+            ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            tokenizer=tokenizer if strings else None,
+            stopping_criteria=StoppingCriteriaList([rows_leave]) if rows_leave else criteria,
+            **options | {"return_dict_in_generate": True},
+        )
     synchronize(model.device)
     end = time.perf_counter()
     sequences = output.sequences.where(output.sequences >= 0, pad)  # beams without an end are filled up with -1
     written = sequences[:, width:].tolist()
-    eos = options.get("eos_token_id", model.generation_config.eos_token_id)
-    ends = _ends(written, {eos} if isinstance(eos, int) else set(eos or ()))
+    ends = _ends(written, stops)
     if strings:
         stop = StopStringCriteria(tokenizer, strings)
         for length in range(1, len(written[0]) + 1):
             for row, met in enumerate(stop(sequences[:, : width + length], None).tolist()):
                 if met:
                     ends[row] = min(ends[row] or length, length)
-    if options.get("stopping_criteria"):
+    if criteria:
         ends = [end or _unpadded(row, pad) for row, end in zip(written, ends, strict=True)]
     rows = [_completion(tokenizer, row, end) for row, end in zip(written, ends, strict=True)]
     steps = clock.calls - 1
@@ -109,7 +118,9 @@ def generate_batch(
         row_steps=getattr(cache, "row_steps", 0),
         prompt_positions=width,
         prompt_layer_positions=sum(in_prompt),
-        peak_kv_bytes=getattr(cache, "peak_kv_bytes", None) or cache_bytes(cache),
+        # A stock cache grows to the end, or until rows leave it.
+        peak_kv_bytes=getattr(cache, "peak_kv_bytes", None)
+        or max(cache_bytes(cache), rows_leave.peak_kv_bytes if rows_leave else 0),
     )
     return rows, cost
 

@@ -15,16 +15,31 @@ from ..core.gate import find_cache
 from ..core.stack import decoder_layers
 from ..errors import ModelError, UsageError
 from .int8 import check_int8, quantize_int8
+from .packed import check_prepack
+from .packed import prepack as pack
 
 Model = TypeVar("Model", bound=PreTrainedModel)
+BOTH = "int8 weights have a layout of their own: leave one of quantization and prepack out"
 
 
 def check_faster(
-    name: str, config: Any, device: str, capabilities: Mapping[str, Any], quantization: str | None, compile: bool
+    name: str,
+    config: Any,
+    dtype: str | torch.dtype,
+    device: str,
+    capabilities: Mapping[str, Any],
+    *,
+    quantization: str | None = None,
+    compile: bool = False,
+    prepack: bool = False,
 ) -> None:
     """Whether a model may be made faster so, before its weights are read. Raises UsageError or ModelError."""
     if quantization not in (None, "int8"):
         raise UsageError(f"quantization is int8 or None, not {quantization!r}")
+    if quantization and prepack:
+        raise UsageError(BOTH)
+    if prepack:
+        check_prepack(name, config, dtype, device)
     if quantization:
         check_int8(name, config, device, capabilities)
     if compile and torch.device(device).type == "cpu":
@@ -36,12 +51,15 @@ def check_faster(
             raise ModelError(f"compile=True needs a C++ compiler ({error}): install g++, or leave it out") from None
 
 
-def faster_options(quantization: str | None, compile: bool) -> dict[str, Any]:
+def faster_options(quantization: str | None, compile: bool, prepack: bool) -> dict[str, Any]:
     """Those that are on, by name: what a time must be told with."""
-    return ({"quantization": quantization} if quantization else {}) | ({"compile": True} if compile else {})
+    given = {"quantization": quantization, "compile": compile, "prepack": prepack}
+    return {name: value for name, value in given.items() if value}
 
 
-def make_faster(model: Model, *, quantization: str | None = None, compile: bool = False) -> Model:
+def make_faster(
+    model: Model, *, quantization: str | None = None, compile: bool = False, prepack: bool = False
+) -> Model:
     """Change a model, before gates are attached, so that its layers and its head run faster. Returns the model.
 
     The head's input is always made contiguous (:func:`contiguous_head`).
@@ -50,18 +68,25 @@ def make_faster(model: Model, *, quantization: str | None = None, compile: bool 
         model: any causal LM without gates.
         quantization: ``int8``: weights and activations of 8 bits, on CPUs (:mod:`.int8`).
         compile: decode steps through ``torch.compile``.
+        prepack: weights laid out once as the CPU's products read them, instead of at every call (:mod:`.packed`).
 
     Raises:
-        ModelError: the model is attached already, or its weights are offloaded.
-        UnsupportedModel: int8 weights are not possible.
+        UsageError: both ``quantization`` and ``prepack``.
+        ModelError: the model is attached already, its weights are offloaded, or they cannot be laid out anew.
+        UnsupportedModel: int8 weights, or weights laid out anew, are not possible.
     """
     layers = decoder_layers(model)
     if is_attached(model):
         raise ModelError("gates stand on this model already: make it faster before attach, or detach it first")
-    if (quantization or compile) and any(hasattr(layer, "_hf_hook") for layer in layers):
-        raise ModelError("layers whose weights are offloaded can be neither compiled nor quantized")
+    if (quantization or compile or prepack) and any(hasattr(layer, "_hf_hook") for layer in layers):
+        raise ModelError("layers whose weights are offloaded can be neither compiled nor quantized nor prepacked")
+    if quantization and prepack:
+        raise UsageError(BOTH)
+    _without_hook(model)
     if quantization:
         quantize_int8(model)
+    if prepack:
+        pack(model)
     if compile:
         # Else a layer's number is a constant of its graph, and each layer has graphs of its own.
         torch._dynamo.config.allow_unspec_int_on_nn_module = True
@@ -85,6 +110,13 @@ def contiguous_head(model: Model) -> Model:
     if head is not None and _contiguous not in head._forward_pre_hooks.values():
         head.register_forward_pre_hook(_contiguous)
     return model
+
+
+def _without_hook(model: PreTrainedModel) -> None:
+    """A head with hooks is not replaced; one with ours may be."""
+    hooks = getattr(model.get_output_embeddings(), "_forward_pre_hooks", {})
+    for key in [key for key, hook in hooks.items() if hook is _contiguous]:
+        del hooks[key]
 
 
 def _contiguous(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

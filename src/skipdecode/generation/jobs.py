@@ -81,8 +81,8 @@ class GenerationJob:
             seconds of a decode ``step``, or of the whole ``job`` if every row writes ``max_new_tokens``.
         batch_size: rows decoded together; ``auto``: rows of like length, as many as fit into memory.
         seed: of sampling: a row's text depends on it and on the row's number, not on its batch.
-        dtype, device, revision, offload, quantization, compile: as :func:`skipdecode.load` takes them; of offloaded
-            layers, those stay in memory that the schedule runs most.
+        dtype, device, revision, offload, quantization, compile, prepack: as :func:`skipdecode.load` takes them; of
+            offloaded layers, those stay in memory that the schedule runs most.
         overwrite: replace an output, finished or not, that is already there.
         chat: each prompt that is a text is a user's message: the tokenizer's chat template is applied.
         options: as ``model.generate`` names them; ``max_new_tokens`` is the task's if it is not among them.
@@ -112,6 +112,7 @@ class GenerationJob:
     chat: bool = False
     quantization: str | None = None
     compile: bool = False
+    prepack: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -167,11 +168,11 @@ class GenerationJob:
         check_with_model(self.options, defaults, skips=not self.full, seed=self.seed)
         check_batch_size(self.batch_size, self.options, defaults)
         clock = ClockOf(self.clock, self.profile)
-        clock.check(config, self.dtype, self.device, **faster_options(self.quantization, self.compile))
+        clock.check(config, self.dtype, self.device, **self._faster())
         items = self._items()
         # Another type or kind of device rounds otherwise; a hub name alone does not say which version it is.
         placed = [*map(str, placement(config, self.dtype, self.device)), getattr(config, "_commit_hash", None)]
-        placed += [name for name in (self.quantization, "compile" * self.compile) if name]
+        placed += [name if value is True else value for name, value in self._faster().items()]
         new_tokens = self.options["max_new_tokens"]
         rows = JobRows(items, load_tokenizer(self.model, self.revision), config, new_tokens)
         lengths, beams = [len(ids) for ids in rows.ids.values()], num_beams(self.options, defaults)
@@ -199,6 +200,9 @@ class GenerationJob:
             result = work(journal)
             journal.finish(result.jsonl, dict(result.summary))
             return result
+
+    def _faster(self) -> dict[str, Any]:
+        return faster_options(self.quantization, self.compile, self.prepack)
 
     def _schedule(self, config: Any, predictor: Predictor | None) -> Schedule | None:
         given = self.schedule if isinstance(self.schedule, Schedule) else None
@@ -239,7 +243,7 @@ class GenerationJob:
             say(f"{len(completions)} rows were done before")
         todo = {index: ids for index, ids in rows.ids.items() if index not in completions}
         if todo:
-            how = {name: getattr(self, name) for name in ("dtype", "device", "revision", "quantization", "compile")}
+            how = {name: getattr(self, name) for name in ("dtype", "device", "revision")} | self._faster()
             offload = Offload.of(self.offload, None if schedule is None else schedule.ranking)
             model, tokenizer = load(self.model, offload=offload, **how)
             on_start(len(rows.ids), len(completions))

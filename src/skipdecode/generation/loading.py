@@ -25,9 +25,10 @@ from ..core.attach import attach
 from ..core.stack import text_config
 from ..data.tokenization import for_decoding, train_tokenizer
 from ..errors import ModelError, UsageError
-from .faster import check_faster, make_faster
+from .faster import check_faster, faster_options, make_faster
 from .int8 import check_linear
 from .offload import Offload
+from .packed import check_packable
 from .soundness import (
     UNREADABLE,
     Reading,
@@ -74,6 +75,7 @@ def load(
     offload: str | Offload | None = None,
     quantization: str | None = None,
     compile: bool = False,
+    prepack: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal LM with gates attached, and its tokenizer. No code of the checkpoint is run.
 
@@ -88,20 +90,22 @@ def load(
             an :class:`~skipdecode.generation.offload.Offload`, which says how much memory the weights may take.
         quantization: ``int8``: layers and LM head multiply in 8 bits, on CPUs.
         compile: decode steps run through ``torch.compile``, which takes a minute at the first ones.
+        prepack: weights of layers and LM head are laid out once as the CPU's products read them; bfloat16 and float32.
 
     Raises:
-        ModelError: no such model, device or type, int8 or compilation that is not possible here, no decoder-only
-            causal LM, or a damaged checkpoint: weights that are missing, left over, of another shape or not finite, a
-            tokenizer of another model, files that are no JSON.
-        UsageError: another quantization, or one together with offload.
+        ModelError: no such model, device or type, int8, compilation or layout that is not possible here, no
+            decoder-only causal LM, or a damaged checkpoint: weights that are missing, left over, of another shape or
+            not finite, a tokenizer of another model, files that are no JSON.
+        UsageError: another quantization, or one together with offload or prepack; prepack or compile with offload.
     """
     config = read_config(name, revision)
     dtype, device = placement(config, dtype, device)
-    if offload is not None and (quantization or compile):
-        raise UsageError("layers that wait elsewhere can be neither quantized nor compiled: leave out offload")
-    check_faster(name, config, device, cpu_capabilities(), quantization, compile)
-    if quantization and (sketch := _sketch(config)) is not None:
-        check_linear(sketch)
+    faster = faster_options(quantization, compile, prepack)
+    if offload is not None and faster:
+        raise UsageError(f"layers that wait elsewhere take no {' or '.join(faster)}: leave it or offload out")
+    check_faster(name, config, dtype, device, cpu_capabilities(), **faster)
+    if (quantization or prepack) and (sketch := _sketch(config)) is not None:
+        check_linear(sketch) if quantization else check_packable(sketch)
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     if (away := Offload.of(offload)) is not None:
         options |= away.options(_sketch(config), dtype, device)
@@ -118,7 +122,7 @@ def load(
     else:
         with Reading(f"{name} does not fit on {device!r}"):
             model = model.to(device)
-    return attach(make_faster(model.eval(), quantization=quantization, compile=compile)), tokenizer
+    return attach(make_faster(model.eval(), **faster)), tokenizer
 
 
 def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tuple[str | torch.dtype, str]:

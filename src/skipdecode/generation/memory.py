@@ -101,4 +101,6 @@ class PeakMeter(TorchDispatchMode):
 
 
 def _address(value: torch.Tensor) -> int:
+    if value.layout == torch._mkldnn:  # type: ignore[attr-defined]  # weights in a layout of oneDNN's own: given, never made
+        return 0
     return value.untyped_storage().data_ptr()

@@ -19,7 +19,8 @@ class Completion:
 class Cost:
     """What a run took. Seconds are wall clock; a decode step is a forward pass after the prompt's.
 
-    Steps and the prompt's positions are counted once for a batch, whatever its rows.
+    Steps, their layers and the prompt's positions are counted once for a batch, whatever its rows and however many of
+    them have left it. A batch's steps go on until its longest text has ended.
     """
 
     num_layers: int

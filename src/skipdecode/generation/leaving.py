@@ -1,0 +1,127 @@
+"""Rows that have ended leave the batch: the model computes the others alone, and ``generate``'s loop goes on over all.
+
+So tokens, random numbers, logits processors and lengths are what they were. Two hooks stand around each forward pass.
+The first takes the rows that have ended out of what the model is given, and out of its cache; the second puts zeros in
+the place of their logits, for which the loop writes padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    EosTokenCriteria,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from ..core.cache import SkipCache, cache_bytes
+from ..core.stack import decoder_layers
+from .faster import is_compiled
+from .options import num_beams
+
+#: Rows leave when at most this share of the rows in the cache goes on. What stays is copied: all cuts together copy no
+#: more than the first cache held.
+SHARE = 0.5
+#: What a pass is given for each row: (rows, positions).
+BY_ROW = ("input_ids", "attention_mask", "position_ids")
+
+
+def leaving(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: DynamicCache,
+    rows: int,
+    stops: Collection[int],
+    strings: Any,
+    options: Mapping[str, Any],
+) -> Leaving | None:
+    """How the rows of a batch leave; None where they stay.
+
+    They stay with beams, which are put in order at every step; with stopping criteria of the caller, which may end a
+    row unnoticed or take the place of others; where no token ends a text, since ``generate`` then goes on writing;
+    with a method's own cache, which may know things of its rows; and in compiled layers or models, which other numbers
+    of rows may compile anew.
+
+    Args:
+        stops: token ids that end a text.
+        strings: as ``stop_strings`` of ``model.generate``.
+        options: the others.
+    """
+    ours = isinstance(cache, SkipCache) or type(cache) is DynamicCache
+    beams = num_beams(options, model.generation_config) > 1 or hasattr(model, "_reorder_cache")
+    if rows == 1 or not stops or not ours or beams or options.get("stopping_criteria"):
+        return None
+    if is_compiled(decoder_layers(model)[0]) or model._compiled_call_impl is not None:
+        return None
+    ends: list[StoppingCriteria] = [EosTokenCriteria(sorted(stops))]
+    if strings:
+        ends.append(StopStringCriteria(tokenizer, strings))
+    return Leaving(model, cache, rows, ends)
+
+
+class Leaving(StoppingCriteria):
+    """Ends no row: notes which have ended. To be given to ``model.generate``, and entered around that call.
+
+    Attributes:
+        peak_kv_bytes: most bytes that the cache held when rows left it.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: DynamicCache, rows: int, ends: Sequence[StoppingCriteria]
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.ends = StoppingCriteriaList(ends)
+        self.ended = torch.zeros(rows, dtype=torch.bool, device=model.device)
+        self.kept: Tensor | None = None  # rows in the cache, once some have left
+        self.peak_kv_bytes = 0
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Leaving:
+        before = self.model.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._hooks = [before, self.model.register_forward_hook(self._after, with_kwargs=True)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """No row (rows,) has to end for this."""
+        self.ended |= self.ends(input_ids, scores, **kwargs)
+        return torch.zeros_like(self.ended)
+
+    def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Another thread's pass has another cache.
+        if kwargs.get("past_key_values") is not self.cache:
+            return None
+        given = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
+        # A family may be given more than we know of: then its rows stay.
+        if all(name in BY_ROW and value.shape[:-1] == self.ended.shape for name, value in given.items()):
+            self._cut()
+        if self.kept is None:
+            return None
+        return args, kwargs | {name: value[self.kept.to(value.device)] for name, value in given.items()}
+
+    def _cut(self) -> None:
+        """Let rows leave if enough of them have ended."""
+        kept = torch.arange(len(self.ended), device=self.ended.device) if self.kept is None else self.kept
+        goes_on = ~self.ended[kept]
+        if 0 < int(goes_on.sum()) <= SHARE * len(kept):
+            self.peak_kv_bytes = max(self.peak_kv_bytes, cache_bytes(self.cache))
+            self.cache.reorder_cache(goes_on.nonzero()[:, 0])  # as beams do, so every kind of layer can
+            self.kept = kept[goes_on]
+
+    def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if self.kept is not None and kwargs.get("past_key_values") is self.cache:
+            all_rows = output.logits.new_zeros(len(self.ended), *output.logits.shape[1:])
+            output.logits = all_rows.index_copy_(0, self.kept.to(all_rows.device), output.logits)
+        return output

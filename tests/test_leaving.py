@@ -1,0 +1,300 @@
+"""Rows that have ended leave their batch: nobody's text changes, and the model computes fewer rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria
+
+import skipdecode
+from helpers.families import FAMILIES, SCHEDULES, TOP, build
+from helpers.tiny import TEXTS
+from skipdecode import Schedule, SkipCache, attach
+from skipdecode.core.cache import cache_bytes
+from skipdecode.data.tokenization import encode_prompts
+from skipdecode.generation import leaving
+from skipdecode.generation.batch import Decoding, generate_batch
+from skipdecode.generation.faster import make_faster
+from skipdecode.generation.generate import generate_ids
+from skipdecode.generation.results import Completion, Cost
+from skipdecode.methods import get_method
+
+PAD, END, NEW = 0, 1, 16
+LENGTHS = (9, 5, 2, 7, 3, 4, 8, 6)
+WIDTH = max(LENGTHS)
+#: After how many tokens the rows end; the sixth runs out of them.
+ENDS = (3, 13, 6, 1, 9, 99, 4, 8)
+#: Rows of each pass if those that have ended leave when half have: four of eight by token 6, two of four by 9.
+ROWS = [8] * 6 + [4] * 3 + [2] * 4 + [1] * 3
+
+
+class Tokenizer:
+    """Tokens are their own text."""
+
+    pad_token_id = PAD
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return " ".join(map(str, ids))
+
+
+class Ends(LogitsProcessor):
+    """Ends each row after so many tokens, and not before."""
+
+    def __init__(self, ends: tuple[int, ...]) -> None:
+        self.ends = torch.tensor(ends)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        ends = self.ends.repeat_interleave(len(scores) // len(self.ends)) == input_ids.shape[1] - WIDTH + 1  # beams
+        scores[:, END] = -torch.inf
+        scores[ends] = -torch.inf
+        scores[ends, END] = 0.0
+        return scores
+
+
+class Sees(LogitsProcessor):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.ids: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.ids.append(input_ids)
+        return scores
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(2, 128, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@contextmanager
+def passes(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Rows that each forward pass computes."""
+    rows: list[int] = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    yield rows
+    hook.remove()
+
+
+@contextmanager
+def all_stay() -> Iterator[None]:
+    """No row leaves: the batches that the others are compared with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leaving, "SHARE", 0.0)
+        yield
+
+
+def write(
+    model: PreTrainedModel, decoding: Decoding, ends: tuple[int, ...] = ENDS, **options: Any
+) -> tuple[list[Completion], Cost]:
+    processors = LogitsProcessorList([*options.pop("logits_processor", []), Ends(ends)])
+    defaults: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": END, "logits_processor": processors}
+    torch.manual_seed(0)
+    return generate_batch(model, Tokenizer(), prompts(), decoding, **(defaults | options))
+
+
+#: Tokens that end a text where nothing else does: every ninth.
+OFTEN: dict[str, Any] = {"eos_token_id": list(range(3, 128, 9)), "max_new_tokens": NEW}
+PLANS = {"stock": None, **{key: SCHEDULES[key] for key in ("top-to-1", "even", "prompt-wide")}}
+
+
+@pytest.mark.parametrize("key", PLANS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_text_changes_and_fewer_rows_are_computed(name: str, key: str) -> None:
+    """Greedy and sampled, with sliding windows, recurrent layers, lent keys, and depths that fall meanwhile."""
+    model, plan = build(name), PLANS[key]
+    choices: list[dict[str, Any]] = [{}, {"do_sample": True, "temperature": 1.3, "top_k": 40}]
+    for options in choices:
+        with all_stay():
+            stay, full = write(model, plan, **options)
+        with passes(model) as rows:
+            left, cost = write(model, plan, **options)
+        assert left == stay
+        assert [row.tokens for row in left] == [min(end, NEW) for end in ENDS]
+        assert rows == ROWS
+        assert (cost.steps, cost.layer_steps, cost.tokens) == (full.steps, full.layer_steps, full.tokens)
+        assert cost.peak_kv_bytes <= full.peak_kv_bytes
+
+
+def test_a_text_does_not_depend_on_when_others_leave() -> None:
+    """The longest row writes the same whatever ends beside it, alone from the second token on or never alone."""
+    model = build("llama")
+    texts = {write(model, TOP, (*[others] * 5, 99, others, others))[0][5].text for others in (1, 2, 7, 15, 99)}
+    assert len(texts) == 1
+
+
+def test_a_seeded_row_samples_as_it_does_alone() -> None:
+    """Its random numbers are its own, whoever has left."""
+    model = build("opt")
+    options: dict[str, Any] = OFTEN | {"do_sample": True, "temperature": 1.5, "seed": 3}
+    with passes(model) as rows:
+        together = generate_ids(model, Tokenizer(), prompts(), TOP, 8, **options)
+    alone = generate_ids(model, Tokenizer(), prompts(), TOP, 1, **options)
+    assert together.completions == alone.completions
+    assert rows[-1] < rows[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_new_tokens": 4},
+        {"repetition_penalty": 1.7},
+        {"no_repeat_ngram_size": 1},
+        {"begin_suppress_tokens": list(range(60))},
+        {"exponential_decay_length_penalty": (3, 1.9)},
+        {"forced_eos_token_id": 3},
+    ],
+    ids=lambda options: str(next(iter(options))),
+)
+def test_what_works_on_scores_sees_what_it_saw(options: dict[str, Any]) -> None:
+    """All rows, from the prompt's first token on: also what counts from the prompt's end."""
+    model = build("opt")
+    stayed, left = Sees(), Sees()
+    with all_stay():
+        expected, _ = generate_batch(model, Tokenizer(), prompts(), TOP, logits_processor=[stayed], **OFTEN | options)
+    with passes(model) as rows:
+        found, _ = generate_batch(model, Tokenizer(), prompts(), TOP, logits_processor=[left], **OFTEN | options)
+    assert rows[-1] < rows[0]
+    assert found == expected
+    assert all(map(torch.equal, left.ids, stayed.ids))
+
+
+def test_rows_that_a_stop_string_ends_leave_too(checkpoint: Path) -> None:
+    """As those do that a token ends."""
+    model, tokenizer = skipdecode.load(str(checkpoint))
+    ids = encode_prompts(tokenizer, TEXTS)
+    options: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12}
+    free = generate_batch(model, tokenizer, ids, TOP, **options)[0]
+    letters = Counter(letter for row in free for letter in {*row.text} - {"\ufffd"})
+    options["stop_strings"] = [letter for letter, _ in letters.most_common(3)]
+    with all_stay():
+        stay = generate_batch(model, tokenizer, ids, TOP, **options)[0]
+    with passes(model) as rows:
+        assert generate_batch(model, tokenizer, ids, TOP, **options)[0] == stay
+    assert rows[-1] <= len(ids) / 2
+
+
+# --- what is counted
+
+
+@pytest.mark.parametrize("kind", ["stock", "ours"])
+def test_the_peak_is_the_most_that_the_cache_held(kind: str) -> None:
+    """Before rows leave, not at the end; and what they held is given back."""
+    model, caches = attach(build("llama")), []
+
+    def make(model: PreTrainedModel) -> DynamicCache:
+        whole = Schedule.full(model.config.num_hidden_layers)
+        caches.append(DynamicCache(config=model.config) if kind == "stock" else SkipCache(model, whole))
+        return caches[-1]
+
+    held: list[int] = []
+
+    class Probe(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            held.append(cache_bytes(caches[-1]))
+            return scores
+
+    _, cost = write(model, make, logits_processor=[Probe()])
+    assert cost.peak_kv_bytes == max(held)
+    cut = ROWS.index(4)
+    assert held[cut] < 0.6 * held[cut - 1]
+    assert held[-1] < 0.3 * max(held)
+
+
+# --- where rows stay
+
+
+class Never(StoppingCriteria):
+    """Ends nothing."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 2}, {"stopping_criteria": [Never()]}, {"eos_token_id": None}],
+    ids=["beams", "criteria of the caller", "no end"],
+)
+def test_rows_stay_where_they_cannot_leave(options: dict[str, Any]) -> None:
+    """Beams are put in order, others may end rows unnoticed, and without an end a row is written on."""
+    model = build("opt")
+    with passes(model) as rows:
+        write(model, TOP, **options)
+    assert len(set(rows)) == 1
+
+
+def test_rows_stay_with_a_methods_own_cache() -> None:
+    """CALM's knows which of its rows have left a layer."""
+    model = attach(build("opt"))
+    method: Any = get_method("calm")
+    decoder = method.decoder(model, 0.5, NEW, eos_token_id=END)
+    with passes(model) as rows:
+        write(model, decoder)
+    assert set(rows) == {len(LENGTHS)}
+
+
+def test_rows_stay_in_compiled_layers() -> None:
+    """Each number of rows may compile them anew."""
+    model = build("opt")
+    asked: Any = Tokenizer(), DynamicCache(config=model.config), 8, {END}, None, {}
+    assert leaving.leaving(model, *asked) is not None
+    assert leaving.leaving(make_faster(model, compile=True), *asked) is None
+    (whole := build("opt")).compile()
+    assert leaving.leaving(whole, *asked) is None
+
+
+def test_rows_stay_where_a_pass_is_given_what_we_do_not_know() -> None:
+    """A tensor that might be by rows, and might not."""
+    model = build("gpt2")
+
+    def give(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, kwargs | {"token_type_ids": torch.zeros_like(kwargs["input_ids"])}
+
+    model.register_forward_pre_hook(give, with_kwargs=True)
+    with passes(model) as rows:
+        write(model, TOP)
+    assert set(rows) == {len(LENGTHS)}
+
+
+# --- nothing else is touched
+
+
+def test_other_passes_of_the_same_model_keep_their_rows() -> None:
+    """Those of another thread, say: in the middle of a batch, over as many rows."""
+    model = build("opt")
+    ids = torch.randint(2, 128, (len(LENGTHS), 4))
+    with torch.no_grad():
+        alone = model(ids).logits
+
+    class Looks(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            cache = DynamicCache(config=model.config)
+            assert torch.equal(model(ids, past_key_values=cache).logits, alone)
+            return scores
+
+    write(model, None, logits_processor=[Looks()])
+
+
+@pytest.mark.parametrize("ends", ["well", "badly"])
+def test_no_hook_is_left_behind(ends: str) -> None:
+    """Whatever happens in between."""
+    model = build("opt")
+
+    class Fails(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            if ends == "badly" and input_ids.shape[1] > WIDTH + 7:
+                raise RuntimeError("on purpose")
+            return scores
+
+    with nullcontext() if ends == "well" else pytest.raises(RuntimeError, match="on purpose"):
+        write(model, TOP, logits_processor=[Fails()])
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
