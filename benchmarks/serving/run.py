@@ -184,7 +184,13 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             for name, found in answers.items():
                 depth = made[names[name][1]].average_depth(given.new_tokens)
                 rows.append(
-                    {"load": load, "engine": name[0], "form": name[1], "speedup": name[2], "layer_ratio": num_layers / depth}
+                    {
+                        "load": load,
+                        "engine": name[0],
+                        "form": name[1],
+                        "speedup": name[2],
+                        "layer_ratio": num_layers / depth,
+                    }
                     | summary(found, given.slots)
                 )
     return {"rows": rows}

@@ -11,7 +11,7 @@ from ..core.schedule import Schedule
 from ..errors import ScheduleError
 
 #: What ``--additional-config '{"skipdecode": {…}}'`` may say, beside which each has its default.
-OPTIONS = ("speedup", "min_speedup", "max_speedup", "prompt_layers")
+OPTIONS = ("speedup", "min_speedup", "max_speedup", "prompt_layers", "admit_together", "max_wait")
 
 
 class Serving:
@@ -23,7 +23,8 @@ class Serving:
             ``min_speedup`` (default 1) and ``max_speedup`` (default: the greater of the fastest stored and the
             default; for a model without schedules: its layers) bound what requests may ask for, ``prompt_layers``
             (layers of every prompt: a number, where a schedule's first step runs no more; or ``"max"``, as many as that
-            step runs) goes before the schedules' own.
+            step runs) goes before the schedules' own; ``admit_together`` (default 1) lets new requests in by groups of
+            so many, and ``max_wait`` (default 1) bounds the seconds that one waits for its group.
 
     Raises:
         ScheduleError: unknown options, or values that contradict each other or the model.
@@ -44,8 +45,12 @@ class Serving:
         fastest = max(stored, default=float(self.num_layers))
         default = _number("speedup", options.get("speedup", max(stored, default=1.0)), 1, self.num_layers)
         self.least = _number("min_speedup", options.get("min_speedup", 1), 1, self.num_layers)
-        self.most = _number("max_speedup", options.get("max_speedup", max(fastest, default)), self.least, self.num_layers)
+        self.most = _number(
+            "max_speedup", options.get("max_speedup", max(fastest, default)), self.least, self.num_layers
+        )
         self.default = self.speedup(default)
+        self.admit_together = int(_number("admit_together", options.get("admit_together", 1), 1, 4096))
+        self.max_wait = _number("max_wait", options.get("max_wait", 1), 0, 3600)
         self._schedules: dict[float, Schedule] = {}
         for speedup in (self.least, self.default, self.most):
             self.schedule(speedup)  # what cannot be had is refused at the start
@@ -67,7 +72,9 @@ class Serving:
             schedule = resolve_schedule(self.config, speedup, **self.form)
             if self.prompt_layers is not None:
                 layers = self.prompt_layers
-                schedule = schedule.replace(prompt_layers=layers if layers == "max" else max(layers, schedule.max_depth))
+                schedule = schedule.replace(
+                    prompt_layers=layers if layers == "max" else max(layers, schedule.max_depth)
+                )
             self._schedules[speedup] = schedule
         return self._schedules[speedup]
 
