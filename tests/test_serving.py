@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -147,7 +147,7 @@ def test_each_token_passes_its_own_layers(layer: type[nn.Module], run: Any) -> N
     """Rows of a step are those of a model that has each token's layers alone; a layer that none needs is not called."""
     step = plan([(2.0, 3, 0, 5), (1.0, 2, 9, 1), (4.0, 5, 3, 4), (3.0, 4, 2, 6)])
     layers = nn.ModuleList(layer() for _ in range(LAYERS))
-    stock = [run(nn.ModuleList(layers[i] for i in np.flatnonzero(row)), step.tokens) for row in step.runs]
+    stock = [run(nn.ModuleList(layers[i] for i in np.flatnonzero(row).tolist()), step.tokens) for row in step.runs]
     gates = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
     full = run(layers, step.tokens)
     gates.begin(step, nothing)
@@ -165,7 +165,7 @@ def test_a_layer_that_no_token_needs_is_not_called() -> None:
     layers = nn.ModuleList(Native() for _ in range(LAYERS))
     called: list[int] = []
     for index, layer in enumerate(layers):
-        layer.mix.register_forward_hook(lambda *_, index=index: called.append(index))
+        cast(Native, layer).mix.register_forward_hook(lambda *_, index=index: called.append(index))
     gates = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
     gates.begin(step, nothing)
     native(layers, step.tokens)
@@ -315,7 +315,7 @@ def test_what_was_not_shown_to_be_exact_is_refused(change: dict[str, Any], messa
 def test_untested_releases_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never unpatched in silence; a word in the environment allows them."""
     require_tested("0.32.0+cpu")
-    with pytest.raises(UnsupportedModel, match="not with 0.33.1"):
+    with pytest.raises(UnsupportedModel, match=r"not with 0\.33\.1"):
         require_tested("0.33.1")
     monkeypatch.setenv("SKIPDECODE_ALLOW_UNTESTED_VLLM", "1")
     require_tested("0.33.1")

@@ -117,11 +117,12 @@ def test_forced_preemption(
     ) as made:
         preempted = []
         found = scheduler(made)._preempt_request
-        monkeypatch.setattr(
-            scheduler(made),
-            "_preempt_request",
-            lambda request, *a, **k: (preempted.append(request), found(request, *a, **k))[1],
-        )
+
+        def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
+            preempted.append(request)
+            return found(request, *args, **kwargs)
+
+        monkeypatch.setattr(scheduler(made), "_preempt_request", counted)
         served = serve(made, requests)
     assert len(preempted) > 10
     assert [served.tokens[i] for i in range(len(requests))] == reference.texts(requests)
@@ -131,7 +132,7 @@ def test_prefix_caching_of_shared_prompts_and_second_turns(
     reference: Reference, prompts: list[tuple[int, ...]]
 ) -> None:
     """Prompts are shared by all speeds; what a fast request wrote is never another request's prompt."""
-    chosen = [prompt for prompt in prompts if len(prompt) >= 32][:24] + [prompt for prompt in prompts][:8]
+    chosen = [prompt for prompt in prompts if len(prompt) >= 32][:24] + prompts[:8]
     first = [Request(prompt, speedup) for prompt in chosen for speedup in SPEEDUPS]
     with engine(DEMO_FOLDER, enable_prefix_caching=True) as made:
         for _ in range(2):  # the second time from the cache

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, which lets new requests in by groups: fewer steps carry prompts, whose layers all rows then wait for.
+"""vLLM's scheduler, letting new requests in by groups: fewer steps carry prompts, for whose layers all rows wait.
 
 Pays where a step costs the layers that any of its rows runs (weights bind: GPUs and AMX at small batch), not where
 rows cost. Off unless ``admit_together`` asks for it.
@@ -20,6 +20,7 @@ class GroupScheduler(Scheduler):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
+        self._pause_state: PauseState
         self.skip_serving = serving_of(vllm_config)
         #: Steps that held requests back.
         self.held_steps = 0

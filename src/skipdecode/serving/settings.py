@@ -15,7 +15,7 @@ OPTIONS = ("speedup", "min_speedup", "max_speedup", "prompt_layers", "admit_toge
 
 
 class Serving:
-    """The schedules of one server, by speed-up. The same in every process: a function of the model's config and options.
+    """The schedules of one server, by speed-up: a function of the model's config and options, alike in every process.
 
     Args:
         config: the model's, as transformers reads it, with what ``--hf-overrides`` put into it.
