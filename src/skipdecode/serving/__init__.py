@@ -1,0 +1,1 @@
+"""A depth per request inside vLLM: the plugin, and what runs where."""

@@ -1,0 +1,65 @@
+"""Where a vLLM config is made: whether the plugin acts, which worker runs, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.checkpoint_config import CONFIG_KEY
+from ..errors import UnsupportedModel
+from .settings import Serving
+
+#: vLLM's worker -> ours.
+WORKERS = {"vllm.v1.worker.cpu_worker.CPUWorker": "skipdecode.serving.worker.SkipCPUWorker"}
+
+SCHEDULER = "skipdecode.serving.scheduler.GroupScheduler"
+
+
+def serving_of(vllm_config: Any) -> Serving | None:
+    """The settings of an engine of this config; None where the plugin does not act. Raises ScheduleError."""
+    if vllm_config.model_config is None:
+        return None
+    options = (vllm_config.additional_config or {}).get(CONFIG_KEY)
+    return Serving.of(vllm_config.model_config.hf_config, options)
+
+
+def choose_worker(vllm_config: Any) -> None:
+    """Our worker in place of vLLM's, where the model has schedules.
+
+    Raises:
+        UnsupportedModel: the engine is asked for something that would not be exact, or was never tried.
+        ScheduleError: the schedules or options cannot be read.
+    """
+    serving = serving_of(vllm_config)
+    if serving is None:
+        return
+    for refused, reason in refusals(vllm_config, serving):
+        if refused:
+            raise UnsupportedModel(f"skipdecode in vLLM: {reason}")
+    parallel = vllm_config.parallel_config
+    parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
+    if serving.admit_together > 1:
+        vllm_config.scheduler_config.scheduler_cls = SCHEDULER
+
+
+def refusals(vllm_config: Any, serving: Serving) -> list[tuple[bool, str]]:
+    """What is refused, and why."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    worker = parallel.worker_cls
+    return [
+        (model.runner_type != "generate", "only models that generate have schedules"),
+        (worker not in (*WORKERS, *WORKERS.values()), f"the worker {worker} was never tried: CPUs only, so far"),
+        (vllm_config.use_v2_model_runner, "model runner V2 has no adapter yet: set VLLM_USE_V2_MODEL_RUNNER=0"),
+        (vllm_config.speculative_config is not None, "speculation verifies at several depths: turn one of them off"),
+        (parallel.pipeline_parallel_size > 1, "stages would wait for layers that none runs: no pipeline parallelism"),
+        (parallel.data_parallel_size > 1, "data parallel ranks were not tried: start servers side by side"),
+        (parallel.enable_dbo, "dual batch overlap is not supported"),
+        (vllm_config.kv_transfer_config is not None, "KV connectors know nothing of depths"),
+        (vllm_config.lora_config is not None, "LoRA maps adapters by token: merge the adapter into the model"),
+        (model.is_encoder_decoder, "encoder-decoder models have no schedules"),
+        (model.uses_mrope, "multimodal positions are not supported"),
+        (
+            serving.admit_together > 1 and vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER),
+            "admit_together brings a scheduler of its own: leave --scheduler-cls out",
+        ),
+        (vllm_config.cache_config.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill is not supported"),
+    ]

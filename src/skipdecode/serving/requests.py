@@ -1,0 +1,62 @@
+"""What a request says of its speed, from the client to the layers: ``speedup`` in its extra arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.schedule import Schedule
+from ..errors import ScheduleError
+from .settings import Serving
+
+#: What a client sets (``vllm_xargs`` of the OpenAI API, ``extra_args`` of SamplingParams).
+SPEEDUP = "speedup"
+#: What we add where a request enters, for the processes that know neither config nor options.
+OWN = "skipdecode"
+
+
+def settle(params: Any, serving: Serving) -> None:
+    """Put the speed-up that holds, and what its prompt's keys and values depend on, into a request's own parameters.
+
+    Raises:
+        ScheduleError: a speed-up that the server does not offer, or parameters that cannot be exact.
+    """
+    extra = dict(params.extra_args or {})
+    if OWN in extra:
+        raise ScheduleError(f"{OWN} is no argument of a request: ask with {SPEEDUP}")
+    asked = extra.get(SPEEDUP)
+    extra[SPEEDUP] = speedup = serving.default if asked is None else serving.speedup(asked)
+    extra[OWN] = identity(serving.schedule(speedup), speedup)
+    params.extra_args = extra
+
+
+def identity(schedule: Schedule, speedup: float) -> dict[str, Any]:
+    """What keys and values depend on: the layers of prompts, how many of a prompt's last positions have a depth of
+    their own, and the schedule."""
+    layers = schedule.layers(schedule.deepest)
+    prompt = "" if len(layers) == schedule.num_layers else ",".join(map(str, layers))
+    return {"prompt": prompt, "own": schedule.prompt_decay, "steps": "" if schedule.is_full else f"{speedup!r}"}
+
+
+def speedup_of(params: Any) -> float:
+    """The speed-up of a request that :func:`settle` saw; full depth for any other (vLLM's own trial requests)."""
+    extra = getattr(params, "extra_args", None) or {}
+    return float(extra[SPEEDUP]) if OWN in extra else 1.0
+
+
+def block_keys(request: Any, start: int, end: int) -> list[tuple[str, str]]:
+    """What tells a block of keys and values apart from one of the same tokens at other depths.
+
+    Args:
+        request: vLLM's, in the scheduler.
+        start: the block's first position.
+        end: the position after its last.
+    """
+    extra = (getattr(request.sampling_params, "extra_args", None) or {}).get(OWN)
+    if extra is None:
+        return []
+    keys = [("skipdecode_prompt", extra["prompt"])] if start == 0 and extra["prompt"] else []
+    own_from = request.num_prompt_tokens - extra["own"]
+    if end > own_from and (extra["steps"] or extra["own"]):
+        # Positions with a depth of their own: of use to requests of the same schedule and the same prompt alone.
+        keys.append(("skipdecode_steps", f"{extra['steps']}:{request.num_prompt_tokens}"))
+    return keys

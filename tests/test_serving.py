@@ -1,0 +1,376 @@
+"""What of serving needs no vLLM: which speed-ups a server offers, which tokens run which layers, what gates do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from skipdecode import Schedule
+from skipdecode.errors import ScheduleError, UnsupportedModel
+from skipdecode.serving.configure import SCHEDULER, choose_worker
+from skipdecode.serving.depths import Part, Step, Tables
+from skipdecode.serving.gate import Cut, add_gates
+from skipdecode.serving.plugin import require_tested
+from skipdecode.serving.requests import block_keys, settle, speedup_of
+from skipdecode.serving.settings import Serving
+
+LAYERS = 8
+SCHEDULES = {
+    1.0: Schedule.full(LAYERS),
+    2.0: Schedule(LAYERS, 6, 2, horizon=9),
+    3.0: Schedule(LAYERS, 3, 2, horizon=4, prompt_decay=3, order="bottom"),
+    4.0: Schedule(LAYERS, 2, 2, horizon=1, decay="constant", prompt_layers="max", order=(3, 1, 0, 2, 4, 5, 6, 7)),
+}
+
+
+class Config(SimpleNamespace):
+    """A model's config, as far as schedules ask."""
+
+    def get_text_config(self, decoder: bool = False) -> Config:
+        """Itself: no multimodal parts."""
+        return self
+
+
+def config(**entry: Any) -> Config:
+    """A config of eight layers with this entry."""
+    return Config(num_hidden_layers=LAYERS, skipdecode=entry or None)
+
+
+REQUEST = st.tuples(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 12), st.integers(0, 30), st.integers(1, 14))
+
+
+def plan(requests: list[tuple[float, int, int, int]]) -> Step:
+    """The step of requests (speed-up, prompt length, tokens before, tokens in the step)."""
+    speedups, prompts, computed, counts = zip(*requests, strict=True)
+    arrays = [np.array(values, dtype=np.int64) for values in (counts, computed, prompts)]
+    return Tables(SCHEDULES.__getitem__).step(speedups, *arrays)
+
+
+@given(st.lists(REQUEST, min_size=1, max_size=6))
+@settings(deadline=None)
+def test_a_tokens_layers_depend_on_its_place_alone(requests: list[tuple[float, int, int, int]]) -> None:
+    """Whatever else is in the step and wherever chunks begin, layers are those of the schedule."""
+    step = plan(requests)
+    at = 0
+    for speedup, prompt, computed, count in requests:
+        counts = SCHEDULES[speedup].positions_per_layer(prompt, computed + count)
+        for position in range(computed, computed + count):
+            assert step.runs[at].tolist() == [position < inside for inside in counts]
+            at += 1
+    assert at == step.tokens
+
+
+@given(st.lists(REQUEST, min_size=1, max_size=6))
+@settings(deadline=None)
+def test_a_part_is_a_prefix_of_each_request(requests: list[tuple[float, int, int, int]]) -> None:
+    """So attention over a part ends ``dropped`` tokens earlier, and nothing in the middle is missing."""
+    step = plan(requests)
+    for layer in range(LAYERS):
+        part = step.part(layer)
+        assert part.tokens.tolist() == np.flatnonzero(step.runs[:, layer]).tolist()
+        ranges = [step.starts[r] + np.arange(n) for r, n in zip(part.requests, part.counts, strict=True)]
+        assert part.tokens.tolist() == (np.concatenate(ranges).tolist() if ranges else [])
+        whole = np.diff(step.starts)[part.requests]
+        assert (part.counts + part.dropped).tolist() == whole.tolist()
+
+
+def test_layers_of_the_same_tokens_share_their_part() -> None:
+    """Attention's metadata is made once for all of them."""
+    step = plan([(2.0, 3, 20, 1), (1.0, 3, 20, 1)])
+    partial = [layer for layer in range(LAYERS) if 0 < step.counts[layer] < step.tokens]
+    assert len(partial) > 1
+    assert len({id(step.part(layer)) for layer in partial}) == 1
+
+
+class Native(nn.Module):
+    """A layer as vLLM's own: positions first, a residual beside the hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Add, then transform."""
+        assert len(positions) == len(hidden_states)
+        residual = hidden_states if residual is None else hidden_states + residual
+        return torch.tanh(self.mix(residual)) * positions[:, None], residual
+
+
+class Plain(nn.Module):
+    """A layer of the Transformers backend: hidden states with a batch of one, rotations by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], ids: Tensor) -> Tensor:
+        """Rotate, transform, add."""
+        cos, sin = position_embeddings
+        assert cos.shape[1] == ids.shape[1] == hidden_states.shape[1]
+        return hidden_states + torch.tanh(self.mix(hidden_states * cos + sin)) * ids[..., None]
+
+
+def native(model: nn.ModuleList, tokens: int) -> Tensor:
+    """A pass as vLLM's models make one."""
+    hidden, residual = torch.arange(tokens * 4.0).reshape(tokens, 4).sin(), None
+    for layer in model:
+        hidden, residual = layer.forward(torch.arange(1, tokens + 1), hidden, residual)
+    return hidden + residual  # type: ignore[operator]
+
+
+def plain(model: nn.ModuleList, tokens: int) -> Tensor:
+    """A pass as the Transformers backend makes one."""
+    hidden = torch.arange(tokens * 4.0).reshape(1, tokens, 4).sin()
+    rotations = torch.full((1, tokens, 4), 0.5), torch.linspace(0, 1, tokens)[None, :, None].expand(1, tokens, 4)
+    for layer in model:
+        hidden = layer.forward(hidden, position_embeddings=rotations, ids=torch.arange(1, tokens + 1)[None])
+    return hidden[0]
+
+
+@contextmanager
+def nothing(_: Part) -> Iterator[None]:
+    """Layers without attention: nothing to narrow."""
+    yield
+
+
+@pytest.mark.parametrize(("layer", "run"), [(Native, native), (Plain, plain)])
+def test_each_token_passes_its_own_layers(layer: type[nn.Module], run: Any) -> None:
+    """Rows of a step are those of a model that has each token's layers alone; a layer that none needs is not called."""
+    step = plan([(2.0, 3, 0, 5), (1.0, 2, 9, 1), (4.0, 5, 3, 4), (3.0, 4, 2, 6)])
+    layers = nn.ModuleList(layer() for _ in range(LAYERS))
+    stock = [run(nn.ModuleList(layers[i] for i in np.flatnonzero(row).tolist()), step.tokens) for row in step.runs]
+    gates = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
+    full = run(layers, step.tokens)
+    gates.begin(step, nothing)
+    found = run(layers, step.tokens)
+    gates.end()
+    for token, expected in enumerate(stock):
+        torch.testing.assert_close(found[token], expected[token])
+    torch.testing.assert_close(run(layers, step.tokens), full)
+    assert gates.run_tokens == gates.needed_tokens == step.runs.sum() < gates.full_tokens
+
+
+def test_a_layer_that_no_token_needs_is_not_called() -> None:
+    """That is where the time goes."""
+    step = plan([(2.0, 3, 30, 1), (4.0, 3, 30, 1)])
+    layers = nn.ModuleList(Native() for _ in range(LAYERS))
+    called: list[int] = []
+    for index, layer in enumerate(layers):
+        cast(Native, layer).mix.register_forward_hook(lambda *_, index=index: called.append(index))
+    gates = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
+    gates.begin(step, nothing)
+    native(layers, step.tokens)
+    assert called == [layer for layer in range(LAYERS) if step.counts[layer]]
+    assert len(called) < LAYERS
+
+
+def test_two_stacks_are_refused() -> None:
+    """Which of them to skip cannot be told."""
+    stacks = {name: nn.ModuleList(Native() for _ in range(LAYERS)) for name in ("one", "two")}
+    with pytest.raises(UnsupportedModel, match="one stack of 8 decoder layers; 2 were found"):
+        add_gates(nn.ModuleDict(stacks), LAYERS)
+
+
+def test_cut_takes_tokens_wherever_they_are() -> None:
+    """Positions have them last, hidden states before the size; what has none stays."""
+    cut = Cut(torch.tensor([0, 2]), 3)
+    assert cut(torch.arange(3)).tolist() == [0, 2]
+    assert cut(torch.arange(9).reshape(3, 3)).tolist() == [[0, 2], [3, 5], [6, 8]]
+    assert cut(torch.zeros(3, 7)).shape == (2, 7)
+    assert cut((torch.zeros(1, 3, 7), {"a": torch.zeros(5)}))[0].shape == (1, 2, 7)
+    assert cut({"a": torch.zeros(5), "b": None})["a"].shape == (5,)
+
+
+# --- settings
+
+
+def test_a_stock_model_is_left_alone() -> None:
+    """Without schedules and without options the plugin does nothing."""
+    assert Serving.of(config()) is None
+    assert Serving.of(config(), {}) is not None
+
+
+def test_a_server_of_a_stock_model_has_flat_schedules() -> None:
+    """Rows of a server do not start together: a falling depth would cost nearly its greatest one."""
+    serving = Serving(config(), {"speedup": 2})
+    assert serving.default == 2
+    assert serving.schedule(2.0).distinct_depths == (4,)
+    assert serving.schedule(1.0).is_full
+    assert (serving.least, serving.most) == (1, LAYERS)
+
+
+def test_stored_schedules_are_served_as_they_are() -> None:
+    """And the fastest of them is the default and the bound, as for every other verb."""
+    stored = {str(k): s.to_dict() for k, s in SCHEDULES.items()}
+    serving = Serving(config(method="skipdecode", schedules=stored))
+    assert serving.default == serving.most == 4
+    assert serving.schedule(2.0) == SCHEDULES[2.0]
+    assert serving.schedule(2.5).horizon == SCHEDULES[4.0].horizon
+    shallow = Serving(config(method="skipdecode", schedules=stored), {"prompt_layers": "max"})
+    assert shallow.schedule(2.0).deepest == 6
+
+
+@pytest.mark.parametrize("value", [0, 0.5, 9, -1, float("nan"), float("inf"), True, "fast", "3", None, [2], {}])
+def test_a_bad_speedup_is_refused_with_what_is_allowed(value: Any) -> None:
+    """Whatever JSON can hold."""
+    with pytest.raises(ScheduleError, match="speedup must be a number from 1 to 5, not "):
+        Serving(config(), {"max_speedup": 5}).speedup(value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speedups": [2]}, "unknown options of skipdecode: speedups; known are"),
+        ({"speedup": 2, "max_speedup": 1.5}, "speedup must be a number from 1 to 1.5, not 2"),
+        ({"min_speedup": 3, "max_speedup": 2}, "max_speedup must be a number from 3 to 8, not 2"),
+        ({"max_speedup": 9}, "max_speedup must be a number from 1 to 8, not 9"),
+        ({"speedup": 2, "prompt_layers": 99}, "prompt_layers"),
+    ],
+)
+def test_bad_options_are_refused_at_the_start(options: dict[str, Any], message: str) -> None:
+    """Before weights are loaded, not at the first request."""
+    with pytest.raises(ScheduleError, match=message):
+        Serving(config(), options)
+
+
+# --- configs of vLLM
+
+
+def vllm_config(**changes: Any) -> Any:
+    """A config as vLLM's, as far as the plugin asks; changes by ``part__field``."""
+    made = SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_config=config(), runner_type="generate", is_encoder_decoder=False, uses_mrope=False
+        ),
+        parallel_config=SimpleNamespace(
+            worker_cls="vllm.v1.worker.cpu_worker.CPUWorker",
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            enable_dbo=False,
+        ),
+        scheduler_config=SimpleNamespace(scheduler_cls=None),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+        additional_config={"skipdecode": {"admit_together": 4}},
+        use_v2_model_runner=False,
+        speculative_config=None,
+        kv_transfer_config=None,
+        lora_config=None,
+    )
+    for name, value in changes.items():
+        *parts, field = name.split("__")
+        setattr(getattr(made, parts[0]) if parts else made, field, value)
+    return made
+
+
+def test_the_plugin_chooses_its_worker_and_scheduler_twice_alike() -> None:
+    """vLLM checks a config where it is made, and again where it is copied."""
+    made = vllm_config()
+    for _ in range(2):
+        choose_worker(made)
+        assert made.parallel_config.worker_cls == "skipdecode.serving.worker.SkipCPUWorker"
+        assert made.scheduler_config.scheduler_cls == SCHEDULER
+
+
+def test_a_stock_model_keeps_vllms_worker_whatever_is_asked() -> None:
+    """Without a schedule nothing is refused and nothing changes."""
+    made = vllm_config(additional_config={}, speculative_config=object())
+    choose_worker(made)
+    assert made.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    assert made.scheduler_config.scheduler_cls is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_config__runner_type": "pooling"}, "only models that generate"),
+        ({"parallel_config__worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "never tried"),
+        ({"use_v2_model_runner": True}, "runner V2"),
+        ({"speculative_config": object()}, "speculation"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
+        ({"parallel_config__data_parallel_size": 2}, "data parallel"),
+        ({"parallel_config__enable_dbo": True}, "dual batch"),
+        ({"kv_transfer_config": object()}, "KV connectors"),
+        ({"lora_config": object()}, "LoRA"),
+        ({"model_config__is_encoder_decoder": True}, "encoder-decoder"),
+        ({"model_config__uses_mrope": True}, "multimodal"),
+        ({"cache_config__kv_sharing_fast_prefill": True}, "fast-prefill"),
+        ({"scheduler_config__scheduler_cls": "mine.Scheduler"}, "--scheduler-cls"),
+    ],
+)
+def test_what_was_not_shown_to_be_exact_is_refused(change: dict[str, Any], message: str) -> None:
+    """At the start, with the reason."""
+    with pytest.raises(UnsupportedModel, match=message):
+        choose_worker(vllm_config(**change))
+
+
+def test_untested_releases_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never unpatched in silence; a word in the environment allows them."""
+    require_tested("0.32.0+cpu")
+    with pytest.raises(UnsupportedModel, match=r"not with 0\.33\.1"):
+        require_tested("0.33.1")
+    monkeypatch.setenv("SKIPDECODE_ALLOW_UNTESTED_VLLM", "1")
+    require_tested("0.33.1")
+
+
+# --- requests
+
+
+def request(speedup: float | None, prompt: int, serving: Serving) -> Any:
+    """A request as the scheduler has it."""
+    params = SimpleNamespace(extra_args=None if speedup is None else {"speedup": speedup, "other": 1})
+    settle(params, serving)
+    return SimpleNamespace(sampling_params=params, num_prompt_tokens=prompt)
+
+
+def serving(**options: Any) -> Serving:
+    """A server of the schedules above."""
+    return Serving(config(method="skipdecode", schedules={str(k): s.to_dict() for k, s in SCHEDULES.items()}), options)
+
+
+def test_a_request_without_a_speedup_gets_the_servers() -> None:
+    """Every process then reads the same number; other extra arguments stay."""
+    assert speedup_of(request(None, 5, serving(speedup=2)).sampling_params) == 2
+    found = request(3, 5, serving()).sampling_params
+    assert speedup_of(found) == 3
+    assert found.extra_args["other"] == 1
+    assert speedup_of(SimpleNamespace(extra_args=None)) == 1  # vLLM's own trial requests
+
+
+def test_a_clients_own_identity_is_refused() -> None:
+    """It decides which blocks are shared."""
+    with pytest.raises(ScheduleError, match="no argument of a request"):
+        settle(SimpleNamespace(extra_args={"skipdecode": {"prompt": ""}}), serving())
+
+
+@given(
+    st.sampled_from([2.0, 4.0, 3.0, 1.0]), st.sampled_from([2.0, 4.0, 3.0, 1.0]), st.integers(1, 40), st.integers(1, 40)
+)
+@settings(deadline=None, max_examples=200)
+def test_blocks_are_shared_only_where_every_position_ran_the_same_layers(
+    one: float, other: float, prompt: int, other_prompt: int
+) -> None:
+    """Of two requests with the same tokens: equal keys of all blocks so far mean equal layers at each position."""
+    block = 4
+    requests = [request(s, p, serving()) for s, p in ((one, prompt), (other, other_prompt))]
+    for end in range(block, 48, block):
+        keys = [[tuple(block_keys(r, start, start + block)) for start in range(0, end, block)] for r in requests]
+        if keys[0] == keys[1]:
+            rows = [SCHEDULES[s].positions_per_layer(p, end) for s, p in ((one, prompt), (other, other_prompt))]
+            assert rows[0] == rows[1]
+
+
+def test_prompts_at_full_depth_are_shared_by_all_speeds() -> None:
+    """Prompt blocks of 1x and 2x have no key of ours; 1x publishes what it writes, too."""
+    assert block_keys(request(1, 8, serving()), 0, 32) == []
+    assert block_keys(request(2, 8, serving()), 0, 8) == []
+    assert block_keys(request(2, 8, serving()), 0, 9) != []
+    assert block_keys(request(4, 8, serving()), 0, 8) != []
