@@ -9,9 +9,10 @@ from typing import Any
 from ..core.checkpoint_config import CONFIG_KEY, layer_count, resolve_schedule, trained_schedules
 from ..core.schedule import Schedule
 from ..errors import ScheduleError
+from .buckets import Buckets, choose_buckets
 
 #: What ``--additional-config '{"skipdecode": {…}}'`` may say, beside which each has its default.
-OPTIONS = ("speedup", "min_speedup", "max_speedup", "prompt_layers")
+OPTIONS = ("speedup", "min_speedup", "max_speedup", "prompt_layers", "free_blocks")
 
 
 class Serving:
@@ -23,7 +24,8 @@ class Serving:
             ``min_speedup`` (default 1) and ``max_speedup`` (default: the greater of the fastest stored and the
             default; for a model without schedules: its layers) bound what requests may ask for, ``prompt_layers``
             (layers of every prompt: a number, where a schedule's first step runs no more; or ``"max"``, as many as that
-            step runs) goes before the schedules' own.
+            step runs) goes before the schedules' own, ``free_blocks`` (default: where vLLM can) frees keys and values
+            of layers that a request will not run again.
 
     Raises:
         ScheduleError: unknown options, or values that contradict each other or the model.
@@ -47,8 +49,14 @@ class Serving:
         self.most = _number("max_speedup", options.get("max_speedup", max(fastest, default)), self.least, self.num_layers)
         self.default = self.speedup(default)
         self._schedules: dict[float, Schedule] = {}
-        for speedup in (self.least, self.default, self.most):
-            self.schedule(speedup)  # what cannot be had is refused at the start
+        # What cannot be had is refused at the start.
+        served = sorted({self.least, self.default, self.most, *(s for s in stored if self.least <= s <= self.most)})
+        schedules = [self.schedule(speedup) for speedup in served]
+        self.free_blocks = options.get("free_blocks")
+        if not isinstance(self.free_blocks, bool | None):
+            raise ScheduleError(f"free_blocks must be true or false, not {self.free_blocks!r}")
+        #: Layers whose keys and values are kept and freed together; none: those of all layers are.
+        self.buckets: Buckets = () if self.free_blocks is False else choose_buckets(schedules)
 
     @classmethod
     def of(cls, config: Any, options: Mapping[str, Any] | None = None) -> Serving | None:
