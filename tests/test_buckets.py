@@ -56,7 +56,8 @@ def test_buckets_are_equal_parts_of_all_layers_and_hold_less(served: dict[float,
     """vLLM pads unequal ones, which would take memory at full depth; what a flat depth skips is not held."""
     buckets = choose_buckets([Schedule.full(LAYERS), *served.values()])
     assert sorted(layer for bucket in buckets for layer in bucket) == list(range(LAYERS))
-    assert len(buckets) > 1 and len({len(bucket) for bucket in buckets}) == 1
+    assert len(buckets) > 1
+    assert len({len(bucket) for bucket in buckets}) == 1
     for schedule in served.values():
         assert schedule.average_depth(20) <= held_layers(schedule, buckets) < schedule.average_depth(20) + 3
 
@@ -80,7 +81,8 @@ class Config(SimpleNamespace):
 def request(speedup: float, prompt: int, **options: Any) -> Any:
     """A request of this speed-up, as the scheduler has it."""
     params = SimpleNamespace(extra_args={"speedup": speedup})
-    settle(params, Serving(Config(num_hidden_layers=LAYERS, skipdecode=None), {"speedup": 3, "max_speedup": 3} | options))
+    config = Config(num_hidden_layers=LAYERS, skipdecode=None)
+    settle(params, Serving(config, {"speedup": 3, "max_speedup": 3} | options))
     return SimpleNamespace(sampling_params=params, num_prompt_tokens=prompt)
 
 

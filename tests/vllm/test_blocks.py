@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,22 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import torch
 from helpers.engine import Reference, Request, engine, runner, scheduler, serve
+from transformers import OPTConfig
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.request import Request as VRequest
 
 from skipdecode import Schedule
 from skipdecode.core.checkpoint_config import to_config_entry
 from skipdecode.errors import UnsupportedModel
 from skipdecode.generation.loading import DEMO as DEMO_FOLDER
-from skipdecode.serving.requests import ends_of
+from skipdecode.serving import plugin
+from skipdecode.serving.blocks import in_buckets
+from skipdecode.serving.requests import ends_of, settle
+from skipdecode.serving.settings import Serving
 
 LAYERS, BLOCK = 24, 32
 #: Keys and values of all layers for so many blocks of tokens: 24 layers, 128 wide, float32.
@@ -61,7 +72,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
             return preempt(*args, **kwargs)
 
         def executed(*args: Any, **kwargs: Any) -> Any:
-            with untouched_free_blocks(made):
+            with FreeBlocks(made):
                 return execute(*args, **kwargs)
 
         monkeypatch.setattr(its, "schedule", scheduled)
@@ -85,13 +96,13 @@ def check_held(its: Any) -> None:
             assert sum(not block.is_null for block in blocks) == needed
 
 
-class untouched_free_blocks:
+class FreeBlocks:
     """Whoever reads a block that nobody holds reads rubbish, and whoever writes one is found out."""
 
     def __init__(self, made: Any) -> None:
         pool = scheduler(made).kv_cache_manager.block_pool
         free = pool.free_block_queue.get_all_free_blocks()
-        self.caches = [cache for cache in runner(made).kv_caches]
+        self.caches = list(runner(made).kv_caches)
         empty = [0, *(block.block_id for block in free if block.block_hash is None)]
         for cache in self.caches:
             cache[empty] = 1e4
@@ -187,3 +198,109 @@ def test_prefixes_are_found_as_often_as_with_all_blocks_kept(layers: Any) -> Non
         cached[free] = [each.cached for each in served]
     assert cached[True] == cached[False]
     assert sum(cached[True][1].values()) > sum(cached[True][0].values()) > 0
+
+
+def specs_of(kind: Any, layers: int = LAYERS, **options: Any) -> dict[str, Any]:
+    """A model's layers, as vLLM's worker describes them."""
+    spec = kind(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32, **options)
+    return {f"model.layers.{layer}.self_attn.attn": spec for layer in range(layers)}
+
+
+def config_of(disabled: bool = False) -> Any:
+    """What of vLLM's config matters."""
+    return SimpleNamespace(scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=disabled))
+
+
+def serving_of(**options: Any) -> Serving:
+    """A server of flat 3x."""
+    config = OPTConfig(num_hidden_layers=LAYERS, skipdecode=to_config_entry({3.0: FLAT}))
+    return Serving(config, options)
+
+
+def manager_of(count: int, caching: bool = False) -> tuple[KVCacheManager, Any]:
+    """A scheduler's manager of three buckets and so many blocks, and what makes a request of flat 3x."""
+    serving = serving_of(min_speedup=3)
+    specs = in_buckets(specs_of(FullAttentionSpec), serving, config_of())
+    groups = [
+        KVCacheGroupSpec([name for name, spec in specs.items() if spec.bucket == bucket], spec)
+        for bucket, spec in enumerate(dict.fromkeys(specs.values()))
+    ]
+    plugin.register()
+    init_none_hash(sha256)
+    params = SamplingParams(extra_args={"speedup": 3})
+    settle(params, serving)
+
+    hasher = get_request_block_hasher(BLOCK, sha256)
+
+    def request(name: str, token: int, blocks: int) -> VRequest:
+        return VRequest(name, [token] * blocks * BLOCK, params, None, block_hasher=hasher)
+
+    # One block is vLLM's null block.
+    return KVCacheManager(KVCacheConfig(count + 1, [], groups), 256, BLOCK, BLOCK, enable_caching=caching), request
+
+
+def test_blocks_are_kept_while_a_step_under_way_may_run_them() -> None:
+    """Steps are scheduled ahead: what was given out counts as run only when its step is done."""
+    manager, request = manager_of(3 * 4)
+    first, second = request("first", 1, 4), request("second", 2, 2)
+    free = manager.block_pool.get_num_free_blocks
+    assert manager.allocate_slots(first, 4 * BLOCK) is not None
+    assert free() == 0
+    first.append_output_token_ids([1, 1])
+    first.num_computed_tokens = first.num_in_flight_tokens = 4 * BLOCK
+    assert manager.allocate_slots(first, 1) is None
+    assert manager.allocate_slots(second, 2 * BLOCK) is None
+    first.num_in_flight_tokens = 0
+    assert manager.allocate_slots(first, 1) is not None
+    assert free() == 2 * 4 - 1
+    assert manager.allocate_slots(second, 2 * BLOCK) is not None
+    assert free() == 1
+    for each in (first, second):
+        manager.free(each)
+    assert free() == 3 * 4
+
+
+def test_a_replay_that_finds_what_it_wrote_needs_no_blocks_of_ended_buckets() -> None:
+    """A preempted request's own blocks of the first bucket are enough, once the others' are another's."""
+    manager, request = manager_of(9, caching=True)
+    first, second = request("first", 1, 2), request("second", 2, 1)
+    free = manager.block_pool.get_num_free_blocks
+    assert manager.allocate_slots(first, 2 * BLOCK) is not None
+    assert free() == 9 - 3 * 2
+    first.append_output_token_ids([3] * (BLOCK + 1))
+    first.num_computed_tokens = 2 * BLOCK
+    assert manager.allocate_slots(first, BLOCK) is not None
+    assert free() == 9 - 3
+    first.num_computed_tokens = 3 * BLOCK
+    unused = manager.block_pool.free_block_queue.get_all_free_blocks()
+    manager.block_pool.evict_blocks({block.block_id for block in unused})
+    manager.free(first)
+    first.num_computed_tokens = 0
+    hits, length, _ = manager.get_computed_blocks(first)
+    assert length == 3 * BLOCK
+    assert [sum(not each.is_null for each in group) for group in hits.blocks] == [3, 0, 0]
+    assert manager.allocate_slots(first, 1, length, hits) is not None
+    assert free() == 9 - 4
+    # Another request of the same prompt runs every layer of it, and finds none for the upper ones.
+    assert manager.get_computed_blocks(request("third", 1, 2))[1] == 0
+    assert manager.allocate_slots(second, BLOCK) is not None
+    assert free() == 9 - 4 - 3
+    for each in (first, second):
+        manager.free(each)
+    assert free() == 9
+
+
+@pytest.mark.parametrize(
+    ("specs", "config", "options", "reason"),
+    [
+        (specs_of(SlidingWindowSpec, sliding_window=64), config_of(), {}, "full attention"),
+        (specs_of(FullAttentionSpec, layers=LAYERS - 1), config_of(), {}, "23 layers keep keys and values, of 24"),
+        (specs_of(FullAttentionSpec), config_of(disabled=True), {}, "--disable-hybrid-kv-cache-manager"),
+        (specs_of(FullAttentionSpec), config_of(), {"speedup": 1, "max_speedup": 1}, "no schedule served here"),
+    ],
+)
+def test_where_blocks_cannot_be_freed(specs: Any, config: Any, options: dict[str, Any], reason: str) -> None:
+    """The server keeps them, unless it was told to free them: then it says why it cannot."""
+    assert in_buckets(specs, serving_of(**options), config) == specs
+    with pytest.raises(UnsupportedModel, match=f"free_blocks cannot be had: .*{reason}"):
+        in_buckets(specs, serving_of(free_blocks=True, **options), config)

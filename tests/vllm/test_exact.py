@@ -104,7 +104,7 @@ def test_tiny_chunks(reference: Reference, prompts: list[tuple[int, ...]], budge
 
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("budget", [64, 2048])
-@pytest.mark.parametrize(("free", "blocks"), [(False, 22), (True, 8 * 16)])  # eight buckets of three layers
+@pytest.mark.parametrize(("free", "blocks"), [(False, 22), (True, 8 * 11)])  # eight buckets of three layers
 def test_forced_preemption(
     reference: Reference,
     prompts: list[tuple[int, ...]],
@@ -127,7 +127,9 @@ def test_forced_preemption(
         preempted = []
         found = scheduler(made)._preempt_request
         monkeypatch.setattr(
-            scheduler(made), "_preempt_request", lambda request, *a, **k: (preempted.append(request), found(request, *a, **k))[1]
+            scheduler(made),
+            "_preempt_request",
+            lambda request, *a, **k: (preempted.append(request), found(request, *a, **k))[1],
         )
         served = serve(made, requests)
     assert len(preempted) > 10

@@ -64,8 +64,8 @@ def in_buckets(specs: dict[str, Any], serving: Serving, config: Any) -> dict[str
         raise UnsupportedModel(f"free_blocks cannot be had: {reason}; leave it out")
     if reason:
         return specs
-    bucket = {layer: place for place, layers in enumerate(serving.buckets) for layer in layers}
-    return {name: replace_as(spec, BucketSpec, bucket=bucket[extract_layer_index(name)]) for name, spec in specs.items()}
+    place = {layer: place for place, layers in enumerate(serving.buckets) for layer in layers}
+    return {name: replace_as(spec, BucketSpec, bucket=place[extract_layer_index(name)]) for name, spec in specs.items()}
 
 
 class BucketManager(FullAttentionManager):
@@ -100,10 +100,12 @@ class BucketManager(FullAttentionManager):
 class BucketCoordinator(HybridKVCacheCoordinator):
     """Prefix-cache hits of requests that need some buckets' blocks only."""
 
+    attention_groups: list[Any]
+
     def find_longest_cache_hit(self, block_hashes: Any, max_cache_hit_length: int) -> Any:
         """The longest prefix that every bucket has which the request runs behind it; null blocks for the others."""
-        every, managers = self.attention_groups, self.single_type_managers
-        length, needed = max_cache_hit_length, []
+        every, managers, length = self.attention_groups, self.single_type_managers, max_cache_hit_length
+        needed: list[Any] = []
         try:
             while len(needed) < len(now := [g for g in every if managers[g.group_ids[0]].end > length]):
                 # A shorter hit needs more buckets: those that end between the two.

@@ -34,7 +34,7 @@ class SkipRunner(CPUModelRunner):
         self.skip_plan = add_gates(self.model, serving.num_layers)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        """What vLLM's says, in buckets, if keys and values are all that layers keep. Raises UnsupportedModel otherwise."""
+        """What vLLM's says, in buckets. Raises UnsupportedModel where layers keep more than keys and values."""
         specs = super().get_kv_cache_spec()
         for name, spec in specs.items():
             if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):

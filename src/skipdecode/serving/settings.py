@@ -46,7 +46,9 @@ class Serving:
         fastest = max(stored, default=float(self.num_layers))
         default = _number("speedup", options.get("speedup", max(stored, default=1.0)), 1, self.num_layers)
         self.least = _number("min_speedup", options.get("min_speedup", 1), 1, self.num_layers)
-        self.most = _number("max_speedup", options.get("max_speedup", max(fastest, default)), self.least, self.num_layers)
+        self.most = _number(
+            "max_speedup", options.get("max_speedup", max(fastest, default)), self.least, self.num_layers
+        )
         self.default = self.speedup(default)
         self._schedules: dict[float, Schedule] = {}
         # What cannot be had is refused at the start.
@@ -75,7 +77,9 @@ class Serving:
             schedule = resolve_schedule(self.config, speedup, **self.form)
             if self.prompt_layers is not None:
                 layers = self.prompt_layers
-                schedule = schedule.replace(prompt_layers=layers if layers == "max" else max(layers, schedule.max_depth))
+                schedule = schedule.replace(
+                    prompt_layers=layers if layers == "max" else max(layers, schedule.max_depth)
+                )
             self._schedules[speedup] = schedule
         return self._schedules[speedup]
 
