@@ -15,15 +15,14 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import torch
-from helpers.engine import Reference, Request, engine, runner, scheduler, serve
 from transformers import OPTConfig
-from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request as VRequest
 
+from helpers.engine import Reference, Request, engine, runner, scheduler, serve
 from skipdecode import Schedule
 from skipdecode.core.checkpoint_config import to_config_entry
 from skipdecode.errors import UnsupportedModel
@@ -32,6 +31,7 @@ from skipdecode.serving import plugin
 from skipdecode.serving.blocks import in_buckets
 from skipdecode.serving.requests import ends_of, settle
 from skipdecode.serving.settings import Serving
+from vllm import SamplingParams
 
 LAYERS, BLOCK = 24, 32
 #: Keys and values of all layers for so many blocks of tokens: 24 layers, 128 wide, float32.
