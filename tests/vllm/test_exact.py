@@ -103,14 +103,22 @@ def test_tiny_chunks(reference: Reference, prompts: list[tuple[int, ...]], budge
 
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("budget", [64, 2048])
+@pytest.mark.parametrize(("free", "blocks"), [(False, 22), (True, 8 * 11)])  # eight buckets of three layers
 def test_forced_preemption(
-    reference: Reference, prompts: list[tuple[int, ...]], caching: bool, budget: int, monkeypatch: pytest.MonkeyPatch
+    reference: Reference,
+    prompts: list[tuple[int, ...]],
+    caching: bool,
+    budget: int,
+    free: bool,
+    blocks: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Too few blocks: requests lose their keys and are replayed, generated tokens at their old depths."""
     requests = requests_of(prompts, 200, seed=7)
     with engine(
         DEMO_FOLDER,
-        num_gpu_blocks_override=22,
+        num_gpu_blocks_override=blocks,
+        additional_config={"skipdecode": {"free_blocks": free}},
         enable_prefix_caching=caching,
         max_num_batched_tokens=budget,
         enable_chunked_prefill=True,

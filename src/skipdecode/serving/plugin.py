@@ -1,10 +1,11 @@
 """vLLM's entry point ``vllm.general_plugins``: called in every process that vLLM starts, before it reads a config.
 
-Three places of vLLM are stood in for, each by a function that calls what it found there:
+Four places of vLLM are stood in for, each by a function that calls what it found there:
 
 - the platform's ``check_and_update_config``, where a config is complete: our worker, or a refusal;
 - ``InputProcessor.process_inputs``, where a request enters: its speed-up, checked;
-- ``generate_block_hash_extra_keys``, what tells blocks of the prefix cache apart: depths do.
+- ``generate_block_hash_extra_keys``, what tells blocks of the prefix cache apart: depths do;
+- ``KVCacheManager.__init__``, where the scheduler keeps its blocks: ours, if the worker put layers into buckets.
 
 They do nothing for a model without schedules.
 """
@@ -21,9 +22,10 @@ ALLOW = "SKIPDECODE_ALLOW_UNTESTED_VLLM"
 
 
 def register() -> None:
-    """Stand in for the three places, once per process."""
+    """Stand in for the four places, once per process."""
     from vllm.platforms import current_platform
     from vllm.v1.core import block_pool, kv_cache_utils
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine.input_processor import InputProcessor
 
     platform: Any = type(current_platform)
@@ -33,6 +35,7 @@ def register() -> None:
     InputProcessor.process_inputs = _settled(InputProcessor.process_inputs)
     keys = _with_depths(kv_cache_utils.generate_block_hash_extra_keys)
     kv_cache_utils.generate_block_hash_extra_keys = block_pool.generate_block_hash_extra_keys = keys
+    KVCacheManager.__init__ = _in_buckets(KVCacheManager.__init__)  # type: ignore[method-assign]
 
 
 def require_tested(version: str) -> None:
@@ -95,3 +98,15 @@ def _with_depths(found: Any) -> Any:
         return ((*(keys or ()), *own) if own else keys), index
 
     return generate_block_hash_extra_keys
+
+
+def _in_buckets(found: Any) -> Any:
+    @functools.wraps(found)
+    def __init__(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        found(self, kv_cache_config, *args, **kwargs)
+        if any(hasattr(group.kv_cache_spec, "bucket") for group in kv_cache_config.kv_cache_groups):
+            from .blocks import adopt
+
+            adopt(self)
+
+    return __init__

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..core.schedule import Schedule
 from ..errors import ScheduleError
+from .buckets import retirements
 from .settings import Serving
 
 #: What a client sets (``vllm_xargs`` of the OpenAI API, ``extra_args`` of SamplingParams).
@@ -25,7 +26,8 @@ def settle(params: Any, serving: Serving) -> None:
         raise ScheduleError(f"{OWN} is no argument of a request: ask with {SPEEDUP}")
     asked = extra.get(SPEEDUP)
     extra[SPEEDUP] = speedup = serving.default if asked is None else serving.speedup(asked)
-    extra[OWN] = identity(serving.schedule(speedup), speedup)
+    schedule = serving.schedule(speedup)
+    extra[OWN] = identity(schedule, speedup) | {"ends": retirements(schedule, serving.buckets)}
     params.extra_args = extra
 
 
@@ -41,6 +43,17 @@ def speedup_of(params: Any) -> float:
     """The speed-up of a request that :func:`settle` saw; full depth for any other (vLLM's own trial requests)."""
     extra = getattr(params, "extra_args", None) or {}
     return float(extra[SPEEDUP]) if OWN in extra else 1.0
+
+
+def ends_of(request: Any) -> list[float] | None:
+    """For each bucket of layers the first position that runs none of them, all that follow included; None where that
+    is not known: all layers are kept then.
+
+    Args:
+        request: vLLM's, in the scheduler.
+    """
+    extra = (getattr(request.sampling_params, "extra_args", None) or {}).get(OWN)
+    return None if extra is None else [max(request.num_prompt_tokens + end, 0) for end in extra["ends"]]
 
 
 def block_keys(request: Any, start: int, end: int) -> list[tuple[str, str]]:

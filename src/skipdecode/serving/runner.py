@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from ..errors import UnsupportedModel
+from .blocks import in_buckets
 from .configure import serving_of
 from .depths import Part, Tables
 from .gate import add_gates
@@ -33,14 +34,16 @@ class SkipRunner(CPUModelRunner):
         self.skip_plan = add_gates(self.model, serving.num_layers)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        """What vLLM's says, if keys and values are all that layers keep. Raises UnsupportedModel otherwise."""
+        """What vLLM's says, in buckets. Raises UnsupportedModel where layers keep more than keys and values."""
         specs = super().get_kv_cache_spec()
         for name, spec in specs.items():
             if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
                 raise UnsupportedModel(f"{name} keeps {type(spec).__name__}: only keys and values can skip layers here")
         if self.shared_kv_cache_layers:
             raise UnsupportedModel("layers of this model borrow each other's keys and values: not supported in vLLM")
-        return specs
+        serving = serving_of(self.vllm_config)
+        assert serving is not None
+        return in_buckets(specs, serving, self.vllm_config)
 
     def _model_forward(self, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
         context = get_forward_context()

@@ -9,9 +9,10 @@ from typing import Any
 from ..core.checkpoint_config import CONFIG_KEY, layer_count, resolve_schedule, trained_schedules
 from ..core.schedule import Schedule
 from ..errors import ScheduleError
+from .buckets import Buckets, choose_buckets
 
 #: What ``--additional-config '{"skipdecode": {…}}'`` may say, beside which each has its default.
-OPTIONS = ("speedup", "min_speedup", "max_speedup", "prompt_layers", "admit_together", "max_wait")
+OPTIONS = ("speedup", "min_speedup", "max_speedup", "prompt_layers", "free_blocks", "admit_together", "max_wait")
 
 
 class Serving:
@@ -23,7 +24,8 @@ class Serving:
             ``min_speedup`` (default 1) and ``max_speedup`` (default: the greater of the fastest stored and the
             default; for a model without schedules: its layers) bound what requests may ask for, ``prompt_layers``
             (layers of every prompt: a number, where a schedule's first step runs no more; or ``"max"``, as many as that
-            step runs) goes before the schedules' own; ``admit_together`` (default 1) lets new requests in by groups of
+            step runs) goes before the schedules' own; ``free_blocks`` (default: where vLLM can) frees keys and values
+            of layers that a request will not run again; ``admit_together`` (default 1) lets new requests in by groups of
             so many, and ``max_wait`` (default 1) bounds the seconds that one waits for its group.
 
     Raises:
@@ -52,8 +54,14 @@ class Serving:
         self.admit_together = int(_number("admit_together", options.get("admit_together", 1), 1, 4096))
         self.max_wait = _number("max_wait", options.get("max_wait", 1), 0, 3600)
         self._schedules: dict[float, Schedule] = {}
-        for speedup in (self.least, self.default, self.most):
-            self.schedule(speedup)  # what cannot be had is refused at the start
+        # What cannot be had is refused at the start.
+        served = sorted({self.least, self.default, self.most, *(s for s in stored if self.least <= s <= self.most)})
+        schedules = [self.schedule(speedup) for speedup in served]
+        self.free_blocks = options.get("free_blocks")
+        if not isinstance(self.free_blocks, bool | None):
+            raise ScheduleError(f"free_blocks must be true or false, not {self.free_blocks!r}")
+        #: Layers whose keys and values are kept and freed together; none: those of all layers are.
+        self.buckets: Buckets = () if self.free_blocks is False else choose_buckets(schedules)
 
     @classmethod
     def of(cls, config: Any, options: Mapping[str, Any] | None = None) -> Serving | None:
