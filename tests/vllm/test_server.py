@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from helpers.engine import Reference, Request
 from helpers.server import Server, ask, together
 
+pytest_plugins = ["helpers.served"]
 NEW = 32
 
 
@@ -53,9 +54,7 @@ def test_chat(client: Any, solo: Reference, inputs: list[str], stream: bool) -> 
     assert all(answer.summary["speedup"] == 3 for answer in answers)
 
 
-def test_a_request_that_names_none_gets_the_default(
-    client: Any, solo: Reference, mixed: list[tuple[int, ...]]
-) -> None:
+def test_a_request_that_names_none_gets_the_default(client: Any, solo: Reference, mixed: list[tuple[int, ...]]) -> None:
     """1x here: full depth, and the response says so."""
     (answer,) = together(ask(client, list(mixed[0]), new=NEW))
     assert tuple(answer.tokens) == solo.texts([Request(mixed[0], 1.0, NEW)])[0]
@@ -64,7 +63,7 @@ def test_a_request_that_names_none_gets_the_default(
     assert layers["run"] == layers["of"] == 24 * (len(answer.tokens) - 1)
 
 
-BAD = ["0", "99", "-3", '"fast"', '"3"', "[1, 2]", "NaN", "Infinity", "1.234", "false", "{}", "null"]
+BAD = ["0", "99", "1" + 400 * "0", "-3", '"fast"', '"3"', "[1, 2]", "NaN", "Infinity", "1.234", "false", "{}", "null"]
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
@@ -162,6 +161,8 @@ def test_under_load_new_requests_get_faster(
     (later,) = together(ask(client, list(mixed[0]), new=4))
     assert later.summary["speedup"] == 1
     assert server.total("skipdecode_under_load") == 0
+    together(ask(client, list(mixed[0]), new=8))
+    assert 0 < server.total("skipdecode_token_milliseconds") < 60000
 
 
 def test_vllms_own_benchmark(server: Server) -> None:

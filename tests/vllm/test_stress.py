@@ -1,4 +1,4 @@
-"""A thousand requests with random prompts, lengths, speeds, cancellations and disconnects against the running server."""
+"""A thousand requests with random prompts, lengths, speeds, cancellations and disconnects against a running server."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from helpers.engine import Reference, Request
 from helpers.server import Answer, Server, ask, chunks, together
 
+pytest_plugins = ["helpers.served"]
 COUNT, AT_ONCE, MOST_NEW = 1000, 32, 40
 SPEEDUPS = (None, 1.0, 2.0, 3.0, 3.75, 5.0)
 #: Bytes that all processes of the server may grow by over the second half of the requests.
@@ -42,9 +43,7 @@ async def leave(client: Any, request: Request, speedup: float | None, how: str, 
         return
 
 
-def test_a_thousand_requests(
-    server: Server, client: Any, solo: Reference, mixed: list[tuple[int, ...]]
-) -> None:
+def test_a_thousand_requests(server: Server, client: Any, solo: Reference, mixed: list[tuple[int, ...]]) -> None:
     """Every completed answer is its solo answer; the server stays up; no block is lost; memory stays level."""
     source = random.Random(0)
     speeds = [source.choice(SPEEDUPS) for _ in range(COUNT)]

@@ -90,7 +90,7 @@ class Frontend:
         work = Work.of(self._tables.of(speedup)[0], state.prompt_len, cached, new)
         self._counters.finished(speedup, reason, moved, work, self.serving.num_layers, new)
         if self.load is not None:
-            self._counters.load(self.load.refresh())
+            self._counters.load(self.load)
         if state.stats is not None:
             state.stats.skipdecode = work.summary(speedup, self.serving.num_layers) | {"moved": moved}
 
@@ -115,7 +115,7 @@ def _stand_in() -> None:
     """What is no instance's: once per process."""
     for module in (completion, chat_completion):
         module.build_per_request_timing_metrics = _with_layers(module.build_per_request_timing_metrics)
-    BeamSearchOnlineMixin.beam_search = _without_beams(BeamSearchOnlineMixin.beam_search)  # type: ignore[method-assign]
+    BeamSearchOnlineMixin.beam_search = _without_beams(BeamSearchOnlineMixin.beam_search)
 
 
 def _with_layers(found: Any) -> Any:

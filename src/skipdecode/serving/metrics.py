@@ -1,4 +1,4 @@
-"""What a request's schedule let it leave out: layers times tokens, for its response and for Prometheus. No vLLM here."""
+"""What a request's schedule let it leave out: layers times tokens, for its response and for Prometheus. No vLLM."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .depths import Table
+from .policy import Load
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,10 @@ class Counters:
             made["layer_tokens"].labels(*labels, phase).inc(run)
             made["full_layer_tokens"].labels(*labels, phase).inc(tokens * num_layers)
 
-    def load(self, is_high: bool) -> None:
-        """Whether this API server sees load."""
-        _collectors()["load"].labels(self.model_name).set(is_high)
+    def load(self, load: Load) -> None:
+        """What the load policy sees."""
+        _collectors()["load"].labels(self.model_name).set(load.refresh())
+        _collectors()["token_ms"].labels(self.model_name).set(load.token_ms())
 
 
 @cache
@@ -92,7 +94,5 @@ def _collectors() -> dict[str, Any]:
         "full_layer_tokens": Counter(
             "skipdecode_full_layer_tokens", "Tokens times layers at full depth.", (*labels, "phase")
         ),
-        "load": Gauge(
-            "skipdecode_under_load", "API servers under load.", ("model_name",), multiprocess_mode="livesum"
-        ),
+        "load": Gauge("skipdecode_under_load", "API servers under load.", ("model_name",), multiprocess_mode="livesum"),
     }

@@ -40,9 +40,9 @@ def register() -> None:
     if getattr(platform.check_and_update_config, "skipdecode", False):
         return
     platform.check_and_update_config = classmethod(_checked(platform.check_and_update_config.__func__))
-    InputProcessor.process_inputs = _settled(InputProcessor.process_inputs)  # type: ignore[method-assign]
-    AsyncLLM.__init__ = _followed(AsyncLLM.__init__)  # type: ignore[method-assign]
-    AsyncLLM.generate = _refusing(AsyncLLM.generate)  # type: ignore[method-assign]
+    InputProcessor.process_inputs = _settled(InputProcessor.process_inputs)
+    AsyncLLM.__init__ = _followed(AsyncLLM.__init__)
+    AsyncLLM.generate = _refusing(AsyncLLM.generate)
     keys = _with_depths(kv_cache_utils.generate_block_hash_extra_keys)
     kv_cache_utils.generate_block_hash_extra_keys = block_pool.generate_block_hash_extra_keys = keys
 

@@ -79,7 +79,7 @@ class Load:
         return self.is_high
 
     def choose(self, speedup: float, asked: bool) -> float:
-        """The speed-up of a request that begins now: ``speedup``, or the operator's for times of load if that is faster.
+        """The speed-up of a request that begins now: ``speedup``, or under load the operator's if that is faster.
 
         Args:
             speedup: what holds without load.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ OPTIONS = ("speedup", "min_speedup", "max_speedup", "prompt_layers", *LOAD)
 
 
 class Serving:
-    """The schedules of one server, by speed-up. The same in every process: a function of the model's config and options.
+    """The schedules of one server, by speed-up: a function of the model's config and options, the same in each process.
 
     Args:
         config: the model's, as transformers reads it, with what ``--hf-overrides`` put into it.
@@ -25,9 +24,9 @@ class Serving:
             ``min_speedup`` (default 1) and ``max_speedup`` (default: the greatest of the fastest stored, the default
             and that of load; for a model without schedules: its layers) bound what requests may ask for,
             ``prompt_layers`` (layers of every prompt: a number, where a schedule's first step runs no more; or
-            ``"max"``, as many as that step runs) goes before the schedules' own. ``load_speedup`` with ``load_waiting``,
-            ``load_token_ms`` or both, ``load_release`` and ``load_all``: what new requests get under load, see
-            :class:`~skipdecode.serving.policy.Limits`.
+            ``"max"``, as many as that step runs) goes before the schedules' own. ``load_speedup`` with
+            ``load_waiting``, ``load_token_ms`` or both, ``load_release`` and ``load_all``: what new requests get under
+            load, see :class:`~skipdecode.serving.policy.Limits`.
 
     Raises:
         ScheduleError: unknown options, or values that contradict each other or the model.
@@ -81,7 +80,9 @@ class Serving:
             schedule = resolve_schedule(self.config, speedup, **self.form)
             if self.prompt_layers is not None:
                 layers = self.prompt_layers
-                schedule = schedule.replace(prompt_layers=layers if layers == "max" else max(layers, schedule.max_depth))
+                schedule = schedule.replace(
+                    prompt_layers=layers if layers == "max" else max(layers, schedule.max_depth)
+                )
             self._schedules[speedup] = schedule
         return self._schedules[speedup]
 
@@ -103,8 +104,8 @@ def _limits(options: Mapping[str, Any], speedup: Callable[[Any], float]) -> Limi
 
 
 def _number(name: str, value: Any, least: float, most: float) -> float:
-    """A finite number within bounds; a bool or a text is none."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not least <= value <= most:
-        raise ScheduleError(f"{name} must be a number from {least:g} to {most:g}, not {value!r}")
+    """A number within bounds; a bool or a text is none."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:  # NaN is in no bounds
+        raise ScheduleError(f"{name} must be a number from {least:g} to {most:g}, not {repr(value)[:100]}")
     return float(value)

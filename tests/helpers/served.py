@@ -1,4 +1,7 @@
-"""One server for all tests that ask one: starting it takes longer than most of them."""
+"""One server for all tests that ask one: starting it takes longer than most of them. They name this as a pytest plugin.
+
+A conftest.py beside them would be a second module of that name for mypy, and a package there would hide vLLM.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
-
 from helpers.engine import Reference
 from helpers.server import CHAT, Server, serve
-
+from skipdecode.data.inputs import read_items
+from skipdecode.data.tasks import get_task
 from skipdecode.generation.loading import DEMO
 
 #: Requests that wait for their first token, above which new ones that named no speed-up get 5x.
@@ -21,10 +23,11 @@ LOAD_WAITING = 20
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The embedded checkpoint in float32: 1x by default, 5x under load; caching and chunks on, room for few requests."""
+    """The embedded checkpoint in float32: 1x by default, 5x under load; caching and chunks on, room for few."""
     folder = tmp_path_factory.mktemp("server")
     (folder / "chat.jinja").write_text(CHAT, encoding="utf-8")
-    load = ["--load-speedup", "5", "--load-waiting", str(LOAD_WAITING)]
+    # The time per token is followed, and never so long.
+    load = ["--load-speedup", "5", "--load-waiting", str(LOAD_WAITING), "--load-token-ms", "60000"]
     options = ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-num-seqs", "16"]
     options += ["--max-num-batched-tokens", "192", "--kv-cache-memory-bytes", str(40 << 20)]
     options += ["--chat-template", str(folder / "chat.jinja"), "--distributed-executor-backend", "uni"]
@@ -47,10 +50,9 @@ def solo() -> Reference:
 
 
 @pytest.fixture(scope="session")
-def inputs(solo: Reference) -> list[str]:
+def inputs() -> list[str]:
     """Prompts as the checkpoint knows them."""
-    lines = (DEMO / "inputs.csv").read_text(encoding="utf-8").splitlines()[1:]
-    return [(line.split('"')[1] if line.startswith('"') else line) + " ->" for line in lines]
+    return [str(item.prompt) for item in read_items(str(DEMO / "inputs.csv"), get_task("e2e"))]
 
 
 @pytest.fixture(scope="session")
