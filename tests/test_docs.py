@@ -31,7 +31,8 @@ VERBS: dict[str, set[str]] = {
 #: Options of other programs that documents name: vLLM, pytest, `make torture`, lm-evaluation-harness, benchmarks/peers.
 VLLM = set("--port --dtype --max-num-seqs --max-model-len --api-key --enforce-eager --served-model-name".split())
 VLLM |= set("--enable-per-request-metrics --additional-config --kv-sharing-fast-prefill".split())
-OTHERS = VLLM | set("--update-golden --seconds --include --tasks --model --together --precision --work --environments".split())
+OTHERS = set("--update-golden --seconds --include --tasks --model --together --precision --work --environments".split())
+OTHERS |= VLLM
 
 
 def name_of(path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UnsupportedModel
+from skipdecode.serving.configure import SCHEDULER, choose_worker
 from skipdecode.serving.depths import Part, Step, Tables
 from skipdecode.serving.gate import Cut, add_gates
+from skipdecode.serving.plugin import require_tested
 from skipdecode.serving.requests import block_keys, settle, speedup_of
 from skipdecode.serving.settings import Serving
 
@@ -145,7 +147,7 @@ def test_each_token_passes_its_own_layers(layer: type[nn.Module], run: Any) -> N
     """Rows of a step are those of a model that has each token's layers alone; a layer that none needs is not called."""
     step = plan([(2.0, 3, 0, 5), (1.0, 2, 9, 1), (4.0, 5, 3, 4), (3.0, 4, 2, 6)])
     layers = nn.ModuleList(layer() for _ in range(LAYERS))
-    stock = [run(nn.ModuleList(layers[i] for i in np.flatnonzero(row)), step.tokens) for row in step.runs]
+    stock = [run(nn.ModuleList(layers[i] for i in np.flatnonzero(row).tolist()), step.tokens) for row in step.runs]
     gates = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
     full = run(layers, step.tokens)
     gates.begin(step, nothing)
@@ -163,7 +165,7 @@ def test_a_layer_that_no_token_needs_is_not_called() -> None:
     layers = nn.ModuleList(Native() for _ in range(LAYERS))
     called: list[int] = []
     for index, layer in enumerate(layers):
-        layer.mix.register_forward_hook(lambda *_, index=index: called.append(index))
+        cast(Native, layer).mix.register_forward_hook(lambda *_, index=index: called.append(index))
     gates = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
     gates.begin(step, nothing)
     native(layers, step.tokens)
@@ -240,6 +242,85 @@ def test_bad_options_are_refused_at_the_start(options: dict[str, Any], message: 
         Serving(config(), options)
 
 
+# --- configs of vLLM
+
+
+def vllm_config(**changes: Any) -> Any:
+    """A config as vLLM's, as far as the plugin asks; changes by ``part__field``."""
+    made = SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_config=config(), runner_type="generate", is_encoder_decoder=False, uses_mrope=False
+        ),
+        parallel_config=SimpleNamespace(
+            worker_cls="vllm.v1.worker.cpu_worker.CPUWorker",
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            enable_dbo=False,
+        ),
+        scheduler_config=SimpleNamespace(scheduler_cls=None),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+        additional_config={"skipdecode": {"admit_together": 4}},
+        use_v2_model_runner=False,
+        speculative_config=None,
+        kv_transfer_config=None,
+        lora_config=None,
+    )
+    for name, value in changes.items():
+        *parts, field = name.split("__")
+        setattr(getattr(made, parts[0]) if parts else made, field, value)
+    return made
+
+
+def test_the_plugin_chooses_its_worker_and_scheduler_twice_alike() -> None:
+    """vLLM checks a config where it is made, and again where it is copied."""
+    made = vllm_config()
+    for _ in range(2):
+        choose_worker(made)
+        assert made.parallel_config.worker_cls == "skipdecode.serving.worker.SkipCPUWorker"
+        assert made.scheduler_config.scheduler_cls == SCHEDULER
+
+
+def test_a_stock_model_keeps_vllms_worker_whatever_is_asked() -> None:
+    """Without a schedule nothing is refused and nothing changes."""
+    made = vllm_config(additional_config={}, speculative_config=object())
+    choose_worker(made)
+    assert made.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    assert made.scheduler_config.scheduler_cls is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_config__runner_type": "pooling"}, "only models that generate"),
+        ({"parallel_config__worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "never tried"),
+        ({"use_v2_model_runner": True}, "runner V2"),
+        ({"speculative_config": object()}, "speculation"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
+        ({"parallel_config__data_parallel_size": 2}, "data parallel"),
+        ({"parallel_config__enable_dbo": True}, "dual batch"),
+        ({"kv_transfer_config": object()}, "KV connectors"),
+        ({"lora_config": object()}, "LoRA"),
+        ({"model_config__is_encoder_decoder": True}, "encoder-decoder"),
+        ({"model_config__uses_mrope": True}, "multimodal"),
+        ({"cache_config__kv_sharing_fast_prefill": True}, "fast-prefill"),
+        ({"scheduler_config__scheduler_cls": "mine.Scheduler"}, "--scheduler-cls"),
+    ],
+)
+def test_what_was_not_shown_to_be_exact_is_refused(change: dict[str, Any], message: str) -> None:
+    """At the start, with the reason."""
+    with pytest.raises(UnsupportedModel, match=message):
+        choose_worker(vllm_config(**change))
+
+
+def test_untested_releases_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never unpatched in silence; a word in the environment allows them."""
+    require_tested("0.32.0+cpu")
+    with pytest.raises(UnsupportedModel, match=r"not with 0\.33\.1"):
+        require_tested("0.33.1")
+    monkeypatch.setenv("SKIPDECODE_ALLOW_UNTESTED_VLLM", "1")
+    require_tested("0.33.1")
+
+
 # --- requests
 
 
@@ -270,7 +351,9 @@ def test_a_clients_own_identity_is_refused() -> None:
         settle(SimpleNamespace(extra_args={"skipdecode": {"prompt": ""}}), serving())
 
 
-@given(st.sampled_from([2.0, 4.0, 3.0, 1.0]), st.sampled_from([2.0, 4.0, 3.0, 1.0]), st.integers(1, 40), st.integers(1, 40))
+@given(
+    st.sampled_from([2.0, 4.0, 3.0, 1.0]), st.sampled_from([2.0, 4.0, 3.0, 1.0]), st.integers(1, 40), st.integers(1, 40)
+)
 @settings(deadline=None, max_examples=200)
 def test_blocks_are_shared_only_where_every_position_ran_the_same_layers(
     one: float, other: float, prompt: int, other_prompt: int

@@ -133,7 +133,8 @@ def serve(
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    served, names = Served(), {}
+    served = Served()
+    names: dict[str, int] = {}
     run = f"{random.random():.9f}"
     while made.has_unfinished_requests() or len(names) < len(requests):
         for place in range(len(names), min(len(names) + arrive(served.steps), len(requests))):

@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from helpers.engine import Reference, Request, engine, runner, scheduler, serve
-
 from skipdecode import Schedule
 from skipdecode.generation.loading import DEMO as DEMO_FOLDER
 
@@ -118,9 +117,12 @@ def test_forced_preemption(
     ) as made:
         preempted = []
         found = scheduler(made)._preempt_request
-        monkeypatch.setattr(
-            scheduler(made), "_preempt_request", lambda request, *a, **k: (preempted.append(request), found(request, *a, **k))[1]
-        )
+
+        def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
+            preempted.append(request)
+            return found(request, *args, **kwargs)
+
+        monkeypatch.setattr(scheduler(made), "_preempt_request", counted)
         served = serve(made, requests)
     assert len(preempted) > 10
     assert [served.tokens[i] for i in range(len(requests))] == reference.texts(requests)
@@ -130,7 +132,7 @@ def test_prefix_caching_of_shared_prompts_and_second_turns(
     reference: Reference, prompts: list[tuple[int, ...]]
 ) -> None:
     """Prompts are shared by all speeds; what a fast request wrote is never another request's prompt."""
-    chosen = [prompt for prompt in prompts if len(prompt) >= 32][:24] + [prompt for prompt in prompts][:8]
+    chosen = [prompt for prompt in prompts if len(prompt) >= 32][:24] + prompts[:8]
     first = [Request(prompt, speedup) for prompt in chosen for speedup in SPEEDUPS]
     with engine(DEMO_FOLDER, enable_prefix_caching=True) as made:
         for _ in range(2):  # the second time from the cache
@@ -161,3 +163,24 @@ def test_prompts_of_their_own_depth(reference: Reference, prompts: list[tuple[in
         served = serve(made, requests)
     assert [served.tokens[i] for i in range(len(requests))] == reference.texts(requests, with_prompts)
     assert sum(served.cached.values()) > 0
+
+
+def test_admission_by_groups(reference: Reference, prompts: list[tuple[int, ...]]) -> None:
+    """Prompts come in fewer steps; texts stay, and none waits for ever."""
+    requests = [Request(r.prompt, r.speedup, 8 + r.new) for r in requests_of(prompts, 160, seed=9, most=48)]
+    with_prompts = {}
+    for group in (1, 4):
+        options = {"skipdecode": {"admit_together": group, "max_wait": 60}}
+        with engine(DEMO_FOLDER, additional_config=options) as made:
+            found = runner(made)._model_forward
+            tokens: list[tuple[int, int]] = []
+
+            def counted(input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
+                tokens.append((positions.shape[-1], runner(made).input_batch.num_reqs))  # noqa: B023
+                return found(input_ids, positions, *args, **kwargs)  # noqa: B023
+
+            runner(made)._model_forward = counted
+            served = serve(made, requests)
+        assert [served.tokens[i] for i in range(len(requests))] == reference.texts(requests)
+        with_prompts[group] = sum(count > rows for count, rows in tokens)
+    assert with_prompts[4] < 0.6 * with_prompts[1]

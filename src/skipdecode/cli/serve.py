@@ -25,6 +25,12 @@ def serve(
         float | None, Option(help="What requests may ask for at most (default: the fastest trained for).")
     ] = None,
     prompt_layers: o.PromptLayers = None,
+    admit_together: Annotated[
+        int | None, Option(min=1, help="Let new requests in by groups of so many (default: 1).")
+    ] = None,
+    max_wait: Annotated[
+        float | None, Option(min=0, help="Seconds that a request waits for its group at most (default: 1).")
+    ] = None,
     load_speedup: Annotated[
         float | None, Option(help="What new requests get under load, unless faster anyway.", rich_help_panel=LOAD)
     ] = None,
@@ -54,6 +60,8 @@ def serve(
         "min_speedup": min_speedup,
         "max_speedup": max_speedup,
         "prompt_layers": parse_prompt_layers(prompt_layers),
+        "admit_together": admit_together,
+        "max_wait": max_wait,
         "load_speedup": load_speedup,
         "load_waiting": load_waiting,
         "load_token_ms": load_token_ms,

@@ -11,6 +11,8 @@ from .settings import Serving
 #: vLLM's worker -> ours.
 WORKERS = {"vllm.v1.worker.cpu_worker.CPUWorker": "skipdecode.serving.worker.SkipCPUWorker"}
 
+SCHEDULER = "skipdecode.serving.scheduler.GroupScheduler"
+
 
 def serving_of(vllm_config: Any) -> Serving | None:
     """The settings of an engine of this config; None where the plugin does not act. Raises ScheduleError."""
@@ -27,16 +29,19 @@ def choose_worker(vllm_config: Any) -> None:
         UnsupportedModel: the engine is asked for something that would not be exact, or was never tried.
         ScheduleError: the schedules or options cannot be read.
     """
-    if serving_of(vllm_config) is None:
+    serving = serving_of(vllm_config)
+    if serving is None:
         return
-    for refused, reason in refusals(vllm_config):
+    for refused, reason in refusals(vllm_config, serving):
         if refused:
             raise UnsupportedModel(f"skipdecode in vLLM: {reason}")
     parallel = vllm_config.parallel_config
     parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
+    if serving.admit_together > 1:
+        vllm_config.scheduler_config.scheduler_cls = SCHEDULER
 
 
-def refusals(vllm_config: Any) -> list[tuple[bool, str]]:
+def refusals(vllm_config: Any, serving: Serving) -> list[tuple[bool, str]]:
     """What is refused, and why."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     worker = parallel.worker_cls
@@ -52,5 +57,9 @@ def refusals(vllm_config: Any) -> list[tuple[bool, str]]:
         (vllm_config.lora_config is not None, "LoRA maps adapters by token: merge the adapter into the model"),
         (model.is_encoder_decoder, "encoder-decoder models have no schedules"),
         (model.uses_mrope, "multimodal positions are not supported"),
+        (
+            serving.admit_together > 1 and vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER),
+            "admit_together brings a scheduler of its own: leave --scheduler-cls out",
+        ),
         (vllm_config.cache_config.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill is not supported"),
     ]

@@ -143,5 +143,5 @@ def add_gates(model: nn.Module, num_layers: int) -> Plan:
         )
     plan = Plan()
     for index, layer in enumerate(stacks[0]):
-        layer.forward = Gate(layer, plan, index)  # type: ignore[method-assign,assignment]
+        layer.forward = Gate(layer, plan, index)
     return plan

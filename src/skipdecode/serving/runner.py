@@ -1,4 +1,4 @@
-"""The adapter for vLLM's model runner V1: gates after loading, a plan per step, attention narrowed to a layer's tokens."""
+"""vLLM's model runner V1, adapted: gates after loading, a plan per step, attention narrowed to a layer's tokens."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class SkipRunner(CPUModelRunner):
         for group_index, groups in enumerate(self.attn_groups):
             table = self.input_batch.block_table[group_index].get_device_tensor(self.input_batch.num_reqs)
             for group in groups:
-                whole = context.slot_mapping[group.layer_names[0]]  # type: ignore[call-overload]
+                whole = context.slot_mapping[group.layer_names[0]]
                 common = CommonAttentionMetadata(
                     query_start_loc=starts_cpu.to(self.device),
                     query_start_loc_cpu=starts_cpu,

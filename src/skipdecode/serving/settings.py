@@ -12,11 +12,11 @@ from .policy import Limits
 
 #: What ``--additional-config '{"skipdecode": {…}}'`` may say, beside which each has its default.
 LOAD = ("load_speedup", "load_waiting", "load_token_ms", "load_release", "load_all")
-OPTIONS = ("speedup", "min_speedup", "max_speedup", "prompt_layers", *LOAD)
+OPTIONS = ("speedup", "min_speedup", "max_speedup", "prompt_layers", "admit_together", "max_wait", *LOAD)
 
 
 class Serving:
-    """The schedules of one server, by speed-up: a function of the model's config and options, the same in each process.
+    """The schedules of one server, by speed-up: a function of the model's config and options, alike in every process.
 
     Args:
         config: the model's, as transformers reads it, with what ``--hf-overrides`` put into it.
@@ -24,9 +24,10 @@ class Serving:
             ``min_speedup`` (default 1) and ``max_speedup`` (default: the greatest of the fastest stored, the default
             and that of load; for a model without schedules: its layers) bound what requests may ask for,
             ``prompt_layers`` (layers of every prompt: a number, where a schedule's first step runs no more; or
-            ``"max"``, as many as that step runs) goes before the schedules' own. ``load_speedup`` with
-            ``load_waiting``, ``load_token_ms`` or both, ``load_release`` and ``load_all``: what new requests get under
-            load, see :class:`~skipdecode.serving.policy.Limits`.
+            ``"max"``, as many as that step runs) goes before the schedules' own; ``admit_together`` (default 1) lets
+            new requests in by groups of so many, and ``max_wait`` (default 1) bounds the seconds that one waits for its
+            group; ``load_speedup`` with ``load_waiting``, ``load_token_ms`` or both, ``load_release`` and ``load_all``
+            say what new requests get under load, see :class:`~skipdecode.serving.policy.Limits`.
 
     Raises:
         ScheduleError: unknown options, or values that contradict each other or the model.
@@ -53,6 +54,8 @@ class Serving:
         self.named = {*stored, default, loaded, self.least, self.most}
         self.default = self.speedup(default)
         self.limits = _limits(options, self.speedup)
+        self.admit_together = int(_number("admit_together", options.get("admit_together", 1), 1, 4096))
+        self.max_wait = _number("max_wait", options.get("max_wait", 1), 0, 3600)
         self._schedules: dict[float, Schedule] = {}
         for speedup in (self.least, self.default, self.most):
             self.schedule(speedup)  # what cannot be had is refused at the start

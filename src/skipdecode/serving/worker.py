@@ -19,5 +19,5 @@ class SkipCPUWorker(CPUWorker):
 
     def skipdecode_layers(self) -> dict[str, Any]:
         """Tokens times layers since the start: of full depth, that schedules needed, and that were run."""
-        plan = self.model_runner.skip_plan  # type: ignore[attr-defined]
+        plan = self.model_runner.skip_plan
         return {"full": plan.full_tokens, "needed": plan.needed_tokens, "run": plan.run_tokens}

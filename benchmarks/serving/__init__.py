@@ -1,0 +1,1 @@
+"""vLLM with and without the plugin, on one machine."""

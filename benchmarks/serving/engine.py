@@ -1,0 +1,94 @@
+"""One vLLM engine in a process of its own, stepped by hand: lines of JSON in, lines of JSON out.
+
+First line in: ``{"model", "options", "threads"}``; then ``{"requests": [[prompt tokens, new tokens, speed-up], …]}``,
+all waiting at the start. Each is answered by ``{"seconds", "steps": [[seconds, seconds of the forward pass, tokens,
+requests that got a token], …], "layers"}``.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+}
+
+import json
+import random
+import sys
+import time
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.v1.engine.llm_engine import LLMEngine
+
+
+class Engine:
+    """A loaded engine whose forward passes are timed."""
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        self.engine = LLMEngine.from_engine_args(EngineArgs(model=model, **options))
+        self.runner = self.engine.model_executor.driver_worker.worker.model_runner
+        self.plugin = hasattr(self.runner, "skip_plan")
+        self.count = 0
+        self.forward = 0.0
+        self.tokens = 0
+        found = self.runner._model_forward
+
+        def timed(input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            output = found(input_ids, positions, *args, **kwargs)
+            self.forward, self.tokens = time.perf_counter() - start, positions.shape[-1]
+            return output
+
+        self.runner._model_forward = timed
+
+    def run(self, requests: list[list[float]]) -> dict[str, Any]:
+        """Serve the requests to their end."""
+        source = random.Random(0)
+        for prompt, new, speedup in requests:
+            self.count += 1
+            ids = [source.randrange(10, 1000) for _ in range(int(prompt))]
+            extra = {"speedup": speedup} if self.plugin else None
+            params = SamplingParams(
+                temperature=0, max_tokens=int(new), ignore_eos=True, detokenize=False, extra_args=extra
+            )
+            self.engine.add_request(str(self.count), TokensPrompt(prompt_token_ids=ids), params)
+        steps, written = [], 0
+        before = self._layers()
+        start = time.perf_counter()
+        while self.engine.has_unfinished_requests():
+            at = time.perf_counter()
+            outputs = self.engine.step()
+            steps.append([time.perf_counter() - at, self.forward, self.tokens, len(outputs)])
+            written += sum(len(output.outputs[0].token_ids) for output in outputs if output.finished)
+        seconds = time.perf_counter() - start
+        wanted = sum(int(new) for _, new, _ in requests)
+        if written != wanted:
+            raise ValueError(f"{wanted} new tokens were asked for, {written} were written")
+        layers = {name: after - before[name] for name, after in self._layers().items()}
+        return {"seconds": seconds, "tokens": written, "steps": steps, "layers": layers}
+
+    def _layers(self) -> dict[str, int]:
+        plan = self.runner.skip_plan if self.plugin else None
+        return {"full": plan.full_tokens, "needed": plan.needed_tokens, "run": plan.run_tokens} if plan else {}
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print goes to the log
+    job = json.loads(sys.stdin.readline())
+    engine = Engine(job["model"], job["options"])
+    print(json.dumps({"plugin": engine.plugin}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(engine.run(json.loads(line)["requests"])), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
