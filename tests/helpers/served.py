@@ -18,7 +18,7 @@ from skipdecode.data.tasks import get_task
 from skipdecode.generation.loading import DEMO
 
 #: Requests that wait for their first token, above which new ones that named no speed-up get 5x.
-LOAD_WAITING = 20
+LOAD_WAITING = 8
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from helpers.server import Answer, Server, ask, chunks, together
 pytest_plugins = ["helpers.served"]
 COUNT, AT_ONCE, MOST_NEW = 1000, 32, 40
 SPEEDUPS = (None, 1.0, 2.0, 3.0, 3.75, 5.0)
-#: Bytes that all processes of the server may grow by over the second half of the requests.
+#: Bytes by which all processes of the server may grow over the second half of the requests.
 GROWTH = 24 << 20
 
 
@@ -68,6 +68,7 @@ def test_a_thousand_requests(server: Server, client: Any, solo: Reference, mixed
                 held.append(memory(server))
 
     before = server.total("skipdecode_requests_total")
+    moved = server.total("skipdecode_moved_requests_total")
     places = iter(range(COUNT))
     together(*(client_loop(places) for _ in range(AT_ONCE)))
     assert server.process.poll() is None
@@ -84,7 +85,9 @@ def test_a_thousand_requests(server: Server, client: Any, solo: Reference, mixed
             break
         time.sleep(0.1)
     assert usage == [0, 0]
+    assert server.total("skipdecode_moved_requests_total") > moved  # half of them wait at any time
     assert server.total("skipdecode_requests_total", finished_reason="abort") > COUNT // 20
     ended = server.total("skipdecode_requests_total") - before
     assert len(answers) <= ended <= COUNT  # a few left before their request had begun
-    assert max(held) - min(held) < GROWTH
+    halfway, end = held
+    assert end - halfway < GROWTH

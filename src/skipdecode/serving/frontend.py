@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.completion import serving as completion
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from .depths import Tables
+from .depths import Table
 from .metrics import Counters, Work
 from .policy import Load
 from .requests import OWN, SPEEDUP
@@ -34,14 +34,15 @@ class Frontend:
         self.serving = serving
         self.load = None if serving.limits is None else Load(serving.limits, self.requests)
         self._counters = Counters(model_name)
-        self._tables = Tables(serving.schedule)
+        self._table = functools.cache(lambda speedup: Table(serving.schedule(speedup)))
         #: By vLLM's own request id: its state, and our part of its parameters.
         self._followed: dict[str, tuple[Any, float, bool]] = {}
 
     def requests(self) -> tuple[int, int]:
         """How many requests wait for their first token, and how many have it."""
-        waiting = sum(state.is_prefilling for state, _, _ in self._followed.values())
-        return waiting, len(self._followed) - waiting
+        states = list(self._followed.values())  # vLLM's threads ask too
+        waiting = sum(state.is_prefilling for state, _, _ in states)
+        return waiting, len(states) - waiting
 
     def stat_loggers(self) -> list[Any]:
         """For vLLM's argument of this name: what tells the load policy how far apart tokens come."""
@@ -87,7 +88,7 @@ class Frontend:
         new = state.detokenizer.num_output_tokens()
         # Before its first token nobody here knows how much of the prompt was run, if any.
         cached = state.prompt_len if state.is_prefilling else state.num_cached_tokens
-        work = Work.of(self._tables.of(speedup)[0], state.prompt_len, cached, new)
+        work = Work.of(self._table(speedup), state.prompt_len, cached, new)
         self._counters.finished(speedup, reason, moved, work, self.serving.num_layers, new)
         if self.load is not None:
             self._counters.load(self.load)

@@ -62,8 +62,9 @@ class Load:
         """Mean time between a request's tokens over the last seconds; 0 before any. The newest step counts however old
         it is: a server that stands still is not idle."""
         self._forget()
-        count = sum(count for _, _, count in self._gaps)
-        return 1000 * sum(seconds for _, seconds, _ in self._gaps) / count if count else 0.0
+        gaps = tuple(self._gaps)  # steps go on meanwhile
+        count = sum(count for _, _, count in gaps)
+        return 1000 * sum(seconds for _, seconds, _ in gaps) / count if count else 0.0
 
     def refresh(self) -> bool:
         """Whether the server is under load now."""
