@@ -28,6 +28,7 @@ from .demo import demo
 from .evaluate import evaluate
 from .generate import generate
 from .inspect import check, schedule
+from .serve import serve
 from .train import train
 
 #: Which extra of ours brings a library.
@@ -91,6 +92,8 @@ def _run(verb: Callable[..., None]) -> Callable[..., None]:
 
 for verb in (demo, generate, train, calibrate, evaluate, check, schedule, profile, plan, bench):
     app.command()(_run(verb))
+# What it does not know is vLLM's.
+app.command(context_settings={"ignore_unknown_options": True})(_run(serve))
 
 
 def main() -> None:

@@ -1,10 +1,12 @@
 """vLLM's entry point ``vllm.general_plugins``: called in every process that vLLM starts, before it reads a config.
 
-Four places of vLLM are stood in for, each by a function that calls what it found there:
+Places of vLLM are stood in for, each by a function that calls what it found there:
 
 - the platform's ``check_and_update_config``, where a config is complete: our worker, or a refusal;
-- ``InputProcessor.process_inputs``, where a request enters: its speed-up, checked;
+- ``InputProcessor.process_inputs``, where a request enters: its speed-up, checked, or made faster under load;
 - ``generate_block_hash_extra_keys``, what tells blocks of the prefix cache apart: depths do;
+- of servers, ``AsyncLLM.__init__``: requests are followed to their end (``frontend.py``); and ``AsyncLLM.generate``,
+  called before a response begins: a bad speed-up is HTTP 400 for streams too.
 - ``KVCacheManager.__init__``, where the scheduler keeps its blocks: ours, if the worker put layers into buckets.
 
 They do nothing for a model without schedules.
@@ -14,7 +16,14 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ScheduleError, UnsupportedModel
+
+if TYPE_CHECKING:
+    from .settings import Serving
 
 #: The releases of vLLM that all tests ran with.
 TESTED = ("0.32.0",)
@@ -22,10 +31,11 @@ ALLOW = "SKIPDECODE_ALLOW_UNTESTED_VLLM"
 
 
 def register() -> None:
-    """Stand in for the four places, once per process."""
+    """Stand in for these places, once per process."""
     from vllm.platforms import current_platform
     from vllm.v1.core import block_pool, kv_cache_utils
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
     platform: Any = type(current_platform)
@@ -33,15 +43,15 @@ def register() -> None:
         return
     platform.check_and_update_config = classmethod(_checked(platform.check_and_update_config.__func__))
     InputProcessor.process_inputs = _settled(InputProcessor.process_inputs)
+    AsyncLLM.__init__ = _followed(AsyncLLM.__init__)
+    AsyncLLM.generate = _refusing(AsyncLLM.generate)
     keys = _with_depths(kv_cache_utils.generate_block_hash_extra_keys)
     kv_cache_utils.generate_block_hash_extra_keys = block_pool.generate_block_hash_extra_keys = keys
-    KVCacheManager.__init__ = _in_buckets(KVCacheManager.__init__)  # type: ignore[method-assign]
+    KVCacheManager.__init__ = _in_buckets(KVCacheManager.__init__)
 
 
 def require_tested(version: str) -> None:
     """Raises UnsupportedModel for a release of vLLM that was not tested, unless the environment allows it."""
-    from ..errors import UnsupportedModel
-
     release = version.split("+")[0]
     if release not in TESTED and not os.environ.get(ALLOW):
         raise UnsupportedModel(
@@ -69,23 +79,69 @@ def _checked(found: Any) -> Any:
 def _settled(found: Any) -> Any:
     @functools.wraps(found)
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm.exceptions import VLLMValidationError
-
-        from ..errors import ScheduleError
-        from .configure import serving_of
         from .requests import settle
 
-        if "skipdecode" not in vars(self):
-            self.skipdecode = serving_of(self.vllm_config)
+        serving = _serving(self)
         request = found(self, *args, **kwargs)
-        if self.skipdecode is not None and request.sampling_params is not None:
-            try:
-                settle(request.sampling_params, self.skipdecode)  # the request's own copy
-            except ScheduleError as error:
-                raise VLLMValidationError(str(error), parameter="speedup") from None
+        if serving is not None and request.sampling_params is not None:
+            with _bad_request():
+                if request.resumable:
+                    raise ScheduleError("a prompt that goes on growing has no place where a schedule begins")
+                # The request's own copy.
+                settle(request.sampling_params, serving, getattr(self, "skipdecode_load", None))
         return request
 
     return process_inputs
+
+
+def _refusing(found: Any) -> Any:
+    @functools.wraps(found)
+    def generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        from .requests import wanted
+
+        if (serving := _serving(self.input_processor)) is not None:
+            with _bad_request():
+                wanted(sampling_params, serving)
+        return found(self, prompt, sampling_params, *args, **kwargs)
+
+    return generate
+
+
+def _followed(found: Any) -> Any:
+    @functools.wraps(found)
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        from .configure import serving_of
+
+        if (serving := serving_of(vllm_config)) is None:
+            return found(self, vllm_config, *args, **kwargs)
+        from .frontend import Frontend
+
+        frontend = Frontend(serving, vllm_config.model_config.served_model_name)
+        kwargs["stat_loggers"] = [*(kwargs.get("stat_loggers") or ()), *frontend.stat_loggers()]
+        found(self, vllm_config, *args, **kwargs)
+        frontend.follow(self)
+
+    return __init__
+
+
+def _serving(input_processor: Any) -> Serving | None:
+    """The settings of the engine that an input processor belongs to."""
+    from .configure import serving_of
+
+    if "skipdecode" not in vars(input_processor):
+        input_processor.skipdecode = serving_of(input_processor.vllm_config)
+    return input_processor.skipdecode
+
+
+@contextmanager
+def _bad_request() -> Iterator[None]:
+    """What a request cannot have is HTTP 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        yield
+    except ScheduleError as error:
+        raise VLLMValidationError(str(error), parameter="speedup") from None
 
 
 def _with_depths(found: Any) -> Any:

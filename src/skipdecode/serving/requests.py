@@ -7,6 +7,7 @@ from typing import Any
 from ..core.schedule import Schedule
 from ..errors import ScheduleError
 from .buckets import retirements
+from .policy import Load
 from .settings import Serving
 
 #: What a client sets (``vllm_xargs`` of the OpenAI API, ``extra_args`` of SamplingParams).
@@ -15,20 +16,35 @@ SPEEDUP = "speedup"
 OWN = "skipdecode"
 
 
-def settle(params: Any, serving: Serving) -> None:
-    """Put the speed-up that holds, and what its prompt's keys and values depend on, into a request's own parameters.
+def wanted(params: Any, serving: Serving) -> tuple[float, bool]:
+    """The speed-up that a request gets where no load changes it, and whether the request itself named it.
 
     Raises:
-        ScheduleError: a speed-up that the server does not offer, or parameters that cannot be exact.
+        ScheduleError: a speed-up that the server does not offer, or arguments that are ours.
     """
-    extra = dict(params.extra_args or {})
+    extra = params.extra_args or {}
     if OWN in extra:
         raise ScheduleError(f"{OWN} is no argument of a request: ask with {SPEEDUP}")
     asked = extra.get(SPEEDUP)
-    extra[SPEEDUP] = speedup = serving.default if asked is None else serving.speedup(asked)
-    schedule = serving.schedule(speedup)
-    extra[OWN] = identity(schedule, speedup) | {"ends": retirements(schedule, serving.buckets)}
-    params.extra_args = extra
+    return (serving.default, False) if asked is None else (serving.speedup(asked), True)
+
+
+def settle(params: Any, serving: Serving, load: Load | None = None) -> None:
+    """Put the speed-up that holds, and what its prompt's keys and values depend on, into a request's own parameters.
+
+    Args:
+        params: vLLM's, this request's alone.
+        serving: what the server offers.
+        load: makes new requests faster while limits are passed.
+
+    Raises:
+        ScheduleError: a speed-up that the server does not offer, or arguments that are ours.
+    """
+    speedup, asked = wanted(params, serving)
+    given = speedup if load is None else load.choose(speedup, asked)
+    schedule = serving.schedule(given)
+    own = identity(schedule, given) | {"ends": retirements(schedule, serving.buckets), "moved": given != speedup}
+    params.extra_args = {**(params.extra_args or {}), SPEEDUP: given, OWN: own}
 
 
 def identity(schedule: Schedule, speedup: float) -> dict[str, Any]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..core.checkpoint_config import CONFIG_KEY, layer_count, resolve_schedule, trained_schedules
 from ..core.schedule import Schedule
 from ..errors import ScheduleError
 from .buckets import Buckets, choose_buckets
+from .policy import Limits
 
 #: What ``--additional-config '{"skipdecode": {…}}'`` may say, beside which each has its default.
-OPTIONS = ("speedup", "min_speedup", "max_speedup", "prompt_layers", "free_blocks", "admit_together", "max_wait")
+LOAD = ("load_speedup", "load_waiting", "load_token_ms", "load_release", "load_all")
+OPTIONS = (
+    *("speedup", "min_speedup", "max_speedup", "prompt_layers", "free_blocks", "admit_together", "max_wait"),
+    *LOAD,
+)
 
 
 class Serving:
@@ -21,12 +25,14 @@ class Serving:
     Args:
         config: the model's, as transformers reads it, with what ``--hf-overrides`` put into it.
         options: ``speedup`` (of requests that name none; default: the fastest that the model was trained for, else 1),
-            ``min_speedup`` (default 1) and ``max_speedup`` (default: the greater of the fastest stored and the
-            default; for a model without schedules: its layers) bound what requests may ask for, ``prompt_layers``
-            (layers of every prompt: a number, where a schedule's first step runs no more; or ``"max"``, as many as that
-            step runs) goes before the schedules' own; ``free_blocks`` (default: where vLLM can) frees keys and values
-            of layers that a request will not run again; ``admit_together`` (default 1) lets new requests in by groups of
-            so many, and ``max_wait`` (default 1) bounds the seconds that one waits for its group.
+            ``min_speedup`` (default 1) and ``max_speedup`` (default: the greatest of the fastest stored, the default
+            and that of load; for a model without schedules: its layers) bound what requests may ask for,
+            ``prompt_layers`` (layers of every prompt: a number, where a schedule's first step runs no more; or
+            ``"max"``, as many as that step runs) goes before the schedules' own; ``free_blocks`` (default: where vLLM can) frees
+            keys and values of layers that a request will not run again; ``admit_together`` (default 1) lets
+            new requests in by groups of so many, and ``max_wait`` (default 1) bounds the seconds that one waits for its
+            group; ``load_speedup`` with ``load_waiting``, ``load_token_ms`` or both, ``load_release`` and ``load_all``
+            say what new requests get under load, see :class:`~skipdecode.serving.policy.Limits`.
 
     Raises:
         ScheduleError: unknown options, or values that contradict each other or the model.
@@ -47,10 +53,12 @@ class Serving:
         fastest = max(stored, default=float(self.num_layers))
         default = _number("speedup", options.get("speedup", max(stored, default=1.0)), 1, self.num_layers)
         self.least = _number("min_speedup", options.get("min_speedup", 1), 1, self.num_layers)
-        self.most = _number(
-            "max_speedup", options.get("max_speedup", max(fastest, default)), self.least, self.num_layers
-        )
+        loaded = _number("load_speedup", options.get("load_speedup", 1), 1, self.num_layers)
+        most = options.get("max_speedup", max(fastest, default, loaded))
+        self.most = _number("max_speedup", most, self.least, self.num_layers)
+        self.named = {*stored, default, loaded, self.least, self.most}
         self.default = self.speedup(default)
+        self.limits = _limits(options, self.speedup)
         self.admit_together = int(_number("admit_together", options.get("admit_together", 1), 1, 4096))
         self.max_wait = _number("max_wait", options.get("max_wait", 1), 0, 3600)
         self._schedules: dict[float, Schedule] = {}
@@ -71,8 +79,14 @@ class Serving:
         return cls(config, options)
 
     def speedup(self, value: Any) -> float:
-        """A request's speed-up, checked. Raises ScheduleError, which says what is allowed."""
-        return _number("speedup", value, self.least, self.most)
+        """A request's speed-up, checked. Raises ScheduleError, which says what is allowed.
+
+        Two decimals at most: each speed-up has its schedule, its table and its counters for as long as the server runs.
+        """
+        number = _number("speedup", value, self.least, self.most)
+        if round(number, 2) != number and number not in self.named:
+            raise ScheduleError(f"speedup may have two decimals, as in {number:.2f}, not {value!r}")
+        return number
 
     def schedule(self, speedup: float) -> Schedule:
         """The schedule of a speed-up that :meth:`speedup` returned."""
@@ -87,9 +101,25 @@ class Serving:
         return self._schedules[speedup]
 
 
+def _limits(options: Mapping[str, Any], speedup: Callable[[Any], float]) -> Limits | None:
+    """The load policy, if there is one. Raises ScheduleError."""
+    given = {name for name in LOAD if options.get(name) is not None}
+    limits = {"load_waiting", "load_token_ms"} & given
+    if not given:
+        return None
+    if "load_speedup" not in given or not limits:
+        raise ScheduleError("a load policy needs load_speedup, and load_waiting or load_token_ms: the limit")
+    if not isinstance(everyone := options.get("load_all", False), bool):
+        raise ScheduleError(f"load_all must be true or false, not {everyone!r}")
+    waiting = _number("load_waiting", options["load_waiting"], 0, 1e9) if "load_waiting" in given else None
+    token_ms = _number("load_token_ms", options["load_token_ms"], 0, 1e9) if "load_token_ms" in given else None
+    release = _number("load_release", options.get("load_release", 0.5), 0, 1)
+    return Limits(speedup(options["load_speedup"]), waiting, token_ms, release, everyone)
+
+
 def _number(name: str, value: Any, least: float, most: float) -> float:
-    """A finite number within bounds; a bool or a text is none."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not least <= value <= most:
-        raise ScheduleError(f"{name} must be a number from {least:g} to {most:g}, not {value!r}")
+    """A number within bounds; a bool or a text is none."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:  # NaN is in no bounds
+        raise ScheduleError(f"{name} must be a number from {least:g} to {most:g}, not {repr(value)[:100]}")
     return float(value)

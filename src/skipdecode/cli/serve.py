@@ -1,0 +1,72 @@
+"""``skipdecode serve``: vLLM's OpenAI server, with a speed per request."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from typer import Argument, Option
+
+from . import options as o
+
+LOAD = "Under load"
+
+
+def serve(
+    model: o.Model,
+    vllm: Annotated[
+        list[str] | None, Argument(metavar="VLLM OPTIONS", help="Any option of vLLM's API server: --port 8000 …")
+    ] = None,
+    speedup: Annotated[
+        float | None,
+        Option(help="Of requests that name none (default: the fastest that the model was trained for, else 1)."),
+    ] = None,
+    min_speedup: Annotated[float | None, Option(help="What requests may ask for at least (default: 1).")] = None,
+    max_speedup: Annotated[
+        float | None, Option(help="What requests may ask for at most (default: the fastest trained for).")
+    ] = None,
+    prompt_layers: o.PromptLayers = None,
+    admit_together: Annotated[
+        int | None, Option(min=1, help="Let new requests in by groups of so many (default: 1).")
+    ] = None,
+    max_wait: Annotated[
+        float | None, Option(min=0, help="Seconds that a request waits for its group at most (default: 1).")
+    ] = None,
+    load_speedup: Annotated[
+        float | None, Option(help="What new requests get under load, unless faster anyway.", rich_help_panel=LOAD)
+    ] = None,
+    load_waiting: Annotated[
+        int | None, Option(help="Load: more requests than this wait for their first token.", rich_help_panel=LOAD)
+    ] = None,
+    load_token_ms: Annotated[
+        float | None, Option(help="Load: tokens come further apart than this (ms).", rich_help_panel=LOAD)
+    ] = None,
+    load_release: Annotated[
+        float | None,
+        Option(help="Load ends at this share of the limits (default: 0.5).", rich_help_panel=LOAD),
+    ] = None,
+    load_all: Annotated[
+        bool, Option("--load-all", help="Requests that named a speed-up too.", rich_help_panel=LOAD)
+    ] = False,
+) -> None:
+    """Serve a model by vLLM's OpenAI API. Each request may name its own speed-up: "vllm_xargs": {"speedup": 3}.
+
+    Options that are not below go to vLLM's API server, which takes this process over.
+    """
+    from ..core.schedule_checks import parse_prompt_layers
+    from ..serving.server import server_command
+
+    options = {
+        "speedup": speedup,
+        "min_speedup": min_speedup,
+        "max_speedup": max_speedup,
+        "prompt_layers": parse_prompt_layers(prompt_layers),
+        "admit_together": admit_together,
+        "max_wait": max_wait,
+        "load_speedup": load_speedup,
+        "load_waiting": load_waiting,
+        "load_token_ms": load_token_ms,
+        "load_release": load_release,
+        "load_all": load_all or None,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    server_command(model, given, vllm or ()).replace_this_process()

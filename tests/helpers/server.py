@@ -1,0 +1,161 @@
+"""A real server in its own processes, and clients that ask it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+#: What vLLM's own templates would do, for a checkpoint without one.
+CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc: what the worker itself counted
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where it is, its process, and what it logs."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def get(self, path: str) -> str:
+        """A page of the server."""
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return str(answer.read().decode())
+
+    def metrics(self) -> dict[str, float]:
+        """``/metrics``: name with labels -> value."""
+        lines = (line for line in self.get("/metrics").splitlines() if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of a metric's series that have these labels."""
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        return sum(
+            value
+            for series, value in self.metrics().items()
+            if series.partition("{")[0] == name and all(each in series for each in wanted)
+        )
+
+
+@contextmanager
+def serve(folder: Path, *options: str) -> Iterator[Server]:
+    """``skipdecode serve demo`` with these options, until the end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = folder / "server.log"
+    command = [sys.executable, "-m", "skipdecode", "serve", "demo", "--host", "127.0.0.1", "--port", str(port)]
+    environment = os.environ | ENVIRONMENT
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # helpers.engine sets it for this process
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, *options], stdout=out, stderr=out, env=environment, cwd=folder, start_new_session=True
+        )
+    try:
+        server = Server(f"http://127.0.0.1:{port}", process, log)
+        _wait(server)
+        yield server
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait(server: Server) -> None:
+    for _ in range(600):
+        assert server.process.poll() is None, server.log.read_text()[-3000:]
+        try:
+            server.get("/health")
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(1)
+    raise AssertionError(server.log.read_text()[-3000:])
+
+
+#: Of all tests of a process: clients keep connections, which belong to a loop.
+LOOP = asyncio.new_event_loop()
+
+
+def together(*asked: Coroutine[Any, Any, Any]) -> list[Any]:
+    """What these return, all at once."""
+
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*asked)
+
+    return LOOP.run_until_complete(gather())
+
+
+@dataclass
+class Answer:
+    """One answer: its tokens, its text, and what the server says of its speed."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+async def ask(
+    client: Any, prompt: Any, speedup: float | None = None, *, new: int = 32, stream: bool = False, chat: bool = False
+) -> Answer:
+    """One request by the ``openai`` package, greedy.
+
+    Args:
+        client: an ``AsyncOpenAI``.
+        prompt: token ids, or a text.
+        speedup: None names none.
+        new: the most new tokens.
+        stream: token by token.
+        chat: by chat completions; ``prompt`` is the user's message.
+    """
+    answer = Answer()
+    async for chunk in chunks(client, prompt, speedup, new=new, stream=stream, chat=chat):
+        for choice in chunk.choices:
+            answer.tokens += (choice.model_extra or {}).get("token_ids") or []
+            said = choice.text if not chat else (choice.delta if stream else choice.message).content
+            answer.text += said or ""
+        metrics = (chunk.model_extra or {}).get("metrics") or {}
+        answer.summary |= metrics.get("skipdecode") or {}
+    return answer
+
+
+async def chunks(
+    client: Any, prompt: Any, speedup: float | None, *, new: int, stream: bool, chat: bool = False
+) -> AsyncIterator[Any]:
+    """The chunks of a stream; else the whole answer."""
+    body: dict[str, Any] = {"return_token_ids": True}
+    if speedup is not None:
+        body["vllm_xargs"] = {"speedup": speedup}
+    options: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": new, "extra_body": body}
+    if stream:
+        options |= {"stream": True, "stream_options": {"include_usage": True}}
+    if chat:
+        made = await client.chat.completions.create(messages=[{"role": "user", "content": prompt}], **options)
+    else:
+        made = await client.completions.create(prompt=prompt, **options)
+    if not stream:
+        yield made
+        return
+    async with made:
+        async for chunk in made:
+            yield chunk

