@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +22,11 @@ from ..core.stack import text_config
 from ..errors import MissingExtra, ModelError, SkipDecodeError, UsageError
 from ..generation.engine import Batch, Write
 from ..generation.jobs import GenerationJob
-from ..generation.loading import load_tokenizer, placement, read_config, read_generation_config, resolve
+from ..generation.loading import load_tokenizer, placement, read_config, read_generation_config, read_weights, resolve
 from ..generation.memory import available_memory
 from ..generation.results import Completion, Cost
 from ..generation.sampling import stable_hash
-from ..generation.soundness import check_files, check_tokenizer, finite
+from ..generation.soundness import check_tokenizer
 from .configure import WORKERS
 from .decoding import sampling_params, stop_strings
 from .plugin import register, require_tested
@@ -89,9 +88,10 @@ class VllmEngine:
         """vLLM's engine with the job's model. Raises ModelError for one that vLLM cannot run."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        check_files(Path(resolve(job.model)))
         config = read_config(job.model, job.revision)
         tokenizer = load_tokenizer(job.model, job.revision)
+        # vLLM writes with weights that are missing or not finite; transformers, asked by us, says so. They go at once.
+        read_weights(resolve(job.model), config=config, dtype=job.dtype, revision=job.revision)
         check_tokenizer(job.model, tokenizer, text_config(config).vocab_size)
         engine = _engine(job, config, schedule, positions)
         try:
@@ -234,15 +234,7 @@ def _engine(job: GenerationJob, config: Any, schedule: Schedule | None, position
         raise ModelError(f"vLLM cannot run {job.model}: {_last_words(error)}") from error
     if schedule and made.parallel_config.worker_cls not in WORKERS.values():
         raise ModelError(f"vLLM runs {made.parallel_config.worker_cls}, which follows no schedule")
-    for damaged in filter(None, engine.collective_rpc(_not_finite)):
-        raise ModelError(f"{job.model}: {damaged} holds values that are not finite")
     return engine
-
-
-def _not_finite(worker: Any) -> str | None:
-    """A weight of vLLM's model that holds NaN or infinity."""
-    weights = worker.model_runner.model.named_parameters()
-    return next((name for name, w in weights if w.is_floating_point() and not finite(w.detach())), None)
 
 
 def _kv_bytes(config: Any, positions: int, rows: int) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import pickle
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..core.schedule import Schedule
-from ..errors import MissingExtra, UsageError
+from ..errors import MissingExtra, SkipDecodeError, UsageError
 from ..generation.engine import Batch, Engine, Transformers, Write
 from ..generation.jobs import GenerationJob
 
@@ -69,7 +71,8 @@ class RayEngine:
 
         mine = not ray.is_initialized()
         if mine:
-            ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+            os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # what ends a job is raised as well
+            ray.init(log_to_driver=False, logging_level="ERROR")
         try:
             there = ray.cluster_resources()
             cpus = int(there.get("CPU", 0))
@@ -89,18 +92,19 @@ class RayEngine:
         import ray
 
         job: GenerationJob = opening[0]
-        context = ray.data.DataContext.get_current()
-        context.enable_progress_bars = False
-        groups = self._groups(prompts, int(job.batch_size))
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        groups = [{"group": pickle.dumps(group)} for group in self._groups(prompts, int(job.batch_size))]
         # One block each: what a worker has written leaves it at once.
-        rows = ray.data.from_items(
-            [{"prompts": list(group.items())} for group in groups], override_num_blocks=len(groups)
-        )
+        data = ray.data.from_items(groups, override_num_blocks=len(groups))
         pool = ray.data.ActorPoolStrategy(size=min(self.workers, len(groups)))
-        done = rows.map(Worker, fn_constructor_args=opening, compute=pool, **resources)
+        done = data.map(Worker, fn_constructor_args=opening, compute=pool, **resources)
         before = time.perf_counter()
         for row in done.iter_rows():
-            for keys, texts, cost in row["batches"]:
+            written = pickle.loads(row["batches"])
+            if isinstance(written, SkipDecodeError):
+                raise written
+            for keys, texts, cost in written:
                 now = time.perf_counter()
                 yield keys, texts, replace(cost, seconds=max(now - before, 1e-9), decode_seconds=0.0)
                 before = now
@@ -114,14 +118,24 @@ class RayEngine:
 
 
 class Worker:
-    """An actor: it opens the engine once, and writes group after group."""
+    """An actor: it opens the engine once, and writes group after group.
+
+    What the user can mend is a result like any other: Ray would try again, and bury it in tracebacks.
+    """
 
     def __init__(self, job: GenerationJob, schedule: Schedule | None, positions: int) -> None:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._open = ExitStack()  # until the process ends
-        self.write = self._open.enter_context(job.engine.open(job, schedule, positions))
+        self._error: SkipDecodeError | None = None
+        try:
+            self._write = self._open.enter_context(job.engine.open(job, schedule, positions))
+        except SkipDecodeError as error:
+            self._error = error
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The batches of one group."""
-        prompts = {int(key): [int(token) for token in ids] for key, ids in row["prompts"]}
-        return {"batches": list(self.write(prompts))}
+        """The batches of one group, or the error."""
+        if self._error is not None:
+            return {"batches": pickle.dumps(self._error)}
+        try:
+            return {"batches": pickle.dumps(list(self._write(pickle.loads(row["group"]))))}
+        except SkipDecodeError as error:
+            return {"batches": pickle.dumps(error)}
