@@ -16,6 +16,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import torch
 from transformers import OPTConfig
+from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -31,7 +32,6 @@ from skipdecode.serving import plugin
 from skipdecode.serving.blocks import in_buckets
 from skipdecode.serving.requests import ends_of, settle
 from skipdecode.serving.settings import Serving
-from vllm import SamplingParams
 
 LAYERS, BLOCK = 24, 32
 #: Keys and values of all layers for so many blocks of tokens: 24 layers, 128 wide, float32.

@@ -69,6 +69,8 @@ def generate(
     quantization: o.Quantization = None,
     compile: o.Compile = False,
     prepack: o.Prepack = False,
+    engine: o.EngineName = "transformers",
+    ray: o.RayWorkers = None,
     overwrite: o.Overwrite = False,
     as_json: o.Json = False,
 ) -> None:
@@ -84,8 +86,7 @@ def generate(
             say=say,
         )
     if job.output is None:
-        texts = [completion.text for _, completion in sorted(result.completions.items())]
-        _write_stream(output, "".join(f"{text}\n" for text in texts) if prompt else result.jsonl)
+        _write_stream(output, "".join(f"{text}\n" for text in result.texts) if prompt else result.jsonl)
     _show(result, as_json)
     if not result.summary["rows"]:
         raise Exit(1)
@@ -111,6 +112,7 @@ def _job(given: Mapping[str, Any]) -> GenerationJob:
         schedule=Schedule.load(schedule) if schedule else None,
         batch_size=o.parse_batch_size(given["batch_size"]),
         offload=o.offload_of(given),
+        engine=o.engine_of(given),
         options=decoding | ({"stop_strings": stop} if stop else {}),
         **{name: given[name] for name in JOB},
     )
@@ -155,13 +157,15 @@ def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     target = f"{summary['target_speedup']:g}x" + (
         "" if summary["target_of"] == "layers" else f" of a {summary['target_of']}"
     )
+    decoding = f", {summary['decode_seconds']:.1f} of them decoding" if "decode_seconds" in summary else ""
+    kept = [("peak_kv_bytes", "MB of keys and values at most")] if "peak_kv_bytes" in summary else []
     return [
         (f"{summary['rows']:,}", f"rows written, {summary['bad_rows']} bad"),
         (f"{summary['tokens']:,}", "tokens"),
         (f"{summary['tokens_per_second']:,.0f}", "tokens/s, prompts included"),
-        (f"{summary['seconds']:.1f}", f"seconds, {summary['decode_seconds']:.1f} of them decoding"),
+        (f"{summary['seconds']:.1f}", f"seconds{decoding}"),
         (f"{summary['average_depth']:.2f}", f"layers of {summary['layers']} per decode step"),
         (f"{summary['layer_ratio']:.2f}x", f"layer reduction of a step (target {target})"),
-        (f"{summary['peak_kv_bytes'] / 1e6:.1f}", "MB of keys and values at most"),
+        *((f"{summary[name] / 1e6:.1f}", label) for name, label in kept),
         *((f"{summary[name]:.2f}", label) for name, label in scores),
     ]

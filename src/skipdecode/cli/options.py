@@ -14,6 +14,7 @@ from ..errors import UsageError
 if TYPE_CHECKING:
     from ..core.cost import Profile
     from ..data.tasks import Task as TaskType
+    from ..generation.engine import Engine
     from ..generation.offload import Offload
 
 #: More tokens, rows or words than anybody means: a slip that would run for ever or fill the memory.
@@ -142,6 +143,14 @@ MaxMemory = Annotated[
 OffloadFolder = Annotated[
     Path | None, Option(help="For offloaded weights that are converted when they are read.", rich_help_panel=MACHINE)
 ]
+EngineName = Annotated[
+    Literal["transformers", "vllm"],
+    Option("--engine", help="What runs the model: transformers' loop, or vLLM (CPUs).", rich_help_panel=MACHINE),
+]
+RayWorkers = Annotated[
+    int | None,
+    Option("--ray", min=1, max=MOST, help="So many workers on a Ray cluster, else here.", rich_help_panel=MACHINE),
+]
 
 # --- results
 Json = Annotated[bool, Option("--json", help="The result as JSON on the last line of standard output.")]
@@ -183,6 +192,22 @@ def offload_of(given: Mapping[str, Any]) -> Offload | None:
     from ..generation.offload import Offload
 
     return Offload(place or "auto", memory, folder)
+
+
+def engine_of(given: Mapping[str, Any]) -> Engine:
+    """What a verb's options say that runs the model. Raises MissingExtra, UnsupportedModel."""
+    from ..generation.engine import Transformers
+
+    engine: Engine = Transformers()
+    if given["engine"] == "vllm":
+        from ..serving.offline import VllmEngine
+
+        engine = VllmEngine()
+    if given["ray"] is None:
+        return engine
+    from ..serving.ray import RayEngine
+
+    return RayEngine(engine, given["ray"])
 
 
 def parse_batch_size(text: str) -> int | Literal["auto"]:

@@ -21,11 +21,12 @@ from ..errors import MissingExtra, UsageError
 from ..files import check_target
 from ..provenance import fingerprint, identity
 from .batch_size import BatchSize, check_batch_size
+from .engine import Engine, Transformers
 from .faster import faster_options
-from .generate import batches, to_prompts
+from .generate import to_prompts
 from .job_rows import JobRows
 from .journal import Journal
-from .loading import load, load_tokenizer, placement, read_config, read_generation_config, resolve
+from .loading import load_tokenizer, placement, read_config, read_generation_config, resolve
 from .offload import Offload
 from .options import check_options, check_with_model, num_beams
 from .planned import ClockOf
@@ -43,13 +44,19 @@ class JobResult:
     Attributes:
         items: the input's rows; ``error`` says what is wrong with a bad one.
         completions: by index of their item; bad items have none. Empty if all was written by a run before this one.
-        summary: numbers of the job, earlier runs of it included: those of :meth:`Cost.summary`, ``bad_rows``,
+        summary: numbers of the job, earlier runs of it included: those of :meth:`Cost.summary` that the engine
+            can tell, ``bad_rows``,
             ``target_speedup`` (layers), ``layers`` (of the model), and scores where the input has references.
     """
 
     items: Sequence[Item]
     completions: Mapping[int, Completion]
     summary: Mapping[str, Any]
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts alone, in the order of the input, without bad rows."""
+        return [completion.text for _, completion in sorted(self.completions.items())]
 
     @property
     def jsonl(self) -> str:
@@ -86,6 +93,7 @@ class GenerationJob:
         overwrite: replace an output, finished or not, that is already there.
         chat: each prompt that is a text is a user's message: the tokenizer's chat template is applied.
         options: as ``model.generate`` names them; ``max_new_tokens`` is the task's if it is not among them.
+        engine: what writes the rows; the default is transformers' loop, others are in :mod:`skipdecode.serving`.
 
     Raises:
         UsageError: arguments that contradict each other.
@@ -114,6 +122,7 @@ class GenerationJob:
     compile: bool = False
     prepack: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    engine: Engine = field(default_factory=Transformers)
 
     def __post_init__(self) -> None:
         if sum((self.speedup is not None, self.schedule is not None, self.full)) > 1:
@@ -167,12 +176,14 @@ class GenerationJob:
         defaults = read_generation_config(self.model, self.revision)
         check_with_model(self.options, defaults, skips=not self.full, seed=self.seed)
         check_batch_size(self.batch_size, self.options, defaults)
+        self.engine.check(self, config, defaults)
         clock = ClockOf(self.clock, self.profile)
-        clock.check(config, self.dtype, self.device, **self._faster())
+        clock.check(config, self.dtype, self.device, **self.faster())
         items = self._items()
         # Another type or kind of device rounds otherwise; a hub name alone does not say which version it is.
         placed = [*map(str, placement(config, self.dtype, self.device)), getattr(config, "_commit_hash", None)]
-        placed += [name if value is True else value for name, value in self._faster().items()]
+        placed += [name if value is True else value for name, value in self.faster().items()]
+        placed += [self.engine.name] if self.engine.name else []
         new_tokens = self.options["max_new_tokens"]
         rows = JobRows(items, load_tokenizer(self.model, self.revision), config, new_tokens)
         lengths, beams = [len(ids) for ids in rows.ids.values()], num_beams(self.options, defaults)
@@ -201,7 +212,8 @@ class GenerationJob:
             journal.finish(result.jsonl, dict(result.summary))
             return result
 
-    def _faster(self) -> dict[str, Any]:
+    def faster(self) -> dict[str, Any]:
+        """What makes layers faster, as :func:`~skipdecode.generation.loading.load` takes it."""
         return faster_options(self.quantization, self.compile, self.prepack)
 
     def _schedule(self, config: Any, predictor: Predictor | None) -> Schedule | None:
@@ -243,18 +255,17 @@ class GenerationJob:
             say(f"{len(completions)} rows were done before")
         todo = {index: ids for index, ids in rows.ids.items() if index not in completions}
         if todo:
-            how = {name: getattr(self, name) for name in ("dtype", "device", "revision")} | self._faster()
-            offload = Offload.of(self.offload, None if schedule is None else schedule.ranking)
-            model, tokenizer = load(self.model, offload=offload, **how)
-            on_start(len(rows.ids), len(completions))
-            made = batches(model, tokenizer, todo, schedule, self.batch_size, self.seed, **self.options)
-            for keys, batch, took in made:
-                if journal:
-                    journal.add(keys, batch, took)
-                completions.update(zip(keys, batch, strict=True))
-                cost += took
-                on_batch(took)
-        summary = cost.summary() | {
+            positions = max(map(len, todo.values())) + self.options["max_new_tokens"]
+            with self.engine.open(self, schedule, positions) as write:
+                on_start(len(rows.ids), len(completions))
+                for keys, batch, took in write(todo):
+                    if journal:
+                        journal.add(keys, batch, took)
+                    completions.update(zip(keys, batch, strict=True))
+                    cost += took
+                    on_batch(took)
+        figures = {name: value for name, value in cost.summary().items() if name not in self.engine.unknown}
+        summary = figures | {
             "bad_rows": len(rows.items) - len(rows.ids),
             "layers": cost.num_layers,
             "target_speedup": 1.0 if schedule is None else self.speedup or schedule.target,

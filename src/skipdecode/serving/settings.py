@@ -12,11 +12,9 @@ from .buckets import Buckets, choose_buckets
 from .policy import Limits
 
 #: What ``--additional-config '{"skipdecode": {…}}'`` may say, beside which each has its default.
+REQUESTS = ("speedup", "min_speedup", "max_speedup", "prompt_layers")
 LOAD = ("load_speedup", "load_waiting", "load_token_ms", "load_release", "load_all")
-OPTIONS = (
-    *("speedup", "min_speedup", "max_speedup", "prompt_layers", "free_blocks", "admit_together", "max_wait"),
-    *LOAD,
-)
+OPTIONS = (*REQUESTS, "schedule", "free_blocks", "admit_together", "max_wait", *LOAD)
 
 
 class Serving:
@@ -24,12 +22,13 @@ class Serving:
 
     Args:
         config: the model's, as transformers reads it, with what ``--hf-overrides`` put into it.
-        options: ``speedup`` (of requests that name none; default: the fastest that the model was trained for, else 1),
-            ``min_speedup`` (default 1) and ``max_speedup`` (default: the greatest of the fastest stored, the default
-            and that of load; for a model without schedules: its layers) bound what requests may ask for,
-            ``prompt_layers`` (layers of every prompt: a number, where a schedule's first step runs no more; or
-            ``"max"``, as many as that step runs) goes before the schedules' own; ``free_blocks`` (default: where vLLM can) frees
-            keys and values of layers that a request will not run again; ``admit_together`` (default 1) lets
+        options: what holds for requests: ``speedup`` (of those that name none; default: the fastest that the model was
+            trained for, else 1), ``min_speedup`` (default 1) and ``max_speedup`` (default: the greatest of the fastest
+            stored, the default and that of load; for a model without schedules: its layers) bound what they may ask
+            for, ``prompt_layers`` (layers of every prompt: a number, where a schedule's first step runs no more; or
+            ``"max"``, as many as that step runs) goes before the schedules' own. Or in place of these ``schedule``, as
+            :meth:`Schedule.to_dict` writes it, for every request. Of the server: ``free_blocks`` (default: where vLLM
+            can) frees keys and values of layers that a request will not run again; ``admit_together`` (default 1) lets
             new requests in by groups of so many, and ``max_wait`` (default 1) bounds the seconds that one waits for its
             group; ``load_speedup`` with ``load_waiting``, ``load_token_ms`` or both, ``load_release`` and ``load_all``
             say what new requests get under load, see :class:`~skipdecode.serving.policy.Limits`.
@@ -44,7 +43,10 @@ class Serving:
             raise ScheduleError(f"unknown options of {CONFIG_KEY}: {unknown}; known are {', '.join(OPTIONS)}")
         self.config = config
         self.num_layers = layer_count(config)
-        stored = trained_schedules(config)
+        self._schedules: dict[float, Schedule] = {}
+        if options.get("schedule") is not None:
+            options |= self._only(options)
+        stored = self._schedules or trained_schedules(config)
         # A falling depth needs rows that start together; a server's do not. Trained schedules keep their own form.
         self.form: dict[str, Any] = {} if stored else {"decay": "constant"}
         self.prompt_layers = options.get("prompt_layers")
@@ -61,7 +63,6 @@ class Serving:
         self.limits = _limits(options, self.speedup)
         self.admit_together = int(_number("admit_together", options.get("admit_together", 1), 1, 4096))
         self.max_wait = _number("max_wait", options.get("max_wait", 1), 0, 3600)
-        self._schedules: dict[float, Schedule] = {}
         # What cannot be had is refused at the start.
         served = sorted({self.least, self.default, self.most, *(s for s in stored if self.least <= s <= self.most)})
         schedules = [self.schedule(speedup) for speedup in served]
@@ -70,6 +71,15 @@ class Serving:
             raise ScheduleError(f"free_blocks must be true or false, not {self.free_blocks!r}")
         #: Layers whose keys and values are kept and freed together; none: those of all layers are.
         self.buckets: Buckets = () if self.free_blocks is False else choose_buckets(schedules)
+
+    def _only(self, options: Mapping[str, Any]) -> dict[str, float]:
+        """One schedule for every request: there is nothing to ask for. Returns the bounds."""
+        if others := ", ".join(sorted({*REQUESTS, *LOAD} & set(options))):
+            raise ScheduleError(f"a schedule of {CONFIG_KEY} is for every request: leave out {others}")
+        schedule = resolve_schedule(self.config, schedule=Schedule.from_dict(options["schedule"]))
+        speedup = float(schedule.target)
+        self._schedules[speedup] = schedule
+        return dict.fromkeys(("speedup", "min_speedup", "max_speedup"), speedup)
 
     @classmethod
     def of(cls, config: Any, options: Mapping[str, Any] | None = None) -> Serving | None:

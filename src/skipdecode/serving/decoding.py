@@ -1,0 +1,101 @@
+"""transformers' decoding options as vLLM's sampling parameters; those that vLLM has not are refused. No vLLM here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import GenerationConfig
+
+from ..errors import UsageError
+from ..generation.options import SAMPLING
+
+#: transformers' name -> vLLM's, and what transformers takes where neither the options nor the checkpoint say anything.
+SAMPLED: dict[str, tuple[str, Any]] = {
+    "temperature": ("temperature", 1.0),
+    "top_k": ("top_k", 50),
+    "top_p": ("top_p", 1.0),
+    "min_p": ("min_p", 0.0),
+}
+ALWAYS: dict[str, tuple[str, Any]] = {
+    "repetition_penalty": ("repetition_penalty", 1.0),
+    "max_new_tokens": ("max_tokens", 20),
+    "min_new_tokens": ("min_tokens", 0),
+}
+#: Taken beside these. Stop strings are found here as transformers finds them, not by vLLM.
+OTHERS = ("do_sample", "eos_token_id", "stop_strings")
+#: With these values an option changes nothing. None and False never do.
+OFF: dict[str, Any] = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "use_cache": True,
+}
+#: What a checkpoint's generation_config may say without changing which tokens greedy decoding or sampling takes.
+ASIDE = frozenset(
+    """max_length early_stopping length_penalty diversity_penalty use_mtp use_cache cache_implementation cache_config
+    max_cache_len output_attentions output_hidden_states output_scores output_logits return_dict_in_generate
+    pad_token_id bos_token_id decoder_start_token_id is_assistant num_assistant_tokens num_assistant_tokens_schedule
+    assistant_confidence_threshold max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind
+    assistant_ensemble_weight speculation_type compile_config disable_compile continuous_batching_config low_memory
+    prefill_chunk_size num_return_sequences _from_model_config transformers_version""".split()
+)
+#: vLLM takes no others: it lifts lower ones to the first, and refuses higher ones.
+TEMPERATURES = (0.01, 2.0)
+
+
+def sampling_params(options: Mapping[str, Any], defaults: GenerationConfig, config: Any) -> dict[str, Any]:
+    """Arguments of vLLM's ``SamplingParams`` that choose the tokens that ``model.generate`` would, but for a seed.
+
+    Args:
+        options: as ``model.generate`` names them.
+        defaults: the checkpoint's generation_config, whose values hold where ``options`` say nothing.
+        config: the model's.
+
+    Raises:
+        UsageError: an option, or something that the checkpoint asks for, that vLLM does not have.
+    """
+    taken = {*SAMPLED, *ALWAYS, *OTHERS}
+    for name, value in options.items():
+        if name not in taken and _is_on(name, value):
+            raise UsageError(
+                f"{name}: the engine vllm has nothing like it: leave it out, or take the engine transformers"
+            )
+    if vars(defaults) == vars(GenerationConfig()):  # there is no such file
+        defaults = GenerationConfig.from_model_config(config)
+    asked = {name: value for name, value in vars(defaults).items() if name in vars(GenerationConfig())}
+    sample = bool(options.get("do_sample"))
+    aside = ASIDE if sample else {*ASIDE, *SAMPLING}
+    for name, value in asked.items():
+        if name not in taken and name not in aside and name not in options and _is_on(name, value):
+            raise UsageError(
+                f"the checkpoint's generation_config asks for {name}, and vLLM has nothing like it: "
+                "take the engine transformers"
+            )
+    values = asked | dict(options)
+    params: dict[str, Any] = {"temperature": 0.0}
+    for name, (theirs, default) in (ALWAYS | SAMPLED if sample else ALWAYS).items():
+        params[theirs] = default if values.get(name) is None else values[name]
+    least, most = TEMPERATURES
+    if sample and not least <= params["temperature"] <= most:
+        raise UsageError(f"temperature: vLLM takes {least} to {most}, not {params['temperature']}")
+    ends = values.get("eos_token_id")
+    params["stop_token_ids"] = [ends] if isinstance(ends, int) else list(ends or ())
+    # Which tokens end a text was decided above: vLLM adds none of its own.
+    return params | {"ignore_eos": True, "detokenize": False}
+
+
+def stop_strings(options: Mapping[str, Any], defaults: GenerationConfig) -> list[str]:
+    """The strings that end a text."""
+    strings = options.get("stop_strings", defaults.stop_strings) or []
+    return [strings] if isinstance(strings, str) else list(strings)
+
+
+def _is_on(name: str, value: Any) -> bool:
+    return value is not None and value is not False and value != [] and value != OFF.get(name)
