@@ -45,6 +45,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "mistral": ({"sliding_window": None}, "auto"),
     "gemma3_text": ({"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 3}, "auto"),
     "gpt_neox": ({"num_key_value_heads": 2}, "auto"),
+    "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2}, "auto"),
+    "gemma2": ({"sliding_window": 16}, "auto"),
+    "phi3": ({}, "auto"),
+    "gpt2": ({"n_inner": 96}, "auto"),
+    "qwen3_moe": ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, "auto"),
 }
 
 
@@ -103,15 +108,15 @@ def teacher(reference: Reference, request: Request, text: tuple[int, ...]) -> to
     return logprobs.gather(1, torch.tensor(text)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("name", [*FAMILIES, "mixtral compiled"])
 def test_texts_and_log_probabilities_are_those_of_generate_and_of_teacher_forcing(
     name: str, cases: dict[str, Case]
 ) -> None:
     """All schedules in one batch, chunks of prompts between them."""
-    case = cases[name]
-    with engine(
-        case.folder, model_impl=FAMILIES[name][1], max_num_batched_tokens=48, max_num_seqs=8, max_model_len=96
-    ) as made:
+    family, compiled = name.removesuffix(" compiled"), name.endswith("compiled")
+    case = cases[family]
+    sizes = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "max_model_len": 96}
+    with engine(case.folder, model_impl=FAMILIES[family][1], enforce_eager=not compiled, **sizes) as made:
         served = serve(made, case.requests, arrive=lambda step: 1 + step % 2, logprobs=1)
         plan = runner(made).skip_plan
     assert not [i for i, text in enumerate(case.texts) if served.tokens[i] != text]

@@ -63,6 +63,7 @@ class SkipRunner(CPUModelRunner):
         if not step.is_full:
             context.skip_compiled = True
             context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+            context.all_moe_layers = None  # experts are counted off in the order of all layers; by name they need not
         self.skip_plan.begin(step, self._narrowing(context, counts))
         try:
             return super()._model_forward(input_ids, positions, *args, **kwargs)
