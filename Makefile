@@ -34,6 +34,9 @@ $(VLLM)/installed: pyproject.toml
 demo: $(VENV)/installed
 	$(BIN)/skipdecode demo
 
+serve-demo: $(VLLM)/installed      # a vLLM server with the embedded checkpoint, and texts streamed at 1x and 5x
+	$(VLLM)/bin/python recipes/serve_demo.py
+
 check: lint test
 
 lint: $(VENV)/installed

@@ -36,7 +36,6 @@ FORMS: dict[str, tuple[float, dict[str, Any]]] = {
     "flat": (0.0, {"decay": "constant"}),
     "falling": (0.01, {}),
     "flat, prompt too": (0.02, {"decay": "constant", "prompt_layers": "max"}),
-    "falling, prompt too": (0.03, {"prompt_layers": "max"}),
 }
 
 

@@ -84,7 +84,7 @@ def test_rows_and_layers_are_the_default_engines(options: dict[str, Any], monkey
 @pytest.mark.slow
 def test_what_a_row_samples_depends_on_the_seed_and_its_number_alone() -> None:
     """Not on how many rows run at once, nor on who they are."""
-    options = {"speedup": 3, "engine": VllmEngine(), "options": {"do_sample": True, "temperature": 0.9}}
+    options: dict[str, Any] = {"speedup": 3, "engine": VllmEngine(), "options": {"do_sample": True, "temperature": 0.9}}
     first, narrow, fewer = (
         write(seed=1, **options),
         write(seed=1, batch_size=2, **options),
