@@ -95,4 +95,10 @@ def _collectors() -> dict[str, Any]:
             "skipdecode_full_layer_tokens", "Tokens times layers at full depth.", (*labels, "phase")
         ),
         "load": Gauge("skipdecode_under_load", "API servers under load.", ("model_name",), multiprocess_mode="livesum"),
+        "token_ms": Gauge(
+            "skipdecode_token_milliseconds",
+            "Mean time between a request's tokens, as the load policy sees it.",
+            ("model_name",),
+            multiprocess_mode="livemax",
+        ),
     }
