@@ -76,8 +76,8 @@ class Counters:
 
     def load(self, load: Load) -> None:
         """What the load policy sees."""
+        _collectors()["token_ms"].labels(self.model_name).set(load.token_ms())  # an idle server forgets it
         _collectors()["load"].labels(self.model_name).set(load.refresh())
-        _collectors()["token_ms"].labels(self.model_name).set(load.token_ms())
 
 
 @cache
