@@ -82,6 +82,7 @@ def stream(client: Any, prompt: str, speedup: int, show: bool) -> tuple[float, i
 
 def main() -> None:
     """Start, ask, stop."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server is stopped then too
     try:
         from openai import OpenAI
     except ModuleNotFoundError:

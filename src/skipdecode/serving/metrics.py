@@ -76,8 +76,8 @@ class Counters:
 
     def load(self, load: Load) -> None:
         """What the load policy sees."""
+        _collectors()["token_ms"].labels(self.model_name).set(load.token_ms())  # an idle server forgets it
         _collectors()["load"].labels(self.model_name).set(load.refresh())
-        _collectors()["token_ms"].labels(self.model_name).set(load.token_ms())
 
 
 @cache
@@ -95,4 +95,10 @@ def _collectors() -> dict[str, Any]:
             "skipdecode_full_layer_tokens", "Tokens times layers at full depth.", (*labels, "phase")
         ),
         "load": Gauge("skipdecode_under_load", "API servers under load.", ("model_name",), multiprocess_mode="livesum"),
+        "token_ms": Gauge(
+            "skipdecode_token_milliseconds",
+            "Mean time between a request's tokens, as the load policy sees it.",
+            ("model_name",),
+            multiprocess_mode="livemax",
+        ),
     }
