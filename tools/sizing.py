@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from skipdecode import Schedule
 from skipdecode.clock.shapes import SHAPES, shape_config
 from skipdecode.core.cache import held_bytes
-from skipdecode.generation.batch_size import Footprint, LayerBytes
+from skipdecode.core.kept import LayerBytes
 
 MODELS = ("opt-1.3b", "llama-3.2-1b", "llama-3.1-8b", "opt-6.7b")
 SPEEDUPS = (3, 5)
@@ -31,11 +31,11 @@ def row(name: str, prompt: int, new: int) -> list[str]:
         cache = DynamicCache(config=model.config)
         model(torch.zeros(1, prompt, dtype=torch.long), past_key_values=cache)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    layers = [LayerBytes(0, 0, held_bytes(layer) / prompt) for layer in cache.layers]
+    layers = [LayerBytes(per_position=held_bytes(layer) / prompt) for layer in cache.layers]
     position = sum(layer.per_position for layer in layers)
     kept = [
         # The last token of a text is written and never read: it leaves no keys.
-        Footprint(layers, schedule, new - 1, 1, 0, prompt, 0).kv_bytes(prompt)
+        sum(layers[layer].at(prompt, prompt + new - 1) for layer in schedule.layers(schedule.max_depth))
         for speedup in SPEEDUPS
         for schedule in [Schedule.for_speedup(speedup, len(layers), 64, decay="constant")]
     ]

@@ -25,6 +25,7 @@ from skipdecode import Schedule
 from skipdecode.errors import JobError, ModelError
 from skipdecode.generation.jobs import GenerationJob, JobResult
 from skipdecode.generation.loading import DEMO
+from skipdecode.generation.results import Cost
 from skipdecode.serving import offline
 from skipdecode.serving.offline import VllmEngine
 
@@ -58,9 +59,14 @@ def write(count: int = 24, batch_size: int = 5, **options: Any) -> JobResult:
 )
 def test_rows_and_layers_are_the_default_engines(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts and counts of a row alone; and the layers that the summary tells are those that vLLM's gates ran."""
-    engines = []
+    engines: list[Any] = []
     found = offline._engine
-    monkeypatch.setattr(offline, "_engine", lambda *a: engines.append(found(*a)) or engines[-1])
+
+    def kept(*arguments: Any) -> Any:
+        engines.append(found(*arguments))
+        return engines[-1]
+
+    monkeypatch.setattr(offline, "_engine", kept)
     alone, written = write(batch_size=1, **options), write(engine=VllmEngine(), **options)
     assert dict(written.completions) == dict(alone.completions)
     for figure in ("rows", "tokens", "average_depth", "layer_ratio", "target_speedup", "layers"):
@@ -69,7 +75,7 @@ def test_rows_and_layers_are_the_default_engines(options: dict[str, Any], monkey
     if options.get("full"):
         assert not hasattr(runner(engines[0]), "skip_plan")  # stock vLLM
     elif "stop_strings" not in options.get("options", {}):
-        plan, cost = runner(engines[0]).skip_plan, []
+        plan, cost = runner(engines[0]).skip_plan, list[Cost]()
         GenerationJob(
             "demo",
             prompts(24),
