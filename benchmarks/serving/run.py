@@ -160,15 +160,15 @@ def summary(answers: list[dict[str, Any]], slots: int) -> dict[str, float]:
     return values
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """All cells, round by round."""
+def measure(given: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """The rows so far, after each round."""
     num_layers = shape_config(given.shape).num_hidden_layers
     made = schedules(num_layers, given.speedups, given.new_tokens)
     names = {("stock", "", 1.0): ("stock", 1.0), ("plugin", "", 1.0): ("plugin", 1.0)}
     for speedup in given.speedups:
         for form, (shift, _) in FORMS.items():
             names["plugin", form, speedup] = ("plugin", round(speedup + shift, 2))
-    rows: list[dict[str, Any]] = []
+    done: list[dict[str, Any]] = []
     longest = given.prompt_tokens + given.new_tokens * 3 // 2 + 8
     with engines(given, made, longest) as running:
         warm = [[given.prompt_tokens, 4]] * given.slots
@@ -180,19 +180,13 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
                 for name, (engine, key) in names.items():
                     answers[name].append(running[engine].ask([[*lengths, key] for lengths in requests]))
                     print(f"{load}, round {number + 1}: {name} {answers[name][-1]['seconds']:.1f} s", flush=True)
-            for name, found in answers.items():
-                depth = made[names[name][1]].average_depth(given.new_tokens)
-                rows.append(
-                    {
-                        "load": load,
-                        "engine": name[0],
-                        "form": name[1],
-                        "speedup": name[2],
-                        "layer_ratio": num_layers / depth,
-                    }
-                    | summary(found, given.slots)
-                )
-    return {"rows": rows}
+                rows = []
+                for (engine, form, speedup), found in answers.items():
+                    ratio = num_layers / made[names[engine, form, speedup][1]].average_depth(given.new_tokens)
+                    row = {"load": load, "rounds": number + 1, "engine": engine, "form": form, "speedup": speedup}
+                    rows.append(row | {"layer_ratio": ratio} | summary(found, given.slots))
+                yield [*done, *rows]
+            done += rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -238,11 +232,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/serving"))
     parser.add_argument("--output", type=Path, default=Path("results/serving"))
     given = parser.parse_args(arguments)
-    found = measure(given)
     about = {"machine": machine(), "command": "python benchmarks/serving " + " ".join(sys.argv[1:])}
     given.output.mkdir(parents=True, exist_ok=True)
-    write(given.output / "table.json", json.dumps(about | found, indent=1) + "\n")
-    text = table(found["rows"])
-    write(given.output / "table.md", text)
+    text = ""
+    for rows in measure(given):  # what a killed run has measured stays
+        write(given.output / "table.json", json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        text = table(rows)
+        write(given.output / "table.md", text)
     print(text)
     return 0
