@@ -30,11 +30,9 @@ VERBS: dict[str, set[str]] = {
 }
 #: Options of other programs that documents name: vLLM, pytest, `make torture`, lm-evaluation-harness, benchmarks/peers.
 VLLM = set("--port --dtype --max-num-seqs --max-model-len --api-key --enforce-eager --served-model-name".split())
-VLLM |= set(
-    "--enable-per-request-metrics --additional-config --kv-sharing-fast-prefill --no-enable-chunked-prefill".split()
-)
+VLLM |= set("--enable-per-request-metrics --additional-config --kv-sharing-fast-prefill --hf-overrides".split())
+VLLM |= set("--no-enable-chunked-prefill --num-gpu-blocks-override --disable-hybrid-kv-cache-manager".split())
 OTHERS = set("--update-golden --seconds --include --tasks --model --together --precision --work --environments".split())
-VLLM |= set("--num-gpu-blocks-override --disable-hybrid-kv-cache-manager --hf-overrides --scheduler-cls".split())
 OTHERS |= VLLM
 
 
