@@ -35,7 +35,7 @@ demo: $(VENV)/installed
 	$(BIN)/skipdecode demo
 
 serve-demo: $(VLLM)/installed      # a vLLM server with the embedded checkpoint, and texts streamed at 1x and 5x
-	$(VLLM)/bin/python recipes/serve_demo.py
+	$(VLLM)/bin/python tools/serve_demo.py
 
 check: lint test
 
@@ -60,7 +60,7 @@ test-fast: $(VENV)/installed       # without the slow ones: a few minutes
 
 # Inside vLLM. One thread: a second one only spins while it waits for the next tiny kernel.
 test-vllm: $(VLLM)/installed
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/inside_vllm
 
 # All of what `make test` tests in small, for a quarter of an hour: kills, full disks, fuzz, threads, families, habits.
 # TORTURE="kills fuzz/options --seconds 60 --seed 7" chooses.

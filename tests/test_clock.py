@@ -29,7 +29,7 @@ from skipdecode.core.planning import SHORT, Predictor, Workload, plan, predict, 
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import encode_prompts
 from skipdecode.errors import SkipDecodeError, UsageError
-from skipdecode.generation import jobs, peaks
+from skipdecode.generation import engine, peaks
 from skipdecode.generation import machine as machines
 from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.jobs import GenerationJob
@@ -209,7 +209,7 @@ def test_a_job_on_the_clock_is_refused_before_weights_are_read(
     config = read_config(str(checkpoint))
     here = machine("cpu")
     _made(shape=shape_of(config), machine=here, device="cpu").save("p.json")
-    monkeypatch.setattr(jobs, "load", None)
+    monkeypatch.setattr(engine, "load", None)
     with pytest.raises(SkipDecodeError, match=says):
         GenerationJob(str(checkpoint), ["the cat", "a dog sat"], **{"options": {"max_new_tokens": 8}} | options).run()
 

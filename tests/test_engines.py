@@ -1,6 +1,6 @@
 """Other engines for a generation job: what they refuse without being installed, and workers on Ray.
 
-What vLLM itself writes is tested in tests/vllm/test_offline.py.
+What vLLM itself writes is tested in tests/inside_vllm/test_offline.py.
 """
 
 from __future__ import annotations

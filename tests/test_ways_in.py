@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 import skipdecode
 from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode.errors import JobError, ModelError, UsageError
-from skipdecode.generation import jobs, options
+from skipdecode.generation import engine, options
 from skipdecode.generation.jobs import GenerationJob
 from skipdecode.generation.journal import Journal
 
@@ -164,7 +164,7 @@ def test_a_job_from_python_is_that_of_the_command_line(folder: Path, tmp_path: P
 
 def test_rows_are_judged_before_weights_are_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With no row that can be written, no weights are read, and the rows say why."""
-    monkeypatch.setattr(jobs, "load", lambda *a, **k: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(engine, "load", lambda *a, **k: pytest.fail("weights were loaded"))
     result = GenerationJob(str(folder), ["the " * 200, ""], options={"max_new_tokens": 4}).run()
     assert [bool(item.error) for item in result.items] == [True, True]
     assert result.summary["rows"] == 0
@@ -196,7 +196,7 @@ def test_what_a_job_cannot_mean_is_refused_before_weights_are_loaded(
     folder: Path, prompts: Any, options: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts are checked as those of ``skipdecode.generate`` are, options with the checkpoint's own."""
-    monkeypatch.setattr(jobs, "load", lambda *a, **k: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(engine, "load", lambda *a, **k: pytest.fail("weights were loaded"))
     with pytest.raises(UsageError, match=match):
         GenerationJob(str(folder), prompts, speedup=2, options=options).run()
 

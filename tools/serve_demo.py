@@ -1,6 +1,6 @@
 """What `make serve-demo` does: serve the embedded checkpoint by vLLM, stream texts at 1x and 5x, stop the server.
 
-.venv-vllm/bin/python recipes/serve_demo.py
+.venv-vllm/bin/python tools/serve_demo.py
 """
 
 from __future__ import annotations
