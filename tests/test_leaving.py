@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -284,7 +286,7 @@ def test_other_passes_of_the_same_model_keep_their_rows() -> None:
 
 
 @pytest.mark.parametrize("ends", ["well", "badly"])
-def test_no_hook_is_left_behind(ends: str) -> None:
+def test_the_hooks_stay_and_hold_nothing(ends: str) -> None:
     """Whatever happens in between."""
     model = build("opt")
 
@@ -296,5 +298,39 @@ def test_no_hook_is_left_behind(ends: str) -> None:
 
     with nullcontext() if ends == "well" else pytest.raises(RuntimeError, match="on purpose"):
         write(model, TOP, logits_processor=[Fails()])
-    assert not model._forward_pre_hooks
-    assert not model._forward_hooks
+    assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1  # and these hold nothing
+    assert "leaving" not in vars(next(iter(model._forward_pre_hooks.values())))
+
+
+def test_threads_share_a_model_while_it_is_copied() -> None:
+    """Rows leave in each thread's batch; no pass meets another's hooks, and copies take no cache along."""
+    model = build("llama")
+    expected = write(model, TOP)[0]
+    failures: list[BaseException] = []
+    going = threading.Event()
+
+    def work() -> None:
+        try:
+            for _ in range(8):
+                assert write(model, TOP)[0] == expected
+        except BaseException as error:
+            failures.append(error)
+
+    def copies() -> None:
+        while not going.is_set():
+            try:
+                copied = copy.deepcopy(model)
+                assert len(copied._forward_pre_hooks) == 1
+            except BaseException as error:
+                failures.append(error)
+                return
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    copier = threading.Thread(target=copies)
+    for thread in (copier, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    going.set()
+    copier.join()
+    assert not failures

@@ -46,7 +46,10 @@ def server(*options: str) -> Iterator[str]:
         yield url
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def answers(url: str) -> bool:

@@ -79,7 +79,7 @@ _opaque_product = torch.library.custom_op("skipdecode::int8_linear", _product, m
 
 @_opaque_product.register_fake
 def _(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    return x.new_empty((len(x), len(scale)), dtype=torch.float32)
+    return x.new_empty((x.shape[0], scale.shape[0]), dtype=torch.float32)
 
 
 def check_int8(name: str, config: Any, device: str, capabilities: Mapping[str, Any]) -> None:

@@ -1,12 +1,13 @@
 """Rows that have ended leave the batch: the model computes the others alone, and ``generate``'s loop goes on over all.
 
-So tokens, random numbers, logits processors and lengths are what they were. Two hooks stand around each forward pass.
+So tokens, random numbers, processors of single rows and lengths are what they were. Two hooks stand around each pass.
 The first takes the rows that have ended out of what the model is given, and out of its cache; the second puts zeros in
 the place of their logits, for which the loop writes padding.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -83,33 +84,29 @@ class Leaving(StoppingCriteria):
         self.ended = torch.zeros(rows, dtype=torch.bool, device=model.device)
         self.kept: Tensor | None = None  # rows in the cache, once some have left
         self.peak_kv_bytes = 0
-        self._hooks: list[Any] = []
 
     def __enter__(self) -> Leaving:
-        before = self.model.register_forward_pre_hook(self._before, with_kwargs=True)
-        self._hooks = [before, self.model.register_forward_hook(self._after, with_kwargs=True)]
+        _stand_around(self.model)
+        self.cache.leaving = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        del self.cache.leaving
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """No row (rows,) has to end for this."""
         self.ended |= self.ends(input_ids, scores, **kwargs)
         return torch.zeros_like(self.ended)
 
-    def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Another thread's pass has another cache.
-        if kwargs.get("past_key_values") is not self.cache:
-            return None
+    def before(self, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """What the model is given in place of ``kwargs``; None: the same."""
         given = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
         # A family may be given more than we know of: then its rows stay.
         if all(name in BY_ROW and value.shape[:-1] == self.ended.shape for name, value in given.items()):
             self._cut()
         if self.kept is None:
             return None
-        return args, kwargs | {name: value[self.kept.to(value.device)] for name, value in given.items()}
+        return kwargs | {name: value[self.kept.to(value.device)] for name, value in given.items()}
 
     def _cut(self) -> None:
         """Let rows leave if enough of them have ended."""
@@ -120,8 +117,33 @@ class Leaving(StoppingCriteria):
             self.cache.reorder_cache(goes_on.nonzero()[:, 0])  # as beams do, so every kind of layer can
             self.kept = kept[goes_on]
 
-    def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self.kept is not None and kwargs.get("past_key_values") is self.cache:
+    def after(self, output: Any) -> Any:
+        """The model's output for all rows again."""
+        if self.kept is not None:
             all_rows = output.logits.new_zeros(len(self.ended), *output.logits.shape[1:])
             output.logits = all_rows.index_copy_(0, self.kept.to(all_rows.device), output.logits)
         return output
+
+
+_LOCK = threading.Lock()
+
+
+def _stand_around(model: PreTrainedModel) -> None:
+    """The two hooks, once and for good: threads share a model, and copies of one in use take along what it holds."""
+    with _LOCK:
+        if _before not in model._forward_pre_hooks.values():
+            model.register_forward_pre_hook(_before, with_kwargs=True)
+            model.register_forward_hook(_after, with_kwargs=True)
+
+
+def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    # torch notes apart that a hook takes kwargs: a pass of another thread may come between.
+    rows = getattr((kwargs or {}).get("past_key_values"), "leaving", None)
+    changed = rows.before(kwargs) if rows is not None else None
+    return None if changed is None else (args, changed)
+
+
+def _after(model: Any, args: tuple[Any, ...], *rest: Any) -> Any:
+    *kwargs, output = rest
+    rows = getattr(kwargs[0].get("past_key_values"), "leaving", None) if kwargs else None
+    return output if rows is None else rows.after(output)
