@@ -87,12 +87,10 @@ class Gate:
             ran = output[0] if isinstance(output, tuple) else output
             self.plan.extras = len(output) - 1 if isinstance(output, tuple) else None
             return self._like_output(hidden.index_copy(axis, tokens, ran))
-        ran, ran_residual = output
-        if ran_residual is None:  # families that add by themselves, and only hand the name on
-            return hidden.index_copy(axis, tokens, ran), None
         if residual is None:
-            # The first layer makes the residual of its input. Of a token that passes it, nothing is in there yet.
-            residual = torch.zeros_like(hidden)
+            # The first layer makes the residual of its input: a token that passes it has all in the residual.
+            hidden, residual = torch.zeros_like(hidden), hidden
+        ran, ran_residual = output
         return hidden.index_copy(axis, tokens, ran), residual.index_copy(axis, tokens, ran_residual)
 
     def _given(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

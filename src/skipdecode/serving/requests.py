@@ -52,23 +52,13 @@ def identity(schedule: Schedule, speedup: float) -> dict[str, Any]:
     their own, and the schedule."""
     layers = schedule.layers(schedule.deepest)
     prompt = "" if len(layers) == schedule.num_layers else ",".join(map(str, layers))
-    return {
-        "speedup": speedup,
-        "prompt": prompt,
-        "own": schedule.prompt_decay,
-        "steps": "" if schedule.is_full else f"{speedup!r}",
-    }
+    return {"prompt": prompt, "own": schedule.prompt_decay, "steps": "" if schedule.is_full else f"{speedup!r}"}
 
 
 def speedup_of(params: Any) -> float:
     """The speed-up of a request that :func:`settle` saw; full depth for any other (vLLM's own trial requests)."""
-    return 1.0 if (own := _own(params)) is None else float(own["speedup"])
-
-
-def _own(params: Any) -> dict[str, Any] | None:
-    """What :func:`settle` put there. A client of a stock server may name anything so, but HTTP brings it no mapping."""
-    own = (getattr(params, "extra_args", None) or {}).get(OWN)
-    return own if isinstance(own, dict) else None
+    extra = getattr(params, "extra_args", None) or {}
+    return float(extra[SPEEDUP]) if OWN in extra else 1.0
 
 
 def ends_of(request: Any) -> list[float] | None:
@@ -78,8 +68,8 @@ def ends_of(request: Any) -> list[float] | None:
     Args:
         request: vLLM's, in the scheduler.
     """
-    own = _own(request.sampling_params)
-    return None if own is None else [max(request.num_prompt_tokens + end, 0) for end in own["ends"]]
+    extra = (getattr(request.sampling_params, "extra_args", None) or {}).get(OWN)
+    return None if extra is None else [max(request.num_prompt_tokens + end, 0) for end in extra["ends"]]
 
 
 def block_keys(request: Any, start: int, end: int) -> list[tuple[str, str]]:
@@ -90,7 +80,8 @@ def block_keys(request: Any, start: int, end: int) -> list[tuple[str, str]]:
         start: the block's first position.
         end: the position after its last.
     """
-    if (extra := _own(request.sampling_params)) is None:
+    extra = (getattr(request.sampling_params, "extra_args", None) or {}).get(OWN)
+    if extra is None:
         return []
     keys = [("skipdecode_prompt", extra["prompt"])] if start == 0 and extra["prompt"] else []
     own_from = request.num_prompt_tokens - extra["own"]
