@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ from skipdecode.serving import server
 from skipdecode.serving.depths import Table, Tables
 from skipdecode.serving.metrics import Work
 from skipdecode.serving.policy import WINDOW, Limits, Load
+from skipdecode.serving.process import running
 from skipdecode.serving.requests import OWN, settle, wanted
 from skipdecode.serving.settings import Serving
 
@@ -246,3 +249,44 @@ def test_the_command_line_refuses_with_code_2() -> None:
     done = run("serve", "demo", "--speedup", 99, "--port", 8000)
     assert done.returncode == 2
     assert "speedup must be a number from 1 to 24, not 99" in done.stderr
+
+
+#: A server of few lines that says what it was given.
+SERVER = """
+import argparse, http.server, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--host")
+parser.add_argument("--port", type=int)
+given = parser.parse_args()
+class Page(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(self.path.encode())
+print("ready", flush=True)
+http.server.HTTPServer((given.host, given.port), Page).serve_forever()
+"""
+
+
+def test_a_server_of_a_block_ends_with_it(tmp_path: Path) -> None:
+    """It is healthy inside, and gone after, also where the block fails."""
+    command = [sys.executable, "-c", SERVER]
+    seen = []
+
+    def fail() -> None:
+        with running(command, tmp_path / "log") as one:
+            assert one.get("/metrics") == "/metrics"
+            assert one.log.read_text().startswith("ready\n")
+            seen.append(one.process)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert seen[0].poll() is not None
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    """The end of what it said is in the error."""
+    with (
+        pytest.raises(RuntimeError, match=r"(?s)the server ended: .*no such weights"),
+        running([sys.executable, "-c", "raise SystemExit('no such weights')"], tmp_path / "log"),
+    ):
+        raise AssertionError

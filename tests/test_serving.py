@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UnsupportedModel
-from skipdecode.serving.configure import SCHEDULER, choose_worker
+from skipdecode.serving.configure import SCHEDULER, choose_worker, serving_of
 from skipdecode.serving.depths import Part, Step, Tables
 from skipdecode.serving.gate import Cut, add_gates
 from skipdecode.serving.plugin import require_tested
-from skipdecode.serving.requests import block_keys, settle, speedup_of
+from skipdecode.serving.requests import block_keys, ends_of, settle, speedup_of
 from skipdecode.serving.settings import Serving
 
 LAYERS = 8
@@ -105,6 +105,28 @@ class Native(nn.Module):
         return torch.tanh(self.mix(residual)) * positions[:, None], residual
 
 
+class Adding(nn.Module):
+    """Native too, but adds by itself and hands no residual on: MiniCPM, Gemma 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Transform, then add."""
+        return hidden_states + torch.tanh(self.mix(hidden_states)) * positions[:, None], None
+
+
+class Naming(Adding):
+    """Native too: hands its input on as a residual that nothing adds: Cohere, Exaone 4, PhiMoE."""
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Transform, then add."""
+        return super().forward(positions, hidden_states, None)[0], hidden_states
+
+
 class Plain(nn.Module):
     """A layer of the Transformers backend: hidden states with a batch of one, rotations by keyword."""
 
@@ -127,6 +149,14 @@ def native(model: nn.ModuleList, tokens: int) -> Tensor:
     return hidden + residual  # type: ignore[operator]
 
 
+def adding(model: nn.ModuleList, tokens: int) -> Tensor:
+    """A pass as those of vLLM's models make one whose layers add by themselves."""
+    hidden, residual = torch.arange(tokens * 4.0).reshape(tokens, 4).sin(), None
+    for layer in model:
+        hidden, residual = layer.forward(torch.arange(1, tokens + 1), hidden, residual)
+    return hidden
+
+
 def plain(model: nn.ModuleList, tokens: int) -> Tensor:
     """A pass as the Transformers backend makes one."""
     hidden = torch.arange(tokens * 4.0).reshape(1, tokens, 4).sin()
@@ -142,7 +172,7 @@ def nothing(_: Part) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize(("layer", "run"), [(Native, native), (Plain, plain)])
+@pytest.mark.parametrize(("layer", "run"), [(Native, native), (Plain, plain), (Adding, adding), (Naming, adding)])
 def test_each_token_passes_its_own_layers(layer: type[nn.Module], run: Any) -> None:
     """Rows of a step are those of a model that has each token's layers alone; a layer that none needs is not called."""
     step = plan([(2.0, 3, 0, 5), (1.0, 2, 9, 1), (4.0, 5, 3, 4), (3.0, 4, 2, 6)])
@@ -219,6 +249,14 @@ def test_stored_schedules_are_served_as_they_are() -> None:
     assert shallow.schedule(2.0).deepest == 6
 
 
+def test_a_slower_speed_than_those_stored_runs_prompts_as_deep_as_its_steps() -> None:
+    """A number of layers that was stored for a fast schedule may be fewer than a slow one's first step runs."""
+    stored = {"4.0": Schedule(LAYERS, 2, 2, horizon=1, decay="constant", prompt_layers=3).to_dict()}
+    serving = Serving(config(method="skipdecode", schedules=stored))
+    assert (serving.schedule(4.0).deepest, serving.schedule(4.0).max_depth) == (3, 2)
+    assert serving.schedule(1.25).deepest == serving.schedule(1.25).max_depth > 3
+
+
 @pytest.mark.parametrize("value", [0, 0.5, 9, -1, float("nan"), float("inf"), True, "fast", "3", None, [2], {}])
 def test_a_bad_speedup_is_refused_with_what_is_allowed(value: Any) -> None:
     """Whatever JSON can hold."""
@@ -233,7 +271,10 @@ def test_a_bad_speedup_is_refused_with_what_is_allowed(value: Any) -> None:
         ({"speedup": 2, "max_speedup": 1.5}, "speedup must be a number from 1 to 1.5, not 2"),
         ({"min_speedup": 3, "max_speedup": 2}, "max_speedup must be a number from 3 to 8, not 2"),
         ({"max_speedup": 9}, "max_speedup must be a number from 1 to 8, not 9"),
-        ({"speedup": 2, "prompt_layers": 99}, "prompt_layers"),
+        ({"speedup": 2, "prompt_layers": 99}, "prompt_layers must be a number from 1 to 8, or 'max', not 99"),
+        ({"speedup": 2, "prompt_layers": 0}, "prompt_layers must be"),
+        ({"speedup": 2, "prompt_layers": True}, "prompt_layers must be"),
+        ([2], "a JSON object, not"),
     ],
 )
 def test_bad_options_are_refused_at_the_start(options: dict[str, Any], message: str) -> None:
@@ -321,6 +362,11 @@ def test_untested_releases_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) 
     require_tested("0.33.1")
 
 
+def test_an_engine_may_have_a_config_of_another_kind() -> None:
+    """``additional_config`` may be any object of another plugin's."""
+    assert serving_of(vllm_config(additional_config=object())) is None
+
+
 # --- requests
 
 
@@ -349,6 +395,16 @@ def test_a_clients_own_identity_is_refused() -> None:
     """It decides which blocks are shared."""
     with pytest.raises(ScheduleError, match="no argument of a request"):
         settle(SimpleNamespace(extra_args={"skipdecode": {"prompt": ""}}), serving())
+
+
+@pytest.mark.parametrize("forged", [1, "x", [1, 2]])
+def test_an_argument_of_our_name_does_not_hurt_a_stock_server(forged: Any) -> None:
+    """There nothing refuses it, and the scheduler asks for every request's block keys."""
+    params = SimpleNamespace(extra_args={"skipdecode": forged, "speedup": "fast"})
+    stock = SimpleNamespace(sampling_params=params, num_prompt_tokens=5)
+    assert block_keys(stock, 0, 16) == []
+    assert ends_of(stock) is None
+    assert speedup_of(params) == 1
 
 
 @given(

@@ -5,21 +5,19 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.generation.loading import DEMO
+from skipdecode.serving.process import running
 
 TEXTS = 3
 SPEEDUPS = (1, 5)
@@ -28,37 +26,12 @@ ROUNDS = 3
 
 @contextmanager
 def server(*options: str) -> Iterator[str]:
-    """``skipdecode serve demo`` on a free port: its address, until the end. What it says goes to a file."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "skipdecode", "serve", "demo", "--host", "127.0.0.1", "--port", port, *options]
-    environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
-    with tempfile.NamedTemporaryFile("w", suffix=".log", delete=False) as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    print(f"starting vLLM: half a minute or more ({log.name} has what it says)", flush=True)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        while not answers(f"{url}/health"):
-            if process.poll() is not None:
-                raise SystemExit(f"the server ended with code {process.returncode}: see {log.name}")
-            time.sleep(0.5)
-        yield url
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def answers(url: str) -> bool:
-    """Whether there is an answer."""
-    try:
-        with urllib.request.urlopen(url, timeout=5):
-            return True
-    except OSError:
-        return False
+    """``skipdecode serve demo``: its address, until the end."""
+    log = Path(tempfile.mkdtemp(prefix="skipdecode-")) / "server.log"
+    print(f"starting vLLM: half a minute or more ({log} has what it says)", flush=True)
+    environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    with running([sys.executable, "-m", "skipdecode", "serve", "demo", *options], log, environment) as one:
+        yield one.url
 
 
 def stream(client: Any, prompt: str, speedup: int, show: bool) -> tuple[float, int, dict[str, Any]]:

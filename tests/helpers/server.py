@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from skipdecode.serving.process import Running, running
 
 #: What vLLM's own templates would do, for a checkpoint without one.
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -24,22 +19,13 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # helpers.engine turns it off in this process
     "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc: what the worker itself counted
 }
 
 
-@dataclass(frozen=True)
-class Server:
-    """Where it is, its process, and what it logs."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def get(self, path: str) -> str:
-        """A page of the server."""
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
-            return str(answer.read().decode())
+class Server(Running):
+    """What tests read of a server."""
 
     def metrics(self) -> dict[str, float]:
         """``/metrics``: name with labels -> value."""
@@ -59,38 +45,9 @@ class Server:
 @contextmanager
 def serve(folder: Path, *options: str) -> Iterator[Server]:
     """``skipdecode serve demo`` with these options, until the end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = folder / "server.log"
-    command = [sys.executable, "-m", "skipdecode", "serve", "demo", "--host", "127.0.0.1", "--port", str(port)]
-    environment = os.environ | ENVIRONMENT
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # helpers.engine sets it for this process
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*command, *options], stdout=out, stderr=out, env=environment, cwd=folder, start_new_session=True
-        )
-    try:
-        server = Server(f"http://127.0.0.1:{port}", process, log)
-        _wait(server)
-        yield server
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _wait(server: Server) -> None:
-    for _ in range(600):
-        assert server.process.poll() is None, server.log.read_text()[-3000:]
-        try:
-            server.get("/health")
-            return
-        except (urllib.error.URLError, OSError):
-            time.sleep(1)
-    raise AssertionError(server.log.read_text()[-3000:])
+    command = [sys.executable, "-m", "skipdecode", "serve", "demo", *options]
+    with running(command, folder / "server.log", ENVIRONMENT) as one:
+        yield Server(one.url, one.process, one.log)
 
 
 #: Of all tests of a process: clients keep connections, which belong to a loop.

@@ -49,6 +49,19 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "gemma2": ({"sliding_window": 16}, "auto"),
     "phi3": ({}, "auto"),
     "gpt2": ({"n_inner": 96}, "auto"),
+    "cohere": ({}, "auto"),
+    "exaone4": ({"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 3}, "auto"),
+    "gemma4_text": (
+        {
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 300,
+            "global_head_dim": 32,
+            "num_kv_shared_layers": 0,
+        },
+        "auto",
+    ),
     "qwen3_moe": ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, "auto"),
 }
 

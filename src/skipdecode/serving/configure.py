@@ -18,7 +18,8 @@ def serving_of(vllm_config: Any) -> Serving | None:
     """The settings of an engine of this config; None where the plugin does not act. Raises ScheduleError."""
     if vllm_config.model_config is None:
         return None
-    options = (vllm_config.additional_config or {}).get(CONFIG_KEY)
+    additional = vllm_config.additional_config
+    options = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
     return Serving.of(vllm_config.model_config.hf_config, options)
 
 

@@ -52,7 +52,7 @@ class Frontend:
 
     def follow(self, client: Any) -> None:
         """Stand in for methods of an ``AsyncLLM``'s processors."""
-        client.input_processor.skipdecode_load = self.load
+        client.input_processor.skipdecode, client.input_processor.skipdecode_load = self.serving, self.load
         processor = client.output_processor
         add, end, abort = processor.add_request, processor._update_stats_from_finished, processor.abort_requests
 

@@ -87,10 +87,12 @@ class Gate:
             ran = output[0] if isinstance(output, tuple) else output
             self.plan.extras = len(output) - 1 if isinstance(output, tuple) else None
             return self._like_output(hidden.index_copy(axis, tokens, ran))
-        if residual is None:
-            # The first layer makes the residual of its input: a token that passes it has all in the residual.
-            hidden, residual = torch.zeros_like(hidden), hidden
         ran, ran_residual = output
+        if ran_residual is None:  # families that add by themselves, and only hand the name on
+            return hidden.index_copy(axis, tokens, ran), None
+        if residual is None:
+            # The first layer makes the residual of its input. Of a token that passes it, nothing is in there yet.
+            residual = torch.zeros_like(hidden)
         return hidden.index_copy(axis, tokens, ran), residual.index_copy(axis, tokens, ran_residual)
 
     def _given(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -136,7 +138,8 @@ def add_gates(model: nn.Module, num_layers: int) -> Plan:
     """
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
     inner = {id(part) for stack in stacks for part in stack.modules() if part is not stack}
-    stacks = [stack for stack in stacks if id(stack) not in inner]
+    # Gemma 4 holds its layers in several lists.
+    stacks = list({tuple(map(id, stack)): stack for stack in stacks if id(stack) not in inner}.values())
     if len(stacks) != 1:
         raise UnsupportedModel(
             f"{type(model).__name__} should hold one stack of {num_layers} decoder layers; {len(stacks)} were found"

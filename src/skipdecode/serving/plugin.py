@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -32,16 +33,24 @@ ALLOW = "SKIPDECODE_ALLOW_UNTESTED_VLLM"
 
 def register() -> None:
     """Stand in for these places, once per process."""
+    import vllm
     from vllm.platforms import current_platform
+
+    platform: Any = type(current_platform)
+    if getattr(platform.check_and_update_config, "skipdecode", False):
+        return
+    # In a release that was not tested this one refuses models with schedules, and all else stays as it is.
+    platform.check_and_update_config = classmethod(_checked(platform.check_and_update_config.__func__))
+    if is_tested(vllm.__version__):
+        _stand_in()
+
+
+def _stand_in() -> None:
     from vllm.v1.core import block_pool, kv_cache_utils
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
-    platform: Any = type(current_platform)
-    if getattr(platform.check_and_update_config, "skipdecode", False):
-        return
-    platform.check_and_update_config = classmethod(_checked(platform.check_and_update_config.__func__))
     InputProcessor.process_inputs = _settled(InputProcessor.process_inputs)
     AsyncLLM.__init__ = _followed(AsyncLLM.__init__)
     AsyncLLM.generate = _refusing(AsyncLLM.generate)
@@ -50,10 +59,14 @@ def register() -> None:
     KVCacheManager.__init__ = _in_buckets(KVCacheManager.__init__)
 
 
+def is_tested(version: str) -> bool:
+    """Whether a release of vLLM was tested, or the environment allows it."""
+    return version.split("+")[0] in TESTED or bool(os.environ.get(ALLOW))
+
+
 def require_tested(version: str) -> None:
     """Raises UnsupportedModel for a release of vLLM that was not tested, unless the environment allows it."""
-    release = version.split("+")[0]
-    if release not in TESTED and not os.environ.get(ALLOW):
+    if not is_tested(version):
         raise UnsupportedModel(
             f"skipdecode was tested with vLLM {', '.join(TESTED)}, not with {version}: install that one, or set "
             f"{ALLOW}=1 and compare the texts yourself"
@@ -71,6 +84,7 @@ def _checked(found: Any) -> Any:
         if serving_of(vllm_config) is not None:
             require_tested(vllm.__version__)
             choose_worker(vllm_config)
+            _refuse_beams()
 
     check_and_update_config.skipdecode = True  # type: ignore[attr-defined]
     return check_and_update_config
@@ -142,6 +156,28 @@ def _bad_request() -> Iterator[None]:
         yield
     except ScheduleError as error:
         raise VLLMValidationError(str(error), parameter="speedup") from None
+
+
+def _refuse_beams() -> None:
+    """vLLM makes every step of a beam a new request, whose whole text is a prompt: offline, it would run no schedule.
+
+    Importing that module where plugins are loaded would import half of vLLM in every process; whoever has an ``LLM``
+    has imported it.
+    """
+    if (offline := sys.modules.get("vllm.entrypoints.generate.beam_search.offline")) is None:
+        return
+    mixin, found = offline.BeamSearchOfflineMixin, offline.BeamSearchOfflineMixin.beam_search
+    if getattr(found, "skipdecode", False):
+        return
+
+    @functools.wraps(found)
+    def beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _serving(self.llm_engine.input_processor) is not None:
+            raise ScheduleError("beam search runs no schedule in vLLM: use skipdecode generate --num-beams")
+        return found(self, *args, **kwargs)
+
+    beam_search.skipdecode = True  # type: ignore[attr-defined]
+    mixin.beam_search = beam_search
 
 
 def _with_depths(found: Any) -> Any:

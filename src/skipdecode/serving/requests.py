@@ -26,7 +26,9 @@ def wanted(params: Any, serving: Serving) -> tuple[float, bool]:
     if OWN in extra:
         raise ScheduleError(f"{OWN} is no argument of a request: ask with {SPEEDUP}")
     asked = extra.get(SPEEDUP)
-    return (serving.default, False) if asked is None else (serving.speedup(asked), True)
+    speedup = serving.default if asked is None else serving.speedup(asked)
+    serving.schedule(speedup)
+    return speedup, asked is not None
 
 
 def settle(params: Any, serving: Serving, load: Load | None = None) -> None:
@@ -52,13 +54,23 @@ def identity(schedule: Schedule, speedup: float) -> dict[str, Any]:
     their own, and the schedule."""
     layers = schedule.layers(schedule.deepest)
     prompt = "" if len(layers) == schedule.num_layers else ",".join(map(str, layers))
-    return {"prompt": prompt, "own": schedule.prompt_decay, "steps": "" if schedule.is_full else f"{speedup!r}"}
+    return {
+        "speedup": speedup,
+        "prompt": prompt,
+        "own": schedule.prompt_decay,
+        "steps": "" if schedule.is_full else f"{speedup!r}",
+    }
 
 
 def speedup_of(params: Any) -> float:
     """The speed-up of a request that :func:`settle` saw; full depth for any other (vLLM's own trial requests)."""
-    extra = getattr(params, "extra_args", None) or {}
-    return float(extra[SPEEDUP]) if OWN in extra else 1.0
+    return 1.0 if (own := _own(params)) is None else float(own["speedup"])
+
+
+def _own(params: Any) -> dict[str, Any] | None:
+    """What :func:`settle` put there. A client of a stock server may name anything so, but HTTP brings it no mapping."""
+    own = (getattr(params, "extra_args", None) or {}).get(OWN)
+    return own if isinstance(own, dict) else None
 
 
 def ends_of(request: Any) -> list[float] | None:
@@ -68,8 +80,8 @@ def ends_of(request: Any) -> list[float] | None:
     Args:
         request: vLLM's, in the scheduler.
     """
-    extra = (getattr(request.sampling_params, "extra_args", None) or {}).get(OWN)
-    return None if extra is None else [max(request.num_prompt_tokens + end, 0) for end in extra["ends"]]
+    own = _own(request.sampling_params)
+    return None if own is None else [max(request.num_prompt_tokens + end, 0) for end in own["ends"]]
 
 
 def block_keys(request: Any, start: int, end: int) -> list[tuple[str, str]]:
@@ -80,8 +92,7 @@ def block_keys(request: Any, start: int, end: int) -> list[tuple[str, str]]:
         start: the block's first position.
         end: the position after its last.
     """
-    extra = (getattr(request.sampling_params, "extra_args", None) or {}).get(OWN)
-    if extra is None:
+    if (extra := _own(request.sampling_params)) is None:
         return []
     keys = [("skipdecode_prompt", extra["prompt"])] if start == 0 and extra["prompt"] else []
     own_from = request.num_prompt_tokens - extra["own"]

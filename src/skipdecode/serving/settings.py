@@ -38,6 +38,8 @@ class Serving:
     """
 
     def __init__(self, config: Any, options: Mapping[str, Any] | None = None) -> None:
+        if not isinstance(options, Mapping | None):
+            raise ScheduleError(f"the options of {CONFIG_KEY} are a JSON object, not {options!r}")
         options = dict(options or {})
         if unknown := ", ".join(sorted(set(options) - set(OPTIONS))):
             raise ScheduleError(f"unknown options of {CONFIG_KEY}: {unknown}; known are {', '.join(OPTIONS)}")
@@ -50,8 +52,10 @@ class Serving:
         # A falling depth needs rows that start together; a server's do not. Trained schedules keep their own form.
         self.form: dict[str, Any] = {} if stored else {"decay": "constant"}
         self.prompt_layers = options.get("prompt_layers")
-        if not isinstance(self.prompt_layers, int | None) and self.prompt_layers != "max":
-            raise ScheduleError(f"prompt_layers must be a number of layers or 'max', not {self.prompt_layers!r}")
+        if self.prompt_layers not in (None, "max", *range(1, self.num_layers + 1)) or self.prompt_layers is True:
+            raise ScheduleError(
+                f"prompt_layers must be a number from 1 to {self.num_layers}, or 'max', not {self.prompt_layers!r}"
+            )
         fastest = max(stored, default=float(self.num_layers))
         default = _number("speedup", options.get("speedup", max(stored, default=1.0)), 1, self.num_layers)
         self.least = _number("min_speedup", options.get("min_speedup", 1), 1, self.num_layers)
@@ -64,8 +68,9 @@ class Serving:
         self.admit_together = int(_number("admit_together", options.get("admit_together", 1), 1, 4096))
         self.max_wait = _number("max_wait", options.get("max_wait", 1), 0, 3600)
         # What cannot be had is refused at the start.
-        served = sorted({self.least, self.default, self.most, *(s for s in stored if self.least <= s <= self.most)})
-        schedules = [self.schedule(speedup) for speedup in served]
+        served = {self.least, self.default, self.most, *(s for s in stored if self.least <= s <= self.most)}
+        served |= {self.limits.speedup} if self.limits else set()
+        schedules = [self.schedule(speedup) for speedup in sorted(served)]
         self.free_blocks = options.get("free_blocks")
         if not isinstance(self.free_blocks, bool | None):
             raise ScheduleError(f"free_blocks must be true or false, not {self.free_blocks!r}")
@@ -101,12 +106,14 @@ class Serving:
     def schedule(self, speedup: float) -> Schedule:
         """The schedule of a speed-up that :meth:`speedup` returned."""
         if speedup not in self._schedules:
-            schedule = resolve_schedule(self.config, speedup, **self.form)
-            if self.prompt_layers is not None:
-                layers = self.prompt_layers
-                schedule = schedule.replace(
-                    prompt_layers=layers if layers == "max" else max(layers, schedule.max_depth)
-                )
+            layers: Any = self.prompt_layers
+            if layers is None and (stored := trained_schedules(self.config)) and speedup not in stored:
+                layers = stored[max(stored)].form.get("prompt_layers")  # a number may be too few for a slower one
+            schedule = resolve_schedule(
+                self.config, speedup, **self.form | ({"prompt_layers": "max"} if layers else {})
+            )
+            if layers not in (None, "max"):
+                schedule = schedule.replace(prompt_layers=max(layers, schedule.max_depth))
             self._schedules[speedup] = schedule
         return self._schedules[speedup]
 
