@@ -33,6 +33,7 @@ VLLM = set("--port --dtype --max-num-seqs --max-model-len --api-key --enforce-ea
 VLLM |= set("--enable-per-request-metrics --additional-config --kv-sharing-fast-prefill --hf-overrides".split())
 VLLM |= set("--no-enable-chunked-prefill --num-gpu-blocks-override --disable-hybrid-kv-cache-manager".split())
 OTHERS = set("--update-golden --seconds --include --tasks --model --together --precision --work --environments".split())
+OTHERS |= set("--smoke --forms --serving --servers --kv-gib --goodput".split())  # benchmarks/serving
 OTHERS |= VLLM
 
 

@@ -207,43 +207,6 @@ def clock(*folders: str) -> None:
     _print(heads, lines)
 
 
-def serving(folder: str = "serving") -> None:
-    """vLLM with the plugin beside stock vLLM: a whole step, its forward pass, and a queue's throughput."""
-    rows = json.loads((RESULTS / folder / "table.json").read_text(encoding="utf-8"))["rows"]
-    of = {(row["load"], row["engine"], row["form"], row["speedup"]): row for row in rows}
-    stock = {load: of[load, "stock", "", 1.0] for load in ("lockstep", "continuous")}
-
-    def ratio(name: tuple[Any, ...], field: str, *, slow: bool = False) -> str:
-        """Times better than stock; of times the less is the better."""
-        if name not in of or field not in of[name]:
-            return ""
-        parts = stock[name[0]][field], of[name][field]
-        return f"{parts[0] / parts[1] if slow else parts[1] / parts[0]:.2f}x"
-
-    lines = []
-    for row in (row for row in rows if row["load"] == "lockstep"):
-        engine, form, speedup = row["engine"], row["form"], row["speedup"]
-        if form.endswith("prompt too"):
-            continue
-        shallow = ("continuous", engine, f"{form}, prompt too", speedup)
-        label = "stock" if engine == "stock" else f"{speedup:g}x {form}".strip()
-        lines.append(
-            (
-                label,
-                f"{row['layer_ratio']:.2f}x",
-                ratio(("lockstep", engine, form, speedup), "forward_ms", slow=True),
-                ratio(("lockstep", engine, form, speedup), "step_ms", slow=True),
-                ratio(("continuous", engine, form, speedup), "tokens_per_second"),
-                ratio(shallow, "tokens_per_second"),
-            )
-        )
-    heads = (
-        *("schedule", "fewer layers, a step", "a forward pass is faster", "a step is faster"),
-        *("tokens/s of a queue", "the prompt at the first step's depth too"),
-    )
-    _print(heads, lines, words=1)
-
-
 def jobs(folder: str = "e2e-job") -> None:
     """A checkpoint whose prompt runs few layers too: what a step and the whole job gain, and what it costs."""
     rows = _saved(folder)["rows"]

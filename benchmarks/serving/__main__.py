@@ -1,4 +1,4 @@
-"""``python benchmarks/serving``: the path must stand before anything is imported."""
+"""``python benchmarks/serving [load]``: the path must stand before anything is imported."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[:1] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "src")]
 
-    from serving.run import main
+    from serving import load, run
 
-    sys.exit(main())
+    first, rest = sys.argv[1:2], sys.argv[2:]
+    sys.exit(load.main(rest) if first == ["load"] else run.main([*first, *rest]))

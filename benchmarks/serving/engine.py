@@ -1,6 +1,6 @@
 """One vLLM engine in a process of its own, stepped by hand: lines of JSON in, lines of JSON out.
 
-First line in: ``{"model", "options", "threads"}``; then ``{"requests": [[prompt tokens, new tokens, speed-up], …]}``,
+First line in: ``{"model", "options"}``; then ``{"requests": [[prompt tokens, new tokens, speed-up], …]}``,
 all waiting at the start. Each is answered by ``{"seconds", "steps": [[seconds, seconds of the forward pass, tokens,
 requests that got a token], …], "layers"}``.
 """
@@ -9,12 +9,7 @@ from __future__ import annotations
 
 import os
 
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-}
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import json
 import random
@@ -22,6 +17,9 @@ import sys
 import time
 from typing import Any
 
+import torch
+import transformers
+import vllm
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
@@ -85,7 +83,8 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print goes to the log
     job = json.loads(sys.stdin.readline())
     engine = Engine(job["model"], job["options"])
-    print(json.dumps({"plugin": engine.plugin}), file=answers, flush=True)
+    versions = f"vLLM {vllm.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    print(json.dumps({"plugin": engine.plugin, "versions": versions}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(engine.run(json.loads(line)["requests"])), file=answers, flush=True)
 

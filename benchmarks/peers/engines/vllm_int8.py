@@ -43,7 +43,8 @@ def write_int8(checkpoint: Path, folder: Path) -> Path:
                 tensors[name] = weight
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(checkpoint / name, folder)
+        if (checkpoint / name).exists():
+            shutil.copy(checkpoint / name, folder)
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": CONFIG}), encoding="utf-8")
     return folder

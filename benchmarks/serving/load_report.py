@@ -1,0 +1,65 @@
+"""Rounds of servers under arrivals as a table, beside stock vLLM at the same rate."""
+
+from __future__ import annotations
+
+from skipdecode.clock.tables import save_tables
+
+from .rounds import STOCK, Rounds, Row
+
+#: What is compared, and whether less is better.
+RATIOS = {"request_throughput": False, "output_throughput": False, "request_goodput": False}
+RATIOS |= {"median_ttft_ms": True, "median_tpot_ms": True}
+HEADS = ["arrivals", "server", "requests/s", "tokens/s", "of stock", "good/s", "first token, ms", "p99"]
+HEADS += ["per token, ms", "p99", "mean speed-up", "layers", "moved"]
+ABOUT = {
+    "arrivals": "requests a second as a share of what stock vLLM finishes when it gets all at once (inf), at random",
+    "server": "stock, or the speed-up of every request; 1x to 5x: 5x for requests that begin under load",
+    "tokens/s": "written; of stock: over stock's in the same round",
+    "first token, per token": "medians over requests, beside them the 99th percentile; per token after the first",
+    "mean speed-up": "over requests, as the server's /metrics say; layers: fewer in their decode steps than at full depth",
+    "moved": "requests that the load policy made faster",
+}
+
+
+def rows_of(rounds: Rounds) -> list[Row]:
+    """A row for each rate and server."""
+    rows = rounds.medians(["arrivals", "engine"], RATIOS)
+    order = {name: place for place, name in enumerate(dict.fromkeys(row["arrivals"] for row in rows))}
+    rows.sort(key=lambda row: order[row["arrivals"]])
+    return [{name: rounds.settings[name] for name in ("model", "slots")} | row for row in rows]
+
+
+def save(rounds: Rounds) -> None:
+    """table.md, table.csv and table.json beside the rounds."""
+    rows = rows_of(rounds)
+    top = rounds.lines[0]["saturation"]
+    limits = {"ttft": "first token", "tpot": "each further one, on average", "e2el": "the whole"}
+    good = ", ".join(f"{limits.get(name, name)} within {value:g} ms" for name, value in top["good"].items())
+    found = {"good": good, "stock at saturation": f"{top['requests_per_second']:.2f} requests/s"}
+    save_tables(rounds.folder, rows, HEADS, [_cells(row) for row in rows], rounds.about() | ABOUT | found)
+
+
+def server_name(row: Row) -> str:
+    """As a table has it."""
+    return "stock" if row["engine"] == STOCK else " to ".join(f"{speedup}x" for speedup in row["engine"].split("-"))
+
+
+def _cells(row: Row) -> list[str]:
+    def shown(name: str, form: str) -> str:
+        return form.format(row[name]) if row.get(name) is not None else ""
+
+    return [
+        row["arrivals"] + ("" if row["rate"] is None else f" ({row['rate']:.2f}/s)"),
+        server_name(row),
+        shown("request_throughput", "{:.2f}"),
+        shown("output_throughput", "{:.1f}"),
+        shown("output_throughput_ratio", "{:.2f}x"),
+        shown("request_goodput", "{:.2f}"),
+        shown("median_ttft_ms", "{:.0f}"),
+        shown("p99_ttft_ms", "{:.0f}"),
+        shown("median_tpot_ms", "{:.1f}"),
+        shown("p99_tpot_ms", "{:.1f}"),
+        shown("mean_speedup", "{:.2f}x"),
+        shown("decode_layer_ratio", "{:.2f}x"),
+        shown("moved", "{:.0f}"),
+    ]

@@ -1,0 +1,61 @@
+"""Rounds of offline runs as a table: each figure beside its ratio to stock vLLM in the same round."""
+
+from __future__ import annotations
+
+from skipdecode.clock.tables import save_tables
+
+from .rounds import STOCK, Rounds, Row
+
+#: What is compared, and whether less is better.
+RATIOS = {"tokens_per_second": False, "step_ms": True, "forward_ms": True}
+FORMS = {"prompt": "flat, prompt too"}
+HEADS = ["schedule", "layers", "tokens/s", "of stock", "step, ms", "faster", "forward, ms", "faster"]
+HEADS += ["layers run", "in prompts", "rounds"]
+ABOUT = {
+    "layers": "fewer layers in a decode step: the model's over those that the schedule runs on average",
+    "of stock, faster": "stock's time over the row's, or the row's tokens/s over stock's, in the same round; medians",
+    "step, forward": "the median step in which every slot writes and none reads a prompt; the model alone, without "
+    "head, sampling and scheduling",
+    "layers run": "tokens times layers that ran, of full depth's, prompts included",
+    "in prompts": "the share of the time that steps with prompts took",
+}
+
+
+def rows_of(rounds: Rounds) -> list[Row]:
+    """A row for each engine and schedule."""
+    rows = rounds.medians(["engine", "form", "speedup", "serving"], RATIOS)
+    names = ("model", "slots", "load")
+    return [{name: rounds.settings[name] for name in names} | row for row in rows]
+
+
+def save(rounds: Rounds) -> None:
+    """table.md, table.csv and table.json beside the rounds."""
+    rows = rows_of(rounds)
+    save_tables(rounds.folder, rows, HEADS, [_cells(row) for row in rows], rounds.about() | ABOUT)
+
+
+def schedule_name(row: Row) -> str:
+    """As a table's first column has it."""
+    if row["engine"] == STOCK:
+        return "stock"
+    form = FORMS.get(row["form"], row["form"])
+    return ", ".join(filter(None, (f"{row['speedup']:g}x {form}".strip(), row["serving"])))
+
+
+def _cells(row: Row) -> list[str]:
+    def shown(name: str, form: str) -> str:
+        return form.format(row[name]) if row.get(name) is not None else ""
+
+    return [
+        schedule_name(row),
+        f"{row['step_layer_ratio']:.2f}x",
+        shown("tokens_per_second", "{:.1f}"),
+        shown("tokens_per_second_ratio", "{:.2f}x"),
+        shown("step_ms", "{:.1f}"),
+        shown("step_ms_ratio", "{:.2f}x"),
+        shown("forward_ms", "{:.1f}"),
+        shown("forward_ms_ratio", "{:.2f}x"),
+        shown("layers_run", "{:.0%}"),
+        shown("prompt_share", "{:.0%}"),
+        str(row["rounds"]),
+    ]
