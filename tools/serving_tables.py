@@ -46,7 +46,14 @@ def serving(folder: str = "opt-1.3b-bfloat16-32") -> None:
 
 def load(folder: str = "demo-32") -> None:
     """Servers at fixed rates of arrivals and at saturation, with and without the load policy."""
-    heads = ("arrivals, of stock's saturation", "server", "requests/s", "of which good", "first token, ms: median", "99%")
+    heads = (
+        "arrivals, of stock's saturation",
+        "server",
+        "requests/s",
+        "of which good",
+        "first token, ms: median",
+        "99%",
+    )
     _print(
         (*heads, "per token, ms: median", "99%", "mean speed-up"),
         (

@@ -6,8 +6,8 @@
 A server is a speed-up (3: for every request), or one and that under load (1-5); stock vLLM is always among them. First
 stock gets all requests at once: what it does then is its saturation. Arrivals are shares of that (0.5: half as many a
 second, as a Poisson process) or inf, all at once. A request is good if its first token comes within --first-tokens
-times the median time per token of stock at saturation, and its others within that time on average; or as --goodput says.
-Servers are all loaded and asked in turn, at each rate; each round is saved, and a later call adds to it.
+times the median time per token of stock at saturation, and its others within that time on average; --goodput says
+other limits. Servers are all loaded and asked in turn, at each rate; each round is saved, and a later call adds to it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Client:
             had = Had(server)
             found = self._process.ask([*command, "--num-prompts", str(requests or self._requests)])
             if found["failed"]:
-                raise RuntimeError(f"{found['failed']} requests failed: see {self._process.log} and the server's beside it")
+                raise RuntimeError(f"{found['failed']} requests failed: see {self._process.log.parent}")
             return {name: found[name] for name in KEPT} | had.since()
 
 
@@ -78,7 +78,8 @@ def measure(given: argparse.Namespace, rounds: Rounds) -> Iterator[Rounds]:
             return server
 
         program = [given.python, str(Path(__file__).with_name("client.py"))]
-        client = Client(stack.enter_context(Process(program, given.work / "logs" / "client.log", talks=True)), given, model)
+        process = stack.enter_context(Process(program, given.work / "logs" / "client.log", talks=True))
+        client = Client(process, given, model)
         stock = start(STOCK)
         top = rounds.lines[0]["saturation"] if rounds.lines else saturation(client, stock, given)
         print(f"stock at saturation: {top}", flush=True)
@@ -116,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--arrivals", default="0.5,0.9,1.5,inf", type=shares)
     parser.add_argument("--requests", type=int, default=128, help="of a rate")
     parser.add_argument("--goodput", type=limits, help="ttft:2000,tpot:200, as vllm bench serve has it (ms)")
-    parser.add_argument("--first-tokens", type=float, default=10, help="the limit of the first token, in times per token")
+    parser.add_argument("--first-tokens", type=float, default=10, help="its limit, in times per token")
     parser.add_argument("--rounds", type=int, default=1, help="so many more than there are")
     small = {"slots": 4, "prompt_tokens": 16, "new_tokens": 8, "requests": 8, "kv_gib": 1, "eager": True}
     try:

@@ -16,7 +16,7 @@ ABOUT = {
     "server": "stock, or the speed-up of every request; 1x to 5x: 5x for requests that begin under load",
     "tokens/s": "written; of stock: over stock's in the same round",
     "first token, per token": "medians over requests, beside them the 99th percentile; per token after the first",
-    "mean speed-up": "over requests, as the server's /metrics say; layers: fewer in their decode steps than at full depth",
+    "mean speed-up": "over requests, by the server's /metrics; layers: how many times fewer in their decode steps",
     "moved": "requests that the load policy made faster",
 }
 

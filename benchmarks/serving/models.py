@@ -36,7 +36,7 @@ def options(program: str, doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--new-tokens", type=int, default=64, help="of a request, on average")
     parser.add_argument("--kv-gib", type=int, default=2, help="for keys and values, of each engine")
     parser.add_argument("--eager", action="store_true", help="no torch.compile: loads faster")
-    parser.add_argument("--serving", type=json.loads, default={}, help='the plugin\'s: \'{"admit_together": 8}\'')
+    parser.add_argument("--serving", type=json.loads, default={}, help="the plugin's: '{\"admit_together\": 8}'")
     parser.add_argument("--smoke", action="store_true", help="in a minute or two, whether it works: no figures")
     parser.add_argument("--python", default=".venv-vllm/bin/python", help="of the environment that has vLLM")
     parser.add_argument("--work", type=Path, default=Path("runs/serving"), help="checkpoints and logs")
@@ -49,11 +49,11 @@ def parse(
 ) -> argparse.Namespace:
     """The options, where these are the defaults. Raises UsageError for options that exclude each other."""
     defaults = usual | smoke if parser.parse_known_args(arguments)[0].smoke else usual
-    checkpoint = {name: defaults.get(name) for name in ("model", "shape")}
+    checkpoint = {name: defaults.get(name) for name in ("model", "shape", "layers")}
     parser.set_defaults(**{name: value for name, value in defaults.items() if name not in checkpoint})
     given = parser.parse_args(arguments)
     if not given.model and not given.shape:
-        vars(given).update(checkpoint)
+        vars(given).update({name: value for name, value in checkpoint.items() if getattr(given, name) is None})
     if given.model and (given.layers or given.precision != PRECISIONS[0]):
         raise UsageError("--layers and --precision are of a --shape; a --model is what it is")
     if not Path(given.python).exists():

@@ -148,7 +148,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="so many more than there are")
     small = {"slots": 2, "prompt_tokens": 8, "new_tokens": 6, "rounds": 1, "kv_gib": 1, "eager": True}
     try:
-        given = parse(parser, arguments, {"shape": "opt-1.3b"}, {"shape": "tiny", **small})
+        given = parse(parser, arguments, {"shape": "opt-1.3b"}, {"shape": "opt-125m", "layers": 4, **small})
         for name, known in (("loads", LOADS), ("forms", FORMS)):
             if unknown := set(getattr(given, name)) - set(known):
                 raise UsageError(f"--{name}: there is no {', '.join(sorted(unknown))}; known are {', '.join(known)}")

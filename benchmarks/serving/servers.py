@@ -133,7 +133,8 @@ def had(before: str, after: str) -> dict[str, float]:
     if not (count := sum(requests.values())):
         return {}
     full, run = (
-        sum(grown(f"skipdecode_{name}_total", phase="decode").values()) for name in ("full_layer_tokens", "layer_tokens")
+        sum(grown(f"skipdecode_{name}_total", phase="decode").values())
+        for name in ("full_layer_tokens", "layer_tokens")
     )
     return {
         "mean_speedup": sum(speedup * n for speedup, n in requests.items()) / count,
