@@ -41,14 +41,23 @@ class Client:
         self._process = process
         self.versions = process.ask([])["versions"]
         self._requests = given.requests
-        self._options = ["--model", "model", "--tokenizer", str(tokenizer), "--temperature", "0", "--disable-tqdm"]
+        self._options = ["--tokenizer", str(tokenizer), "--temperature", "0", "--disable-tqdm"]
         self._options += ["--dataset-name", "random", "--random-input-len", str(given.prompt_tokens)]
         self._options += ["--random-output-len", str(given.new_tokens)]
         self._options += ["--random-range-ratio", json.dumps({"input": 0.0, "output": 0.5})]
 
     def ask(self, server: Server, rate: float | None = None, *more: str, requests: int | None = None) -> Row:
         """Requests a second (None: all at once), and other options; ``requests``: only so many. Raises RuntimeError."""
-        command = ["--base-url", server.url, *self._options, "--request-rate", str(rate or "inf"), *more]
+        command = [
+            "--base-url",
+            server.url,
+            "--model",
+            server.model,
+            *self._options,
+            "--request-rate",
+            str(rate or "inf"),
+            *more,
+        ]
         with server.awake():
             had = Had(server)
             found = self._process.ask([*command, "--num-prompts", str(requests or self._requests)])
@@ -74,7 +83,7 @@ def measure(given: argparse.Namespace, rounds: Rounds) -> Iterator[Rounds]:
             print(f"starting {name}", flush=True)
             server = Server(given, name, model, token_ms)
             stack.callback(server.close)
-            client.ask(server, requests=given.slots)  # to warm up
+            client.ask(server, None, "--random-output-len", "4", requests=given.slots)  # to warm up
             return server
 
         program = [given.python, str(Path(__file__).with_name("client.py"))]

@@ -124,7 +124,7 @@ def measure(given: argparse.Namespace, loads: dict[str, Rounds], num_layers: int
                 return running[engine].ask({"requests": [[*lengths, key] for lengths in requests]})
 
         for (engine, _, _), key in wanted.items():
-            serve(engine, key, [[given.prompt_tokens, 4]] * given.slots)
+            serve(engine, key, [[8, 4]] * given.slots)  # to warm up; prompts take longest
         for number in range(given.rounds):
             for load, rounds in loads.items():
                 rows = []

@@ -68,13 +68,13 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.name = name
+        self.name, self.model = name, "model"
         self.url = f"http://127.0.0.1:{port}"
         program = ["vllm.entrypoints.openai.api_server", "--model", str(model)]
         if name != STOCK:
             own = [*plugin_options(name, given.slots, token_ms), *words(given.serving)]
             program = ["skipdecode", "serve", str(model), *own]
-        common = ["--served-model-name", "model", "--host", "127.0.0.1", "--port", str(port)]
+        common = ["--served-model-name", self.model, "--host", "127.0.0.1", "--port", str(port)]
         common += ["--max-num-seqs", str(given.slots), "--max-model-len", str(longest(given))]
         common += ["--max-num-batched-tokens", str(max(2048, longest(given)))]
         common += ["--kv-cache-memory-bytes", str(given.kv_gib << 30), "--no-enable-prefix-caching"]
