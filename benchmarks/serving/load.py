@@ -48,16 +48,8 @@ class Client:
 
     def ask(self, server: Server, rate: float | None = None, *more: str, requests: int | None = None) -> Row:
         """Requests a second (None: all at once), and other options; ``requests``: only so many. Raises RuntimeError."""
-        command = [
-            "--base-url",
-            server.url,
-            "--model",
-            server.model,
-            *self._options,
-            "--request-rate",
-            str(rate or "inf"),
-            *more,
-        ]
+        command = ["--base-url", server.url, "--model", server.model, *self._options]
+        command += ["--request-rate", str(rate or "inf"), *more]
         with server.awake():
             had = Had(server)
             found = self._process.ask([*command, "--num-prompts", str(requests or self._requests)])
