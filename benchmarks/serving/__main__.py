@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -10,5 +11,6 @@ if __name__ == "__main__":
 
     from serving import load, run
 
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # `timeout`: engines end too
     first, rest = sys.argv[1:2], sys.argv[2:]
     sys.exit(load.main(rest) if first == ["load"] else run.main([*first, *rest]))

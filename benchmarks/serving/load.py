@@ -24,9 +24,9 @@ from skipdecode.errors import SkipDecodeError
 
 from .load_report import save
 from .models import config_of, label, options, parse, prepare, settings
-from .processes import Process
+from .processes import Talking
 from .rounds import STOCK, Rounds, Row
-from .servers import Had, Server, plugin_options
+from .servers import Had, Server, plugin_options, started
 
 PROGRAM = "benchmarks/serving load"
 #: Of what ``vllm bench serve`` answers.
@@ -37,7 +37,7 @@ KEPT += [f"{percentile}_{name}_ms" for name in ("ttft", "tpot") for percentile i
 class Client:
     """``vllm bench serve`` with random prompts, the same for every server."""
 
-    def __init__(self, process: Process, given: argparse.Namespace, tokenizer: Path) -> None:
+    def __init__(self, process: Talking, given: argparse.Namespace, tokenizer: Path) -> None:
         self._process = process
         self.versions = process.ask([])["versions"]
         self._requests = given.requests
@@ -73,13 +73,12 @@ def measure(given: argparse.Namespace, rounds: Rounds) -> Iterator[Rounds]:
 
         def start(name: str, token_ms: float = 0) -> Server:
             print(f"starting {name}", flush=True)
-            server = Server(given, name, model, token_ms)
-            stack.callback(server.close)
+            server = stack.enter_context(started(given, name, model, token_ms))
             client.ask(server, None, "--random-output-len", "4", requests=given.slots)  # to warm up
             return server
 
         program = [given.python, str(Path(__file__).with_name("client.py"))]
-        process = stack.enter_context(Process(program, given.work / "logs" / "client.log", talks=True))
+        process = stack.enter_context(Talking(program, given.work / "logs" / "client.log"))
         client = Client(process, given, model)
         stock = start(STOCK)
         top = rounds.lines[0]["saturation"] if rounds.lines else saturation(client, stock, given)

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,57 +29,50 @@ def variables(plugins: str) -> dict[str, str]:
     return usual | os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": plugins}
 
 
-class Process:
-    """A process with its children. What it says goes to a log; if it ``talks``, lines of JSON go in and come out."""
+@contextmanager
+def awake(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """A process with its children, which are one group; asleep afterwards."""
+    with suppress(ProcessLookupError):  # it has ended
+        os.killpg(process.pid, signal.SIGCONT)
+    yield
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGSTOP)
 
-    def __init__(self, command: Sequence[str], log: Path, plugins: str = "", talks: bool = False) -> None:
+
+class Talking:
+    """A process that answers lines of JSON, and what it started. What else it says goes to a log."""
+
+    def __init__(self, command: Sequence[str], log: Path, plugins: str = "") -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
         with log.open("wb") as out:
-            self.process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if talks else out,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
                 stderr=out,
                 env=variables(plugins),
-                start_new_session=True,  # with its children it is one group, to be stopped together
+                start_new_session=True,
             )
 
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Asleep afterwards."""
-        os.killpg(self.process.pid, signal.SIGCONT)
-        yield
-        self.check()
-        os.killpg(self.process.pid, signal.SIGSTOP)
-
-    def check(self) -> None:
-        """Raises RuntimeError if it has ended."""
-        if self.process.poll() is not None:
-            raise RuntimeError(f"a process ended with code {self.process.returncode}: see {self.log}")
-
     def ask(self, values: Any) -> dict[str, Any]:
-        """One line for another. Raises RuntimeError if it ends instead."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(values).encode() + b"\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
+        """One line for another; the process sleeps before and afterwards. Raises RuntimeError if it ends instead."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with awake(self._process):
+            with suppress(BrokenPipeError):
+                self._process.stdin.write(json.dumps(values).encode() + b"\n")
+                self._process.stdin.flush()
+            line = self._process.stdout.readline()
         if not line:
-            self.process.wait()
-            self.check()
+            raise RuntimeError(f"a process ended with code {self._process.wait()}: see {self.log}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def close(self) -> None:
-        """End it and all that it started."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGCONT)
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
-
-    def __enter__(self) -> Process:
+    def __enter__(self) -> Talking:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        with awake(self._process), suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()

@@ -25,7 +25,7 @@ from skipdecode.core.checkpoint_config import layer_count
 from skipdecode.errors import SkipDecodeError, UsageError
 
 from .models import config_of, label, longest, options, parse, prepare, settings
-from .processes import PLUGIN, Process
+from .processes import PLUGIN, Talking
 from .report import save
 from .rounds import STOCK, Rounds, Row
 
@@ -58,7 +58,7 @@ def schedules(wanted: Asked, num_layers: int, horizon: int) -> dict[float, Sched
 
 
 @contextmanager
-def engines(given: argparse.Namespace, made: dict[float, Schedule]) -> Iterator[tuple[dict[str, Process], str]]:
+def engines(given: argparse.Namespace, made: dict[float, Schedule]) -> Iterator[tuple[dict[str, Talking], str]]:
     """Stock and plugin, both loaded, and their versions."""
     common: dict[str, Any] = {
         "dtype": "bfloat16",
@@ -79,9 +79,8 @@ def engines(given: argparse.Namespace, made: dict[float, Schedule]) -> Iterator[
         for name, plugins, its in ((STOCK, "", common), (PLUGIN, PLUGIN, common | own)):
             print(f"loading {name}", flush=True)
             command = [given.python, str(FOLDER / "engine.py")]
-            one = stack.enter_context(Process(command, given.work / "logs" / f"{name}.log", plugins, talks=True))
-            with one.awake():
-                answer = one.ask(job | {"options": its})
+            one = stack.enter_context(Talking(command, given.work / "logs" / f"{name}.log", plugins))
+            answer = one.ask(job | {"options": its})
             if answer["plugin"] != bool(plugins):
                 raise RuntimeError(f"the plugin is {'there' if answer['plugin'] else 'not there'}: see {one.log}")
             running[name], versions = one, answer["versions"]
@@ -120,8 +119,7 @@ def measure(given: argparse.Namespace, loads: dict[str, Rounds], num_layers: int
     with engines(given, made) as (running, versions):
 
         def serve(engine: str, key: float, requests: list[list[int]]) -> dict[str, Any]:
-            with running[engine].awake():
-                return running[engine].ask({"requests": [[*lengths, key] for lengths in requests]})
+            return running[engine].ask({"requests": [[*lengths, key] for lengths in requests]})
 
         for (engine, _, _), key in wanted.items():
             serve(engine, key, [[8, 4]] * given.slots)  # to warm up; prompts take longest

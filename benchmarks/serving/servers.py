@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
-import socket
-import time
-import urllib.error
-import urllib.request
+import signal
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from skipdecode.errors import UsageError
+from skipdecode.serving.process import Running, running
 
 from .models import longest
-from .processes import PLUGIN, Process
+from .processes import PLUGIN, awake, variables
 from .rounds import STOCK
 
 #: Of the slots: more requests than this share wait for their first token, and the load policy makes new ones faster.
@@ -54,8 +55,31 @@ def words(options: dict[str, Any]) -> list[str]:
     return found
 
 
+@dataclass(frozen=True)
 class Server:
-    """A server that answers; asleep unless it is asked.
+    """A server that answers; asleep unless it is asked within ``awake``."""
+
+    name: str
+    running: Running
+    model: str = "model"
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self.running.url
+
+    def get(self, path: str) -> str:
+        """A page of it."""
+        return self.running.get(path)
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Asleep afterwards."""
+        return awake(self.running.process)
+
+
+@contextmanager
+def started(given: argparse.Namespace, name: str, model: Path, token_ms: float = 0) -> Iterator[Server]:
+    """A server, until the end.
 
     Args:
         given: the options of the benchmark.
@@ -63,48 +87,24 @@ class Server:
         model: the checkpoint's folder.
         token_ms: for the load policy.
     """
-
-    def __init__(self, given: argparse.Namespace, name: str, model: Path, token_ms: float = 0) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.name, self.model = name, "model"
-        self.url = f"http://127.0.0.1:{port}"
-        program = ["vllm.entrypoints.openai.api_server", "--model", str(model)]
-        if name != STOCK:
-            own = [*plugin_options(name, given.slots, token_ms), *words(given.serving)]
-            program = ["skipdecode", "serve", str(model), *own]
-        common = ["--served-model-name", self.model, "--host", "127.0.0.1", "--port", str(port)]
-        common += ["--max-num-seqs", str(given.slots), "--max-model-len", str(longest(given))]
-        common += ["--max-num-batched-tokens", str(max(2048, longest(given)))]
-        common += ["--kv-cache-memory-bytes", str(given.kv_gib << 30), "--no-enable-prefix-caching"]
-        common += ["--disable-uvicorn-access-log", *(["--enforce-eager"] if given.eager else [])]
-        command = [given.python, "-m", *program, *common]
-        plugins = "" if name == STOCK else PLUGIN
-        self._process = Process(command, given.work / "logs" / f"server-{name}.log", plugins)
-        self.awake, self.close = self._process.awake, self._process.close
+    command = [given.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    if name != STOCK:
+        own = [*plugin_options(name, given.slots, token_ms), *words(given.serving)]
+        command = [given.python, "-m", "skipdecode", "serve", str(model), *own]
+    command += ["--served-model-name", Server.model, "--max-num-seqs", str(given.slots)]
+    command += ["--max-model-len", str(longest(given)), "--max-num-batched-tokens", str(max(2048, longest(given)))]
+    command += ["--kv-cache-memory-bytes", str(given.kv_gib << 30), "--no-enable-prefix-caching"]
+    command += ["--disable-uvicorn-access-log", *(["--enforce-eager"] if given.eager else [])]
+    log = given.work / "logs" / f"server-{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with running(command, log, variables("" if name == STOCK else PLUGIN), PATIENCE) as one:
+        with awake(one.process):
+            pass
         try:
-            with self.awake():
-                self._wait()
-        except BaseException:
-            self.close()
-            raise
-
-    def _wait(self) -> None:
-        until = time.monotonic() + PATIENCE
-        while time.monotonic() < until:
-            self._process.check()
-            try:
-                self.page("/health")
-                return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
-        raise RuntimeError(f"a server does not start: see {self._process.log}")
-
-    def page(self, path: str) -> str:
-        """What it answers."""
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
-            return str(answer.read().decode())
+            yield Server(name, one)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(one.process.pid, signal.SIGCONT)  # so that it can end
 
 
 class Had:
@@ -112,11 +112,11 @@ class Had:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._before = server.page("/metrics")
+        self._before = server.get("/metrics")
 
     def since(self) -> dict[str, float]:
         """Nothing of a stock server."""
-        return had(self._before, self._server.page("/metrics"))
+        return had(self._before, self._server.get("/metrics"))
 
 
 def had(before: str, after: str) -> dict[str, float]:

@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from helpers.server import Server
 from serving import load
-from serving.processes import Process
+from serving.processes import Talking
 from skipdecode.generation.loading import DEMO
 
 pytest_plugins = ["helpers.served"]
@@ -24,9 +24,9 @@ pytest_plugins = ["helpers.served"]
 def test_a_load_run_measures_what_the_policy_did(server: Server, tmp_path: Path) -> None:
     """All requests at once, without a speed-up of their own: some wait, so later ones are moved to 5x; all are good."""
     given = argparse.Namespace(requests=24, prompt_tokens=24, new_tokens=8)
-    asked: Any = SimpleNamespace(url=server.url, model="demo", page=server.get, awake=nullcontext)
+    asked: Any = SimpleNamespace(url=server.url, model="demo", get=server.get, awake=nullcontext)
     program = [sys.executable, str(Path(load.__file__).with_name("client.py"))]
-    with Process(program, tmp_path / "client.log", talks=True) as process:
+    with Talking(program, tmp_path / "client.log") as process:
         client = load.Client(process, given, DEMO)
         assert "vLLM 0." in client.versions
         found = client.ask(asked, None, "--goodput", "ttft:1e9", "tpot:1e9")
