@@ -144,9 +144,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--forms", default="flat,falling,prompt", type=lambda text: text.split(","))
     parser.add_argument("--speedups", default="2,3,5", type=lambda text: [float(part) for part in text.split(",")])
     parser.add_argument("--rounds", type=int, default=3, help="so many more than there are")
-    small = {"slots": 2, "prompt_tokens": 8, "new_tokens": 6, "rounds": 1, "kv_gib": 1, "eager": True}
+    small = {"shape": "opt-125m", "layers": 4, "speedups": [2.0], "slots": 2, "prompt_tokens": 8, "new_tokens": 6}
     try:
-        given = parse(parser, arguments, {"shape": "opt-1.3b"}, {"shape": "opt-125m", "layers": 4, **small})
+        given = parse(parser, arguments, {"shape": "opt-1.3b"}, small | {"rounds": 1, "kv_gib": 1, "eager": True})
         for name, known in (("loads", LOADS), ("forms", FORMS)):
             if unknown := set(getattr(given, name)) - set(known):
                 raise UsageError(f"--{name}: there is no {', '.join(sorted(unknown))}; known are {', '.join(known)}")
