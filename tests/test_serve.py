@@ -179,8 +179,9 @@ def test_the_work_of_a_request_is_what_steps_run(prompt_layers: Any, cached: int
     prompt = 12
     positions = prompt + max(new - 1, 0) - cached
     work = Work.of(Table(schedule), prompt, cached, new)
-    step = Tables(lambda _: schedule).step(
-        [3.0], np.array([positions]), np.array([cached]), np.array([prompt])
+    tables = Tables(lambda _: schedule)
+    step = tables.step(
+        [tables.of(3.0)], np.array([positions]), np.array([cached]), np.array([prompt])
     ) if positions else None  # fmt: skip
     assert (work.prompt_tokens, work.decode_steps) == (prompt - cached, max(new - 1, 0))
     assert work.prompt_layer_tokens + work.decode_layer_tokens == (sum(step.counts) if step else 0)

@@ -52,7 +52,8 @@ def plan(requests: list[tuple[float, int, int, int]]) -> Step:
     """The step of requests (speed-up, prompt length, tokens before, tokens in the step)."""
     speedups, prompts, computed, counts = zip(*requests, strict=True)
     arrays = [np.array(values, dtype=np.int64) for values in (counts, computed, prompts)]
-    return Tables(SCHEDULES.__getitem__).step(speedups, *arrays)
+    tables = Tables(SCHEDULES.__getitem__)
+    return tables.step([tables.of(speedup) for speedup in speedups], *arrays)
 
 
 @given(st.lists(REQUEST, min_size=1, max_size=6))

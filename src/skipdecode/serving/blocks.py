@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -25,6 +26,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from ..errors import UnsupportedModel
 from .requests import ends_of
 from .settings import Serving
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM's handlers and level hold below its own name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,25 +48,38 @@ class BucketSpec(FullAttentionSpec):
         return all(isinstance(spec, BucketSpec) and spec.bucket == self.bucket for spec in kv_cache_specs.values())
 
 
+def why_kept(specs: dict[str, Any], serving: Serving, config: Any) -> str:
+    """Why blocks are kept until their request ends; nothing where those of retired layers are freed."""
+    if serving.free_blocks is False:
+        return "free_blocks is false"
+    if not serving.buckets:
+        return "no schedule served here retires a layer of a bucket"
+    if any(type(spec) is not FullAttentionSpec for spec in specs.values()):
+        return "only layers that all keep full attention's keys and values can"
+    if len(specs) != serving.num_layers:
+        return f"{len(specs)} layers keep keys and values, of {serving.num_layers}"
+    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return "--disable-hybrid-kv-cache-manager leaves all layers one list of blocks"
+    return ""
+
+
 def in_buckets(specs: dict[str, Any], serving: Serving, config: Any) -> dict[str, Any]:
     """The layers' specs, each in its bucket; as they are where vLLM cannot tell the buckets apart.
 
     Raises:
         UnsupportedModel: ``free_blocks`` asks for what cannot be had.
     """
-    reason = ""
-    if not serving.buckets:
-        reason = "no schedule served here retires a layer of a bucket"
-    elif any(type(spec) is not FullAttentionSpec for spec in specs.values()):
-        reason = "only layers that all keep full attention's keys and values can"
-    elif len(specs) != serving.num_layers:
-        reason = f"{len(specs)} layers keep keys and values, of {serving.num_layers}"
-    elif config.scheduler_config.disable_hybrid_kv_cache_manager:
-        reason = "--disable-hybrid-kv-cache-manager leaves all layers one list of blocks"
+    reason = why_kept(specs, serving, config)
     if reason and serving.free_blocks:
         raise UnsupportedModel(f"free_blocks cannot be had: {reason}; leave it out")
     if reason:
+        logger.info("skipdecode: keys and values of all layers are kept until a request ends: %s", reason)
         return specs
+    logger.info(
+        "skipdecode: keys and values are freed as layers retire, in %d buckets of %d layers",
+        len(serving.buckets),
+        len(serving.buckets[0]),
+    )
     place = {layer: place for place, layers in enumerate(serving.buckets) for layer in layers}
     return {name: replace_as(spec, BucketSpec, bucket=place[extract_layer_index(name)]) for name, spec in specs.items()}
 

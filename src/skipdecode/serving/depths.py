@@ -24,11 +24,18 @@ class Table:
         inside = schedule.prompt_decay
         depths = [schedule.deepest, *(schedule.prompt_depth(distance) for distance in range(inside, 0, -1))]
         depths += [schedule.depth(step) for step in range(schedule.horizon)]
+        while depths[-2:] == 2 * depths[-1:]:
+            depths.pop()
         ranks = np.empty(schedule.num_layers, dtype=np.int64)
         ranks[list(schedule.ranking)] = np.arange(schedule.num_layers)
         #: (rows, layers): whether the layer runs.
         self.runs: Flags = ranks < np.array(depths)[:, None]
+        #: What is added to a position, counted from the prompt's end, to have its row.
         self.shift = inside + 1
+        #: How many rows run all layers: the first ones, since depths never increase.
+        self.full = sum(depth == schedule.num_layers for depth in depths)
+        #: Where its rows begin among those of :class:`Tables`.
+        self.first = 0
 
     def rows(self, steps: Whole) -> Whole:
         """The row of each position, given as position less prompt length (negative inside the prompt)."""
@@ -36,39 +43,50 @@ class Table:
 
 
 class Tables:
-    """The tables of the speed-ups that requests have had so far, in one array."""
+    """The tables of the speed-ups that requests have had so far, one below the other.
+
+    Speed-ups have two decimals (:meth:`Serving.speedup`), which bounds their number; room for rows doubles, so that
+    each is copied twice at most, on average.
+    """
 
     def __init__(self, schedule: Callable[[float], Schedule]) -> None:
         self._schedule = schedule
-        self._known: dict[float, tuple[Table, int]] = {}  # with the first row in the array
-        self.runs: Flags | None = None
+        self._known: dict[float, Table] = {}
+        self._room: Flags | None = None
+        self._used = 0
 
-    def of(self, speedup: float) -> tuple[Table, int]:
-        """The table of a speed-up, and where it begins."""
+    def of(self, speedup: float) -> Table:
+        """The table of a speed-up; one object for each."""
         if speedup not in self._known:
             table = Table(self._schedule(speedup))
-            before = 0 if self.runs is None else len(self.runs)
-            self.runs = table.runs if self.runs is None else np.concatenate([self.runs, table.runs])
-            self._known[speedup] = table, before
+            table.first, self._used = self._used, self._used + len(table.runs)
+            if self._room is None or self._used > len(self._room):
+                room = np.zeros((2 * self._used, table.runs.shape[1]), dtype=np.bool_)
+                if self._room is not None:
+                    room[: table.first] = self._room[: table.first]
+                self._room = room
+            self._room[table.first : self._used] = table.runs
+            self._known[speedup] = table
         return self._known[speedup]
 
-    def step(self, speedups: Sequence[float], counts: Whole, computed: Whole, prompts: Whole) -> Step:
+    def step(self, tables: Sequence[Table], counts: Whole, computed: Whole, prompts: Whole) -> Step:
         """What one step runs.
 
         Args:
-            speedups: of each request of the step.
+            tables: of each request of the step, as :meth:`of` gave them.
             counts: (requests,), tokens that each request has in the step, one after another.
             computed: (requests,), tokens of each request before these.
             prompts: (requests,), the length of each request's prompt.
         """
+        facts = np.array([(table.shift, len(table.runs) - 1, table.first, table.full) for table in tables])
+        shift, last, first, full = facts.T
         starts = np.concatenate([[0], np.cumsum(counts)])
-        steps = np.arange(starts[-1]) + np.repeat(computed - prompts - starts[:-1], counts)
-        found = [self.of(speedup) for speedup in speedups]
-        shift = np.repeat([table.shift for table, _ in found], counts)
-        last = np.repeat([len(table.runs) - 1 for table, _ in found], counts)
-        first = np.repeat([first for _, first in found], counts)
-        assert self.runs is not None
-        return Step(self.runs[first + np.clip(steps + shift, 0, last)], starts)
+        rows = computed - prompts + shift  # of each request's first token
+        if (np.clip(rows + counts - 1, 0, last) < full).all():  # its last token runs all layers, so all do
+            return Step(np.broadcast_to(np.True_, (starts[-1], tables[0].runs.shape[1])), starts)
+        rows = np.arange(starts[-1]) + np.repeat(rows - starts[:-1], counts)
+        assert self._room is not None
+        return Step(self._room[np.repeat(first, counts) + np.clip(rows, 0, np.repeat(last, counts))], starts)
 
 
 @dataclass(frozen=True)
@@ -96,16 +114,12 @@ class Step:
     def __init__(self, runs: Flags, starts: Whole) -> None:
         self.runs = runs
         self.starts = starts
-        needed = runs.sum(axis=0)
         self.tokens = len(runs)
         #: By layer: how many tokens run it.
-        self.counts: list[int] = needed.tolist()
+        self.counts: list[int] = runs.sum(axis=0).tolist()
+        #: Whether every token runs every layer.
+        self.is_full = all(count == self.tokens for count in self.counts)
         self._parts: dict[bytes, Part] = {}
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every token runs every layer."""
-        return all(count == self.tokens for count in self.counts)
 
     def part(self, layer: int) -> Part:
         """Which tokens run a layer that some run and some do not; one object for all layers of the same tokens."""

@@ -24,23 +24,34 @@ Narrowed = Callable[[Part], AbstractContextManager[Any]]
 class Plan:
     """What the gates of one model share: the step under way, and how attention is narrowed to a part of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
         self.step: Step | None = None
         self.narrowed: Narrowed | None = None
         self.indices: dict[int, Tensor] = {}  # of a part's tokens, on the device
         self.extras: int | None = None  # what layers return beside hidden states, as a tuple; None: a tensor alone
         #: Tokens times layers since the start: of full depth, needed by schedules, run.
         self.full_tokens, self.needed_tokens, self.run_tokens = 0, 0, 0
+        #: Steps since the start, and layers that any of their tokens needed.
+        self.steps, self.entered_layers = 0, 0
 
-    def begin(self, step: Step, narrowed: Narrowed) -> None:
-        """The gates follow ``step`` until :meth:`end`."""
+    def begin(self, step: Step, narrowed: Narrowed | None) -> None:
+        """The gates follow ``step`` until :meth:`end`; a full one needs no narrowing."""
         self.step, self.narrowed, self.indices = step, narrowed, {}
         self.full_tokens += step.tokens * len(step.counts)
         self.needed_tokens += sum(step.counts)
+        self.run_tokens += step.is_full * sum(step.counts)  # a compiled graph counts nothing
+        self.steps += 1
+        self.entered_layers += sum(count > 0 for count in step.counts)
 
     def end(self) -> None:
         """The gates are open again."""
         self.step = self.narrowed = None
+
+    def counted(self) -> dict[str, int]:
+        """The counters by name."""
+        tokens = {"full": self.full_tokens, "needed": self.needed_tokens, "run": self.run_tokens}
+        return tokens | {"steps": self.steps, "entered": self.entered_layers}
 
 
 class Gate:
@@ -60,7 +71,7 @@ class Gate:
         if plan.step is None:
             return self.found(*args, **kwargs)
         count = plan.step.counts[self.index]
-        plan.run_tokens += count
+        plan.run_tokens += 0 if plan.step.is_full else count
         if count == plan.step.tokens:
             output = self.found(*args, **kwargs)
             plan.extras = len(output) - 1 if isinstance(output, tuple) else None
@@ -144,7 +155,7 @@ def add_gates(model: nn.Module, num_layers: int) -> Plan:
         raise UnsupportedModel(
             f"{type(model).__name__} should hold one stack of {num_layers} decoder layers; {len(stacks)} were found"
         )
-    plan = Plan()
+    plan = Plan(num_layers)
     for index, layer in enumerate(stacks[0]):
         layer.forward = Gate(layer, plan, index)
     return plan

@@ -1,7 +1,9 @@
-"""What a request's schedule let it leave out: layers times tokens, for its response and for Prometheus. No vLLM."""
+"""What schedules left out: layers times tokens, for a request's response, for Prometheus and for the log. No vLLM."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .depths import Table
+from .gate import Plan
 from .policy import Load
 
 
@@ -49,6 +52,38 @@ class Work:
             "decode_steps": self.decode_steps,
             "decode_layer_tokens": {"run": self.decode_layer_tokens, "of": self.decode_steps * num_layers},
         }
+
+
+class LayerLog:
+    """A line now and then of how much of the model the steps ran, as vLLM has one of its own figures.
+
+    Args:
+        plan: counts.
+        seconds: from one line to the next, at least. Without steps there is none.
+        write: takes a line.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self, plan: Plan, seconds: float, write: Callable[[str], Any], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._plan, self._seconds, self._write, self._clock = plan, seconds, write, clock
+        self._since, self._before = clock(), plan.counted()
+
+    def step(self) -> None:
+        """A step has ended."""
+        now = self._clock()
+        if now - self._since < self._seconds:
+            return
+        counted = self._plan.counted()
+        new = {name: value - self._before[name] for name, value in counted.items()}
+        layers = new["steps"] * self._plan.num_layers
+        self._write(
+            f"skipdecode: {new['run'] / new['full']:.1%} of full depth's layer-tokens run, "
+            f"{new['needed'] / new['full']:.1%} needed; steps entered {new['entered'] / layers:.1%} of the layers "
+            f"(last {now - self._since:.0f} s, {new['steps']} steps)"
+        )
+        self._since, self._before = now, counted
 
 
 class Counters:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from .runner import SkipRunner
@@ -17,7 +15,7 @@ class SkipCPUWorker(CPUWorker):
         super().init_device()
         self.model_runner.__class__ = SkipRunner
 
-    def skipdecode_layers(self) -> dict[str, Any]:
-        """Tokens times layers since the start: of full depth, that schedules needed, and that were run."""
-        plan = self.model_runner.skip_plan
-        return {"full": plan.full_tokens, "needed": plan.needed_tokens, "run": plan.run_tokens}
+    def skipdecode_layers(self) -> dict[str, int]:
+        """Since the start, tokens times layers: of full depth, that schedules needed, and that were run. And steps, and
+        layers that any of a step's tokens ran."""
+        return self.model_runner.skip_plan.counted()

@@ -1,0 +1,108 @@
+"""What a step of a server costs before its layers run: plans, their tables, and the line that says what was run."""
+
+from __future__ import annotations
+
+import re
+import tracemalloc
+
+import numpy as np
+import pytest
+from transformers import OPTConfig
+
+from skipdecode import Schedule
+from skipdecode.serving.depths import Step, Tables
+from skipdecode.serving.gate import Plan
+from skipdecode.serving.metrics import LayerLog
+from skipdecode.serving.settings import Serving
+
+LAYERS = 24
+SCHEDULES = {
+    1.0: Schedule.full(LAYERS),
+    2.0: Schedule(LAYERS, 20, 6, horizon=40),
+    3.0: Schedule(LAYERS, LAYERS, 4, horizon=9, prompt_decay=3),
+    5.0: Schedule.for_speedup(5, LAYERS, 64, decay="constant", prompt_layers="max"),
+}
+
+
+def step_of(*requests: tuple[float, int, int, int]) -> Step:
+    """The step of requests (speed-up, prompt length, tokens before, tokens in the step)."""
+    tables = Tables(SCHEDULES.__getitem__)
+    speedups, prompts, computed, counts = zip(*requests, strict=True)
+    arrays = [np.array(values, dtype=np.int64) for values in (counts, computed, prompts)]
+    return tables.step([tables.of(speedup) for speedup in speedups], *arrays)
+
+
+@pytest.mark.parametrize(
+    ("requests", "full"),
+    [
+        ([(1.0, 5, 90, 1)] * 32, True),
+        ([(2.0, 50, 0, 50), (1.0, 5, 90, 1)], True),  # the whole prompt, and not yet a step
+        ([(2.0, 50, 0, 51)], False),
+        ([(2.0, 50, 49, 1)], True),
+        ([(2.0, 50, 50, 1)], False),
+        ([(3.0, 9, 0, 6)], True),  # before the prompt's last three
+        ([(3.0, 9, 0, 9)], False),
+        ([(5.0, 9, 0, 1)], False),  # prompts of their own depth
+        ([(1.0, 5, 90, 1), (5.0, 9, 20, 1)], False),
+    ],
+)
+def test_a_full_step_is_known_by_its_requests_alone(requests: list[tuple[float, int, int, int]], full: bool) -> None:
+    """Nothing is looked up for its tokens: one value stands for all of them."""
+    step = step_of(*requests)
+    assert step.is_full == full == bool(step.runs.all())
+    assert (step.runs.strides == (0, 0)) == full
+    assert step.counts == step.runs.sum(axis=0).tolist()
+
+
+def test_tables_of_every_speedup_that_clients_may_ask_for_stay_small() -> None:
+    """Two decimals of 1 to 24, each with a table of its own, falling over a long horizon; rows stay where they were."""
+    falling = {f"{s}.0": Schedule.for_speedup(s, LAYERS, 256).to_dict() for s in (2, 5)}
+    config = OPTConfig(num_hidden_layers=LAYERS, skipdecode={"method": "skipdecode", "schedules": falling})
+    serving = Serving(config, {"max_speedup": LAYERS})
+    tables = Tables(serving.schedule)
+    speedups = [serving.speedup(number / 100) for number in range(100, 100 * LAYERS + 1)]
+    tracemalloc.start()
+    found = [tables.of(speedup) for speedup in speedups]
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 64 << 20
+    assert peak < 1.5 * kept
+    assert [tables.of(speedup) for speedup in speedups] == found
+    one = np.ones(1, dtype=np.int64)
+    for table in found[:: len(found) // 50]:
+        for steps in (-1, 0, 7, 100, 999):
+            step = tables.step([table], one, one * (10 + steps), one * 10)
+            assert step.runs[0].tolist() == table.runs[table.rows(one * steps)][0].tolist()
+
+
+def test_a_constant_depth_is_two_rows() -> None:
+    """Prompts and steps, however long the horizon."""
+    assert len(Tables(lambda _: Schedule.for_speedup(3, LAYERS, 4096, decay="constant")).of(3.0).runs) == 2
+
+
+def test_the_log_names_what_was_run_needed_and_entered() -> None:
+    """Of full depth's, since the line before; no line before its time."""
+    now, lines, plan = [100.0], [], Plan(LAYERS)
+    log = LayerLog(plan, 10, lines.append, lambda: now[0])
+    wholly, partly = step_of((1.0, 5, 90, 4)), step_of((1.0, 5, 90, 1), (5.0, 9, 20, 1))
+    assert sum(partly.counts) == LAYERS + 5
+    for step in (wholly, partly):
+        plan.begin(step, None)
+        plan.end()
+        now[0] += 4
+        log.step()
+    assert not lines
+    plan.run_tokens += sum(partly.counts)  # as gates count
+    now[0] += 4
+    plan.begin(wholly, None)
+    log.step()
+    share = (8 * LAYERS + LAYERS + 5) / (10 * LAYERS)
+    assert lines == [
+        f"skipdecode: {share:.1%} of full depth's layer-tokens run, {share:.1%} needed; steps entered 100.0% of the "
+        "layers (last 12 s, 3 steps)"
+    ]
+    plan.begin(step_of((5.0, 9, 20, 1)), None)
+    plan.run_tokens += 5
+    now[0] += 30
+    log.step()
+    assert re.findall(r"[0-9.]+", lines[1]) == ["20.8", "20.8", "20.8", "30", "1"]
