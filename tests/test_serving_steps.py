@@ -19,7 +19,7 @@ LAYERS = 24
 SCHEDULES = {
     1.0: Schedule.full(LAYERS),
     2.0: Schedule(LAYERS, 20, 6, horizon=40),
-    3.0: Schedule(LAYERS, LAYERS, 4, horizon=9, prompt_decay=3),
+    3.0: Schedule(LAYERS, 20, 4, horizon=9, prompt_decay=3),
     5.0: Schedule.for_speedup(5, LAYERS, 64, decay="constant", prompt_layers="max"),
 }
 
