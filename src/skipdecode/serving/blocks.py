@@ -22,6 +22,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, replace_as
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.request import RequestStatus
 
 from ..errors import UnsupportedModel
 from .requests import ends_of
@@ -146,10 +147,23 @@ class BucketKVCacheManager(KVCacheManager):
         self._expect(request)
         return super().get_computed_blocks(request)
 
-    def allocate_slots(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's."""
+    def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, which takes a while with many buckets; most steps of most requests change no block of any."""
+        processed = request.num_computed_tokens - request.num_in_flight_tokens
+        if not args and not any(kwargs.values()) and self._stays(request, num_new_tokens, processed):
+            return self.empty_kv_cache_blocks
         self._expect(request)
-        return super().allocate_slots(request, *args, **kwargs)
+        request.skipdecode_processed = processed
+        return super().allocate_slots(request, num_new_tokens, *args, **kwargs)
+
+    def _stays(self, request: Any, num_new_tokens: int, processed: int) -> bool:
+        """Whether new tokens begin no block and end none, and none is free since this request was asked about last."""
+        size = self.coordinator.single_type_managers[0].block_size
+        inside = request.num_computed_tokens % size
+        if request.status != RequestStatus.RUNNING or not inside or inside + num_new_tokens >= size:
+            return False
+        ends = ends_of(request)
+        return ends is None or not any(request.skipdecode_processed < end <= processed for end in ends)
 
     def _expect(self, request: Any) -> None:
         ends = ends_of(request)

@@ -54,6 +54,8 @@ class Tables:
         self._known: dict[float, Table] = {}
         self._room: Flags | None = None
         self._used = 0
+        self._batch: list[Table] = []
+        self._facts: Whole = np.zeros((4, 0), dtype=np.int64)
 
     def of(self, speedup: float) -> Table:
         """The table of a speed-up; one object for each."""
@@ -78,15 +80,20 @@ class Tables:
             computed: (requests,), tokens of each request before these.
             prompts: (requests,), the length of each request's prompt.
         """
-        facts = np.array([(table.shift, len(table.runs) - 1, table.first, table.full) for table in tables])
-        shift, last, first, full = facts.T
-        starts = np.concatenate([[0], np.cumsum(counts)])
+        if self._batch != tables:  # mostly the requests of the step before
+            facts = [(table.shift, len(table.runs) - 1, table.first, table.full) for table in tables]
+            self._batch, self._facts = list(tables), np.array(facts).T
+        shift, last, first, full = self._facts
+        starts = np.zeros(len(tables) + 1, dtype=np.int64)
+        np.cumsum(counts, out=starts[1:])
         rows = computed - prompts + shift  # of each request's first token
-        if (np.clip(rows + counts - 1, 0, last) < full).all():  # its last token runs all layers, so all do
-            return Step(np.broadcast_to(np.True_, (starts[-1], tables[0].runs.shape[1])), starts)
+        # Where its last token runs all layers, all of its tokens do.
+        if (np.minimum(np.maximum(rows + counts - 1, 0), last) < full).all():
+            return Step(np.broadcast_to(np.True_, (int(starts[-1]), tables[0].runs.shape[1])), starts, is_full=True)
         rows = np.arange(starts[-1]) + np.repeat(rows - starts[:-1], counts)
+        rows = np.minimum(np.maximum(rows, 0), np.repeat(last, counts)) + np.repeat(first, counts)
         assert self._room is not None
-        return Step(self._room[np.repeat(first, counts) + np.clip(rows, 0, np.repeat(last, counts))], starts)
+        return Step(self._room[rows], starts)
 
 
 @dataclass(frozen=True)
@@ -109,16 +116,17 @@ class Step:
     Args:
         runs: (tokens, layers), whether the token runs the layer.
         starts: (requests + 1,), where each request's tokens begin.
+        is_full: every token is known to run every layer.
     """
 
-    def __init__(self, runs: Flags, starts: Whole) -> None:
+    def __init__(self, runs: Flags, starts: Whole, is_full: bool = False) -> None:
         self.runs = runs
         self.starts = starts
-        self.tokens = len(runs)
+        self.tokens, layers = runs.shape
         #: By layer: how many tokens run it.
-        self.counts: list[int] = runs.sum(axis=0).tolist()
+        self.counts: list[int] = [self.tokens] * layers if is_full else runs.sum(axis=0).tolist()
         #: Whether every token runs every layer.
-        self.is_full = all(count == self.tokens for count in self.counts)
+        self.is_full = is_full or self.counts == [self.tokens] * layers
         self._parts: dict[bytes, Part] = {}
 
     def part(self, layer: int) -> Part:
