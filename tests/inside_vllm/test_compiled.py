@@ -43,6 +43,8 @@ def test_texts_are_those_of_generate(compiled: Any) -> None:
     served = serve(compiled, requests, arrive=lambda step: 1 + step % 2)
     wrong = [i for i, text in enumerate(reference.texts(requests)) if served.tokens[i] != text]
     assert not wrong
+    plan = runner(compiled).skip_plan
+    assert plan.run_tokens == plan.needed_tokens < plan.full_tokens  # the graph itself counts nothing
 
 
 def test_a_step_takes_less_where_it_runs_fewer_layers(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,9 @@ def serve(
     max_wait: Annotated[
         float | None, Option(min=0, help="Seconds that a request waits for its group at most (default: 1).")
     ] = None,
+    int8_head: Annotated[
+        bool, Option("--int8-head", help="LM head with weights of 8 bits (CPUs): steps are quicker, logits change.")
+    ] = False,
     load_speedup: Annotated[
         float | None, Option(help="What new requests get under load, unless faster anyway.", rich_help_panel=LOAD)
     ] = None,
@@ -62,6 +65,7 @@ def serve(
         "prompt_layers": parse_prompt_layers(prompt_layers),
         "admit_together": admit_together,
         "max_wait": max_wait,
+        "int8_head": int8_head or None,
         "load_speedup": load_speedup,
         "load_waiting": load_waiting,
         "load_token_ms": load_token_ms,

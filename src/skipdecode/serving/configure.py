@@ -63,4 +63,9 @@ def refusals(vllm_config: Any, serving: Serving) -> list[tuple[bool, str]]:
             "admit_together brings a scheduler of its own: leave --scheduler-cls out",
         ),
         (vllm_config.cache_config.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill is not supported"),
+        (serving.int8_head and parallel.tensor_parallel_size > 1, "int8_head was not tried with tensor parallelism"),
+        (
+            serving.int8_head and model.head_dtype != model.dtype,
+            "head_dtype asks for a head of floats, int8_head for one of 8 bits: leave one of them out",
+        ),
     ]

@@ -17,6 +17,7 @@ from .blocks import in_buckets
 from .configure import serving_of
 from .depths import Step, Tables
 from .gate import add_gates
+from .head import quantize_head
 from .metrics import LayerLog
 from .narrow import Narrowing
 from .requests import speedup_of
@@ -28,12 +29,14 @@ class SkipRunner(CPUModelRunner):
     """vLLM's runner, whose steps follow each request's schedule."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model; put a gate on each decoder layer."""
+        """Load the model; put a gate on each decoder layer, and int8 weights into the head where that is asked for."""
         super().load_model(*args, **kwargs)
         serving = serving_of(self.vllm_config)
         assert serving is not None
         self.skip_tables = Tables(serving.schedule)
         self.skip_plan = add_gates(self.model, serving.num_layers)
+        if serving.int8_head:
+            quantize_head(self.model)
         say = logger.info if self.parallel_config.rank == 0 else logger.debug
         self.skip_log = LayerLog(self.skip_plan, VLLM_LOG_STATS_INTERVAL, say)
 

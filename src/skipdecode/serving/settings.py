@@ -14,7 +14,7 @@ from .policy import Limits
 #: What ``--additional-config '{"skipdecode": {…}}'`` may say, beside which each has its default.
 REQUESTS = ("speedup", "min_speedup", "max_speedup", "prompt_layers")
 LOAD = ("load_speedup", "load_waiting", "load_token_ms", "load_release", "load_all")
-OPTIONS = (*REQUESTS, "schedule", "free_blocks", "admit_together", "max_wait", *LOAD)
+OPTIONS = (*REQUESTS, "schedule", "free_blocks", "int8_head", "admit_together", "max_wait", *LOAD)
 
 
 class Serving:
@@ -28,9 +28,9 @@ class Serving:
             for, ``prompt_layers`` (layers of every prompt: a number, where a schedule's first step runs no more; or
             ``"max"``, as many as that step runs) goes before the schedules' own. Or in place of these ``schedule``, as
             :meth:`Schedule.to_dict` writes it, for every request. Of the server: ``free_blocks`` (default: where vLLM
-            can) frees keys and values of layers that a request will not run again; ``admit_together`` (default 1) lets
-            new requests in by groups of so many, and ``max_wait`` (default 1) bounds the seconds that one waits for its
-            group; ``load_speedup`` with ``load_waiting``, ``load_token_ms`` or both, ``load_release`` and ``load_all``
+            can) frees keys and values of layers that a request will not run again; ``int8_head`` (default false) gives
+            the LM head weights of 8 bits; ``admit_together`` (default 1) lets new requests in by groups of so many, and
+            ``max_wait`` (default 1) bounds the seconds that one waits for its group; ``load_speedup`` with ``load_waiting``, ``load_token_ms`` or both, ``load_release`` and ``load_all``
             say what new requests get under load, see :class:`~skipdecode.serving.policy.Limits`.
 
     Raises:
@@ -74,6 +74,9 @@ class Serving:
         self.free_blocks = options.get("free_blocks")
         if not isinstance(self.free_blocks, bool | None):
             raise ScheduleError(f"free_blocks must be true or false, not {self.free_blocks!r}")
+        self.int8_head = options.get("int8_head", False)
+        if not isinstance(self.int8_head, bool):
+            raise ScheduleError(f"int8_head must be true or false, not {self.int8_head!r}")
         #: Layers whose keys and values are kept and freed together; none: those of all layers are.
         self.buckets: Buckets = () if self.free_blocks is False else choose_buckets(schedules)
 

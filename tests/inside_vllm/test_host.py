@@ -1,0 +1,125 @@
+"""What a step of vLLM costs beside its layers: work that is not done, and a head of 8 bits.
+
+The embedded checkpoint, eager. ``make test-vllm`` runs these in an environment of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+import torch
+
+from helpers.engine import Request, engine, runner, scheduler, serve
+from skipdecode.errors import UnsupportedModel
+from skipdecode.generation.loading import DEMO
+from skipdecode.serving import blocks
+from skipdecode.serving import runner as runners
+from skipdecode.serving.head import quantize_head
+from skipdecode.serving.narrow import Groups
+
+SPEEDUPS = (1.0, 2.0, 3.0, 5.0)
+
+
+def requests_of(count: int, speedups: tuple[float, ...] = SPEEDUPS, new: int = 40) -> list[Request]:
+    """Random prompts."""
+    source = random.Random(0)
+    return [
+        Request(tuple(source.choices(range(3, 1000), k=source.randint(8, 30))), source.choice(speedups), new)
+        for _ in range(count)
+    ]
+
+
+def test_attentions_metadata_are_made_for_the_layers_of_a_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight buckets of three layers: each part is that of a few layers, and asks only their buckets."""
+    asked: list[Counter[int]] = []
+    found = Groups.__init__
+
+    def made(self: Groups, *args: Any) -> None:
+        found(self, *args)
+        asked.append(Counter())
+        of, counter = self._of, asked[-1]
+        self._of = lambda name: (counter.update([self.groups[name][0]]), of(name))[1]  # type: ignore[method-assign]
+
+    monkeypatch.setattr(Groups, "__init__", made)
+    with engine(DEMO) as it:
+        built: list[int] = []
+        groups = [group for groups in runner(it).attn_groups for group in groups]
+        for group in groups:
+            of = group.build_metadata
+            group.build_metadata = lambda *args, of=of: (built.append(1), of(*args))[1]
+        serve(it, requests_of(8))
+        whole = runner(it).skip_plan.steps * len(groups)
+    assert len(groups) == 8
+    assert asked
+    assert len(built) - whole == sum(len(counter) for counter in asked) < 0.5 * len(groups) * len(asked)
+
+
+def test_a_step_that_changes_no_block_asks_no_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request takes blocks once per block of its text and once per bucket that it frees, not at every token."""
+    calls: list[str] = []
+    found = blocks.BucketManager.allocate_new_blocks
+
+    def counted(self: Any, request_id: str, *args: Any) -> Any:
+        calls.append(request_id)
+        return found(self, request_id, *args)
+
+    monkeypatch.setattr(blocks.BucketManager, "allocate_new_blocks", counted)
+    with engine(DEMO, enable_prefix_caching=True) as it:
+        served = serve(it, requests_of(4, (3.0,), 64))
+        assert len(scheduler(it).kv_cache_manager.coordinator.single_type_managers) == 8
+    tokens = sum(map(len, served.tokens.values()))
+    assert tokens > 100
+    assert len(calls) < 0.5 * 8 * tokens
+
+
+def test_the_log_says_at_the_start_what_becomes_of_blocks_and_then_what_steps_run(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once each; the share of layers as often as vLLM says its own."""
+    monkeypatch.setattr(runners, "VLLM_LOG_STATS_INTERVAL", 0.01)
+    for logger in (blocks.logger, runners.logger):
+        monkeypatch.setattr(logger, "level", logging.INFO)
+        logger.addHandler(caplog.handler)
+    try:
+        for free, line in ((None, "freed as layers retire, in 8 buckets of 3 layers"), (False, "free_blocks is false")):
+            caplog.clear()
+            with engine(DEMO, additional_config={"skipdecode": {"free_blocks": free}}) as it:
+                serve(it, requests_of(4, (3.0,)))
+            messages = [record.getMessage() for record in caplog.records]
+            assert sum(line in message for message in messages) == 1
+            assert any("of full depth's layer-tokens run" in message for message in messages)
+    finally:
+        for logger in (blocks.logger, runners.logger):
+            logger.removeHandler(caplog.handler)
+
+
+def test_an_int8_head_is_near_the_one_it_was_made_of_and_its_rows_stay_alone() -> None:
+    """Logits within the rounding of 8 bits; a request's text does not depend on who shares its steps."""
+    options = {"skipdecode": {"int8_head": True}}
+    requests = requests_of(24)
+    with engine(DEMO) as it:
+        floats = serve(it, requests)
+    with engine(DEMO, additional_config=options) as it:
+        model = runner(it).model
+        hidden = torch.randn(32, model.lm_head.weight.shape[1], generator=torch.Generator().manual_seed(0))
+        logits, exact = model.compute_logits(hidden), hidden @ model.lm_head.weight.T
+        exact = exact[:, : logits.shape[1]]
+        assert logits.dtype == torch.float32
+        assert 0 < (logits - exact).norm() < 0.02 * exact.norm()
+        together = serve(it, requests)
+        assert together.tokens == {i: serve(it, [request]).tokens[0] for i, request in enumerate(requests)}
+    firsts = [floats.tokens[i][0] == together.tokens[i][0] for i in range(len(requests))]
+    assert sum(firsts) >= 0.9 * len(firsts)
+
+
+def test_a_head_that_is_none_of_floats_is_refused() -> None:
+    """With the option's name, before any request."""
+    with pytest.raises(UnsupportedModel, match="int8_head: Linear has no LM head of floats"):
+        quantize_head(torch.nn.Linear(2, 2))
