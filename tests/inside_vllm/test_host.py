@@ -5,7 +5,6 @@ The embedded checkpoint, eager. ``make test-vllm`` runs these in an environment 
 
 from __future__ import annotations
 
-import logging
 import random
 from collections import Counter
 from typing import Any
@@ -15,6 +14,8 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import torch
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
 
 from helpers.engine import Request, engine, runner, scheduler, serve
 from skipdecode.errors import UnsupportedModel
@@ -58,7 +59,7 @@ def test_attentions_metadata_are_made_for_the_layers_of_a_part_alone(monkeypatch
         whole = runner(it).skip_plan.steps * len(groups)
     assert len(groups) == 8
     assert asked
-    assert len(built) - whole == sum(len(counter) for counter in asked) < 0.5 * len(groups) * len(asked)
+    assert len(built) - whole == sum(len(counter) for counter in asked) < 0.75 * len(groups) * len(asked)
 
 
 def test_a_step_that_changes_no_block_asks_no_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,32 +73,30 @@ def test_a_step_that_changes_no_block_asks_no_bucket(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(blocks.BucketManager, "allocate_new_blocks", counted)
     with engine(DEMO, enable_prefix_caching=True) as it:
-        served = serve(it, requests_of(4, (3.0,), 64))
-        assert len(scheduler(it).kv_cache_manager.coordinator.single_type_managers) == 8
-    tokens = sum(map(len, served.tokens.values()))
-    assert tokens > 100
-    assert len(calls) < 0.5 * 8 * tokens
+        params = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True, extra_args={"speedup": 5.0})
+        it.add_request("one", TokensPrompt(prompt_token_ids=list(range(3, 23))), params)
+        while it.has_unfinished_requests():
+            it.step()
+        plan, buckets = runner(it).skip_plan, scheduler(it).kv_cache_manager.coordinator.single_type_managers
+    assert len(buckets) == 8
+    assert plan.steps == 96
+    assert len(calls) <= 8 * (1 + 2 * 3 + 8)  # the prompt; each block, begun and full; each bucket's end
 
 
 def test_the_log_says_at_the_start_what_becomes_of_blocks_and_then_what_steps_run(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Once each; the share of layers as often as vLLM says its own."""
+    """Once the one; the other as often as vLLM says its own figures."""
     monkeypatch.setattr(runners, "VLLM_LOG_STATS_INTERVAL", 0.01)
-    for logger in (blocks.logger, runners.logger):
-        monkeypatch.setattr(logger, "level", logging.INFO)
-        logger.addHandler(caplog.handler)
-    try:
-        for free, line in ((None, "freed as layers retire, in 8 buckets of 3 layers"), (False, "free_blocks is false")):
-            caplog.clear()
-            with engine(DEMO, additional_config={"skipdecode": {"free_blocks": free}}) as it:
-                serve(it, requests_of(4, (3.0,)))
-            messages = [record.getMessage() for record in caplog.records]
-            assert sum(line in message for message in messages) == 1
-            assert any("of full depth's layer-tokens run" in message for message in messages)
-    finally:
-        for logger in (blocks.logger, runners.logger):
-            logger.removeHandler(caplog.handler)
+    lines: list[str] = []
+    for logger in (blocks.logger, runners.logger):  # vLLM takes handlers away where it makes an engine
+        monkeypatch.setattr(logger, "info", lambda text, *args: lines.append(text % args if args else text))
+    for free, line in ((None, "freed as layers retire, in 8 buckets of 3 layers"), (False, "free_blocks is false")):
+        lines.clear()
+        with engine(DEMO, additional_config={"skipdecode": {"free_blocks": free}}) as it:
+            serve(it, requests_of(4, (3.0,)))
+        assert sum(line in text for text in lines) == 1
+        assert any("of full depth's layer-tokens run" in text for text in lines)
 
 
 def test_an_int8_head_is_near_the_one_it_was_made_of_and_its_rows_stay_alone() -> None:

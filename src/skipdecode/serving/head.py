@@ -26,7 +26,7 @@ class Int8Product:
     """
 
     def __init__(self, weight: Tensor) -> None:
-        scale = weight.abs().amax(1).float().clamp_min(1e-12) / 127
+        self._scale = scale = weight.abs().amax(1).float().clamp_min(1e-12) / 127  # the product reads it where it is
         parts = zip(weight.split(ROWS), scale.split(ROWS), strict=True)
         rounded = torch.cat([(rows / of[:, None]).round_().to(torch.int8) for rows, of in parts])
         self._handler = ops.create_onednn_scaled_mm(rounded.t(), scale, torch.float32, True, False, 32)
