@@ -287,16 +287,25 @@ def test_bad_options_are_refused_at_the_start(options: dict[str, Any], message: 
 # --- configs of vLLM
 
 
+INT8_HEAD: dict[str, Any] = {"additional_config": {"skipdecode": {"int8_head": True}}}
+
+
 def vllm_config(**changes: Any) -> Any:
     """A config as vLLM's, as far as the plugin asks; changes by ``part__field``."""
     made = SimpleNamespace(
         model_config=SimpleNamespace(
-            hf_config=config(), runner_type="generate", is_encoder_decoder=False, uses_mrope=False
+            hf_config=config(),
+            runner_type="generate",
+            is_encoder_decoder=False,
+            uses_mrope=False,
+            dtype=torch.bfloat16,
+            head_dtype=torch.bfloat16,
         ),
         parallel_config=SimpleNamespace(
             worker_cls="vllm.v1.worker.cpu_worker.CPUWorker",
             pipeline_parallel_size=1,
             data_parallel_size=1,
+            tensor_parallel_size=1,
             enable_dbo=False,
         ),
         scheduler_config=SimpleNamespace(scheduler_cls=None),
@@ -346,6 +355,8 @@ def test_a_stock_model_keeps_vllms_worker_whatever_is_asked() -> None:
         ({"model_config__uses_mrope": True}, "multimodal"),
         ({"cache_config__kv_sharing_fast_prefill": True}, "fast-prefill"),
         ({"scheduler_config__scheduler_cls": "mine.Scheduler"}, "--scheduler-cls"),
+        (INT8_HEAD | {"parallel_config__tensor_parallel_size": 2}, "tensor parallelism"),
+        (INT8_HEAD | {"model_config__head_dtype": torch.float32}, "head_dtype"),
     ],
 )
 def test_what_was_not_shown_to_be_exact_is_refused(change: dict[str, Any], message: str) -> None:

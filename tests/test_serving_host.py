@@ -10,6 +10,7 @@ import pytest
 from transformers import OPTConfig
 
 from skipdecode import Schedule
+from skipdecode.errors import ScheduleError
 from skipdecode.serving.depths import Step, Tables
 from skipdecode.serving.gate import Plan
 from skipdecode.serving.metrics import LayerLog
@@ -80,9 +81,19 @@ def test_a_constant_depth_is_two_rows() -> None:
     assert len(Tables(lambda _: Schedule.for_speedup(3, LAYERS, 4096, decay="constant")).of(3.0).runs) == 2
 
 
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_an_int8_head_is_asked_for_or_not(value: object) -> None:
+    """True or false, off by default."""
+    config = OPTConfig(num_hidden_layers=LAYERS)
+    assert not Serving(config).int8_head
+    with pytest.raises(ScheduleError, match="int8_head must be true or false"):
+        Serving(config, {"int8_head": value})
+
+
 def test_the_log_names_what_was_run_needed_and_entered() -> None:
     """Of full depth's, since the line before; no line before its time."""
-    now, lines, plan = [100.0], [], Plan(LAYERS)
+    now, plan = [100.0], Plan(LAYERS)
+    lines: list[str] = []
     log = LayerLog(plan, 10, lines.append, lambda: now[0])
     wholly, partly = step_of((1.0, 5, 90, 4)), step_of((1.0, 5, 90, 1), (5.0, 9, 20, 1))
     assert sum(partly.counts) == LAYERS + 5

@@ -1,4 +1,4 @@
-"""The LM head with weights of 8 bits, by the products that vLLM has for int8 layers: a step is quicker whatever its depth.
+"""The LM head with weights of 8 bits, by the products that vLLM has for int8 layers: steps of any depth are quicker.
 
 Logits change (a schedule's exactness does not: all speeds have the same head), so it is off unless asked for.
 """

@@ -30,8 +30,9 @@ class Serving:
             :meth:`Schedule.to_dict` writes it, for every request. Of the server: ``free_blocks`` (default: where vLLM
             can) frees keys and values of layers that a request will not run again; ``int8_head`` (default false) gives
             the LM head weights of 8 bits; ``admit_together`` (default 1) lets new requests in by groups of so many, and
-            ``max_wait`` (default 1) bounds the seconds that one waits for its group; ``load_speedup`` with ``load_waiting``, ``load_token_ms`` or both, ``load_release`` and ``load_all``
-            say what new requests get under load, see :class:`~skipdecode.serving.policy.Limits`.
+            ``max_wait`` (default 1) bounds the seconds that one waits for its group; ``load_speedup`` with
+            ``load_waiting``, ``load_token_ms`` or both, ``load_release`` and ``load_all`` say what new requests get
+            under load, see :class:`~skipdecode.serving.policy.Limits`.
 
     Raises:
         ScheduleError: unknown options, or values that contradict each other or the model.
