@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from skipdecode.core.planning import Predictor, plan, workloads
 from skipdecode.data.tokenization import encode_prompts
 from skipdecode.errors import ScheduleError, SkipDecodeError
 from skipdecode.evaluation import runner
+from skipdecode.evaluation.calibration_plan import CalibrationPlan, check
 from skipdecode.evaluation.evaluate import EvaluationPlan, evaluate
 from skipdecode.generation.int8 import Int8Linear
 from skipdecode.generation.loading import load, load_tokenizer, read_config
@@ -101,7 +103,7 @@ def test_refused_before_weights_are_read(
 def test_what_short_texts_cannot_have_is_said_before_the_rows_that_can(
     checkpoint: Path, data: Path, tmp_path: Path
 ) -> None:
-    """1.5x of a job can be had over texts of nine tokens, but these end after one: the reference's row is all there is."""
+    """1.5x of a job can be had over texts of nine tokens, but these end after one: one row is all there is."""
     ends = shutil.copytree(checkpoint, tmp_path / "ends")
     config = json.loads((ends / "generation_config.json").read_text())
     (ends / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": list(range(20, 300))}))
@@ -109,6 +111,16 @@ def test_what_short_texts_cannot_have_is_said_before_the_rows_that_can(
     with pytest.raises(ScheduleError, match=r"1\.5x of a job cannot be had"):
         evaluate(EvaluationPlan(str(ends), data, **given), say=lambda _: None)
     assert [path.name for path in tmp_path.glob("out/rows/*.json")] == ["full-1x.json"]
+
+
+def test_calibrate_takes_a_profile_of_any_options(checkpoint: Path, data: Path) -> None:
+    """It times nothing: the options are those of the jobs that the schedule is for. All else is this machine's."""
+    config = read_config(str(checkpoint))
+    profile = profile_of(checkpoint, prepack=True)
+    plan = CalibrationPlan(str(checkpoint), data, clock="step", profile=profile)
+    check(plan, config)
+    with pytest.raises(SkipDecodeError, match="another dtype"):
+        check(replace(plan, profile=replace(profile, dtype="bfloat16")), config)
 
 
 def test_the_verb_takes_what_generate_takes(checkpoint: Path, data: Path) -> None:

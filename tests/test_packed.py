@@ -410,7 +410,7 @@ def test_other_weights_keep_their_type_and_size(options: dict[str, Any], tied: b
         plain.lm_head.weight = nn.Parameter(plain.lm_head.weight.detach().clone())
     model = make_faster(plain, **options)
     for wanted in (model, copy.deepcopy(model)):
-        with pytest.raises(ModelError, match="leave torch.autocast out"), torch.autocast("cpu"), torch.no_grad():
+        with pytest.raises(ModelError, match=r"leave torch\.autocast out"), torch.autocast("cpu"), torch.no_grad():
             wanted(**prompts())
         with pytest.raises(ModelError, match="keep their size: resize and save the model without"):
             wanted.resize_token_embeddings(160)

@@ -55,8 +55,8 @@ Overwrite = Annotated[
 
 #: What goes into the plan under its own name.
 PLAN = (
-    "methods serving output split limit held_out_rows batch_size max_new_tokens timing_rows repeats samples bert_score dtype "
-    "device clock profile overwrite"
+    "methods serving output split limit held_out_rows batch_size max_new_tokens timing_rows repeats samples "
+    "bert_score dtype device clock profile overwrite"
 ).split()
 
 

@@ -39,9 +39,7 @@ Decay = Annotated[
     Literal["linear", "cosine", "exponential", "power", "step", "constant"] | None,
     Option(help="How the depth falls (default: the model's, else linear)."),
 ]
-Serving = Annotated[
-    bool, Option("--serving", help="Flat schedules, which suit servers: the same as --decay constant.")
-]
+Serving = Annotated[bool, Option("--serving", help="Flat schedules, which suit servers: the same as --decay constant.")]
 PromptLayers = Annotated[
     str | None, Option(help="Layers that the prompt runs: a number, or max for as many as step 0 (default: all).")
 ]

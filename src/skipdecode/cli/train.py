@@ -32,7 +32,11 @@ NoResume = Annotated[
 
 
 def train(
-    context: Context, config: Config = None, no_resume: NoResume = False, serving: shared.Serving = False, **options: Any
+    context: Context,
+    config: Config = None,
+    no_resume: NoResume = False,
+    serving: shared.Serving = False,
+    **options: Any,
 ) -> None:
     """Fine-tune a model so that it writes well with layers skipped. The same command resumes after interruption.
 

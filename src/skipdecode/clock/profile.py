@@ -131,8 +131,8 @@ class Profiler:
                 steps[cell].append(self.steps(*cell))
             for cell in short if round_ == 1 else []:  # a long prompt is an average in itself
                 prompts[cell].append(self.prompt(*cell))
-        measured = [[fastest(each) for each in calls.values()] for calls in (prompts, steps)]
-        return self._fit(*measured, peaks, name)
+        of_prompts, of_steps = ([fastest(each) for each in calls.values()] for calls in (prompts, steps))
+        return self._fit(of_prompts, of_steps, peaks, name)
 
     # --- one measurement
 
@@ -233,9 +233,7 @@ class Profiler:
 
     # --- the fit
 
-    def _fit(
-        self, prompts: Sequence[Timed], steps: Sequence[Timed], peaks: Mapping[str, float], name: str
-    ) -> Profile:
+    def _fit(self, prompts: Sequence[Timed], steps: Sequence[Timed], peaks: Mapping[str, float], name: str) -> Profile:
         profile = Profile(
             model=name or str(self.model.config.name_or_path),
             shape=shape_of(self.model.config),

@@ -76,7 +76,7 @@ class DecodingLinear(nn.Module):
         )
 
     def refuse_resize(self, *_: Any, **__: Any) -> NoReturn:
-        """In the place of ``resize_token_embeddings``, which finds no weight, or gives a tied head one beside its own."""
+        """In place of ``resize_token_embeddings``, which finds no weight, or gives a tied head one beside its own."""
         raise ModelError(
             f"weights of {self.option} keep their size: resize and save the model without {self.option}, and load that"
         )

@@ -73,7 +73,7 @@ def check_options(options: Mapping[str, Any], batch_size: int | str = 1, seed: i
 
 
 def check_with_model(options: Mapping[str, Any], defaults: GenerationConfig, seed: int | None = None) -> None:
-    """What options mean together with a checkpoint's generation_config, which may ask for the same. Raises UsageError."""
+    """What options mean with a checkpoint's generation_config, which may ask for the same. Raises UsageError."""
     for name, reason in REFUSED.items():
         asked = name not in options and getattr(defaults, name, None)
         if asked and (reason == _GONE or name == "guidance_scale"):
