@@ -113,6 +113,25 @@ def test_a_profile_holds_what_the_work_takes(timed: Any, profile: Profile) -> No
         check_profile(profile, timed.config, "bfloat16")
 
 
+def test_memory_that_is_too_small_for_the_peaks_shows_first(
+    timed: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after minutes of measuring, which would be lost."""
+    calls: list[int] = []
+    monkeypatch.setattr(peaks, "READ", 2**70)
+    with pytest.raises((RuntimeError, MemoryError)):
+        Profiler(timed, tokenizer, 1, lambda done, total: calls.append(done)).profile([1], [4])
+    assert not calls
+
+
+def test_a_model_without_a_head_has_steps(timed: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers knows of no module that makes its logits: then no share of a step is the head's."""
+    monkeypatch.setattr(timed, "get_output_embeddings", lambda: None)
+    found = Profiler(timed, tokenizer, 1).steps(2, 4, Schedule.from_depths(8, [8] * 6 + [2] * 6))
+    assert found.head == 0
+    assert len(found.passes) == 2
+
+
 def test_impatience_costs_no_accuracy(
     timed: Any, tokenizer: Any, profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

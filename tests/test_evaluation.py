@@ -21,7 +21,7 @@ from skipdecode.core import checkpoint_config
 from skipdecode.core.growing import ROOM
 from skipdecode.data.tasks import Example
 from skipdecode.data.tasks.jsonl import Jsonl
-from skipdecode.errors import UsageError
+from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.evaluation.arms import arms
 from skipdecode.evaluation.bench import Bench
 from skipdecode.evaluation.evaluate import EvaluationPlan, evaluate
@@ -469,6 +469,17 @@ def test_arms_take_the_budget_into_their_paths() -> None:
     assert [arm.speedup for arm in arms("full=f,skipdecode=m", "m", (1, 2))] == [1, 1, 2]
     # Untrained and trained, side by side.
     assert [(a.key, a.model) for a in arms("d3,d3=t", "m", (2,))[1:]] == [("d3-2x", "m"), ("d3-2x-trained", "t")]
+
+
+def test_flat_schedules_stand_beside_the_others(checkpoint: Path) -> None:
+    """One for each speed-up that skips, in the model's own form but for the fall."""
+    found = arms("skipdecode", str(checkpoint), (1, 2, 4), serving=True)
+    assert [(arm.name, arm.speedup) for arm in found[3:]] == [("flat", 2), ("flat", 4)]
+    for arm, depth in zip(found[3:], (4, 2), strict=True):
+        assert arm.schedule is not None
+        assert (arm.schedule.max_depth, arm.schedule.min_depth, arm.schedule.order) == (depth, depth, "top")
+    with pytest.raises(ScheduleError, match="number of layers"):
+        arms("skipdecode", str(checkpoint), (9,), serving=True)
 
 
 def test_loss_by_position_averages_to_the_loss(checkpoint: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,9 @@ from helpers.tiny import EXAMPLES, run, write_examples
 from skipdecode.core.cost import Pass, Profile, shape_of
 from skipdecode.core.planning import Predictor, plan, workloads
 from skipdecode.data.tokenization import encode_prompts
-from skipdecode.errors import SkipDecodeError
+from skipdecode.errors import ScheduleError, SkipDecodeError
 from skipdecode.evaluation import runner
+from skipdecode.evaluation.calibration_plan import CalibrationPlan, check
 from skipdecode.evaluation.evaluate import EvaluationPlan, evaluate
 from skipdecode.generation.int8 import Int8Linear
 from skipdecode.generation.loading import load, load_tokenizer, read_config
@@ -81,6 +85,8 @@ def test_targets_of_the_clock_are_planned_for_the_timed_runs(
         ({"clock": "job", "profile": "p.json", "faster": {"quantization": "int8"}}, "another options"),
         ({"methods": "calm", "faster": {"compile": True}}, "cannot be compiled"),
         ({"faster": {"quantization": "int3"}}, "quantization is int8"),
+        ({"faster": {"int8": True}}, "quantization, compile and prepack, not by int8"),
+        ({"clock": "job", "profile": "p.json", "serving": True}, "flat schedules for speed-ups of layers"),
     ],
 )
 def test_refused_before_weights_are_read(
@@ -92,6 +98,29 @@ def test_refused_before_weights_are_read(
     with pytest.raises(SkipDecodeError, match=says):
         evaluate(EvaluationPlan(str(checkpoint), data, **{"speedups": (1.2,)} | FEW | given), say=lambda _: None)
     assert not list(tmp_path.glob("evaluation/rows/*.json"))
+
+
+def test_what_short_texts_cannot_have_is_said_before_the_rows_that_can(
+    checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
+    """1.5x of a job can be had over texts of nine tokens, but these end after one: one row is all there is."""
+    ends = shutil.copytree(checkpoint, tmp_path / "ends")
+    config = json.loads((ends / "generation_config.json").read_text())
+    (ends / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": list(range(20, 300))}))
+    given = {**FEW, "speedups": (1.2, 1.5), "clock": "job", "profile": profile_of(ends), "output": tmp_path / "out"}
+    with pytest.raises(ScheduleError, match=r"1\.5x of a job cannot be had"):
+        evaluate(EvaluationPlan(str(ends), data, **given), say=lambda _: None)
+    assert [path.name for path in tmp_path.glob("out/rows/*.json")] == ["full-1x.json"]
+
+
+def test_calibrate_takes_a_profile_of_any_options(checkpoint: Path, data: Path) -> None:
+    """It times nothing: the options are those of the jobs that the schedule is for. All else is this machine's."""
+    config = read_config(str(checkpoint))
+    profile = profile_of(checkpoint, prepack=True)
+    plan = CalibrationPlan(str(checkpoint), data, clock="step", profile=profile)
+    check(plan, config)
+    with pytest.raises(SkipDecodeError, match="another dtype"):
+        check(replace(plan, profile=replace(profile, dtype="bfloat16")), config)
 
 
 def test_the_verb_takes_what_generate_takes(checkpoint: Path, data: Path) -> None:

@@ -46,6 +46,9 @@ def _can(dtype: torch.dtype) -> bool:
 
 
 needs = pytest.mark.skipif(not _can(torch.float32), reason="no oneDNN")
+needs_int8 = pytest.mark.skipif(
+    not any(have is True and "vnni" in key for key, have in torch.cpu.get_capabilities().items()), reason="no VNNI"
+)
 needs_bfloat16 = pytest.mark.skipif(not _can(torch.bfloat16), reason="no bfloat16 products")
 
 
@@ -391,6 +394,27 @@ def test_packed_weights_are_neither_saved_pickled_filled_moved_nor_trained(tmp_p
     with pytest.raises(ModelError, match="are not trained"):
         model.requires_grad_(True)(ids)
     assert isinstance(model.to("cpu").get_output_embeddings(), DecodingLinear)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"quantization": "int8"}, marks=needs_int8), pytest.param({"prepack": True}, marks=needs)],
+    ids=["int8", "prepack"],
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_other_weights_keep_their_type_and_size(options: dict[str, Any], tied: bool) -> None:
+    """Under autocast a float32 product would stay one; a tied head of the old size would write old tokens alone."""
+    plain = build("opt")
+    if not tied:
+        plain.config.tie_word_embeddings, plain._tied_weights_keys = False, None
+        plain.lm_head.weight = nn.Parameter(plain.lm_head.weight.detach().clone())
+    model = make_faster(plain, **options)
+    for wanted in (model, copy.deepcopy(model)):
+        with pytest.raises(ModelError, match=r"leave torch\.autocast out"), torch.autocast("cpu"), torch.no_grad():
+            wanted(**prompts())
+        with pytest.raises(ModelError, match="keep their size: resize and save the model without"):
+            wanted.resize_token_embeddings(160)
+        assert wanted(**prompts()).logits.shape[-1] == wanted.get_input_embeddings().weight.shape[0]
 
 
 @needs

@@ -186,7 +186,7 @@ def test_the_version_is_printed() -> None:
         (["the cat", 7], {}, "prompt 1 is neither a text nor a list of messages"),
         (["\ud800"], {}, "lone surrogate"),
         (["the cat"], {"max_length": 15}, "give max_new_tokens"),
-        (["the cat"], {"use_cache": False}, "use_cache=False leaves a schedule nothing"),
+        (["the cat"], {"use_cache": False}, "use_cache=False: each batch has a cache"),
         (["the cat"], {"no_such_option": 1}, "model.generate has no option no_such_option"),
         (["the cat"], {"stop_strings": [""]}, "an empty stop string"),
         (["the cat"], {"length_penalty": 2.0}, "length_penalty goes with num_beams"),

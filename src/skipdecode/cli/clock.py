@@ -108,6 +108,7 @@ def plan(
     prompt_layers: o.PromptLayers = None,
     order: o.Order = None,
     decay: o.Decay = None,
+    serving: o.Serving = False,
     png: Annotated[Path | None, Option(help="Draw it to this file.")] = None,
     as_json: o.Json = False,
 ) -> None:
@@ -126,7 +127,7 @@ def plan(
         from ..evaluation.plots import check_picture
 
         check_picture(png)
-    form = o.form_of(order=order, decay=decay, prompt_layers=prompt_layers)
+    form = o.form_of(order=order, decay=o.decay_of(decay, serving), prompt_layers=prompt_layers)
     if model is not None:
         measured.check(shape=shape_of(read_config(model)))
     rows: list[dict[str, Any]] = []

@@ -55,8 +55,8 @@ Overwrite = Annotated[
 
 #: What goes into the plan under its own name.
 PLAN = (
-    "methods output split limit held_out_rows batch_size max_new_tokens timing_rows repeats samples bert_score dtype "
-    "device clock profile overwrite"
+    "methods serving output split limit held_out_rows batch_size max_new_tokens timing_rows repeats samples "
+    "bert_score dtype device clock profile overwrite"
 ).split()
 
 
@@ -69,6 +69,7 @@ def evaluate(
     profile: o.ProfileFile = None,
     methods: Methods = "skipdecode",
     schedule: Schedules = None,
+    serving: Annotated[bool, Option("--serving", help="Add rows of flat schedules, which suit servers.")] = False,
     output: Folder = Path("evaluation"),
     limit: o.Limit = None,
     batch_size: o.BatchSize = 32,

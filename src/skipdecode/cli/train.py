@@ -31,7 +31,13 @@ NoResume = Annotated[
 ]
 
 
-def train(context: Context, config: Config = None, no_resume: NoResume = False, **options: Any) -> None:
+def train(
+    context: Context,
+    config: Config = None,
+    no_resume: NoResume = False,
+    serving: shared.Serving = False,
+    **options: Any,
+) -> None:
     """Fine-tune a model so that it writes well with layers skipped. The same command resumes after interruption.
 
     The result is a stock Hugging Face directory whose config carries the schedule.
@@ -42,6 +48,8 @@ def train(context: Context, config: Config = None, no_resume: NoResume = False, 
 
     source = context.get_parameter_source
     given = {name: value for name, value in options.items() if getattr(source(name), "name", "DEFAULT") != "DEFAULT"}
+    if serving:
+        given["decay"] = shared.decay_of(given.get("decay"), serving)
     plan = TrainingPlan.load(config, **given) if config else TrainingPlan(**given)
     run(plan, resume=not no_resume, say=say)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -109,6 +109,8 @@ class Profiler:
         sizes, lengths = sorted(set(batch_sizes)), sorted(set(lengths))
         check_lengths(self.model.config, lengths)
         kinds = len(self.kinds)
+        # First: they need memory of their own, and without it all that is measured would be lost.
+        peaks = asdict(measure_peaks(self.model.device, getattr(torch, dtype_of(self.model)), rounds=2))
         self._total = 1 + len(sizes) * (1 + len(lengths) * (kinds + (1 if kinds == 1 else 1 + kinds)))
         self.steps(1, lengths[0], next(self.stairs(len(self.layers))))  # warms up
         prompts: Calls = {}
@@ -129,7 +131,8 @@ class Profiler:
                 steps[cell].append(self.steps(*cell))
             for cell in short if round_ == 1 else []:  # a long prompt is an average in itself
                 prompts[cell].append(self.prompt(*cell))
-        return self._fit([fastest(each) for each in prompts.values()], [fastest(each) for each in steps.values()], name)
+        of_prompts, of_steps = ([fastest(each) for each in calls.values()] for calls in (prompts, steps))
+        return self._fit(of_prompts, of_steps, peaks, name)
 
     # --- one measurement
 
@@ -154,7 +157,7 @@ class Profiler:
                 middle = statistics.median(times[step] - times[step - 1] for step in steps)
                 passes.append((self._counts(ran, depth), length + 1 + sum(steps) // len(steps), middle))
         self._count("steps", size * sum(ran.depth(step) for step in range(len(times))))
-        return Timed(size, length, tuple(passes), statistics.median(head[2:]))
+        return Timed(size, length, tuple(passes), statistics.median(head[2:] or [0.0]))
 
     def _call(self, ids: list[list[int]], decoding: Decoding, new: int) -> tuple[float, list[float], list[float]]:
         """When the call began, when each pass had given its logits, and what each product with the head took."""
@@ -230,7 +233,7 @@ class Profiler:
 
     # --- the fit
 
-    def _fit(self, prompts: Sequence[Timed], steps: Sequence[Timed], name: str) -> Profile:
+    def _fit(self, prompts: Sequence[Timed], steps: Sequence[Timed], peaks: Mapping[str, float], name: str) -> Profile:
         profile = Profile(
             model=name or str(self.model.config.name_or_path),
             shape=shape_of(self.model.config),
@@ -242,7 +245,7 @@ class Profiler:
             prompts=fit_passes(prompts)[0],
             steps=fit_passes(steps)[0],
             kv_bytes=tuple(layer_bytes(self.model)),
-            peaks=asdict(measure_peaks(self.model.device, getattr(torch, dtype_of(self.model)), rounds=2)),
+            peaks=peaks,
         )
         beyond = {one.batch_size: one.beyond for one in profile.steps if one.beyond}
         head = {

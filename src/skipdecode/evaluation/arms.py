@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.checkpoint_config import DEFAULT_METHOD
+from ..core.checkpoint_config import DEFAULT_METHOD, resolve_schedule
 from ..core.schedule import Schedule
 from ..errors import UsageError
+from ..generation.loading import read_config
 from ..methods import Method, get_method
 
 
@@ -23,7 +24,7 @@ class Arm:
         model: directory or hub name.
         key: names the file of its row.
         schedule: runs in place of the method's own choice.
-        file: name of the file that the schedule was read from.
+        file: names the schedule: the file that it was read from, or ``flat``.
     """
 
     method: Method
@@ -49,7 +50,9 @@ class Arm:
         return values | ({"schedule": self.schedule.to_dict()} if self.schedule else {})
 
 
-def arms(methods: str, model: str, speedups: Sequence[float], schedules: Sequence[Path] = ()) -> list[Arm]:
+def arms(
+    methods: str, model: str, speedups: Sequence[float], schedules: Sequence[Path] = (), serving: bool = False
+) -> list[Arm]:
     """The arms of an evaluation; the full model comes first, once.
 
     Args:
@@ -58,11 +61,12 @@ def arms(methods: str, model: str, speedups: Sequence[float], schedules: Sequenc
         model: directory or hub name.
         speedups: targets of every method.
         schedules: JSON files, each of which becomes an arm on ``model``.
+        serving: whether ``model`` also runs a flat schedule for each speed-up above 1.
 
     Raises:
         UsageError: no method of this name, an arm that is named twice, or a method that needs a checkpoint per
             speed-up and is not given one.
-        ScheduleError, FileError: a file that holds no schedule.
+        ScheduleError, FileError: a file that holds no schedule, or a speed-up that the model has not the layers for.
     """
     parts = [part.strip().partition("=") for part in methods.split(",") if part.strip()]
     asked = [(get_method(name), checkpoint) for name, _, checkpoint in parts]
@@ -72,6 +76,10 @@ def arms(methods: str, model: str, speedups: Sequence[float], schedules: Sequenc
         if not method.is_reference:
             twice = [other for other, _ in asked].count(method) > 1
             result += _of_method(method, checkpoint, model, full, speedups, "-trained" if twice and checkpoint else "")
+    for speedup in speedups if serving else ():
+        if speedup > 1:
+            flat = resolve_schedule(read_config(model), speedup, decay="constant")
+            result.append(Arm(get_method(DEFAULT_METHOD), speedup, model, f"flat-{speedup:g}x", flat, "flat"))
     for path in schedules:
         schedule = Schedule.load(path)
         result.append(

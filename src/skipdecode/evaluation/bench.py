@@ -9,17 +9,20 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
+from ..core.checkpoint_config import resolve_schedule
 from ..core.cost import Profile
-from ..core.planning import Predictor
+from ..core.schedule import Schedule
 from ..data.metrics import DEFAULT, Metric
 from ..data.tasks import Example, Task, subsample
 from ..data.tokenization import encode_prompts
 from ..generation.batch import Decoding
 from ..generation.generate import generate_ids
+from ..generation.loading import load_tokenizer, read_config
 from ..generation.machine import machine
 from ..generation.planned import ClockOf
 from ..generation.results import Generated
 from ..provenance import fingerprint
+from .arms import Arm
 
 
 @dataclass
@@ -82,8 +85,16 @@ class Bench:
         clock = [self.clock.name, self.clock.profile.to_json()] if isinstance(self.clock.profile, Profile) else []
         return fingerprint(*parts, *([dict(self.faster)] if self.faster else []), *clock)
 
-    def predictor(self, tokenizer: PreTrainedTokenizerBase, steps: int) -> Predictor | None:
-        """What the runs that are timed take on the clock that speed-ups are of, at ``steps`` steps; None of layers."""
-        timed = subsample(self.examples, self.timing_rows)
-        lengths = [len(ids) for ids in encode_prompts(tokenizer, [example.prompt for example in timed])]
-        return self.clock.predictor(lengths, self.batch_size, steps + 1)
+    def planned(self, arm: Arm, steps: int) -> Schedule | None:
+        """What gives the arm its speed-up of the clock in the timed runs, at ``steps`` steps; None where layers count.
+
+        Raises ScheduleError, UsageError: it cannot be had, or the profile is of other runs.
+        """
+        if self.clock.name == "layers" or not arm.method.skips or arm.schedule is not None:
+            return None
+        config = read_config(arm.model)
+        self.clock.check(config, self.dtype, self.device, **self.faster)
+        prompts = [example.prompt for example in subsample(self.examples, self.timing_rows)]
+        lengths = [len(ids) for ids in encode_prompts(load_tokenizer(arm.model), prompts)]
+        predictor = self.clock.predictor(lengths, self.batch_size, steps + 1)
+        return resolve_schedule(config, arm.speedup, method=arm.method, predictor=predictor)

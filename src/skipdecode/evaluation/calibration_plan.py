@@ -42,7 +42,7 @@ class CalibrationPlan:
             else ``top``.
         search_rows: rows that the search computes its losses on.
         clock: ``layers`` that decode steps run; or with a profile the seconds of a ``step`` or of the whole ``job``.
-        profile: what ``skipdecode profile`` measured on this machine.
+        profile: what ``skipdecode profile`` measured on this machine, with the options of the jobs to come.
         output: gets the schedule as JSON.
         save: whether :meth:`Calibration.save` will be called: that it can be is then checked first.
         device: as :func:`skipdecode.load` takes it.
@@ -120,7 +120,8 @@ def check(plan: CalibrationPlan, config: Any) -> None:
     """What the model's config and the disk rule out. Raises UsageError, FileError."""
     layers = layer_count(config)
     if plan.profile is not None:
-        check_profile(plan.profile, config, device=plan.device)
+        # Its options are those of the jobs to come: here nothing is timed.
+        check_profile(plan.profile, config, device=plan.device, **plan.profile.options)
     if not 1 < plan.speedup <= layers:
         raise UsageError(f"a speed-up is above 1 and at most the number of layers ({layers}), not {plan.speedup:g}")
     if plan.save and (resolve(plan.model) == str(DEMO) or not Path(resolve(plan.model)).is_dir()):

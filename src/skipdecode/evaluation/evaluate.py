@@ -20,7 +20,8 @@ from ..data.metrics import DEFAULT, Agreement, BertScore, Metric
 from ..data.tasks import Example, Task, get_task, subsample
 from ..errors import FileError, UsageError
 from ..files import locked
-from ..generation.loading import check_device, load_tokenizer, read_config
+from ..generation.faster import check_faster, faster_options
+from ..generation.loading import cpu_capabilities, placement, read_config
 from ..generation.machine import machine
 from ..generation.planned import ClockOf
 from . import report
@@ -44,6 +45,7 @@ class EvaluationPlan:
         speedups: targets of every method.
         methods: as :func:`skipdecode.evaluation.arms.arms` takes them.
         schedules: JSON files, each of which gets a row.
+        serving: the model's flat schedules, which suit servers, get rows beside the others.
         output: folder for tables, plots and finished rows.
         split: ``test`` or ``validation``.
         limit: score only the first so many inputs.
@@ -71,6 +73,7 @@ class EvaluationPlan:
     speedups: Sequence[float] = (1, 2, 3, 4, 5)
     methods: str = "skipdecode"
     schedules: Sequence[Path] = ()
+    serving: bool = False
     output: Path = Path("evaluation")
     split: str = "test"
     limit: int | None = None
@@ -90,12 +93,15 @@ class EvaluationPlan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "profile", ClockOf(self.clock, self.profile).profile)
+        object.__setattr__(self, "faster", faster_options(**self.faster))
         for name in ("data", "output"):  # strings are paths too
             object.__setattr__(self, name, Path(getattr(self, name)))
         if self.split not in ("test", "validation"):
             raise UsageError(f"split is test or validation, not {self.split!r}")
         if not self.speedups or min(self.speedups) < 1 or len(set(self.speedups)) < len(self.speedups):
             raise UsageError(f"speedups are distinct numbers of at least 1, not {self.speedups}")
+        if self.serving and self.clock != "layers":
+            raise UsageError("serving compares flat schedules for speed-ups of layers: leave the clock out")
         for name in ("limit", "held_out_rows", "batch_size", "max_new_tokens", "timing_rows", "repeats", "samples"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -202,16 +208,15 @@ def _read(plan: EvaluationPlan, say: Say) -> tuple[list[Example], list[Example]]
 
 def _arms(plan: EvaluationPlan) -> list[Arm]:
     """The arms, whose models are there and have the layers for them."""
-    selected = arms(plan.methods, plan.model, plan.speedups, plan.schedules)
+    selected = arms(plan.methods, plan.model, plan.speedups, plan.schedules, plan.serving)
     layers = layer_count(read_config(selected[0].model))
     if max(plan.speedups) > layers:
         raise UsageError(f"speed-ups go up to the model's number of layers, {layers}: {max(plan.speedups):g} is more")
     for arm in selected:
         config = read_config(arm.model)
+        check_faster(arm.model, config, *placement(config, plan.dtype, plan.device), cpu_capabilities(), **plan.faster)
         if arm.schedule is not None:
             resolve_schedule(config, schedule=arm.schedule)
-    if plan.device:
-        check_device(plan.device)
     return selected
 
 
@@ -225,12 +230,7 @@ def _check_clock(bench: Bench, selected: Sequence[Arm], say: Say) -> None:
     for arm in selected:
         if bench.faster.get("compile") and arm.method.skips and not arm.method.fits_depths:
             raise UsageError(f"{arm.method.name} decides by token which layers run: its steps cannot be compiled")
-        if bench.clock.name == "layers" or not arm.method.skips or arm.schedule is not None:
-            continue
-        config = read_config(arm.model)
-        bench.clock.check(config, bench.dtype, bench.device, **bench.faster)
-        predictor = bench.predictor(load_tokenizer(arm.model), max(bench.max_new_tokens - 1, 1))
-        resolve_schedule(config, arm.speedup, method=arm.method, predictor=predictor)
+        bench.planned(arm, max(bench.max_new_tokens - 1, 1))
     for doubt in bench.clock.doubts():
         say(doubt)
 

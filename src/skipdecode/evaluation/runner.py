@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..clock.timing import alternate, compare, forced, typical_steps
-from ..core.checkpoint_config import layer_count, resolve_schedule, trained_method
+from ..core.checkpoint_config import layer_count, trained_method
 from ..core.schedule import Schedule
 from ..data.metrics import Agreement, bootstrap
 from ..data.tasks import subsample
@@ -104,7 +104,10 @@ class Evaluation:
                 self._finished(arm, self.job(arm))
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One finished row per arm, in their order."""
+        """One finished row per arm, in their order.
+
+        Raises ScheduleError: after the first row, where the clock cannot give an arm its speed-up in the timed runs.
+        """
         for arm in self.arms:
             path, job = self._path(arm), self.job(arm)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,6 +125,10 @@ class Evaluation:
                     row = json.loads(text)
             if arm is self.reference:
                 self._reference_texts, self._steps = row["texts"], row["timed_steps"]
+                for (
+                    each
+                ) in self.arms:  # a speed-up that cannot be had over so many steps shows before rows are measured
+                    self.bench.planned(each, self._steps)
             yield row
 
     def _path(self, arm: Arm) -> Path:
@@ -155,11 +162,10 @@ class Evaluation:
         """How the arm decodes, and what of it to write down."""
         if arm.schedule is not None:
             return arm.schedule, {"schedule": arm.schedule.to_dict()}
-        model, tokenizer = self.models[arm.model]
-        predictor = self.bench.predictor(tokenizer, self._steps) if arm.method.skips else None
-        if predictor is not None:
-            schedule = resolve_schedule(model.config, arm.speedup, method=arm.method, predictor=predictor)
+        schedule = self.bench.planned(arm, self._steps)
+        if schedule is not None:
             return schedule, {"schedule": schedule.to_dict(), "target_of": self.bench.clock.name}
+        model, tokenizer = self.models[arm.model]
         some = subsample(self.bench.held_out, 2 * self.bench.batch_size)
         return arm.method.decoding(
             model,

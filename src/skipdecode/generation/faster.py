@@ -51,8 +51,12 @@ def check_faster(
             raise ModelError(f"compile=True needs a C++ compiler ({error}): install g++, or leave it out") from None
 
 
-def faster_options(quantization: str | None, compile: bool, prepack: bool) -> dict[str, Any]:
-    """Those that are on, by name: what a time must be told with."""
+def faster_options(
+    quantization: str | None = None, compile: bool = False, prepack: bool = False, **others: Any
+) -> dict[str, Any]:
+    """Those that are on, by name: what a time must be told with. Raises UsageError for ``others``."""
+    if others:
+        raise UsageError(f"layers are made faster by quantization, compile and prepack, not by {', '.join(others)}")
     given = {"quantization": quantization, "compile": compile, "prepack": prepack}
     return {name: value for name, value in given.items() if value}
 

@@ -145,7 +145,7 @@ def batches(
     """(keys, rows, cost) of token-id ``prompts`` by batch; with a ``seed``, a key samples the same when run again."""
     options = {name: value for name, value in options.items() if value is not None or name not in REFUSED}
     check_options(options, batch_size, seed)
-    check_with_model(options, model.generation_config, skips=decoding is not None, seed=seed)
+    check_with_model(options, model.generation_config, seed)
     # Similar lengths share a batch, the longest first: what does not fit in memory shows at once.
     order = sorted(prompts, key=lambda i: (-len(prompts[i]), i))
     sizes = None

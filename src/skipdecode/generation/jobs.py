@@ -174,7 +174,7 @@ class GenerationJob:
         """
         config = read_config(self.model, self.revision)
         defaults = read_generation_config(self.model, self.revision)
-        check_with_model(self.options, defaults, skips=not self.full, seed=self.seed)
+        check_with_model(self.options, defaults, self.seed)
         check_batch_size(self.batch_size, self.options, defaults)
         self.engine.check(self, config, defaults)
         clock = ClockOf(self.clock, self.profile)

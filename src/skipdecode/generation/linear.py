@@ -20,7 +20,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class DecodingLinear(nn.Module):
-    """A linear module to decode with: it is neither saved, filled, moved nor trained.
+    """A linear module to decode with: it is neither saved, filled, moved, resized nor trained.
 
     There is no ``weight``: a family that reads a module's weight past its forward fails instead of taking it for
     another.
@@ -41,11 +41,18 @@ class DecodingLinear(nn.Module):
         self.dtype = weight.dtype
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
-    def refuse_training(self, x: Tensor) -> None:
-        """No gradient passes: without a word, the layers below would not be trained. Raises ModelError."""
+    def check_call(self, x: Tensor) -> None:
+        """No gradient passes, and weights keep their type: both without a word, were it not for this.
+
+        Raises ModelError: training, or ``torch.autocast``.
+        """
         if x.requires_grad and torch.is_grad_enabled():
             raise ModelError(
                 f"models with {self.option} are not trained: decode under torch.no_grad(), or leave it out"
+            )
+        if torch.is_autocast_enabled("cpu"):
+            raise ModelError(
+                f"weights of {self.option} keep their type: give load the dtype you need, and leave torch.autocast out"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecodingLinear:
@@ -66,6 +73,12 @@ class DecodingLinear(nn.Module):
     def _save_to_state_dict(self, *_: Any, **__: Any) -> NoReturn:
         raise ModelError(
             f"weights of {self.option} are made when a model is loaded, and not saved: load it without {self.option}"
+        )
+
+    def refuse_resize(self, *_: Any, **__: Any) -> NoReturn:
+        """In place of ``resize_token_embeddings``, which finds no weight, or gives a tied head one beside its own."""
+        raise ModelError(
+            f"weights of {self.option} keep their size: resize and save the model without {self.option}, and load that"
         )
 
     def _load_from_state_dict(self, *_: Any, **__: Any) -> NoReturn:
@@ -134,4 +147,5 @@ def replace_linear(model: PreTrainedModel, new: type[DecodingLinear]) -> None:
             f"{name} reads its weights past their modules: leave {new.option} out ({error})"
         ) from error
 
-    model.save_pretrained = next(each._save_to_state_dict for each in made.values())
+    one = next(iter(made.values()))
+    model.save_pretrained, model.resize_token_embeddings = one._save_to_state_dict, one.refuse_resize

@@ -66,26 +66,20 @@ def check_options(options: Mapping[str, Any], batch_size: int | str = 1, seed: i
     new, least = options.get("max_new_tokens"), options.get("min_new_tokens")
     if new is not None and least is not None and least > new:
         raise UsageError(f"min_new_tokens {least} is more than max_new_tokens {new}")
+    if not options.get("use_cache", True):  # the whole text would go to a cache that holds it already
+        raise UsageError("use_cache=False: each batch has a cache of its own, at full depth too; leave it out")
     if options.get("num_return_sequences", 1) != 1:
         raise UsageError("one text per prompt is generated: repeat the prompt instead of num_return_sequences")
 
 
-def check_with_model(
-    options: Mapping[str, Any], defaults: GenerationConfig, *, skips: bool, seed: int | None = None
-) -> None:
-    """What options mean together with a checkpoint's generation_config, which may ask for the same. Raises UsageError.
-
-    Args:
-        skips: whether a schedule or another method's cache is used.
-    """
+def check_with_model(options: Mapping[str, Any], defaults: GenerationConfig, seed: int | None = None) -> None:
+    """What options mean with a checkpoint's generation_config, which may ask for the same. Raises UsageError."""
     for name, reason in REFUSED.items():
         asked = name not in options and getattr(defaults, name, None)
         if asked and (reason == _GONE or name == "guidance_scale"):
             raise UsageError(f"the checkpoint's generation_config asks for {name}: {reason}; give {name}=None")
     if options.get("length_penalty") is not None and num_beams(options, defaults) == 1:
         raise UsageError("length_penalty goes with num_beams")
-    if skips and options.get("use_cache") is False:
-        raise UsageError("use_cache=False leaves a schedule nothing to skip by: it works through the cache")
     mark = options.get("watermarking_config", defaults.watermarking_config)
     if seed is not None and mark is not None and options.get("do_sample") and num_beams(options, defaults) == 1:
         raise UsageError("watermarking_config and seed: both would be the last to touch the scores; leave one out")

@@ -38,7 +38,7 @@ class PackedLinear(DecodingLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, inputs) to (…, outputs), in the type of the weight."""
-        self.refuse_training(x)
+        self.check_call(x)
         product = _opaque_product if torch.compiler.is_compiling() else _product
         return product(x, self.packed_weight, self.bias)
 
