@@ -6,8 +6,9 @@ from __future__ import annotations
 class Admission:
     """A gate before free slots.
 
-    It closes for requests that could run, but are fewer than a group; opens for a whole group, for all who wait, or
-    after ``max_wait`` seconds; and stays open until every slot is taken or nobody waits any more.
+    It closes where a whole group waits and fewer slots are free; opens when they are enough, when fewer wait than a
+    group has (then it is not slots that are short), or after ``max_wait`` seconds; and stays open until every slot is
+    taken or nobody waits any more.
 
     Args:
         together: requests of a group; may be changed at any time.
@@ -36,6 +37,7 @@ class Admission:
         if self._closed_since is None:
             self._closed_since = now
         waited = now - self._closed_since
-        self._open = self._open or free >= min(self.together, waiting) or waited >= self.max_wait
+        enough = free >= self.together or waiting < self.together
+        self._open = self._open or enough or waited >= self.max_wait
         self.held_steps += not self._open
         return not self._open

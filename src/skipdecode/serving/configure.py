@@ -40,7 +40,9 @@ def choose_worker(vllm_config: Any) -> None:
     parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
     scheduler = vllm_config.scheduler_config
     # Where nobody asked for ours, another one is kept, and so is scheduling ahead, for which ours has no class.
-    if serving.must_schedule or (serving.schedules and scheduler.scheduler_cls is None and not _is_ahead(scheduler)):
+    if serving.needs_scheduler or (
+        serving.wants_scheduler and scheduler.scheduler_cls is None and not _is_ahead(scheduler)
+    ):
         scheduler.scheduler_cls = SCHEDULER
 
 
@@ -61,11 +63,11 @@ def refusals(vllm_config: Any, serving: Serving) -> list[tuple[bool, str]]:
         (model.is_encoder_decoder, "encoder-decoder models have no schedules"),
         (model.uses_mrope, "multimodal positions are not supported"),
         (
-            serving.must_schedule and vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER),
+            serving.needs_scheduler and vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER),
             "admit_together and max_slowdown bring a scheduler of their own: leave --scheduler-cls out",
         ),
         (
-            serving.must_schedule and _is_ahead(vllm_config.scheduler_config),
+            serving.needs_scheduler and _is_ahead(vllm_config.scheduler_config),
             "admit_together and max_slowdown were not tried with steps scheduled ahead: --no-async-scheduling",
         ),
         (vllm_config.cache_config.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill is not supported"),

@@ -76,8 +76,8 @@ class Serving:
             raise ScheduleError("max_wait bounds the wait for a group, and admit_together 1 makes none: leave one out")
         self.max_slowdown = _number("max_slowdown", options.get("max_slowdown", 1), 1, 1000)
         #: Whether vLLM's scheduler is told anything, and whether that was asked for.
-        self.schedules = self.admit_together != 1 or self.max_slowdown > 1
-        self.must_schedule = self.schedules and bool(set(STEPS) & set(options))
+        self.wants_scheduler = self.admit_together != 1 or self.max_slowdown > 1
+        self.needs_scheduler = self.wants_scheduler and bool(set(STEPS) & set(options))
         # What cannot be had is refused at the start.
         served = {self.least, self.default, self.most, *(s for s in stored if self.least <= s <= self.most)}
         served |= {self.limits.speedup} if self.limits else set()
