@@ -6,7 +6,9 @@ float32, greedy, eager; the embedded checkpoint. ``make test-vllm`` runs these i
 from __future__ import annotations
 
 import logging
+import math
 import random
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +16,15 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
+from vllm.v1.request import RequestStatus
+
 from helpers.engine import Reference, Request, engine, runner, scheduler, serve
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.generation.loading import DEMO as DEMO_FOLDER
 from skipdecode.serving import scheduler as module
 from skipdecode.serving.scheduler import SkipScheduler
+from skipdecode.serving.step_costs import StepCosts
 
 SPEEDUPS = (1.0, 2.0, 3.0, 5.0)
 LAYERS = 24
@@ -112,25 +117,28 @@ def test_the_group_changes_while_requests_run(
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", lambda record: seen.append(record.getMessage()))
     monkeypatch.setattr(module, "EVERY", 4)
-    monkeypatch.setattr(module.StepCosts, "group", lambda *_: source.choice((1, 3, 8, 16)))
-    monkeypatch.setattr(module.logger, "level", logging.INFO)
-    module.logger.addHandler(handler)
+    monkeypatch.setattr(StepCosts, "group", lambda *_: source.choice((1, 3, 8, 16)))
     with engine(DEMO_FOLDER, **options(max_wait=0.05)) as made:
         its = scheduler(made)
-        found, since, longest = its.admission.holds, [None], [0.0]
+        level = module.logger.level
+        module.logger.setLevel(logging.INFO)
+        module.logger.addHandler(handler)
+        found, since, longest = its.admission.holds, math.inf, 0.0
 
         def holds(free: int, waiting: int, now: float) -> bool:
+            nonlocal since, longest
             held: bool = found(free, waiting, now)
-            since[0] = (now if since[0] is None else since[0]) if held else None
-            longest[0] = max(longest[0], now - since[0]) if since[0] is not None else longest[0]
+            since = min(since, now) if held else math.inf
+            longest = max(longest, now - since)
             return held
 
         monkeypatch.setattr(its.admission, "holds", holds)
         served = serve(made, requests, arrive=lambda step: source.choice((0, 1, 2, 3)))
     module.logger.removeHandler(handler)
+    module.logger.setLevel(level)
     assert [served.tokens[i] for i in range(len(requests))] == reference.texts(requests)
     assert its.admission.held_steps > 0
-    assert longest[0] < 0.05
+    assert longest < 0.05
     assert len(seen) > 2
     assert "let in by groups of" in seen[0]
     assert "a decode step takes" in seen[0]
@@ -153,7 +161,7 @@ def test_shallow_rows_do_not_wait_for_deep_ones(
         gaps: dict[float, list[float]] = {1.0: [], 5.0: []}
         for name, times in clock.tokens.items():
             request = requests[int(name.split(":")[1].split("-")[0])]
-            its = [after - before for before, after in zip(times, times[1:], strict=False)]
+            its = [after - before for before, after in pairwise(times)]
             assert max(its, default=0) <= slowdown * LAYERS + 6
             gaps[request.speedup] += its
         mean[slowdown] = {speedup: sum(each) / len(each) for speedup, each in gaps.items()}
@@ -162,12 +170,15 @@ def test_shallow_rows_do_not_wait_for_deep_ones(
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_turns_with_arrivals_and_aborts(reference: Reference, inputs: list[tuple[int, ...]], caching: bool) -> None:
+def test_turns_with_arrivals_and_aborts(
+    reference: Reference, inputs: list[tuple[int, ...]], caching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests of four speeds come and go; no block is lost."""
     source = random.Random(5)
     requests = requests_of(inputs, 256, seed=6)
     given = options(max_slowdown=3, admit_together=3)
     with engine(DEMO_FOLDER, enable_prefix_caching=caching, **given) as made:
+        Clock(made, monkeypatch)
         served = serve(
             made,
             requests,
@@ -204,19 +215,19 @@ def test_turns_under_forced_preemption(
         **options(max_slowdown=3, free_blocks=free),
     ) as made:
         its, preempted = scheduler(made), []
+        Clock(made, monkeypatch)
         found = its._preempt_request
 
         def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
-            preempted.append(its.partial_steps)
-            assert len(its.running) + 1 == sum(each.is_finished() is False for each in its.requests.values()) - len(
-                its.waiting
-            )
+            preempted.append(request)
+            begun = [each for each in its.requests.values() if each.status == RequestStatus.RUNNING]
+            assert len(its.running) + 1 == len(begun)  # it, and all others
             return found(request, *args, **kwargs)
 
         monkeypatch.setattr(its, "_preempt_request", counted)
         served = serve(made, requests)
-        assert its.partial_steps > 20
-        assert len(preempted) > 5
+        assert its.partial_steps > 5
+        assert len(preempted) >= 5
         pool = its.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
     assert [served.tokens[i] for i in range(len(requests))] == reference.texts(requests)

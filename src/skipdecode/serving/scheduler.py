@@ -35,6 +35,7 @@ class SkipScheduler(Scheduler):
         serving = serving_of(vllm_config)
         assert serving is not None
         self._pause_state: PauseState
+        self.running: list[Request]
         self.skip_serving = serving
         slots = self.max_num_running_reqs
         self.costs = StepCosts() if serving.admit_together == "auto" else None

@@ -155,7 +155,7 @@ def _group(value: Any) -> Any:
 
 
 def parse_group(text: str | None) -> int | str | None:
-    """``admit_together`` as people write it on a command line. What is no number is left for :class:`Serving` to judge."""
+    """``admit_together`` as people write it on a command line; what is no number is :class:`Serving`'s to judge."""
     return int(text) if text is not None and text.isdecimal() and len(text) < 7 else text
 
 
