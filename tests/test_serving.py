@@ -308,7 +308,7 @@ def vllm_config(**changes: Any) -> Any:
             tensor_parallel_size=1,
             enable_dbo=False,
         ),
-        scheduler_config=SimpleNamespace(scheduler_cls=None),
+        scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=False),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
         additional_config={"skipdecode": {"admit_together": 4}},
         use_v2_model_runner=False,
@@ -329,6 +329,26 @@ def test_the_plugin_chooses_its_worker_and_scheduler_twice_alike() -> None:
         choose_worker(made)
         assert made.parallel_config.worker_cls == "skipdecode.serving.worker.SkipCPUWorker"
         assert made.scheduler_config.scheduler_cls == SCHEDULER
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "expected"),
+    [
+        ({}, {}, SCHEDULER),
+        ({"max_slowdown": 2}, {}, SCHEDULER),
+        ({"admit_together": 1}, {}, None),
+        ({"admit_together": 1, "max_slowdown": 1}, {}, None),
+        ({}, {"scheduler_config__scheduler_cls": "mine.Scheduler"}, "mine.Scheduler"),
+        ({}, {"scheduler_config__async_scheduling": True}, None),
+    ],
+)
+def test_vllms_scheduler_stays_where_nothing_else_was_asked_for(
+    options: dict[str, Any], change: dict[str, Any], expected: str | None
+) -> None:
+    """Groups by measurement are the default, and give way to a scheduler of the operator's or one that looks ahead."""
+    made = vllm_config(additional_config={"skipdecode": options}, **change)
+    choose_worker(made)
+    assert made.scheduler_config.scheduler_cls == expected
 
 
 def test_a_stock_model_keeps_vllms_worker_whatever_is_asked() -> None:
@@ -357,6 +377,7 @@ def test_a_stock_model_keeps_vllms_worker_whatever_is_asked() -> None:
         ({"scheduler_config__scheduler_cls": "mine.Scheduler"}, "--scheduler-cls"),
         (INT8_HEAD | {"parallel_config__tensor_parallel_size": 2}, "tensor parallelism"),
         (INT8_HEAD | {"model_config__head_dtype": torch.float32}, "head_dtype"),
+        ({"scheduler_config__async_scheduling": True}, "--no-async-scheduling"),
     ],
 )
 def test_what_was_not_shown_to_be_exact_is_refused(change: dict[str, Any], message: str) -> None:

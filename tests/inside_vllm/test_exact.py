@@ -171,24 +171,3 @@ def test_prompts_of_their_own_depth(reference: Reference, prompts: list[tuple[in
         served = serve(made, requests)
     assert [served.tokens[i] for i in range(len(requests))] == reference.texts(requests, with_prompts)
     assert sum(served.cached.values()) > 0
-
-
-def test_admission_by_groups(reference: Reference, prompts: list[tuple[int, ...]]) -> None:
-    """Prompts come in fewer steps; texts stay, and none waits for ever."""
-    requests = [Request(r.prompt, r.speedup, 8 + r.new) for r in requests_of(prompts, 160, seed=9, most=48)]
-    with_prompts = {}
-    for group in (1, 4):
-        options = {"skipdecode": {"admit_together": group, "max_wait": 60}}
-        with engine(DEMO_FOLDER, additional_config=options) as made:
-            found = runner(made)._model_forward
-            tokens: list[tuple[int, int]] = []
-
-            def counted(input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
-                tokens.append((positions.shape[-1], runner(made).input_batch.num_reqs))  # noqa: B023
-                return found(input_ids, positions, *args, **kwargs)  # noqa: B023
-
-            runner(made)._model_forward = counted
-            served = serve(made, requests)
-        assert [served.tokens[i] for i in range(len(requests))] == reference.texts(requests)
-        with_prompts[group] = sum(count > rows for count, rows in tokens)
-    assert with_prompts[4] < 0.6 * with_prompts[1]

@@ -26,10 +26,14 @@ def serve(
     ] = None,
     prompt_layers: o.PromptLayers = None,
     admit_together: Annotated[
-        int | None, Option(min=1, help="Let new requests in by groups of so many (default: 1).")
+        str | None, Option(help="Let new requests in by groups of so many, or auto: as steps' times say (default).")
     ] = None,
     max_wait: Annotated[
-        float | None, Option(min=0, help="Seconds that a request waits for its group at most (default: 1).")
+        float | None, Option(help="Seconds that a slot stays free for a group at most (default: 1).")
+    ] = None,
+    max_slowdown: Annotated[
+        float | None,
+        Option(help="Deep rows may leave steps out, and take so many times as long a token at most (default: 1)."),
     ] = None,
     int8_head: Annotated[
         bool, Option("--int8-head", help="LM head with weights of 8 bits (CPUs): steps are quicker, logits change.")
@@ -57,14 +61,16 @@ def serve(
     """
     from ..core.schedule_checks import parse_prompt_layers
     from ..serving.server import server_command
+    from ..serving.settings import parse_group
 
     options = {
         "speedup": speedup,
         "min_speedup": min_speedup,
         "max_speedup": max_speedup,
         "prompt_layers": parse_prompt_layers(prompt_layers),
-        "admit_together": admit_together,
+        "admit_together": parse_group(admit_together),
         "max_wait": max_wait,
+        "max_slowdown": max_slowdown,
         "int8_head": int8_head or None,
         "load_speedup": load_speedup,
         "load_waiting": load_waiting,

@@ -11,7 +11,7 @@ from .settings import Serving
 #: vLLM's worker -> ours.
 WORKERS = {"vllm.v1.worker.cpu_worker.CPUWorker": "skipdecode.serving.worker.SkipCPUWorker"}
 
-SCHEDULER = "skipdecode.serving.scheduler.GroupScheduler"
+SCHEDULER = "skipdecode.serving.scheduler.SkipScheduler"
 
 
 def serving_of(vllm_config: Any) -> Serving | None:
@@ -38,8 +38,12 @@ def choose_worker(vllm_config: Any) -> None:
             raise UnsupportedModel(f"skipdecode in vLLM: {reason}")
     parallel = vllm_config.parallel_config
     parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
-    if serving.admit_together > 1:
-        vllm_config.scheduler_config.scheduler_cls = SCHEDULER
+    scheduler = vllm_config.scheduler_config
+    # Where nobody asked for ours, another one is kept, and so is scheduling ahead, for which ours has no class.
+    if serving.needs_scheduler or (
+        serving.wants_scheduler and scheduler.scheduler_cls is None and not _is_ahead(scheduler)
+    ):
+        scheduler.scheduler_cls = SCHEDULER
 
 
 def refusals(vllm_config: Any, serving: Serving) -> list[tuple[bool, str]]:
@@ -59,8 +63,12 @@ def refusals(vllm_config: Any, serving: Serving) -> list[tuple[bool, str]]:
         (model.is_encoder_decoder, "encoder-decoder models have no schedules"),
         (model.uses_mrope, "multimodal positions are not supported"),
         (
-            serving.admit_together > 1 and vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER),
-            "admit_together brings a scheduler of its own: leave --scheduler-cls out",
+            serving.needs_scheduler and vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER),
+            "admit_together and max_slowdown bring a scheduler of their own: leave --scheduler-cls out",
+        ),
+        (
+            serving.needs_scheduler and _is_ahead(vllm_config.scheduler_config),
+            "admit_together and max_slowdown were not tried with steps scheduled ahead: --no-async-scheduling",
         ),
         (vllm_config.cache_config.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill is not supported"),
         (serving.int8_head and parallel.tensor_parallel_size > 1, "int8_head was not tried with tensor parallelism"),
@@ -69,3 +77,7 @@ def refusals(vllm_config: Any, serving: Serving) -> list[tuple[bool, str]]:
             "head_dtype asks for a head of floats, int8_head for one of 8 bits: leave one of them out",
         ),
     ]
+
+
+def _is_ahead(scheduler_config: Any) -> bool:
+    return bool(scheduler_config.async_scheduling)

@@ -14,7 +14,10 @@ from .policy import Limits
 #: What ``--additional-config '{"skipdecode": {…}}'`` may say, beside which each has its default.
 REQUESTS = ("speedup", "min_speedup", "max_speedup", "prompt_layers")
 LOAD = ("load_speedup", "load_waiting", "load_token_ms", "load_release", "load_all")
-OPTIONS = (*REQUESTS, "schedule", "free_blocks", "int8_head", "admit_together", "max_wait", *LOAD)
+STEPS = ("admit_together", "max_wait", "max_slowdown")
+OPTIONS = (*REQUESTS, "schedule", "free_blocks", "int8_head", *STEPS, *LOAD)
+
+MOST_TOGETHER = 4096
 
 
 class Serving:
@@ -29,10 +32,12 @@ class Serving:
             ``"max"``, as many as that step runs) goes before the schedules' own. Or in place of these ``schedule``, as
             :meth:`Schedule.to_dict` writes it, for every request. Of the server: ``free_blocks`` (default: where vLLM
             can) frees keys and values of layers that a request will not run again; ``int8_head`` (default false) gives
-            the LM head weights of 8 bits; ``admit_together`` (default 1) lets new requests in by groups of so many, and
-            ``max_wait`` (default 1) bounds the seconds that one waits for its group; ``load_speedup`` with
-            ``load_waiting``, ``load_token_ms`` or both, ``load_release`` and ``load_all`` say what new requests get
-            under load, see :class:`~skipdecode.serving.policy.Limits`.
+            the LM head weights of 8 bits; ``admit_together`` lets new requests in by groups of so many (default
+            ``"auto"``: as the times of steps say), and ``max_wait`` (default 1) bounds the seconds that a slot stays
+            free for a group; ``max_slowdown`` (default 1) lets steps leave out rows of more layers than others have, so
+            that these take at most so many times as long per token; ``load_speedup`` with ``load_waiting``,
+            ``load_token_ms`` or both, ``load_release`` and ``load_all`` say what new requests get under load, see
+            :class:`~skipdecode.serving.policy.Limits`.
 
     Raises:
         ScheduleError: unknown options, or values that contradict each other or the model.
@@ -66,8 +71,14 @@ class Serving:
         self.named = {*stored, default, loaded, self.least, self.most}
         self.default = self.speedup(default)
         self.limits = _limits(options, self.speedup)
-        self.admit_together = int(_number("admit_together", options.get("admit_together", 1), 1, 4096))
+        self.admit_together = _group(options.get("admit_together", "auto"))
         self.max_wait = _number("max_wait", options.get("max_wait", 1), 0, 3600)
+        if "max_wait" in options and self.admit_together == 1:
+            raise ScheduleError("max_wait bounds the wait for a group, and admit_together 1 makes none: leave one out")
+        self.max_slowdown = _number("max_slowdown", options.get("max_slowdown", 1), 1, 1000)
+        #: Whether vLLM's scheduler is told anything, and whether that was asked for.
+        self.wants_scheduler = self.admit_together != 1 or self.max_slowdown > 1
+        self.needs_scheduler = self.wants_scheduler and bool(set(STEPS) & set(options))
         # What cannot be had is refused at the start.
         served = {self.least, self.default, self.most, *(s for s in stored if self.least <= s <= self.most)}
         served |= {self.limits.speedup} if self.limits else set()
@@ -136,6 +147,20 @@ def _limits(options: Mapping[str, Any], speedup: Callable[[Any], float]) -> Limi
     token_ms = _number("load_token_ms", options["load_token_ms"], 0, 1e9) if "load_token_ms" in given else None
     release = _number("load_release", options.get("load_release", 0.5), 0, 1)
     return Limits(speedup(options["load_speedup"]), waiting, token_ms, release, everyone)
+
+
+def _group(value: Any) -> Any:
+    """``admit_together``: a whole number, or "auto"."""
+    if value != "auto" and not (type(value) is int and 1 <= value <= MOST_TOGETHER):
+        raise ScheduleError(
+            f"admit_together must be a whole number from 1 to {MOST_TOGETHER}, or 'auto', not {repr(value)[:100]}"
+        )
+    return value
+
+
+def parse_group(text: str | None) -> int | str | None:
+    """``admit_together`` as people write it on a command line; what is no number is :class:`Serving`'s to judge."""
+    return int(text) if text is not None and text.isdecimal() and len(text) < 7 else text
 
 
 def _number(name: str, value: Any, least: float, most: float) -> float:
