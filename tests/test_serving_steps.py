@@ -277,3 +277,22 @@ def test_bad_options_of_steps_are_refused(options: dict[str, Any], message: str)
 def test_a_group_on_a_command_line_is_a_number_or_a_word() -> None:
     """What is neither is judged where all options are."""
     assert [parse_group(text) for text in (None, "auto", "8", "-1", "x")] == [None, "auto", 8, "-1", "x"]
+
+
+def test_requests_of_one_token_make_what_was_learned_forgotten() -> None:
+    """A scoring client never decodes: after some time nobody knows how long requests are."""
+    costs, _, _ = serve(0.03, 0.001, 0.1, 1e-4)
+    assert costs.known
+    for _ in range(12_000):
+        costs.add(0.02, 0, 10, 1)
+    assert not costs.known
+    assert costs.group(32, 5) == 1
+
+
+def test_prompts_of_one_length_keep_the_group() -> None:
+    """Steps that all hold as many prompt tokens do not say which part is extra, so the group stays what it was."""
+    costs, _, _ = serve(0.03, 0.001, 0.3, 1e-4)
+    assert costs.group(32) > 1
+    for _ in range(400):
+        costs.add(0.03 + 0.03 + 0.3 + 0.05, 28, 500, 5)
+    assert costs.group(32, 5) == 5

@@ -47,7 +47,10 @@ class Engine:
         self.runner._model_forward = timed
 
     def run(self, requests: list[list[float]]) -> dict[str, Any]:
-        """Serve the requests to their end."""
+        """Serve the requests to their end; what the scheduler has learned from others is forgotten."""
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        if getattr(scheduler, "costs", None) is not None:
+            scheduler.costs, scheduler.admission.together = type(scheduler.costs)(), 1
         source = random.Random(0)
         for prompt, new, speedup in requests:
             self.count += 1

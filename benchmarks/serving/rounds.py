@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import skipdecode
 from skipdecode.errors import JobError
 from skipdecode.files import parse_json, write
 
@@ -35,10 +37,13 @@ class Rounds:
                     f"{self._file} was measured with {name} {other['settings'].get(name)}, not {value}: give another "
                     "--output, or remove that folder"
                 )
+        self.code = _code()
+        if other := next((line for line in self.lines if line.get("code") != self.code), None):
+            raise JobError(f"{self._file} was measured with the code of {other.get('code')}, not {self.code}")
 
     def add(self, rows: Sequence[Row], **about: Any) -> None:
         """One more, on the disk when this returns."""
-        self.lines.append({"settings": self.settings, **about, "rows": list(rows)})
+        self.lines.append({"settings": self.settings, "code": self.code, **about, "rows": list(rows)})
         self.folder.mkdir(parents=True, exist_ok=True)
         write(self._file, "".join(f"{json.dumps(line)}\n" for line in self.lines))
 
@@ -62,6 +67,15 @@ class Rounds:
         settings = {name.replace("_", " "): str(value) for name, value in self.settings.items()}
         versions = "; ".join(dict.fromkeys(line["versions"] for line in self.lines))
         return settings | {"engines": versions, "command": "; ".join(dict.fromkeys(x["command"] for x in self.lines))}
+
+
+def _code() -> str:
+    """Which code is measured: that of the package and of vLLM's plugin."""
+    package = Path(skipdecode.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted([*package.glob("core/*.py"), *package.glob("serving/*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _median(kind: Row, pairs: Sequence[tuple[Row, Row]], ratios: dict[str, bool]) -> Row:

@@ -101,11 +101,12 @@ def summary(answer: dict[str, Any], slots: int) -> Row:
     plain = [step for step in answer["steps"] if step[2] == step[3] == slots]
     values = {
         "tokens_per_second": answer["tokens"] / answer["seconds"],
-        "prompt_share": sum(step[0] for step in answer["steps"] if step[2] > slots) / answer["seconds"],
+        "prompt_share": sum(step[0] for step in answer["steps"] if step[2] > step[3]) / answer["seconds"],
     }
     if plain:
-        values["step_ms"] = 1e3 * statistics.median(step[0] for step in plain)
-        values["forward_ms"] = 1e3 * statistics.median(step[1] for step in plain)
+        # Means: steps of a falling depth differ, and the layers they are compared with are a mean too.
+        values["step_ms"] = 1e3 * statistics.mean(step[0] for step in plain)
+        values["forward_ms"] = 1e3 * statistics.mean(step[1] for step in plain)
     if layers := answer["layers"]:
         values |= {f"layers_{name}": layers[name] / layers["full"] for name in ("needed", "run")}
     return values
@@ -131,7 +132,7 @@ def measure(given: argparse.Namespace, loads: dict[str, Rounds], num_layers: int
                     done = f"{load}, round {number + 1}, {engine} {speedup:g}x {form}"
                     print(f"{done}: {answer['seconds']:.1f} s", flush=True)
                     row: Row = {"engine": engine, "form": form, "speedup": speedup}
-                    row["step_layer_ratio"] = num_layers / made[key].average_depth(given.new_tokens)
+                    row["step_layer_ratio"] = num_layers / made[key].average_depth(given.new_tokens - 1)
                     rows.append(row | {"serving": serving if engine == PLUGIN else ""} | summary(answer, given.slots))
                 rounds.add(rows, versions=versions, command=given.command)
                 yield rounds

@@ -88,6 +88,7 @@ def started(given: argparse.Namespace, name: str, model: Path, token_ms: float =
         token_ms: for the load policy.
     """
     command = [given.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--enable-per-request-metrics"]  # as the plugin's servers have them
     if name != STOCK:
         own = [*plugin_options(name, given.slots, token_ms), *words(given.serving)]
         command = [given.python, "-m", "skipdecode", "serve", str(model), *own]

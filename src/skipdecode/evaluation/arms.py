@@ -79,7 +79,8 @@ def arms(
     for speedup in speedups if serving else ():
         if speedup > 1:
             flat = resolve_schedule(read_config(model), speedup, decay="constant")
-            result.append(Arm(get_method(DEFAULT_METHOD), speedup, model, f"flat-{speedup:g}x", flat, "flat"))
+            if flat != resolve_schedule(read_config(model), speedup):  # or the checkpoint was trained so
+                result.append(Arm(get_method(DEFAULT_METHOD), speedup, model, f"flat-{speedup:g}x", flat, "flat"))
     for path in schedules:
         schedule = Schedule.load(path)
         result.append(

@@ -125,9 +125,8 @@ class Evaluation:
                     row = json.loads(text)
             if arm is self.reference:
                 self._reference_texts, self._steps = row["texts"], row["timed_steps"]
-                for (
-                    each
-                ) in self.arms:  # a speed-up that cannot be had over so many steps shows before rows are measured
+                # A speed-up that cannot be had over so many steps shows before rows are measured.
+                for each in self.arms:
                     self.bench.planned(each, self._steps)
             yield row
 

@@ -45,13 +45,15 @@ class SkipScheduler(Scheduler):
         self.partial_steps = 0
         self._depths: set[int] = set()  # of the rows of the step at hand
         self._stuck = False  # waiting requests were offered free slots, and found no memory
-        # When each step under way began, its depths, decode rows, prompt tokens, and requests that had ended.
-        self._under_way: deque[tuple[float, set[int], int, int, int]] = deque()
+        # When each step under way began, its depths, decode rows, prompt tokens, requests that had ended, and whether
+        # rows are left out: such a step is shallower than others, which is no matter of rows.
+        self._under_way: deque[tuple[float, set[int], int, int, int, bool]] = deque()
         self._ended, self._steps = 0.0, 0
+        self._ends = 0  # of requests, since a step was counted
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, of the rows and with the new requests whose turn it is."""
-        began = time.monotonic()
+        began, before = time.monotonic(), self.partial_steps
         if self._pause_state == PauseState.UNPAUSED:
             output = self._schedule(began, args, kwargs)
         else:
@@ -64,19 +66,22 @@ class SkipScheduler(Scheduler):
                 rows += 1
             else:
                 prompt_tokens += count
-        self._under_way.append((began, self._depths, rows, prompt_tokens, len(output.finished_req_ids)))
+        partial = self.partial_steps > before
+        self._under_way.append((began, self._depths, rows, prompt_tokens, len(output.finished_req_ids), partial))
         return output
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; the oldest step under way has ended."""
         now = time.monotonic()
-        began, depths, rows, prompt_tokens, ended = self._under_way.popleft()
+        began, depths, rows, prompt_tokens, ended, partial = self._under_way.popleft()
         seconds = now - max(began, self._ended)  # where steps overlap, one begins when the other ends
         self._ended = now
         if self.turns is not None and rows + prompt_tokens:
             self.turns.ran(depths, None if prompt_tokens else seconds, now)
-        if self.costs is not None and rows + prompt_tokens:
-            self.costs.add(seconds, rows, prompt_tokens, ended)
+        self._ends += ended
+        if self.costs is not None and rows + prompt_tokens and not partial:
+            self.costs.add(seconds, rows, prompt_tokens, self._ends)
+            self._ends = 0
             self._steps += 1
             if self._steps % EVERY == 0:
                 self._choose_group(self.costs)

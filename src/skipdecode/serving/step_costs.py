@@ -21,6 +21,8 @@ ENOUGH = (32, 16, 8)
 SPIKE = 4.0
 #: Standard errors by which the extra of a step with prompts must exceed nothing.
 DOUBT = 2.0
+#: Prompt tokens of steps that differ by less than this share of their mean do not say what is extra and what is theirs.
+ALIKE = 0.05
 #: A group is chosen for this share of a request's seconds, not for less.
 WORTH = 0.02
 
@@ -125,7 +127,8 @@ class StepCosts:
     def known(self) -> bool:
         """Whether enough was seen to conclude anything."""
         seen = (self.decode.count, self.prompts.count, self._endings)
-        return all(count >= enough for count, enough in zip(seen, ENOUGH, strict=True)) and self._rows > 0
+        # Rows fade where nobody decodes any more: requests of one token.
+        return all(count >= enough for count, enough in zip(seen, ENOUGH, strict=True)) and self._rows >= 1
 
     @property
     def steps(self) -> float:
@@ -154,6 +157,8 @@ class StepCosts:
         """
         if not self.known:
             return 1
+        if self.prompts.xx < self.prompts.weight * (ALIKE * self.prompts.x) ** 2:
+            return now  # groups of prompts of one length would make themselves forgotten
         costs = self.per_request(slots)
         limit = (1 + WORTH) * min(costs)
         kept = (group for group in (1, now) if group <= slots and costs[group - 1] <= limit)
