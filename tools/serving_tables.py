@@ -12,13 +12,13 @@ from skipdecode.clock.tables import markdown_table
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "serving"
 
 
-def serving(folder: str = "opt-1.3b-bfloat16-32") -> None:
-    """vLLM with the plugin beside stock vLLM: a whole step, its forward pass, and a queue's throughput."""
+def serving(folder: str = "opt-1.3b-bfloat16-32", options: str = "admit_together 1") -> None:
+    """vLLM with the plugin, with these of its options, beside stock vLLM: a step, its forward pass, a queue."""
     of = {
         (load, row["engine"], row["form"], row["speedup"]): row
         for load in ("lockstep", "continuous")
         for row in _rows(f"{folder}/{load}")
-        if not row["serving"]
+        if row["engine"] == "stock" or row["serving"] == options
     }
 
     def ratio(*name: Any, field: str) -> str:
