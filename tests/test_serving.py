@@ -190,6 +190,20 @@ def test_each_token_passes_its_own_layers(layer: type[nn.Module], run: Any) -> N
     assert gates.run_tokens == gates.needed_tokens == step.runs.sum() < gates.full_tokens
 
 
+def test_layers_that_are_called_past_their_gates_are_noticed() -> None:
+    """As in a compiled graph, which holds the depth at which it was traced."""
+    step = plan([(2.0, 3, 30, 1), (4.0, 3, 30, 1)])
+    layers = nn.ModuleList(Native() for _ in range(LAYERS))
+    gates = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
+    gates.begin(step, nothing)
+    native(layers, step.tokens)
+    gates.end()
+    gates.require_followed()
+    gates.begin(step, nothing)
+    with pytest.raises(RuntimeError, match="layers past them"):
+        gates.require_followed()
+
+
 def test_a_layer_that_no_token_needs_is_not_called() -> None:
     """That is where the time goes."""
     step = plan([(2.0, 3, 30, 1), (4.0, 3, 30, 1)])
@@ -306,12 +320,14 @@ def vllm_config(**changes: Any) -> Any:
             pipeline_parallel_size=1,
             data_parallel_size=1,
             tensor_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
             enable_dbo=False,
         ),
         scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=False),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+        compilation_config=SimpleNamespace(mode=None),
         additional_config={"skipdecode": {"admit_together": 4}},
-        use_v2_model_runner=False,
         speculative_config=None,
         kv_transfer_config=None,
         lora_config=None,
@@ -327,7 +343,7 @@ def test_the_plugin_chooses_its_worker_and_scheduler_twice_alike() -> None:
     made = vllm_config()
     for _ in range(2):
         choose_worker(made)
-        assert made.parallel_config.worker_cls == "skipdecode.serving.worker.SkipCPUWorker"
+        assert made.parallel_config.worker_cls == "skipdecode.serving.worker_cpu.SkipCPUWorker"
         assert made.scheduler_config.scheduler_cls == SCHEDULER
 
 
@@ -363,12 +379,15 @@ def test_a_stock_model_keeps_vllms_worker_whatever_is_asked() -> None:
     ("change", "message"),
     [
         ({"model_config__runner_type": "pooling"}, "only models that generate"),
-        ({"parallel_config__worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "never tried"),
-        ({"use_v2_model_runner": True}, "runner V2"),
+        ({"parallel_config__worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "GPUs were never tried"),
+        ({"parallel_config__worker_cls": "another.Worker"}, "no adapter for the worker another"),
+        ({"compilation_config__mode": SimpleNamespace(name="STOCK_TORCH_COMPILE")}, "stock torch.compile"),
         ({"speculative_config": object()}, "speculation"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
         ({"parallel_config__data_parallel_size": 2}, "data parallel"),
         ({"parallel_config__enable_dbo": True}, "dual batch"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "context parallelism"),
         ({"kv_transfer_config": object()}, "KV connectors"),
         ({"lora_config": object()}, "LoRA"),
         ({"model_config__is_encoder_decoder": True}, "encoder-decoder"),

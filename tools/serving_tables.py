@@ -12,7 +12,11 @@ from skipdecode.clock.tables import markdown_table
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "serving"
 
 
-def serving(folder: str = "opt-1.3b-bfloat16-32", options: str = "admit_together 1") -> None:
+def serving(
+    folder: str = "opt-1.3b-bfloat16-32",
+    options: str = "admit_together 1",
+    forms: Sequence[str] = ("flat", "falling"),
+) -> None:
     """vLLM with the plugin, with these of its options, beside stock vLLM: a step, its forward pass, a queue."""
     of = {
         (load, row["engine"], row["form"], row["speedup"]): row
@@ -25,9 +29,9 @@ def serving(folder: str = "opt-1.3b-bfloat16-32", options: str = "admit_together
         return f"{value:.2f}x" if (value := of.get(name, {}).get(f"{field}_ratio")) else ""
 
     lines = {}
-    for (_, *schedule), row in of.items():
+    for (_, *schedule), row in sorted(of.items(), key=lambda item: (item[0][1] != "stock", item[0][3], item[0][2:])):
         engine, form, speedup = schedule
-        if form == "prompt":
+        if form not in ("", *forms):
             continue
         lines[engine, form, speedup] = (
             "stock" if engine == "stock" else f"{speedup:g}x {form}".strip(),
@@ -69,6 +73,29 @@ def load(folder: str = "demo-32") -> None:
             for row in _rows(f"{folder}/load")
         ),
         words=2,
+    )
+
+
+def sharing(folder: str = "opt-1.3b-bfloat16-32") -> None:
+    """What groups of new requests gain, and turns of slow rows."""
+
+    def cell(row: dict[str, Any], name: str) -> str:
+        return f"{row[name]:.0f} ({row[f'{name}_ratio']:.2f}x)" if row.get(name) else ""
+
+    _print(
+        ("requests", "`--admit-together`", "`--max-slowdown`", "tokens/s", "per token, ms: at 1x", "at 5x"),
+        (
+            (
+                "all at 5x" if row["queue"] == "fast" else "1x and 5x in turn",
+                str(row["admit_together"]),
+                f"{row['max_slowdown']:g}",
+                f"{row['tokens_per_second']:.1f} ({row['tokens_per_second_ratio']:.2f}x)",
+                cell(row, "slow_token_ms"),
+                cell(row, "fast_token_ms"),
+            )
+            for row in _rows(f"{folder}/sharing")
+        ),
+        words=1,
     )
 
 

@@ -1,8 +1,9 @@
 """One vLLM engine in a process of its own, stepped by hand: lines of JSON in, lines of JSON out.
 
-First line in: ``{"model", "options"}``; then ``{"requests": [[prompt tokens, new tokens, speed-up], …]}``,
-all waiting at the start. Each is answered by ``{"seconds", "steps": [[seconds, seconds of the forward pass, tokens,
-requests that got a token], …], "layers"}``.
+First line in: ``{"model", "options"}``; then ``{"requests": [[prompt tokens, new tokens, speed-up], …], "sharing"}``,
+all waiting at the start; ``sharing`` is how the plugin's scheduler lets them share steps, where it runs. Each is
+answered by ``{"seconds", "steps": [[seconds, seconds of the forward pass, tokens, requests that got a token], …],
+"requests": [[seconds to the first token, seconds to the last], …], "layers"}``.
 """
 
 from __future__ import annotations
@@ -46,12 +47,16 @@ class Engine:
 
         self.runner._model_forward = timed
 
-    def run(self, requests: list[list[float]]) -> dict[str, Any]:
+    def run(self, requests: list[list[float]], sharing: dict[str, Any]) -> dict[str, Any]:
         """Serve the requests to their end; what the scheduler has learned from others is forgotten."""
         scheduler = self.engine.engine_core.engine_core.scheduler
-        if getattr(scheduler, "costs", None) is not None:
-            scheduler.costs, scheduler.admission.together = type(scheduler.costs)(), 1
+        if hasattr(scheduler, "share"):
+            names = ("admit_together", "max_wait", "max_slowdown")
+            scheduler.share(**{name: getattr(scheduler.skip_serving, name) for name in names} | sharing)
+        elif sharing:
+            raise ValueError(f"vLLM's own scheduler runs, and knows nothing of {', '.join(sharing)}")
         source = random.Random(0)
+        first = self.count + 1
         for prompt, new, speedup in requests:
             self.count += 1
             ids = [source.randrange(10, 1000) for _ in range(int(prompt))]
@@ -61,19 +66,24 @@ class Engine:
             )
             self.engine.add_request(str(self.count), TokensPrompt(prompt_token_ids=ids), params)
         steps, written = [], 0
+        times: list[list[float]] = [[] for _ in requests]
         before = self._layers()
         start = time.perf_counter()
         while self.engine.has_unfinished_requests():
             at = time.perf_counter()
             outputs = self.engine.step()
-            steps.append([time.perf_counter() - at, self.forward, self.tokens, len(outputs)])
-            written += sum(len(output.outputs[0].token_ids) for output in outputs if output.finished)
+            now = time.perf_counter()
+            steps.append([now - at, self.forward, self.tokens, len(outputs)])
+            for output in outputs:
+                place = int(output.request_id) - first
+                times[place] = [*times[place][:1], now - start]
+                written += len(output.outputs[0].token_ids) if output.finished else 0
         seconds = time.perf_counter() - start
         wanted = sum(int(new) for _, new, _ in requests)
         if written != wanted:
             raise ValueError(f"{wanted} new tokens were asked for, {written} were written")
         layers = {name: after - before[name] for name, after in self._layers().items()}
-        return {"seconds": seconds, "tokens": written, "steps": steps, "layers": layers}
+        return {"seconds": seconds, "tokens": written, "steps": steps, "requests": times, "layers": layers}
 
     def _layers(self) -> dict[str, int]:
         plan = self.runner.skip_plan if self.plugin else None
@@ -89,7 +99,8 @@ def main() -> None:
     versions = f"vLLM {vllm.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
     print(json.dumps({"plugin": engine.plugin, "versions": versions}), file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(engine.run(json.loads(line)["requests"])), file=answers, flush=True)
+        asked = json.loads(line)
+        print(json.dumps(engine.run(asked["requests"], asked.get("sharing", {}))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

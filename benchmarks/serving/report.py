@@ -24,6 +24,7 @@ ABOUT = {
 def rows_of(rounds: Rounds) -> list[Row]:
     """A row for each engine and schedule."""
     rows = rounds.medians(["engine", "form", "speedup", "serving"], RATIOS)
+    rows.sort(key=lambda row: (row["engine"] != STOCK, row["serving"], row["speedup"], row["form"]))
     names = ("model", "slots", "load")
     return [{name: rounds.settings[name] for name in names} | row for row in rows]
 

@@ -14,7 +14,7 @@ from skipdecode.errors import JobError
 from skipdecode.files import parse_json, write
 
 Row = dict[str, Any]
-#: Of vLLM without the plugin, which every round has: ratios are to what it got in the same round.
+#: vLLM without the plugin.
 STOCK = "stock"
 
 
@@ -52,14 +52,13 @@ class Rounds:
 
         Args:
             names: the fields that say which kind a row is.
-            ratios: fields that are compared with the stock row of the same round; whether less is better. ``1.5`` in
+            ratios: fields that are compared with the first row of the same round; whether less is better. ``1.5`` in
                 ``NAME_ratio`` is half as much again, or two thirds of the time.
         """
         pairs: dict[tuple[Any, ...], list[tuple[Row, Row]]] = {}
         for line in self.lines:
-            stock = next(row for row in line["rows"] if row["engine"] == STOCK)
             for row in line["rows"]:
-                pairs.setdefault(tuple(row.get(name) for name in names), []).append((row, stock))
+                pairs.setdefault(tuple(row.get(name) for name in names), []).append((row, line["rows"][0]))
         return [_median(dict(zip(names, kind, strict=True)), found, ratios) for kind, found in pairs.items()]
 
     def about(self) -> dict[str, str]:
@@ -81,7 +80,7 @@ def _code() -> str:
 def _median(kind: Row, pairs: Sequence[tuple[Row, Row]], ratios: dict[str, bool]) -> Row:
     values: Row = kind | {"rounds": len(pairs)}
     for name in dict.fromkeys(name for row, _ in pairs for name in row if name not in kind):
-        found = [(row[name], stock.get(name)) for row, stock in pairs if row.get(name) is not None]
+        found = [(row[name], base.get(name)) for row, base in pairs if row.get(name) is not None]
         values[name] = statistics.median(mine for mine, _ in found) if found else None
         if name in ratios:
             both = [(mine, theirs) for mine, theirs in found if mine and theirs]

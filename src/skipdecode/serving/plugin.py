@@ -99,6 +99,8 @@ def _settled(found: Any) -> Any:
         request = found(self, *args, **kwargs)
         if serving is not None and request.sampling_params is not None:
             with _bad_request():
+                if request.mm_features:
+                    raise ScheduleError("only text, here: attention across a picture was not tried with schedules")
                 if request.resumable:
                     raise ScheduleError("a prompt that goes on growing has no place where a schedule begins")
                 # The request's own copy.

@@ -37,10 +37,7 @@ class SkipScheduler(Scheduler):
         self._pause_state: PauseState
         self.running: list[Request]
         self.skip_serving = serving
-        slots = self.max_num_running_reqs
-        self.costs = StepCosts() if serving.admit_together == "auto" else None
-        self.admission = Admission(1 if self.costs else min(serving.admit_together, slots), serving.max_wait)
-        self.turns = Turns(serving.max_slowdown) if serving.max_slowdown > 1 else None
+        self.share(serving.admit_together, serving.max_wait, serving.max_slowdown)
         #: Steps that left rows out.
         self.partial_steps = 0
         self._depths: set[int] = set()  # of the rows of the step at hand
@@ -48,7 +45,15 @@ class SkipScheduler(Scheduler):
         # When each step under way began, its depths, decode rows, prompt tokens, requests that had ended, and whether
         # rows are left out: such a step is shallower than others, which is no matter of rows.
         self._under_way: deque[tuple[float, set[int], int, int, int, bool]] = deque()
-        self._ended, self._steps = 0.0, 0
+        self._ended = 0.0
+
+    def share(self, admit_together: int | str, max_wait: float, max_slowdown: float) -> None:
+        """Let requests share steps as these settings say, and forget what steps have taken so far."""
+        self.costs = StepCosts() if admit_together == "auto" else None
+        together = 1 if isinstance(admit_together, str) else min(admit_together, self.max_num_running_reqs)
+        self.admission = Admission(together, max_wait)
+        self.turns = Turns(max_slowdown) if max_slowdown > 1 else None
+        self._steps = 0
         self._ends = 0  # of requests, since a step was counted
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,52 @@
+"""vLLM's model runner V1, adapted: what it has prepared for a step, read where it calls the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from vllm.forward_context import get_forward_context
+
+from .depths import Step
+from .narrow import Prepared
+from .requests import speedup_of
+from .runner import Skipping
+
+
+class SkippingV1(Skipping):
+    """Stands before a runner of interface V1."""
+
+    def _model_forward(self, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not get_forward_context().attn_metadata:  # a dry run, for memory or compilation: all layers
+            return super()._model_forward(input_ids, positions, *args, **kwargs)
+        with self.following(self._step(positions), self._prepared):
+            return super()._model_forward(input_ids, positions, *args, **kwargs)
+
+    def _step(self, positions: Any) -> Step:
+        batch = self.input_batch
+        count = batch.num_reqs
+        tables = []
+        for name in batch.req_ids:
+            request = self.requests[name]
+            if (table := getattr(request, "skip_table", None)) is None:
+                table = request.skip_table = self.skip_tables.of(speedup_of(request.sampling_params))
+            tables.append(table)
+        return self.planned(
+            tables,
+            np.diff(self.query_start_loc.np[: count + 1]).astype(np.int64),
+            batch.num_computed_tokens_cpu[:count].astype(np.int64),
+            batch.num_prompt_tokens[:count].astype(np.int64),
+            positions,
+        )
+
+    def _prepared(self) -> Prepared:
+        batch = self.input_batch
+        count = batch.num_reqs
+        return Prepared(
+            groups=self.attn_groups,
+            block_table=lambda place: batch.block_table[place].get_device_tensor(count),
+            lengths=self.seq_lens[:count],
+            lengths_cpu=self.optimistic_seq_lens_cpu[:count],
+            prefilling=batch.num_computed_tokens_cpu_tensor[:count] < batch.num_prompt_tokens_cpu_tensor[:count],
+            positions=self.positions,
+        )

@@ -1,0 +1,11 @@
+"""vLLM's GPU worker, following schedules. Written against vLLM's source; never run (configure.py refuses it)."""
+
+from __future__ import annotations
+
+from vllm.v1.worker.gpu_worker import Worker
+
+from .worker import SkipWorker
+
+
+class SkipGPUWorker(SkipWorker, Worker):
+    """vLLM's GPU worker with a runner of ours."""
