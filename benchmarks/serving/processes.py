@@ -23,6 +23,7 @@ def variables(plugins: str) -> dict[str, str]:
         "OMP_NUM_THREADS": str(len(cores)),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # seconds; a client's idle connection may be cut as it is used again
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
