@@ -40,7 +40,7 @@ class Client:
     def __init__(self, process: Talking, given: argparse.Namespace, tokenizer: Path) -> None:
         self._process = process
         self.versions = process.ask([])["versions"]
-        self._requests = given.requests
+        self._requests, self._slots = given.requests, given.slots
         self._options = ["--tokenizer", str(tokenizer), "--temperature", "0", "--disable-tqdm"]
         self._options += ["--dataset-name", "random", "--random-input-len", str(given.prompt_tokens)]
         self._options += ["--random-output-len", str(given.new_tokens)]
@@ -51,6 +51,9 @@ class Client:
         command = ["--base-url", server.url, "--model", server.model, *self._options]
         command += ["--request-rate", str(rate or "inf"), *more]
         with server.awake():
+            # While it slept its pages may have gone to the disk, which takes seconds to mend.
+            brief = ["--request-rate", "inf", "--random-output-len", "8", "--num-prompts", str(self._slots)]
+            self._process.ask([*command, *brief])
             had = Had(server)
             found = self._process.ask([*command, "--num-prompts", str(requests or self._requests)])
             if found["failed"]:
@@ -73,9 +76,7 @@ def measure(given: argparse.Namespace, rounds: Rounds) -> Iterator[Rounds]:
 
         def start(name: str, token_ms: float = 0) -> Server:
             print(f"starting {name}", flush=True)
-            server = stack.enter_context(started(given, name, model, token_ms))
-            client.ask(server, None, "--random-output-len", "4", requests=given.slots)  # to warm up
-            return server
+            return stack.enter_context(started(given, name, model, token_ms))
 
         program = [given.python, str(Path(__file__).with_name("client.py"))]
         process = stack.enter_context(Talking(program, given.work / "logs" / "client.log"))
