@@ -65,7 +65,7 @@ test-vllm: $(VLLM)/installed
 # The same on vLLM's model runner V2, which GPUs have: its Triton kernels are interpreted, line by line. V2="-k name".
 test-vllm-v2: $(VLLM)/installed
 	TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 OMP_NUM_THREADS=1 \
-		$(VLLM)/bin/python -m pytest tests/inside_vllm/test_exact.py $(V2)
+		$(VLLM)/bin/python -m pytest tests/inside_vllm/test_exact.py tests/inside_vllm/test_compiled.py $(V2)
 
 # All of what `make test` tests in small, for a quarter of an hour: kills, full disks, fuzz, threads, families, habits.
 # TORTURE="kills fuzz/options --seconds 60 --seed 7" chooses.
