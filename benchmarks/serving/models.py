@@ -40,7 +40,7 @@ def options(program: str, doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--smoke", action="store_true", help="in a minute or two, whether it works: no figures")
     parser.add_argument("--python", default=".venv-vllm/bin/python", help="of the environment that has vLLM")
     parser.add_argument("--work", type=Path, default=Path("runs/serving"), help="checkpoints and logs")
-    parser.add_argument("--output", type=Path, default=Path("results/serving"))
+    parser.add_argument("--output", type=Path, default=Path("runs/serving/results"))
     return parser
 
 

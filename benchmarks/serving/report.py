@@ -14,7 +14,7 @@ HEADS += ["layers run", "in prompts", "rounds"]
 ABOUT = {
     "layers": "fewer layers in a decode step: the model's over those that the schedule runs on average",
     "of stock, faster": "stock's time over the row's, or the row's tokens/s over stock's, in the same round; medians",
-    "step, forward": "the median step in which every slot writes and none reads a prompt; the model alone, without "
+    "step, forward": "the mean step in which every slot writes and none reads a prompt; the model alone, without "
     "head, sampling and scheduling",
     "layers run": "tokens times layers that ran, of full depth's, prompts included",
     "in prompts": "the share of the time that steps with prompts took",

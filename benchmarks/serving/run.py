@@ -3,7 +3,7 @@
     python benchmarks/serving --slots 32 --rounds 2                      # OPT-1.3B's shape, bfloat16
     python benchmarks/serving --precision w8a8 --loads lockstep          # int8, one load alone
 
-Lockstep: as many requests as slots, all of one length, start together; the median step of those without a prompt
+Lockstep: as many requests as slots, all of one length, start together; the mean step of those without a prompt
 counts. Continuous: three requests per slot, all waiting, of random lengths, so that prompts come in while others write.
 Every budget runs in one engine: a request's schedule is its own. Each round is saved when it is done, and a later call
 adds to it; medians count, and ratios are to stock vLLM in the same round.
