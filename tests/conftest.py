@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":  # make test-vllm-v2
-    from helpers.interpreted import allow
 
-    allow()  # before anything imports vLLM
+from helpers import interpreted
+
+if interpreted.V2:
+    interpreted.allow()  # before anything imports vLLM
 
 import pytest
 import torch

@@ -83,10 +83,12 @@ def sharing(folder: str = "opt-1.3b-bfloat16-32") -> None:
         return f"{row[name]:.0f} ({row[f'{name}_ratio']:.2f}x)" if row.get(name) else ""
 
     _print(
-        ("requests", "`--admit-together`", "`--max-slowdown`", "tokens/s", "per token, ms: at 1x", "at 5x"),
+        ("requests", "`--admit-together`", "`--max-slowdown`", "tokens/s", "per token, ms: the slow", "the fast"),
         (
             (
-                "all at 5x" if row["queue"] == "fast" else "1x and 5x in turn",
+                f"all at {row['fast']:g}x"
+                if row["queue"] == "fast"
+                else f"{row['slow']:g}x and {row['fast']:g}x in turn",
                 str(row["admit_together"]),
                 f"{row['max_slowdown']:g}",
                 f"{row['tokens_per_second']:.1f} ({row['tokens_per_second_ratio']:.2f}x)",

@@ -46,16 +46,16 @@ class Client:
         self._options += ["--random-output-len", str(given.new_tokens)]
         self._options += ["--random-range-ratio", json.dumps({"input": 0.0, "output": 0.5})]
 
-    def ask(self, server: Server, rate: float | None = None, *more: str, requests: int | None = None) -> Row:
-        """Requests a second (None: all at once), and other options; ``requests``: only so many. Raises RuntimeError."""
+    def ask(self, server: Server, rate: float | None = None, *more: str) -> Row:
+        """Requests a second (None: all at once), and other options. Raises RuntimeError if one fails."""
         command = ["--base-url", server.url, "--model", server.model, *self._options]
         command += ["--request-rate", str(rate or "inf"), *more]
         with server.awake():
-            # While it slept its pages may have gone to the disk, which takes seconds to mend.
+            # The first requests to a server that was just started, or slept, do not count.
             brief = ["--request-rate", "inf", "--random-output-len", "8", "--num-prompts", str(self._slots)]
             self._process.ask([*command, *brief])
             had = Had(server)
-            found = self._process.ask([*command, "--num-prompts", str(requests or self._requests)])
+            found = self._process.ask([*command, "--num-prompts", str(self._requests)])
             if found["failed"]:
                 raise RuntimeError(f"{found['failed']} requests failed: see {self._process.log.parent}")
             return {name: found[name] for name in KEPT} | had.since()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from skipdecode.clock.tables import save_tables
 
-from .rounds import STOCK, Rounds, Row
+from .rounds import STOCK, Rounds, Row, shown
 
 #: What is compared, and whether less is better.
 RATIOS = {"request_throughput": False, "output_throughput": False, "request_goodput": False}
@@ -45,21 +45,18 @@ def server_name(row: Row) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    def shown(name: str, form: str) -> str:
-        return form.format(row[name]) if row.get(name) is not None else ""
-
     return [
         row["arrivals"] + ("" if row["rate"] is None else f" ({row['rate']:.2f}/s)"),
         server_name(row),
-        shown("request_throughput", "{:.2f}"),
-        shown("output_throughput", "{:.1f}"),
-        shown("output_throughput_ratio", "{:.2f}x"),
-        shown("request_goodput", "{:.2f}"),
-        shown("median_ttft_ms", "{:.0f}"),
-        shown("p99_ttft_ms", "{:.0f}"),
-        shown("median_tpot_ms", "{:.1f}"),
-        shown("p99_tpot_ms", "{:.1f}"),
-        shown("mean_speedup", "{:.2f}x"),
-        shown("decode_layer_ratio", "{:.2f}x"),
-        shown("moved", "{:.0f}"),
+        shown(row, "request_throughput", "{:.2f}"),
+        shown(row, "output_throughput", "{:.1f}"),
+        shown(row, "output_throughput_ratio", "{:.2f}x"),
+        shown(row, "request_goodput", "{:.2f}"),
+        shown(row, "median_ttft_ms", "{:.0f}"),
+        shown(row, "p99_ttft_ms", "{:.0f}"),
+        shown(row, "median_tpot_ms", "{:.1f}"),
+        shown(row, "p99_tpot_ms", "{:.1f}"),
+        shown(row, "mean_speedup", "{:.2f}x"),
+        shown(row, "decode_layer_ratio", "{:.2f}x"),
+        shown(row, "moved", "{:.0f}"),
     ]

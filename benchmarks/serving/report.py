@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from skipdecode.clock.tables import save_tables
 
-from .rounds import STOCK, Rounds, Row
+from .rounds import STOCK, Rounds, Row, shown
 
 #: What is compared, and whether less is better.
 RATIOS = {"tokens_per_second": False, "step_ms": True, "forward_ms": True}
@@ -44,19 +44,16 @@ def schedule_name(row: Row) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    def shown(name: str, form: str) -> str:
-        return form.format(row[name]) if row.get(name) is not None else ""
-
     return [
         schedule_name(row),
         f"{row['step_layer_ratio']:.2f}x",
-        shown("tokens_per_second", "{:.1f}"),
-        shown("tokens_per_second_ratio", "{:.2f}x"),
-        shown("step_ms", "{:.1f}"),
-        shown("step_ms_ratio", "{:.2f}x"),
-        shown("forward_ms", "{:.1f}"),
-        shown("forward_ms_ratio", "{:.2f}x"),
-        shown("layers_run", "{:.0%}"),
-        shown("prompt_share", "{:.0%}"),
+        shown(row, "tokens_per_second", "{:.1f}"),
+        shown(row, "tokens_per_second_ratio", "{:.2f}x"),
+        shown(row, "step_ms", "{:.1f}"),
+        shown(row, "step_ms_ratio", "{:.2f}x"),
+        shown(row, "forward_ms", "{:.1f}"),
+        shown(row, "forward_ms_ratio", "{:.2f}x"),
+        shown(row, "layers_run", "{:.0%}"),
+        shown(row, "prompt_share", "{:.0%}"),
         str(row["rounds"]),
     ]

@@ -68,6 +68,11 @@ class Rounds:
         return settings | {"engines": versions, "command": "; ".join(dict.fromkeys(x["command"] for x in self.lines))}
 
 
+def shown(row: Row, name: str, form: str) -> str:
+    """A value as a table's cell; empty where the row has none."""
+    return form.format(row[name]) if row.get(name) is not None else ""
+
+
 def _code() -> str:
     """Which code is measured: that of the package and of vLLM's plugin."""
     package = Path(skipdecode.__file__).parent

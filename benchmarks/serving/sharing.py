@@ -23,7 +23,7 @@ from skipdecode.errors import SkipDecodeError
 
 from .models import config_of, label, options, parse, settings
 from .processes import PLUGIN, Talking
-from .rounds import Rounds, Row
+from .rounds import Rounds, Row, shown
 from .run import engines, workload
 
 PROGRAM = "benchmarks/serving sharing"
@@ -92,25 +92,24 @@ def save(rounds: Rounds) -> None:
     """table.md, table.csv and table.json beside the rounds."""
     rows = rounds.medians(["queue", "admit_together", "max_slowdown"], RATIOS)
     rows.sort(key=lambda row: row["queue"])
-    save_tables(rounds.folder, rows, HEADS, [_cells(row, rounds) for row in rows], rounds.about() | ABOUT)
+    names = ("model", "slots", "slow", "fast")
+    rows = [{name: rounds.settings[name] for name in names} | row for row in rows]
+    save_tables(rounds.folder, rows, HEADS, [_cells(row) for row in rows], rounds.about() | ABOUT)
 
 
-def _cells(row: Row, rounds: Rounds) -> list[str]:
-    def shown(name: str, form: str) -> str:
-        return form.format(row[name]) if row.get(name) is not None else ""
-
-    slow, fast = (f"{rounds.settings[name]:g}x" for name in ("slow", "fast"))
+def _cells(row: Row) -> list[str]:
+    slow, fast = (f"{row[name]:g}x" for name in ("slow", "fast"))
     return [
         f"all {fast}" if row["queue"] == "fast" else f"{slow} and {fast} in turn",
         str(row["admit_together"]),
         f"{row['max_slowdown']:g}",
-        shown("tokens_per_second", "{:.1f}"),
-        shown("tokens_per_second_ratio", "{:.2f}x"),
-        shown("slow_token_ms", "{:.0f}"),
-        shown("slow_token_ms_ratio", "{:.2f}x"),
-        shown("fast_token_ms", "{:.0f}"),
-        shown("fast_token_ms_ratio", "{:.2f}x"),
-        shown("first_token_ms", "{:.0f}"),
+        shown(row, "tokens_per_second", "{:.1f}"),
+        shown(row, "tokens_per_second_ratio", "{:.2f}x"),
+        shown(row, "slow_token_ms", "{:.0f}"),
+        shown(row, "slow_token_ms_ratio", "{:.2f}x"),
+        shown(row, "fast_token_ms", "{:.0f}"),
+        shown(row, "fast_token_ms_ratio", "{:.2f}x"),
+        shown(row, "first_token_ms", "{:.0f}"),
         str(row["rounds"]),
     ]
 

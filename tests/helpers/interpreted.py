@@ -10,6 +10,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+#: Whether vLLM is told to take model runner V2, as make test-vllm-v2 does.
+V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+
 
 class Driver:
     """Of no device that Triton would compile for."""

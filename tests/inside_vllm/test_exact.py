@@ -6,7 +6,6 @@ float32, greedy, eager; the embedded checkpoint. ``make test-vllm`` runs these i
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -16,12 +15,13 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from helpers.engine import Reference, Request, engine, runner, scheduler, serve
+from helpers.interpreted import V2
 from skipdecode import Schedule
 from skipdecode.generation.loading import DEMO as DEMO_FOLDER
 
 SPEEDUPS = (1.0, 2.0, 3.0, 5.0)
 #: Of the requests, one in so many is made.
-FEWER = 6 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else 1
+FEWER = 6 if V2 else 1
 
 
 @pytest.fixture(scope="module")

@@ -39,10 +39,11 @@ class Plan:
     def begin(self, step: Step, narrowed: Narrowed | None) -> None:
         """The gates follow ``step`` until :meth:`end`; a full one needs no narrowing."""
         self.step, self.narrowed, self.indices = step, narrowed, {}
+        needed = sum(step.counts)
         self.full_tokens += step.tokens * len(step.counts)
-        self.needed_tokens += sum(step.counts)
-        self._planned_run = self.run_tokens + sum(step.counts)
-        self.run_tokens += step.is_full * sum(step.counts)  # a compiled graph counts nothing
+        self.needed_tokens += needed
+        self._planned_run = self.run_tokens + needed
+        self.run_tokens += step.is_full * needed  # a compiled graph counts nothing
         self.steps += 1
         self.entered_layers += sum(count > 0 for count in step.counts)
 

@@ -1,4 +1,4 @@
-"""vLLM's GPU worker, following schedules. Written against vLLM's source; never run (configure.py refuses it)."""
+"""vLLM's GPU worker, following schedules. Written by vLLM's source, never run: refused unless told to try."""
 
 from __future__ import annotations
 
