@@ -23,13 +23,13 @@ from openvino.preprocess import PrePostProcessor
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from skipdecode.clock.shapes import shape_config
+from skipdecode.clock.model_shapes import shape_config
 from skipdecode.clock.tables import save_tables
 from skipdecode.core.growing import GrowingLayer
 from skipdecode.errors import ModelError
-from skipdecode.generation.linear import plain_linear
-from skipdecode.generation.machine import machine
-from skipdecode.generation.packed import PackedLinear
+from skipdecode.weights.device import machine
+from skipdecode.weights.linear import plain_linear
+from skipdecode.weights.prepack import PackedLinear
 
 SHAPE, CELLS = "opt-1.3b", [(rows, context) for rows in (1, 8, 32) for context in (64, 512)]
 TOLERANCE = 0.03  # how far results may be off those in float32, as a share of the greatest value

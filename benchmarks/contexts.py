@@ -19,15 +19,16 @@ from typing import Any
 
 from skipdecode import Schedule
 from skipdecode.clock.least_squares import Timed, fastest, fit_passes
-from skipdecode.clock.profile import STEPS, Profiler
-from skipdecode.clock.shapes import random_model, shape_config
+from skipdecode.clock.model_shapes import random_model, shape_config
+from skipdecode.clock.profiler import STEPS, Profiler
 from skipdecode.clock.tables import save_tables
-from skipdecode.core.cost import Pass, Profile
-from skipdecode.core.kept import peak_bytes
 from skipdecode.errors import UsageError
-from skipdecode.generation.batch_size import layer_bytes
-from skipdecode.generation.machine import check_profile, machine
-from skipdecode.generation.memory import available_memory
+from skipdecode.generation.batch_size import measure_layer_kv
+from skipdecode.planning.clock import check_profile
+from skipdecode.planning.kv_bytes import peak_kv_bytes
+from skipdecode.planning.profile import Pass, Profile
+from skipdecode.weights.device import machine
+from skipdecode.weights.memory import available_memory
 
 HEADS = ("batch", "context", "layers", "predicted", "got", "got / predicted", "ms / step", "ms at full depth")
 #: Of the free memory, what keys and values may take.
@@ -38,12 +39,12 @@ def measure(
     profiler: Profiler, sizes: Sequence[int], lengths: Sequence[int], schedule: Schedule, rounds: int
 ) -> list[Timed]:
     """The fastest of several rounds over all cells; without the cells whose keys and values do not fit into memory."""
-    kept = layer_bytes(profiler.model)
+    kept = measure_layer_kv(profiler.model)
     room = SHARE * available_memory(profiler.model.device)
     cells: dict[tuple[int, int], list[Timed]] = {}
     for size in sizes:
         for length in lengths:
-            if size * peak_bytes(kept, schedule, length, schedule.horizon) < room:
+            if size * peak_kv_bytes(kept, schedule, length, schedule.horizon) < room:
                 cells[size, length] = []
             else:
                 print(f"{size}x{length}: keys and values do not fit into memory", flush=True)

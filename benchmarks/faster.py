@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, OPTCon
 from transformers.cache_utils import DynamicLayer
 
 from skipdecode import Schedule, SkipCache, attach, detach
-from skipdecode.generation.faster import make_faster
-from skipdecode.generation.machine import machine
+from skipdecode.weights.device import machine
+from skipdecode.weights.faster import make_faster
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -33,9 +33,10 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     from transformers import LogitsProcessor, LogitsProcessorList
 
     from skipdecode import Schedule, SkipCache, generate, load
-    from skipdecode.core.checkpoint_config import layer_count, resolve_schedule
+    from skipdecode.core.checkpoint_config import layer_count
     from skipdecode.generation.batch import generate_batch
     from skipdecode.generation.batch_size import footprint
+    from skipdecode.planning.resolve import resolve_schedule
 
     generate(*load("demo", device="cpu"), "first things first", max_new_tokens=2)  # what is only allocated once
     model, tokenizer = load(str(given.model), device="cpu", dtype=given.dtype)
@@ -149,7 +150,7 @@ def main() -> None:
         print(json.dumps(measure(given)))
         return
     from skipdecode.clock.tables import markdown_table, save_tables
-    from skipdecode.generation.machine import machine
+    from skipdecode.weights.device import machine
 
     rows = []
     for batch in map(int, given.batch.split(",")):

@@ -34,11 +34,12 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
     from skipdecode import Schedule, generate, load
     from skipdecode.clock.timing import forced
-    from skipdecode.core.checkpoint_config import layer_count, resolve_schedule
+    from skipdecode.core.checkpoint_config import layer_count
     from skipdecode.generation.generate import generate_ids
-    from skipdecode.generation.loading import read_config
-    from skipdecode.generation.offload import Offload
-    from skipdecode.generation.streaming import streaming_of
+    from skipdecode.planning.resolve import resolve_schedule
+    from skipdecode.weights.loading import read_config
+    from skipdecode.weights.offload import Offload
+    from skipdecode.weights.streaming import streaming_of
 
     config = read_config(str(given.model))
     schedule = Schedule.full(layer_count(config))
@@ -143,7 +144,7 @@ def main() -> None:
         print(json.dumps(measure(given)))
         return
     from skipdecode.clock.tables import markdown_table, save_tables
-    from skipdecode.generation.machine import machine
+    from skipdecode.weights.device import machine
 
     rows: list[dict[str, Any]] = []
     for place in given.places.split(";"):

@@ -21,16 +21,17 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from skipdecode import Schedule, attach, load
-from skipdecode.clock.shapes import random_model
+from skipdecode.clock.model_shapes import random_model
 from skipdecode.clock.timing import alternate
-from skipdecode.core.checkpoint_config import resolve_schedule
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.data.tokenization import encode_prompts
-from skipdecode.generation import batch, leaving
-from skipdecode.generation.loading import DEMO
-from skipdecode.generation.machine import machine
+from skipdecode.generation import batch
+from skipdecode.generation import finished_rows as leaving
 from skipdecode.generation.results import Generated
+from skipdecode.planning.resolve import resolve_schedule
+from skipdecode.weights.device import machine
+from skipdecode.weights.loading import DEMO
 
 #: Deciles of response lengths in tokens: E2E NLG's dev set; TL;DR's validation set, at 1.3 tokens a word.
 LENGTHS = {

@@ -25,10 +25,10 @@ from skipdecode.evaluation.layer_order import rank_layers
 from skipdecode.evaluation.loss import batches_of
 from skipdecode.evaluation.report import save
 from skipdecode.evaluation.runner import Evaluation
-from skipdecode.generation.machine import machine
 from skipdecode.methods import get_method
 from skipdecode.training.plan import TrainingPlan
 from skipdecode.training.run import train
+from skipdecode.weights.device import machine
 
 BASE = Path(__file__).parent / "e2e" / "experiments.yaml"
 BATCH = 32

@@ -80,8 +80,8 @@ def test_a_speedup_means_the_schedule_of_the_models_config() -> None:
     trained = Schedule(8, 3, 2, 6, order="even")
     model.config.skipdecode = to_config_entry({3: trained})
     assert equal(logits_of(attach(model, speedup=3)), run(build("llama"), prompts(), trained).logits)
-    form = Schedule.for_speedup(4, trained.num_layers, trained.horizon, **trained.form)
-    assert equal(logits_of(attach(model, speedup=4)), run(build("llama"), prompts(), form).logits)
+    style = Schedule.for_speedup(4, trained.num_layers, trained.horizon, **trained.style)
+    assert equal(logits_of(attach(model, speedup=4)), run(build("llama"), prompts(), style).logits)
 
 
 def test_what_the_checkpoint_says_of_its_cache_does_not_matter() -> None:

@@ -15,12 +15,13 @@ from helpers.tiny import TEXTS, write_jsonl
 from helpers.tiny import run as command
 from skipdecode import Schedule, SkipCache, attach
 from skipdecode.errors import ModelError, UsageError
-from skipdecode.generation import batch_size, generate, memory
+from skipdecode.generation import batch_size, generate
 from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.batch_size import MOST_ROWS, BatchSizes, footprint, is_out_of_memory
 from skipdecode.generation.jobs import GenerationJob
-from skipdecode.generation.loading import load_tokenizer
-from skipdecode.generation.memory import PeakMeter
+from skipdecode.weights import memory
+from skipdecode.weights.loading import load_tokenizer
+from skipdecode.weights.memory import PeakMeter
 
 PROMPTS = [*TEXTS, "the", "a cat", " ".join(TEXTS[:3])]
 #: Greedy in float32: a row's text does not depend on its batch.

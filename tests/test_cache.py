@@ -14,9 +14,9 @@ from transformers.cache_utils import DynamicLayer
 
 from helpers.families import FAMILIES, LAYERS, LENGTHS, SCHEDULES, STEPS, TOP, WIDTH, build, decode, prompts, run
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
-from skipdecode.core.cache import held_bytes
+from skipdecode.core.cache import layer_kv_bytes
 from skipdecode.core.checkpoint_config import CONFIG_KEY
-from skipdecode.core.gate import GateState, Teacher
+from skipdecode.core.gate import ForcedPass, GateState
 from skipdecode.core.growing import ROOM, GrowingLayer
 from skipdecode.core.guards import _shape
 from skipdecode.core.stack import decoder_layers
@@ -61,7 +61,9 @@ def test_lengths_are_those_of_the_stock_cache(name: str, schedule: str) -> None:
             attends = layer in keeps and isinstance(stock.layers[layer], DynamicLayer)
             expected = stock.get_mask_sizes(1, layer) if attends else (WIDTH + number + 1, 0)
             assert cache.get_mask_sizes(1, layer) == expected
-            assert (held_bytes(cache.layers[layer]) > 0) == (layer in keeps and held_bytes(stock.layers[layer]) > 0)
+            assert (layer_kv_bytes(cache.layers[layer]) > 0) == (
+                layer in keeps and layer_kv_bytes(stock.layers[layer]) > 0
+            )
 
 
 def test_a_cache_without_its_gates_is_refused_at_the_first_key() -> None:
@@ -96,7 +98,7 @@ def test_bytes_count_every_tensor_of_two_axes_or_more() -> None:
             self.seen = torch.zeros(9)
             self.name = "full"
 
-    assert held_bytes(Layer()) == 148
+    assert layer_kv_bytes(Layer()) == 148
 
 
 # --- the gates' shared state
@@ -131,17 +133,17 @@ def test_positions_that_cannot_be_told_are_refused(shape: tuple[int, ...] | None
 def test_hidden_states_are_passed_on_in_the_layers_own_form() -> None:
     """A tensor, or a tuple as long as the one that a layer returned."""
     gates, hidden = GateState(frozenset()), torch.zeros(2, 5, 8)
-    assert not gates.form_is_known
-    gates.learn_form((hidden, 1, 2))
-    assert gates.form_is_known
+    assert not gates.output_is_known
+    gates.learn_output((hidden, 1, 2))
+    assert gates.output_is_known
     assert gates.like_output(hidden) == (hidden, None, None)
-    gates.learn_form(hidden)
+    gates.learn_output(hidden)
     assert gates.like_output(hidden) is hidden
 
 
 def test_a_teacher_answers_for_the_width_of_the_pass() -> None:
     """Upper layers that are given fewer positions ask about the pass's own width; layer 0 begins the next pass."""
-    teacher = Teacher(TOP, 4)
+    teacher = ForcedPass(TOP, 4)
     for width in (9, 12, 6):
         expected = TOP.positions_per_layer(4, width)
         assert [teacher.begin_layer(0, width)] + [
@@ -149,7 +151,7 @@ def test_a_teacher_answers_for_the_width_of_the_pass() -> None:
         ] == expected
         assert teacher.width == width
     for layer, count in enumerate(TOP.positions_per_layer(4, 20)):
-        again = Teacher(TOP, 4)
+        again = ForcedPass(TOP, 4)
         again.begin_layer(0, 6)
         assert again.begin_layer(layer, 20) == count, "recomputation starts in the middle"
 
@@ -203,11 +205,11 @@ def test_two_threads_cannot_recompute_one_models_layers() -> None:
 
             @staticmethod
             def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-                found.append(gates.teacher())
+                found.append(gates.forced_pass())
                 return grads[0]
 
         found: list[Any] = []
-        assert gates.teacher() is None
+        assert gates.forced_pass() is None
         Ask.apply(torch.zeros(2, requires_grad=True)).sum().backward()
         assert [teacher.schedule for teacher in found] == [TOP]
         with teacher_forced(model, SCHEDULES["even"], WIDTH):
@@ -282,7 +284,7 @@ def test_a_layer_that_is_given_too_few_positions_is_refused() -> None:
     """Only layers that borrow their keys can do without the positions that a model has dropped."""
     model = attach(build("llama"))
     with teacher_forced(model, TOP, 4):
-        plan = model.forward.gates.teacher()
+        plan = model.forward.gates.forced_pass()
         plan.begin_layer(0, 9)
         with pytest.raises(CacheError, match="layer 3 is given 4 of 9 positions: it cannot skip"):
             decoder_layers(model)[3](torch.zeros(2, 4, 32))
@@ -345,7 +347,7 @@ def test_keys_are_copied_only_when_the_room_is_full() -> None:
         assert ours.get_seq_length() == theirs.get_seq_length() == 5 + number
         assert torch.equal(ours.keys, theirs.keys)
         assert torch.equal(ours.values, theirs.values)
-        assert held_bytes(ours) == ours.keys.untyped_storage().nbytes() + ours.values.untyped_storage().nbytes()
+        assert layer_kv_bytes(ours) == ours.keys.untyped_storage().nbytes() + ours.values.untyped_storage().nbytes()
         places.add(ours.keys.data_ptr())
     assert len(places) == 3
 

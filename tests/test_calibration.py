@@ -15,12 +15,13 @@ from transformers import AutoConfig
 from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.core import checkpoint_config
-from skipdecode.core.fitting import refit
 from skipdecode.data.metrics import Agreement
 from skipdecode.errors import FileError, UsageError
 from skipdecode.evaluation import calibration
 from skipdecode.evaluation.calibration import CalibrationPlan
 from skipdecode.evaluation.quality import POINTS, Quality, fallen
+from skipdecode.planning import resolve
+from skipdecode.planning.fitting import refit
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def test_what_was_trained_keeps_its_form_and_its_depths(
     found = json.loads(done.stdout.splitlines()[-1])
     new = checkpoint_config.trained_schedules(AutoConfig.from_pretrained(model))[3.0]
     assert new == Schedule.load(tmp_path / "schedule.json") == Schedule.from_dict(found["schedule"])
-    assert new.form == plan.form
+    assert new.style == plan.style
     assert new.horizon > 1
     assert new.max_depth > new.min_depth
     moved = (new.max_depth, new.min_depth) != (plan.max_depth, plan.min_depth)
@@ -95,9 +96,9 @@ def test_another_speedup_takes_the_form_of_the_fastest_trained(six: Path, prompt
     plan = Schedule(6, 3, 2, 20, order="bottom", decay="cosine", prompt_decay=3)
     model = trained_with(six, tmp_path / "model", {2.4: plan})
     assert calibrate(model, prompts, tmp_path, "--speedup", 2).returncode == 0
-    assert Schedule.load(tmp_path / "schedule.json").form == plan.form
+    assert Schedule.load(tmp_path / "schedule.json").style == plan.style
     assert calibrate(model, prompts, tmp_path, "--speedup", 2, "--order", "even", "--decay", "linear").returncode == 0
-    assert Schedule.load(tmp_path / "schedule.json").form == plan.form | {"order": "even", "decay": "linear"}
+    assert Schedule.load(tmp_path / "schedule.json").style == plan.style | {"order": "even", "decay": "linear"}
     assert calibrate(model, prompts, tmp_path, "--speedup", 2, "--decay", "constant").returncode == 0
     assert Schedule.load(tmp_path / "schedule.json").max_depth == 3
 
@@ -114,7 +115,7 @@ def test_the_prompts_layers_are_set_and_measured(six: Path, prompts: Path, tmp_p
         assert found[asked]["step_layer_ratio"] == pytest.approx(2, rel=0.03)
     jobs = [found[asked]["job_layer_ratio"] for asked in (None, 5, "max")]
     assert jobs == sorted(set(jobs))
-    for asked, words in ((2, "runs more than 2 layers at a step"), ("low", "takes max or a number")):
+    for asked, words in ((2, "runs more than 2 layers at a step"), ("low", "is 'max' or a number")):
         done = calibrate(six, prompts, tmp_path, "--speedup", 2, "--prompt-layers", asked)
         assert done.returncode == 2
         assert words in done.stderr
@@ -205,7 +206,7 @@ def test_a_calibrated_model_is_not_a_trained_one(eight: Path, prompts: Path, tmp
         == checkpoint_config.schedules_of(config, "skipdecode")
         == {2.0: plan}
     )
-    assert checkpoint_config.resolve_schedule(config, 2) == plan
+    assert resolve.resolve_schedule(config, 2) == plan
     assert checkpoint_config.schedules_of(config, "unified") == {}
     done = run("generate", model, "--speedup", 2, "--max-new-tokens", 3, stdin=b"the cat\n")
     assert done.returncode == 0

@@ -13,7 +13,7 @@ import skipdecode
 from skipdecode.core.checkpoint_config import trained_schedules
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
-from skipdecode.generation.loading import DEMO
+from skipdecode.weights.loading import DEMO
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "e2e"
 

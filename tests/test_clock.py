@@ -18,24 +18,25 @@ from torch import nn
 from helpers.families import build
 from helpers.tiny import run
 from skipdecode import Schedule, SkipCache, attach
-from skipdecode.clock import profile as profiling
+from skipdecode.clock import profiler as profiling
 from skipdecode.clock.bench import BenchPlan, Cell, bench, runs_of
 from skipdecode.clock.filled import FilledCache
-from skipdecode.clock.profile import Profiler, layer_kinds
-from skipdecode.clock.shapes import SHAPES, random_model, shape_config
-from skipdecode.core.cache import held_bytes
-from skipdecode.core.cost import Pass, Profile, shape_of
-from skipdecode.core.planning import SHORT, Predictor, Workload, plan, predict, workloads
+from skipdecode.clock.model_shapes import SHAPES, random_model, shape_config
+from skipdecode.clock.profiler import Profiler, layer_kinds
+from skipdecode.core.cache import layer_kv_bytes
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import encode_prompts
 from skipdecode.errors import SkipDecodeError, UsageError
-from skipdecode.generation import engine, peaks
-from skipdecode.generation import machine as machines
+from skipdecode.generation import engine
 from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.jobs import GenerationJob
-from skipdecode.generation.loading import DEMO, load_tokenizer, read_config
-from skipdecode.generation.machine import check_profile, doubts, machine
-from skipdecode.generation.peaks import Peaks, measure_peaks
+from skipdecode.planning.clock import check_profile, warnings_of
+from skipdecode.planning.planner import SHORT, Predictor, Workload, plan, predict, workloads
+from skipdecode.planning.profile import Pass, Profile, shape_of
+from skipdecode.weights import device as machines
+from skipdecode.weights import device as peaks
+from skipdecode.weights.device import Peaks, machine, measure_peaks
+from skipdecode.weights.loading import DEMO, load_tokenizer, read_config
 
 #: Seconds of work on the clock of these tests: of a layer, by kind, and of each of its positions; of the head.
 WEIGHTS, POSITION, HEAD = (0.010, 0.004), 0.0001, 0.030
@@ -163,20 +164,22 @@ def test_a_filled_cache_is_one_after_a_prompt(name: str, length: int, tokenizer:
 
     def held(cache: SkipCache, prompt: list[list[int]], new: int) -> Any:
         generate_batch(model, tokenizer, prompt, lambda _: cache, min_new_tokens=new, max_new_tokens=new, **options)
-        return cache.step_depths, [held_bytes(layer) for layer in cache.layers], cache.get_seq_length()
+        return cache.step_depths, [layer_kv_bytes(layer) for layer in cache.layers], cache.get_seq_length()
 
     filled = held(FilledCache(model, schedule, first, length), ids, steps)
     assert filled == held(SkipCache(model, schedule), [row[:length] for row in ids], steps + 1)
     assert len(filled[0]) == steps
 
 
-@pytest.mark.parametrize("form", [{}, {"prompt_layers": "max"}, {"order": "even", "prompt_layers": 6}])
+@pytest.mark.parametrize("style", [{}, {"prompt_layers": "max"}, {"order": "even", "prompt_layers": 6}])
 @pytest.mark.parametrize("clock", ["layers", "step", "job"])
-def test_what_is_planned_is_got(timed: Any, tokenizer: Any, profile: Profile, clock: str, form: dict[str, Any]) -> None:
+def test_what_is_planned_is_got(
+    timed: Any, tokenizer: Any, profile: Profile, clock: str, style: dict[str, Any]
+) -> None:
     """On a clock without noise the bench measures just what was predicted, and no less than was asked for."""
-    wanted = BenchPlan((1.5, 2.5, 40.0), (1, 3), 7, 20, clock, profile, repeats=1, form=form)
+    wanted = BenchPlan((1.5, 2.5, 40.0), (1, 3), 7, 20, clock, profile, repeats=1, style=style)
     if clock == "layers":
-        wanted = BenchPlan((1.5, 2.5), (1, 3), 7, 20, clock, profile, repeats=1, form=form)
+        wanted = BenchPlan((1.5, 2.5), (1, 3), 7, 20, clock, profile, repeats=1, style=style)
     done: list[int] = []
     cells = bench(timed, tokenizer, wanted, lambda: done.append(1))
     rows = [cell.row(wanted, Peaks(1e9, 1e9)) for cell in cells]
@@ -194,7 +197,7 @@ def test_what_is_planned_is_got(timed: Any, tokenizer: Any, profile: Profile, cl
         assert row[f"{clock}_ratio"] >= SHORT * row["asked"] or clock == "layers"
         if row["asked"] == 1:
             assert row["step_ratio"] == row["job_ratio"] == row["layers_ratio"] == 1
-        if form.get("prompt_layers") == "max":
+        if style.get("prompt_layers") == "max":
             assert row["prompt_layers"] == row["max_depth"]
 
 
@@ -308,19 +311,19 @@ def test_a_machine_that_has_changed_is_named(checkpoint: Path, monkeypatch: pyte
     monkeypatch.setattr(machines, "measure_peaks", lambda *_, **__: Peaks(8e9, 3e11))
     here = machine("cpu")
     made = _made(shape=shape_of(read_config(str(checkpoint))), machine=here, device="cpu")
-    assert doubts(made) == []
-    assert doubts(replace(made, peaks={"bandwidth": 6e9, "matrix": 4e11})) == []
+    assert warnings_of(made) == []
+    assert warnings_of(replace(made, peaks={"bandwidth": 6e9, "matrix": 4e11})) == []
     slower = replace(made, peaks={"bandwidth": 15e9, "matrix": 3.5e11})
-    assert re.search("bandwidth 53%, matrix 86% of them", doubts(slower)[0])
-    assert re.search("bandwidth 160%", doubts(replace(made, peaks={"bandwidth": 5e9, "matrix": 3e11}))[0])
-    assert doubts(replace(slower, machine="another")) == []
+    assert re.search("bandwidth 53%, matrix 86% of them", warnings_of(slower)[0])
+    assert re.search("bandwidth 160%", warnings_of(replace(made, peaks={"bandwidth": 5e9, "matrix": 3e11}))[0])
+    assert warnings_of(replace(slower, machine="another")) == []
     slower.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == slower
     said: list[str] = []
     options = {"max_new_tokens": 8, "min_new_tokens": 8}
     job = GenerationJob(str(checkpoint), ["the cat"], speedup=2, clock="step", profile=slower, options=options)
     job.run(say=said.append)
-    assert doubts(slower)[0] in said
+    assert warnings_of(slower)[0] in said
 
 
 def test_a_shape_is_the_same_for_other_weights(checkpoint: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode import Schedule
-from skipdecode.core.shapes import budget, flat_depth, mix, ranking, remaining, round_half_up, share_of_max, target
+from skipdecode.core.decays import budget, flat_depth, mix, ranking, remaining, round_half_up, share_of_max, target
 
 PAPER: dict[tuple[int, int | Fraction], tuple[int, int]] = {
     (24, 2): (16, 8),

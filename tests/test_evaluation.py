@@ -28,6 +28,7 @@ from skipdecode.evaluation.evaluate import EvaluationPlan, evaluate
 from skipdecode.evaluation.layer_order import rank_layers, trials
 from skipdecode.evaluation.loss import batches_of, loss_by_position
 from skipdecode.evaluation.runner import Evaluation
+from skipdecode.planning import resolve
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
 
@@ -533,7 +534,7 @@ def test_a_saved_calibration_is_what_every_verb_then_takes(data: Path, tmp_path:
     assert checkpoint_config.trained_schedules(config) == {
         k: Schedule.load(tmp_path / f"{k:g}.json") for k in (2.0, 3.0)
     }
-    assert checkpoint_config.resolve_schedule(config, 3) == Schedule.load(tmp_path / "3.json")
+    assert resolve.resolve_schedule(config, 3) == Schedule.load(tmp_path / "3.json")
     done = run("calibrate", "demo", "--data", data, "--save")
     assert done.returncode == 2
     assert "local" in done.stderr

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from helpers.tiny import EXAMPLES, run, write_examples
-from skipdecode.core.cost import Pass, Profile, shape_of
-from skipdecode.core.planning import Predictor, plan, workloads
 from skipdecode.data.tokenization import encode_prompts
 from skipdecode.errors import ScheduleError, SkipDecodeError
 from skipdecode.evaluation import runner
 from skipdecode.evaluation.calibration_plan import CalibrationPlan, check
 from skipdecode.evaluation.evaluate import EvaluationPlan, evaluate
-from skipdecode.generation.int8 import Int8Linear
-from skipdecode.generation.loading import load, load_tokenizer, read_config
-from skipdecode.generation.machine import machine
+from skipdecode.planning.planner import Predictor, plan, workloads
+from skipdecode.planning.profile import Pass, Profile, shape_of
+from skipdecode.weights.device import machine
+from skipdecode.weights.int8 import Int8Linear
+from skipdecode.weights.loading import load, load_tokenizer, read_config
 
 FEW: dict[str, Any] = {"max_new_tokens": 9, "batch_size": 4, "timing_rows": 8, "repeats": 1, "samples": 20}
 

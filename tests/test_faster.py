@@ -32,12 +32,12 @@ from helpers.tiny import run as command
 from skipdecode import Schedule, SkipCache, attach, detach
 from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import ModelError, SkipDecodeError, UnsupportedModel, UsageError
-from skipdecode.generation import faster, int8
 from skipdecode.generation.batch import generate_batch
-from skipdecode.generation.faster import CompiledStep, check_faster, is_compiled, make_faster
-from skipdecode.generation.int8 import Int8Linear, check_int8, check_linear, quantize_int8
 from skipdecode.generation.jobs import GenerationJob
-from skipdecode.generation.loading import load, read_weights
+from skipdecode.weights import faster, int8
+from skipdecode.weights.faster import CompiledStep, check_faster, is_compiled, make_faster
+from skipdecode.weights.int8 import Int8Linear, check_int8, check_linear, quantize_int8
+from skipdecode.weights.loading import load, read_weights
 
 VNNI = {"avx512_vnni": True}
 CPU = SimpleNamespace()
@@ -189,7 +189,7 @@ def test_no_compiler_is_said_before_weights_are_read(checkpoint: Path, monkeypat
         raise RuntimeError("no working C++ compiler")
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
-    monkeypatch.setattr("skipdecode.generation.loading.read_weights", None)
+    monkeypatch.setattr("skipdecode.weights.loading.read_weights", None)
     with pytest.raises(ModelError, match=r"needs a C\+\+ compiler .*install g\+\+"):
         load(str(checkpoint), device="cpu", compile=True)
 
@@ -402,7 +402,7 @@ def test_making_faster_twice_is_once() -> None:
     model = make_faster(make_faster(build("opt"), compile=True), compile=True)
     layer = decoder_layers(model)[0]
     assert isinstance(layer.forward, CompiledStep)
-    assert not isinstance(layer.forward.found, CompiledStep)
+    assert not isinstance(layer.forward.original, CompiledStep)
     assert len(model.get_output_embeddings()._forward_pre_hooks) == 1
 
 
@@ -410,7 +410,7 @@ def test_an_unknown_quantization_is_refused_before_weights_are_read(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By load, and so by every verb."""
-    monkeypatch.setattr("skipdecode.generation.loading.read_weights", None)
+    monkeypatch.setattr("skipdecode.weights.loading.read_weights", None)
     with pytest.raises(UsageError, match="quantization is int8 or None, not 'int4'"):
         load(str(checkpoint), quantization="int4")
 

@@ -155,15 +155,15 @@ def test_what_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"a diary")
 
-    def ours(data: bytes) -> bool:
+    def may_replace(data: bytes) -> bool:
         return data.startswith(b"ours")
 
-    for refused in (files.check_target, lambda path, ours: files.write(path, "new", ours=ours)):
+    for refused in (files.check_target, lambda path, may_replace: files.write(path, "new", may_replace=may_replace)):
         with pytest.raises(FileError, match=f"{path} is there and was not written by skipdecode"):
-            refused(path, ours=ours)
+            refused(path, may_replace=may_replace)
     assert path.read_bytes() == b"a diary"
     path.write_bytes(b"ours, old")
-    files.write(path, "ours, new", ours=ours)
+    files.write(path, "ours, new", may_replace=may_replace)
     assert path.read_bytes() == b"ours, new"
 
 

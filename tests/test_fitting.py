@@ -14,8 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from skipdecode import Schedule, ScheduleError
-from skipdecode.core.fitting import LONGEST, Lengths, achieved, batch_lengths, bisect_ratio, fit, refit
-from skipdecode.core.shapes import share_of_max
+from skipdecode.core.decays import share_of_max
+from skipdecode.planning.fitting import LONGEST, Lengths, achieved, batch_lengths, bisect_ratio, fit, refit
 
 TOLERANCE, NEAR = 0.01, 0.05  # what the docs promise
 FALLING = ["linear", "cosine", "exponential", "power", "step"]
@@ -31,28 +31,28 @@ def off(schedule: Schedule, speedup: float, lengths: list[int]) -> float:
 def wishes(draw: st.DrawFn) -> tuple[int, float, list[int], dict[str, Any]]:
     """Layers, a speed-up, lengths, and a form."""
     layers = draw(st.integers(2, 10))
-    form = {"decay": draw(st.sampled_from(FALLING)), "order": draw(st.sampled_from(["top", "bottom", "even"]))}
-    return layers, draw(st.floats(1.05, layers)), draw(LENGTHS), form | {"prompt_decay": draw(st.integers(0, 5))}
+    style = {"decay": draw(st.sampled_from(FALLING)), "order": draw(st.sampled_from(["top", "bottom", "even"]))}
+    return layers, draw(st.floats(1.05, layers)), draw(LENGTHS), style | {"prompt_decay": draw(st.integers(0, 5))}
 
 
 @settings(max_examples=50, deadline=None)
 @given(wishes())
 def test_a_fall_is_kept_wherever_one_comes_near(wish: tuple[int, float, list[int], dict[str, Any]]) -> None:
     """F3: a constant depth comes only where no fall is within NEAR and it is nearer; nothing ever increases."""
-    layers, speedup, lengths, form = wish
-    plan = fit(layers, speedup, lengths, **form)
-    assert {name: getattr(plan, name) for name in form} == form
+    layers, speedup, lengths, style = wish
+    plan = fit(layers, speedup, lengths, **style)
+    assert {name: getattr(plan, name) for name in style} == style
     depths = [plan.depth(g) for g in range(max(lengths) + 1)]
     assert all(a >= b for a, b in itertools.pairwise(depths))
     typical = max(sorted(lengths)[min(9 * len(lengths) // 10, len(lengths) - 1)], 1)
     falls = [
-        off(Schedule(layers, most, low, horizon, **form), speedup, lengths)
+        off(Schedule(layers, most, low, horizon, **style), speedup, lengths)
         for most in range(1, layers + 1)
         for low in range(1, most)
         if abs((most + low) / 2 / (layers / speedup) - 1) <= 0.35 and most <= int(2 * layers / speedup) + 2
         for horizon in range(max(typical // 3, 2), 2 * typical + 1)
     ]
-    flats = [off(Schedule(layers, depth, depth, 1, **form), speedup, lengths) for depth in range(1, layers + 1)]
+    flats = [off(Schedule(layers, depth, depth, 1, **style), speedup, lengths) for depth in range(1, layers + 1)]
     if plan.max_depth > plan.min_depth:
         assert off(plan, speedup, lengths) <= max(TOLERANCE, min(falls)) + 1e-9
         assert min(falls) <= max(NEAR, min(flats)) + 1e-9
@@ -174,8 +174,8 @@ def test_refitting_moves_the_horizon_alone(
     wish: tuple[int, float, list[int], dict[str, Any]], later: list[int]
 ) -> None:
     """F3: deepest, shallowest and form stay; None where no horizon comes within 1%, and then there is none."""
-    layers, speedup, lengths, form = wish
-    plan = fit(layers, speedup, lengths, **form)
+    layers, speedup, lengths, style = wish
+    plan = fit(layers, speedup, lengths, **style)
     again = refit(plan, speedup, later)
     falling = plan.max_depth > plan.min_depth
     moves = [plan.replace(horizon=horizon) for horizon in range(2, 4 * max(later) + 3)] if falling else []
@@ -201,8 +201,8 @@ def test_what_has_no_horizon_to_move_is_kept_or_given_up(plan: Schedule) -> None
 @given(wishes())
 def test_achieved_is_what_the_steps_add_up_to(wish: tuple[int, float, list[int], dict[str, Any]]) -> None:
     """Counted by level as counted step by step."""
-    layers, speedup, lengths, form = wish
-    plan = fit(layers, speedup, lengths, **form)
+    layers, speedup, lengths, style = wish
+    plan = fit(layers, speedup, lengths, **style)
     ran = sum(plan.depth(g) for length in lengths for g in range(length))
     assert achieved(plan, lengths) == pytest.approx(layers * sum(lengths) / ran)
     listed = Schedule.from_depths(layers, [plan.depth(g) for g in range(max(lengths))])

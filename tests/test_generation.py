@@ -26,7 +26,7 @@ from transformers import (
 import skipdecode
 from helpers.tiny import TEXTS, run
 from skipdecode import Schedule
-from skipdecode.core.cache import cache_bytes
+from skipdecode.core.cache import total_kv_bytes
 from skipdecode.errors import SkipDecodeError, UsageError
 from skipdecode.generation.generate import batches, generate_ids
 from skipdecode.generation.results import Generated
@@ -340,9 +340,9 @@ def test_every_state_of_a_cache_is_counted() -> None:
     )
     model = Qwen3NextForCausalLM(config).eval()
     cache = DynamicCache(config=config)
-    empty = cache_bytes(cache)
+    empty = total_kv_bytes(cache)
     with torch.no_grad():
         model(torch.ones(2, 5, dtype=torch.long), past_key_values=cache, use_cache=True)
     keys = 2 * 2 * 5 * 16 * 4 * 2  # two layers; rows, positions, head size, fp32, keys and values
     assert empty == 0
-    assert cache_bytes(cache) > keys
+    assert total_kv_bytes(cache) > keys

@@ -14,7 +14,7 @@ from skipdecode.cli import console
 from skipdecode.cli.app import app
 from skipdecode.core.checkpoint_config import CONFIG_KEY, to_config_entry, trained_method, trained_schedules
 from skipdecode.evaluation.report import markdown
-from skipdecode.generation.loading import DEMO
+from skipdecode.weights.loading import DEMO
 
 Golden = Callable[[str, str], None]
 COMMAND: Any = typer.main.get_command(app)

@@ -45,7 +45,7 @@ from helpers.families import (
     uncached,
 )
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
-from skipdecode.core.cache import cache_bytes
+from skipdecode.core.cache import total_kv_bytes
 from skipdecode.core.gate import Gate
 from skipdecode.core.guards import PassGuard, PromptGuard
 from skipdecode.core.prefix import Prefix
@@ -421,7 +421,7 @@ def test_a_copied_cache_belongs_to_the_same_model(name: str) -> None:
     for _ in range(4):
         next(steps)
     twin = copy.deepcopy(cache)
-    assert cache_bytes(twin) == cache_bytes(cache) > 0
+    assert total_kv_bytes(twin) == total_kv_bytes(cache) > 0
     ids = torch.full((3, 1), 5)
     mask = torch.cat([inputs["attention_mask"], torch.ones(3, 4, dtype=torch.long)], 1)
     logits = [model(ids, attention_mask=mask, past_key_values=each).logits for each in (twin, cache)]

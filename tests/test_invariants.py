@@ -40,10 +40,10 @@ from helpers.families import (
 )
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.core.attach import is_attached
-from skipdecode.core.cache import cache_bytes
+from skipdecode.core.cache import total_kv_bytes
 from skipdecode.core.gate import Gate
 from skipdecode.core.growing import ROOM, GrowingLayer
-from skipdecode.core.stack import decoder_layers, fitted, lenders
+from skipdecode.core.stack import decoder_layers, lenders, with_lenders_first
 
 FULL = Schedule.full(LAYERS)
 TOLERANCE = 1e-5  # fp32, relative to the logits' scale
@@ -157,9 +157,9 @@ def test_a_copy_is_independent(name: str) -> None:
     before, twin = run(model, inputs, TOP), copy.deepcopy(model)
     gates: list[Any] = [layer.forward for layer in decoder_layers(twin)]
     assert {type(gate) for gate in gates} == {Gate}
-    assert all(g.found.__self__ is m for g, m in zip(gates, decoder_layers(twin), strict=True))
+    assert all(g.original.__self__ is m for g, m in zip(gates, decoder_layers(twin), strict=True))
     with teacher_forced(model, TOP, 1):
-        assert gates[0].gates.teacher() is None
+        assert gates[0].gates.forced_pass() is None
     assert same(run(twin, inputs, TOP), before)
     with torch.no_grad():
         for parameter in twin.parameters():
@@ -223,12 +223,12 @@ def test_the_cache_holds_what_will_still_run_and_nothing_else(name: str, schedul
         runs = range(LAYERS) if number == 0 else plan.layers(plan.depth(number - 1))
         keeps = plan.layers(plan.depth(number))
         for layer in runs:
-            held[layer] = probes[1].layer_bytes[number][layer] if layer in keeps else 0
+            held[layer] = probes[1].measure_layer_kv[number][layer] if layer in keeps else 0
             if grows[layer]:
                 held[layer] = held[layer] // (WIDTH + number) * (WIDTH + ROOM)
             peak = max(peak, sum(held))
-        assert probes[0].layer_bytes[number] == held
-    assert cache.kv_bytes == sum(held) == cache_bytes(cache)
+        assert probes[0].measure_layer_kv[number] == held
+    assert cache.kv_bytes == sum(held) == total_kv_bytes(cache)
     assert cache.peak_kv_bytes == peak
     assert cache.get_seq_length() == WIDTH + STEPS
     assert cache.step_depths == [schedule.depth(g) for g in range(STEPS)]
@@ -249,13 +249,13 @@ def test_bytes_are_those_of_the_keys_and_values(name: str) -> None:
     )
     _, kv_heads, size = heads(model)
     column = 2 * 4 * len(LENGTHS) * kv_heads * size
-    for number, held in enumerate(probe.layer_bytes):
+    for number, held in enumerate(probe.measure_layer_kv):
         length, keeps = WIDTH + number, TOP.layers(TOP.depth(number))
         limits = [window(model, layer) for layer in range(LAYERS)]
         kept = [WIDTH + ROOM if limit is None else min(length, limit - 1) for limit in limits]
         assert held == [kept[layer] * column if layer in keeps else 0 for layer in range(LAYERS)]
         if number > 0 and TOP.depth(number) < TOP.depth(number - 1):
-            assert sum(held) < sum(probe.layer_bytes[number - 1])
+            assert sum(held) < sum(probe.measure_layer_kv[number - 1])
 
 
 @pytest.mark.parametrize("name", [name for name in SHARED if name in FAMILIES])
@@ -354,7 +354,7 @@ def test_a_pass_costs_each_layer_the_positions_it_runs(name: str, schedule: str)
         return [sum(counts.get(owner, {}).values()) for owner in owners]  # a layer that never runs has none
 
     attach(model)
-    plan = fitted(SCHEDULES[schedule], model.config)
+    plan = with_lenders_first(SCHEDULES[schedule], model.config)
     counts = plan.positions_per_layer(WIDTH, length)
     assert sum(counts) < LAYERS * length
     alone = {width: flops(FULL, width) for width in {*counts} if width > WIDTH}

@@ -30,10 +30,10 @@ from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.errors import FileError, InputError, JobError
 from skipdecode.generation import generate as generation
-from skipdecode.generation import loading
 from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.journal import MAGIC, Journal
 from skipdecode.generation.results import Completion, Cost
+from skipdecode.weights import loading
 
 
 def write_rows(path: Path, prompts: Sequence[str]) -> Path:

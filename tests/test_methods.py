@@ -15,7 +15,6 @@ import skipdecode
 from helpers.families import FAMILIES, build
 from helpers.tiny import TEXTS
 from skipdecode.core.attach import teacher_forced
-from skipdecode.core.fitting import achieved, batch_lengths, fit
 from skipdecode.core.schedule import Schedule
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import encode_prompts
@@ -27,6 +26,7 @@ from skipdecode.methods.calm import Calm
 from skipdecode.methods.exits import read_out
 from skipdecode.methods.objectives import Distillation, Objective, response_loss
 from skipdecode.methods.static import prune
+from skipdecode.planning.fitting import achieved, batch_lengths, fit
 
 LENGTHS = [44, 39, 40, 36, 35, 32, 25]
 FITTED = ("skipdecode", "multi_exit", "calm", "d3", "hsd")

@@ -22,14 +22,14 @@ from helpers.families import FORMS, LAYERS, SCHEDULES, TOP, build, prompts, run
 from helpers.tiny import run as command
 from helpers.tiny import write_jsonl
 from skipdecode import Schedule, attach, detach
-from skipdecode.clock.shapes import shape_config
+from skipdecode.clock.model_shapes import shape_config
 from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import ModelError, UsageError
-from skipdecode.generation import memory, offload
-from skipdecode.generation.loading import read_weights
-from skipdecode.generation.memory import GIB, available_memory
-from skipdecode.generation.offload import Offload, device_map
-from skipdecode.generation.streaming import Streaming, stream, streaming_of
+from skipdecode.weights import memory, offload
+from skipdecode.weights.loading import read_weights
+from skipdecode.weights.memory import GIB, available_memory
+from skipdecode.weights.offload import Offload, device_map
+from skipdecode.weights.streaming import Streaming, stream, streaming_of
 
 accelerate = pytest.importorskip("accelerate")
 

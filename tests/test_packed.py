@@ -24,11 +24,11 @@ from helpers.tiny import run as command
 from skipdecode import attach, detach
 from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import ModelError, SkipDecodeError, UnsupportedModel, UsageError
-from skipdecode.generation.faster import make_faster
 from skipdecode.generation.jobs import GenerationJob
-from skipdecode.generation.linear import DecodingLinear
-from skipdecode.generation.loading import load
-from skipdecode.generation.packed import PackedLinear, check_packable, check_prepack
+from skipdecode.weights.faster import make_faster
+from skipdecode.weights.linear import DecodingLinear
+from skipdecode.weights.loading import load
+from skipdecode.weights.prepack import PackedLinear, check_packable, check_prepack
 
 CPU = SimpleNamespace(dtype=torch.bfloat16)
 #: As many rows as F.linear needs to take oneDNN's product for weights as small as these: below it has one of its own.
@@ -357,8 +357,8 @@ def test_options_that_contradict_prepack_are_refused_before_weights_are_read(
     options: dict[str, Any], message: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By load, and so by every verb."""
-    monkeypatch.setattr("skipdecode.generation.loading.read_weights", None)
-    monkeypatch.setattr("skipdecode.generation.faster.check_int8", lambda *_: None)
+    monkeypatch.setattr("skipdecode.weights.loading.read_weights", None)
+    monkeypatch.setattr("skipdecode.weights.faster.check_int8", lambda *_: None)
     with pytest.raises((UsageError, ModelError), match=message):
         load(str(checkpoint), device="cpu", **options)
 

@@ -20,11 +20,11 @@ from skipdecode.cli.app import Stopped, app
 from skipdecode.cli.train import SHARED
 from skipdecode.errors import FileError, JobError, SkipDecodeError, UsageError
 from skipdecode.files import locked
-from skipdecode.generation import loading
 from skipdecode.training.checkpoints import AUTHOR, RECORD, RunFolder
 from skipdecode.training.options import option_name
 from skipdecode.training.plan import TrainingPlan, option_fields
 from skipdecode.training.run import train
+from skipdecode.weights import loading
 
 SHORT: dict[str, Any] = {"batch_size": 4, "save_steps": 1, "max_steps": 2, "eval_steps": 0, "speedups": "1,2"}
 
@@ -229,7 +229,7 @@ def test_serving_is_constant_decay(
         assert run("train", checkpoint, "--data", data, "--serving", *more).returncode == 0
     assert [plan.decay for plan in plans] == ["constant"] * 2
     for verb in (("train", checkpoint), ("calibrate", checkpoint, "--data", data), ("plan",)):
-        monkeypatch.setattr("skipdecode.core.cost.Profile.load", lambda _: None)
+        monkeypatch.setattr("skipdecode.planning.profile.Profile.load", lambda _: None)
         done = run(*verb, "--serving", "--decay", "linear")
         assert done.returncode == 2, done.stderr
         assert "--serving is --decay constant" in done.stderr

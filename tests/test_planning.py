@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule, ScheduleError
 from skipdecode.clock.least_squares import left_out, off_the_line, split
-from skipdecode.core.cost import Pass, Profile
-from skipdecode.core.kept import LayerBytes
-from skipdecode.core.planning import SHORT, Predictor, Workload, fastest_schedule, plan, predict
 from skipdecode.errors import FileError, SkipDecodeError, UsageError
+from skipdecode.planning.kv_bytes import LayerKV
+from skipdecode.planning.planner import SHORT, Predictor, Workload, fastest_schedule, plan, predict
+from skipdecode.planning.profile import Pass, Profile
 
 SIZES, LENGTHS = (1, 4, 16), (16, 128, 512)
 
@@ -50,7 +50,7 @@ def made(
         prompts=tuple(prefill(*cell) for cell in cells),
         steps=tuple(step(*cell) for cell in cells),
         head={1: 0.5},
-        kv_bytes=(LayerBytes(fixed=16.0, per_position=8.0),) * len(layers),
+        kv_bytes=(LayerKV(fixed=16.0, per_position=8.0),) * len(layers),
     )
 
 
@@ -79,9 +79,9 @@ def cases(draw: st.DrawFn) -> tuple[Profile, list[Workload], dict[str, Any]]:
         prompt=draw(st.floats(1e-6, 1e-4)),
     )
     works = [Workload(draw(st.integers(1, 16)), draw(st.integers(1, 200)), draw(st.integers(2, 60))) for _ in range(2)]
-    form: dict[str, Any] = {"order": draw(st.sampled_from(["top", "bottom", "even"]))}
-    form |= draw(st.sampled_from([{}, {"prompt_layers": "max"}, {"decay": "constant"}, {"prompt_decay": 5}]))
-    return profile, works, form
+    style: dict[str, Any] = {"order": draw(st.sampled_from(["top", "bottom", "even"]))}
+    style |= draw(st.sampled_from([{}, {"prompt_layers": "max"}, {"decay": "constant"}, {"prompt_decay": 5}]))
+    return profile, works, style
 
 
 @settings(max_examples=40, deadline=None)
@@ -90,10 +90,10 @@ def test_a_prediction_is_the_sum_of_its_steps(
     case: tuple[Profile, list[Workload], dict[str, Any]], most: int, least: int, horizon: int
 ) -> None:
     """Prefix sums by layer give what adding up step by step gives."""
-    profile, works, form = case
+    profile, works, style = case
     most, least = max(most, least), min(most, least)
-    least = most if form.get("decay") else least
-    schedule = Schedule(12, most, least, horizon, **form)
+    least = most if style.get("decay") else least
+    schedule = Schedule(12, most, least, horizon, **style)
     predictor = Predictor(profile, works, "job")
     expected = [sum(parts) for parts in zip(*(summed(profile, schedule, work) for work in works), strict=True)]
     seconds = predictor.seconds(schedule)
@@ -108,19 +108,19 @@ def test_a_speedup_is_had_or_refused(
     case: tuple[Profile, list[Workload], dict[str, Any]], speedup: float, clock: str
 ) -> None:
     """Nothing planned is slower than asked by more than 2%; a refusal is right, and says the most that can be had."""
-    profile, works, form = case
+    profile, works, style = case
     predictor = Predictor(profile, works, clock)
-    most = predictor.ratio(fastest_schedule(12, **form))
+    most = predictor.ratio(fastest_schedule(12, **style))
     if most < speedup * SHORT:
         with pytest.raises(ScheduleError, match=f"at most {most:.2f}x"):
-            plan(predictor, speedup, **form)
+            plan(predictor, speedup, **style)
         return
-    schedule = plan(predictor, speedup, **form)
+    schedule = plan(predictor, speedup, **style)
     assert predictor.ratio(schedule) >= speedup * SHORT
-    if speedup > 1 and not form.get("decay"):
+    if speedup > 1 and not style.get("decay"):
         # One layer more at every step would be too slow, or it is the form that leaves no choice.
         deeper = Schedule(
-            12, min(schedule.max_depth + 2, 12), min(schedule.min_depth + 2, 12), schedule.horizon, **form
+            12, min(schedule.max_depth + 2, 12), min(schedule.min_depth + 2, 12), schedule.horizon, **style
         )
         assert predictor.ratio(deeper) <= speedup * 1.03 or schedule.min_depth >= 11
     found = predict(predictor, speedup, schedule)
@@ -134,7 +134,7 @@ def test_the_kept_bytes_are_the_most_of_any_step() -> None:
     schedule = Schedule(12, 9, 3, 30)
     running = [4 * schedule.depth(g) * (16.0 + 8.0 * (32 + g + 1)) for g in range(49)]
     kept = [4 * schedule.depth(g + 1) * (16.0 + 8.0 * (32 + g + 1)) for g in range(49)]
-    assert max(kept) <= predictor.bytes_kept(schedule) <= max(running)
+    assert max(kept) <= predictor.kv_bytes(schedule) <= max(running)
 
 
 def test_a_refusal_says_what_holds_it_back() -> None:
@@ -150,28 +150,10 @@ def test_a_refusal_says_what_holds_it_back() -> None:
 def test_whole_layers_far_apart_are_had_all_the_same(in_prompt: int | str) -> None:
     """Where no depths come near a target, the next faster ones are taken, whatever the prompt's budget."""
     predictor = Predictor(made(prompt=1e-3), [Workload(4, 128, 8)], "job")
-    form = {"prompt_layers": in_prompt, "order": "bottom"}
-    most = predictor.ratio(fastest_schedule(12, **form))
+    style = {"prompt_layers": in_prompt, "order": "bottom"}
+    most = predictor.ratio(fastest_schedule(12, **style))
     for tenths in range(11, int(10 * most)):
-        assert predictor.ratio(plan(predictor, tenths / 10, **form)) >= SHORT * tenths / 10
-
-
-def test_for_speedup_takes_a_clock() -> None:
-    """`Schedule.for_speedup` is the same planner; what does not go together is refused."""
-    profile, work = made(), Workload(4, 32, 50)
-    schedule = Schedule.for_speedup(2, clock="step", profile=profile, workload=work)
-    assert schedule == plan(Predictor(profile, [work], "step"), 2)
-    for wrong in (
-        {"clock": "step"},
-        {"clock": "step", "profile": profile},
-        {"clock": "step", "profile": profile, "workload": work, "horizon": 8},
-        {"clock": "step", "profile": profile, "workload": work, "num_layers": 11},
-        {"clock": "seconds", "profile": profile, "workload": work},
-        {"profile": profile, "num_layers": 12, "horizon": 8},
-        {"num_layers": 12},
-    ):
-        with pytest.raises(SkipDecodeError):
-            Schedule.for_speedup(2, **wrong)
+        assert predictor.ratio(plan(predictor, tenths / 10, **style)) >= SHORT * tenths / 10
 
 
 def test_between_measurements_costs_are_straight_lines() -> None:

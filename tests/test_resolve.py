@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import OPTConfig
 
-from skipdecode.core.checkpoint_config import CONFIG_KEY, is_trained, resolve_schedule, to_config_entry
-from skipdecode.core.fitting import achieved, fit
+from skipdecode.core.checkpoint_config import CONFIG_KEY, is_trained, to_config_entry
 from skipdecode.core.schedule import Schedule
 from skipdecode.errors import ScheduleError
 from skipdecode.methods import METHODS, get_method
+from skipdecode.planning.fitting import achieved, fit
+from skipdecode.planning.resolve import resolve_schedule
 
 LENGTHS = [20, 24, 31]
 EVEN = Schedule(8, 4, 2, 12, order="even", decay="cosine")
@@ -56,15 +57,15 @@ def test_the_trained_schedule_of_the_speedup_comes_next() -> None:
 def test_a_new_schedule_has_the_form_of_the_fastest_trained_one(speedup: float, decay: str | None) -> None:
     """Fitted to lengths, over a horizon or with the paper's budget: order, warm-up and decay stay unless asked for."""
     config = config_of({1.0: Schedule.full(8), 2.0: EVEN, 5.0: FAST})
-    form: dict[str, Any] = {} if decay is None else {"decay": decay}
-    expected = FAST.form | form
-    assert resolve_schedule(config, speedup, lengths=LENGTHS, **form) == fit(8, speedup, LENGTHS, **expected)
-    over = resolve_schedule(config, speedup, horizon=9, measure=unmeasured, **form)
+    style: dict[str, Any] = {} if decay is None else {"decay": decay}
+    expected = FAST.style | style
+    assert resolve_schedule(config, speedup, lengths=LENGTHS, **style) == fit(8, speedup, LENGTHS, **expected)
+    over = resolve_schedule(config, speedup, horizon=9, measure=unmeasured, **style)
     assert over == Schedule.for_speedup(speedup, 8, 9, **expected)
     assert over.horizon == 9
     other = resolve_schedule(config, 4, measure=lambda: LENGTHS)
-    assert other == fit(8, 4, LENGTHS, **FAST.form)
-    assert resolve_schedule(config, 4) == Schedule.for_speedup(4, FAST.num_layers, FAST.horizon, **FAST.form)
+    assert other == fit(8, 4, LENGTHS, **FAST.style)
+    assert resolve_schedule(config, 4) == Schedule.for_speedup(4, FAST.num_layers, FAST.horizon, **FAST.style)
 
 
 def test_what_is_asked_for_replaces_what_was_trained() -> None:
@@ -73,8 +74,8 @@ def test_what_is_asked_for_replaces_what_was_trained() -> None:
     for asked in ({"order": "top"}, {"decay": "linear"}, {"warmup": 0, "order": "top"}):
         new = resolve_schedule(config, 2, measure=lambda: LENGTHS, **asked)
         assert new != EVEN
-        assert new.form == EVEN.form | asked
-    assert resolve_schedule(config, 2, lengths=LENGTHS) == fit(8, 2, LENGTHS, **EVEN.form)
+        assert new.style == EVEN.style | asked
+    assert resolve_schedule(config, 2, lengths=LENGTHS) == fit(8, 2, LENGTHS, **EVEN.style)
 
 
 def test_a_model_that_was_never_trained_gets_the_default() -> None:
@@ -93,7 +94,7 @@ def test_a_method_takes_its_own_schedules_and_makes_new_ones_by_its_own_rule(nam
     assert new == method.schedule(8, 4, LENGTHS)
     assert new != EVEN
     assert resolve_schedule(config_of({4.0: EVEN}, name), 4, method=method, measure=unmeasured) == EVEN
-    if not method.takes_form:
+    if not method.takes_style:
         for asked in ({"horizon": 9}, {"order": "top"}):
             with pytest.raises(ScheduleError, match=f"{name} has its own"):
                 resolve_schedule(config, 4, method=method, **asked)
@@ -104,7 +105,7 @@ def test_a_fitted_method_keeps_the_form_it_was_trained_in() -> None:
     method = get_method("multi_exit")
     trained = Schedule(8, 4, 2, 12, order="bottom", decay="cosine")
     new = resolve_schedule(config_of({2.0: trained}, "multi_exit"), 4, method=method, lengths=LENGTHS)
-    assert new.form == trained.form
+    assert new.style == trained.style
     assert achieved(new, LENGTHS) == pytest.approx(4, rel=0.05)
     assert resolve_schedule(config_of(), 4, method=method).order == "bottom"
 
@@ -117,7 +118,7 @@ def test_the_facts_of_a_method_agree(name: str) -> None:
     assert get_method(name) is method
     assert method.is_trained_by(name)
     assert not method.is_trained_by("magic") or method.is_reference
-    assert not method.takes_form or (method.order and method.fits_depths)
+    assert not method.takes_style or (method.order and method.fits_depths)
     assert method.skips or not method.fits_depths
     assert method.is_reference == (name == "full")
 

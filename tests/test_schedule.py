@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipdecode import Schedule, ScheduleError
-from skipdecode.core.schedule import MOST_LAYERS
-from skipdecode.core.schedule_checks import MOST_TOKENS
-from skipdecode.core.shapes import DECAYS
+from skipdecode.core.decays import DECAYS
+from skipdecode.core.schedule import MOST_LAYERS, MOST_TOKENS
 from skipdecode.errors import FileError
 
 settings.register_profile("quick", max_examples=120, deadline=None)
@@ -142,12 +141,14 @@ def test_a_low_prompt_stays_low_at_another_speed(schedule: Schedule, speedup: fl
     if schedule.num_layers < 2 or schedule.decay == "constant":
         return
     flat = schedule.replace(warmup=0)
-    most = Schedule.for_speedup(speedup, flat.num_layers, flat.horizon, **flat.form | {"prompt_layers": None}).max_depth
+    most = Schedule.for_speedup(
+        speedup, flat.num_layers, flat.horizon, **flat.style | {"prompt_layers": None}
+    ).max_depth
     if flat.deepest != flat.max_depth and flat.deepest < most:
         with pytest.raises(ScheduleError, match="prompt_layers"):
-            Schedule.for_speedup(speedup, flat.num_layers, flat.horizon, **flat.form)
+            Schedule.for_speedup(speedup, flat.num_layers, flat.horizon, **flat.style)
         return
-    other = Schedule.for_speedup(speedup, flat.num_layers, flat.horizon, **flat.form)
+    other = Schedule.for_speedup(speedup, flat.num_layers, flat.horizon, **flat.style)
     low = flat.prompt_layers is not None and flat.deepest == flat.max_depth
     assert other.deepest == (other.max_depth if low else flat.deepest)
 
@@ -159,7 +160,7 @@ def test_a_budget_keeps_the_rule(layers: int, speedup: float, horizon: int, deca
     schedule = Schedule.for_speedup(speedup, layers, horizon, decay=decay, warmup=0)
     wanted = 2 * layers / speedup
     assert abs(schedule.max_depth + schedule.min_depth - wanted) <= 1.5
-    again = Schedule.for_speedup(speedup, schedule.num_layers, schedule.horizon, **schedule.form)
+    again = Schedule.for_speedup(speedup, schedule.num_layers, schedule.horizon, **schedule.style)
     assert again == schedule or speedup == 1
 
 
@@ -167,8 +168,8 @@ def test_a_budget_keeps_the_rule(layers: int, speedup: float, horizon: int, deca
 def test_a_list_is_any_schedules_depths(schedule: Schedule, length: int) -> None:
     """from_depths runs what it is given, the last depth from there on; its target is its ratio over its own length."""
     depths = [schedule.depth(g) for g in range(length)]
-    form = {"order": schedule.order, "prompt_decay": schedule.prompt_decay, "warmup": 0}
-    listed = Schedule.from_depths(schedule.num_layers, depths, **form)
+    style = {"order": schedule.order, "prompt_decay": schedule.prompt_decay, "warmup": 0}
+    listed = Schedule.from_depths(schedule.num_layers, depths, **style)
     assert [listed.depth(g) for g in range(length + 2)] == [*depths, depths[-1], depths[-1]]
     assert (listed.max_depth, listed.min_depth, listed.horizon) == (depths[0], depths[-1], length)
     assert listed.target == round(schedule.num_layers * length / sum(depths), 2)

@@ -12,9 +12,8 @@ import pytest
 
 from helpers.tiny import run
 from skipdecode import Schedule
-from skipdecode.core.checkpoint_config import resolve_schedule
 from skipdecode.errors import MissingExtra, ModelError, ScheduleError, UsageError
-from skipdecode.generation.loading import DEMO, read_config
+from skipdecode.planning.resolve import resolve_schedule
 from skipdecode.serving import server
 from skipdecode.serving.depths import Table, Tables
 from skipdecode.serving.metrics import Work
@@ -22,6 +21,7 @@ from skipdecode.serving.policy import WINDOW, Limits, Load
 from skipdecode.serving.process import running
 from skipdecode.serving.requests import OWN, settle, wanted
 from skipdecode.serving.settings import Serving
+from skipdecode.weights.loading import DEMO, read_config
 
 
 class World:

@@ -15,7 +15,7 @@ from torch import nn
 from helpers.families import LAYERS, TOP, build
 from skipdecode import Schedule
 from skipdecode.core.prefix import Prefix, packed
-from skipdecode.core.stack import decoder_layers, fitted, lenders
+from skipdecode.core.stack import decoder_layers, lenders, with_lenders_first
 from skipdecode.errors import CacheError, ModelError, ScheduleError, UnsupportedModel
 
 
@@ -85,12 +85,12 @@ def test_a_schedule_is_fitted_by_moving_lenders_up_alone() -> None:
     """The depths stay; a schedule that needs no moving is itself."""
     shared = config(**SHARED, layer_types=KINDS)
     plan = Schedule(5, 4, 2, 6, order=(4, 3, 1, 0, 2))
-    moved = fitted(plan, shared)
+    moved = with_lenders_first(plan, shared)
     assert moved == plan.replace(order=(2, 4, 0, 3, 1))
-    assert fitted(moved, shared) is moved
-    assert fitted(TOP, build("opt").config) is TOP
+    assert with_lenders_first(moved, shared) is moved
+    assert with_lenders_first(TOP, build("opt").config) is TOP
     with pytest.raises(ScheduleError, match="for 8 layers, the model has 5"):
-        fitted(Schedule.full(LAYERS), shared)
+        with_lenders_first(Schedule.full(LAYERS), shared)
 
 
 # --- what a layer is given

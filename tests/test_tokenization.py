@@ -16,7 +16,7 @@ from skipdecode.data.collation import Collator, encode
 from skipdecode.data.tasks import Example, get_task
 from skipdecode.data.tokenization import encode_prompts, encode_response, train_tokenizer
 from skipdecode.errors import ModelError
-from skipdecode.generation.loading import DEMO
+from skipdecode.weights.loading import DEMO
 
 E2E = Path(__file__).parents[2] / "shared" / "data" / "e2e"
 

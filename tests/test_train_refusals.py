@@ -27,10 +27,10 @@ from skipdecode.data.collation import Collator, encode
 from skipdecode.data.tokenization import for_decoding
 from skipdecode.errors import CacheError, DivergedError, FileError
 from skipdecode.files import locked
-from skipdecode.generation import loading
 from skipdecode.training.checkpoints import RECORD, STAGE, RunFolder
 from skipdecode.training.plan import TrainingPlan
 from skipdecode.training.trainer import SkipTrainer, fine_tune, training_args
+from skipdecode.weights import loading
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,12 @@ import skipdecode
 from helpers.tiny import EXAMPLES, TEXTS, run, save_checkpoint
 from skipdecode import Schedule, SkipCache
 from skipdecode.core.attach import teacher_forced
-from skipdecode.core.checkpoint_config import default_schedule, resolve_schedule, to_config_entry, trained_schedules
+from skipdecode.core.checkpoint_config import default_schedule, to_config_entry, trained_schedules
 from skipdecode.data.collation import Collator, encode
 from skipdecode.data.tasks import Example, Task
 from skipdecode.data.tasks.jsonl import Jsonl
 from skipdecode.methods.objectives import Distillation, Objective
+from skipdecode.planning.resolve import resolve_schedule
 from skipdecode.training import trainer as training
 from skipdecode.training.trainer import SkipTrainer, training_args
 
@@ -447,7 +448,7 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(
     checkpoint: Path, data: Path, tmp_path: Path, options: list[Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit code 2, with a line that names the option."""
-    monkeypatch.setattr("skipdecode.generation.loading.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("skipdecode.weights.loading.load", lambda *a, **k: pytest.fail("a model was loaded"))
     done = run("train", checkpoint, "--data", data, "--output", tmp_path / "trained", *options)
     assert done.returncode == 2
     assert words in done.stderr

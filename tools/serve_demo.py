@@ -16,8 +16,8 @@ from typing import Any
 
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
-from skipdecode.generation.loading import DEMO
 from skipdecode.serving.process import running
+from skipdecode.weights.loading import DEMO
 
 TEXTS = 3
 SPEEDUPS = (1, 5)

@@ -13,10 +13,10 @@ import torch
 
 from checkpoint import make
 from peers.engines.vllm_int8 import write_int8
-from skipdecode.clock.shapes import shape_config
+from skipdecode.clock.model_shapes import shape_config
 from skipdecode.errors import UsageError
-from skipdecode.generation.loading import read_config, resolve
-from skipdecode.generation.machine import machine
+from skipdecode.weights.device import machine
+from skipdecode.weights.loading import read_config, resolve
 
 #: Of checkpoints with random weights; w8a8: int8 weights by row, and activations rounded to int8 by token as they come.
 PRECISIONS = ("bfloat16", "w8a8")

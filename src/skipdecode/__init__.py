@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .core.schedule import Schedule
     from .errors import ScheduleError, SkipDecodeError
     from .generation.generate import generate
-    from .generation.loading import load
+    from .weights.loading import load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,7 +32,7 @@ _HOMES = {
     "detach": "core.attach",
     "teacher_forced": "core.attach",
     "generate": "generation.generate",
-    "load": "generation.loading",
+    "load": "weights.loading",
     "Schedule": "core.schedule",
     "ScheduleError": "errors",
     "SkipDecodeError": "errors",

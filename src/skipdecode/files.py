@@ -24,7 +24,7 @@ from .errors import FileError, JobError
 HOUR = 3600
 
 
-def write(path: str | Path, content: str | bytes, *, ours: Callable[[bytes], bool] | None = None) -> None:
+def write(path: str | Path, content: str | bytes, *, may_replace: Callable[[bytes], bool] | None = None) -> None:
     """All of ``content`` or none of it, on the disk when this returns.
 
     A temporary file beside ``path`` is filled, flushed to the disk and renamed over it. A symbolic link stays one: its
@@ -41,7 +41,7 @@ def write(path: str | Path, content: str | bytes, *, ours: Callable[[bytes], boo
     """
     target = Path(os.path.realpath(path))
     data = content.encode("utf-8") if isinstance(content, str) else content
-    check_target(path, ours=ours)
+    check_target(path, may_replace=may_replace)
     if is_stream(path):
         with _open_stream(path) as stream:
             stream.write(data)
@@ -64,15 +64,15 @@ def write(path: str | Path, content: str | bytes, *, ours: Callable[[bytes], boo
 
 def _temporary(target: Path) -> Path:
     """A name of this thread's own beside ``target``, and never longer than it may be; those of killed processes go."""
-    ours = f".skipdecode-{zlib.crc32(target.name.encode(errors='surrogateescape')):08x}-"
-    for left in target.parent.glob(f"{ours}*.tmp"):
+    prefix = f".skipdecode-{zlib.crc32(target.name.encode(errors='surrogateescape')):08x}-"
+    for left in target.parent.glob(f"{prefix}*.tmp"):
         with suppress(OSError):  # another process may have taken it away
             if left.stat().st_mtime < time.time() - HOUR:
                 left.unlink()
-    return target.with_name(f"{ours}{os.getpid()}-{threading.get_native_id()}.tmp")
+    return target.with_name(f"{prefix}{os.getpid()}-{threading.get_native_id()}.tmp")
 
 
-def check_target(path: str | Path, *, ours: Callable[[bytes], bool] | None = None) -> None:
+def check_target(path: str | Path, *, may_replace: Callable[[bytes], bool] | None = None) -> None:
     """What :func:`write` would refuse, said before the work is done. Raises FileError."""
     if is_stream(path):
         return
@@ -81,7 +81,7 @@ def check_target(path: str | Path, *, ours: Callable[[bytes], bool] | None = Non
         raise FileError(f"{path} is a folder: give a file")
     if not target.parent.is_dir():
         raise FileError(f"{path} cannot be written: there is no folder {target.parent}")
-    if ours is not None and target.is_file() and not ours(target.read_bytes()):
+    if may_replace is not None and target.is_file() and not may_replace(target.read_bytes()):
         raise FileError(f"{path} is there and was not written by skipdecode: move it away, or give another name")
 
 

@@ -21,7 +21,7 @@ import torch
 
 import skipdecode
 from skipdecode import Schedule, SkipCache, attach
-from skipdecode.core.checkpoint_config import resolve_schedule
+from skipdecode.planning.resolve import resolve_schedule
 
 #: Room for keys and values of the tests' models.
 KV_BYTES = 256 << 20

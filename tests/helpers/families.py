@@ -43,7 +43,7 @@ from transformers import (
 )
 
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
-from skipdecode.core.cache import held_bytes
+from skipdecode.core.cache import layer_kv_bytes
 from skipdecode.evaluation.reference import undone
 
 LAYERS = 8
@@ -314,8 +314,8 @@ class Probe(LogitsProcessor):
 
     def __init__(self, cache: DynamicCache) -> None:
         self.cache = cache
-        self.layer_bytes: list[list[int]] = []  # per pass, per layer
+        self.measure_layer_kv: list[list[int]] = []  # per pass, per layer
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        self.layer_bytes.append([held_bytes(layer) for layer in self.cache.layers])
+        self.measure_layer_kv.append([layer_kv_bytes(layer) for layer in self.cache.layers])
         return scores

@@ -27,11 +27,11 @@ from helpers.engine import Reference, Request, engine, runner, scheduler, serve
 from skipdecode import Schedule
 from skipdecode.core.checkpoint_config import to_config_entry
 from skipdecode.errors import UnsupportedModel
-from skipdecode.generation.loading import DEMO as DEMO_FOLDER
 from skipdecode.serving import plugin
 from skipdecode.serving.blocks import in_buckets
 from skipdecode.serving.requests import ends_of, settle
 from skipdecode.serving.settings import Serving
+from skipdecode.weights.loading import DEMO as DEMO_FOLDER
 
 LAYERS, BLOCK = 24, 32
 #: Keys and values of all layers for so many blocks of tokens: 24 layers, 128 wide, float32.

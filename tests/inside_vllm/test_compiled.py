@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from helpers.engine import Reference, Request, engine, runner, serve
-from skipdecode.generation.loading import DEMO
+from skipdecode.weights.loading import DEMO
 
 SPEEDUPS = (1.0, 2.0, 3.0, 5.0)
 

@@ -19,11 +19,11 @@ from vllm.inputs import TokensPrompt
 
 from helpers.engine import Request, engine, runner, scheduler, serve
 from skipdecode.errors import UnsupportedModel
-from skipdecode.generation.loading import DEMO
 from skipdecode.serving import blocks
 from skipdecode.serving import runner as runners
 from skipdecode.serving.head import quantize_head
 from skipdecode.serving.narrow import Groups
+from skipdecode.weights.loading import DEMO
 
 SPEEDUPS = (1.0, 2.0, 3.0, 5.0)
 

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from helpers.server import Server
 from serving import load
 from serving.processes import Talking
-from skipdecode.generation.loading import DEMO
+from skipdecode.weights.loading import DEMO
 
 pytest_plugins = ["helpers.served"]
 

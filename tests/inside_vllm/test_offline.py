@@ -24,10 +24,10 @@ from helpers.tiny import run, write_jsonl
 from skipdecode import Schedule
 from skipdecode.errors import JobError, ModelError
 from skipdecode.generation.jobs import GenerationJob, JobResult
-from skipdecode.generation.loading import DEMO
 from skipdecode.generation.results import Cost
 from skipdecode.serving import offline
 from skipdecode.serving.offline import VllmEngine
+from skipdecode.weights.loading import DEMO
 
 
 def prompts(count: int) -> list[str]:

@@ -21,10 +21,10 @@ from vllm.v1.request import RequestStatus
 from helpers.engine import Reference, Request, engine, runner, scheduler, serve
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
-from skipdecode.generation.loading import DEMO as DEMO_FOLDER
 from skipdecode.serving import scheduler as module
 from skipdecode.serving.scheduler import SkipScheduler
 from skipdecode.serving.step_costs import StepCosts
+from skipdecode.weights.loading import DEMO as DEMO_FOLDER
 
 SPEEDUPS = (1.0, 2.0, 3.0, 5.0)
 LAYERS = 24

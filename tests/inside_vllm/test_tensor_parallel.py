@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from helpers.engine import KV_BYTES, Reference, Request
-from skipdecode.generation.loading import DEMO
+from skipdecode.weights.loading import DEMO
 
 
 def test_tensor_parallel_texts_are_those_of_generate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,11 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from helpers.engine import engine
 from skipdecode.errors import UnsupportedModel
-from skipdecode.generation.loading import DEMO, read_config
 from skipdecode.serving import runner
 from skipdecode.serving.configure import WORKERS, _without_graphs
 from skipdecode.serving.plugin import _settled
 from skipdecode.serving.settings import Serving
+from skipdecode.weights.loading import DEMO, read_config
 
 
 def test_kinds_of_attention_that_keep_a_steps_metadata_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from helpers import families
 from helpers.families import LAYERS, build, distance, new_token_logits, reference_logits, row, run, uncached
 from skipdecode import Schedule, attach, detach
-from skipdecode.core.shapes import DECAYS
+from skipdecode.core.decays import DECAYS
 from skipdecode.evaluation.check import TOLERANCE
 from torture.attempt import Attempt, Found, Kind
 

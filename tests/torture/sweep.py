@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from skipdecode import Schedule
 from skipdecode.core.stack import text_config
 from skipdecode.evaluation.check import run_checks
-from skipdecode.generation.soundness import UNREADABLE
+from skipdecode.weights.checkpoint_checks import UNREADABLE
 
 LAYERS = 8
 SECONDS = 60

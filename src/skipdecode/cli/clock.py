@@ -18,8 +18,8 @@ from .console import Bar, out, say
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..core.planning import Prediction
-    from ..generation.offload import Offload
+    from ..planning.planner import Prediction
+    from ..weights.offload import Offload
 
 Measured = Annotated[
     str | None,
@@ -59,13 +59,13 @@ def profile(
     """
     from dataclasses import replace
 
-    from ..clock.profile import Profiler, check_lengths
-    from ..core.cost import is_profile
+    from ..clock.profiler import Profiler, check_lengths
     from ..files import check_target
-    from ..generation.faster import faster_options
+    from ..planning.profile import is_profile
+    from ..weights.faster import faster_options
 
     sizes, lengths = _whole(batch, "--batch"), _whole(context, "--context")
-    check_target(output, ours=is_profile)
+    check_target(output, may_replace=is_profile)
     faster = faster_options(quantization, compile, prepack)
     if attention:
         faster["attention"] = attention
@@ -116,18 +116,18 @@ def plan(
 
     skipdecode plan --profile opt.json --clock job --prompt-layers max
     """
-    from ..core.cost import Profile, shape_of
-    from ..core.planning import Predictor, Workload, predict
-    from ..core.planning import plan as plan_depths
-    from ..generation.loading import read_config
-    from ..generation.machine import machine
+    from ..planning.planner import Predictor, Workload, predict
+    from ..planning.planner import plan as plan_depths
+    from ..planning.profile import Profile, shape_of
+    from ..weights.device import machine
+    from ..weights.loading import read_config
 
     targets, measured = o.parse_speedups(speedups), Profile.load(profile)
     if png:
         from ..evaluation.plots import check_picture
 
         check_picture(png)
-    form = o.form_of(order=order, decay=o.decay_of(decay, serving), prompt_layers=prompt_layers)
+    style = o.style_options(order=order, decay=o.decay_of(decay, serving), prompt_layers=prompt_layers)
     if model is not None:
         measured.check(shape=shape_of(read_config(model)))
     rows: list[dict[str, Any]] = []
@@ -136,7 +136,7 @@ def plan(
         for target in targets:
             start = {"batch_size": size, "asked": target, "asked_of": clock}
             try:
-                rows.append(start | _row(predict(predictor, target, plan_depths(predictor, target, **form))))
+                rows.append(start | _row(predict(predictor, target, plan_depths(predictor, target, **style))))
             except ScheduleError as error:
                 rows.append(start | {"refused": str(error)})
     title = f"{measured.model}: {prompt_tokens} prompt tokens, {new_tokens} new; of full depth, predicted"
@@ -227,20 +227,20 @@ def bench(
     """
     from ..clock.bench import BenchPlan, runs_of
     from ..clock.bench_report import check_folder, run_bench
-    from ..generation.faster import faster_options
-    from ..generation.machine import doubts
+    from ..planning.clock import warnings_of
+    from ..weights.faster import faster_options
 
     measured, away = o.load_profile(clock, profile), o.offload_of(locals())
-    form = o.form_of(order=order, decay=decay, prompt_layers=prompt_layers)
+    style = o.style_options(order=order, decay=decay, prompt_layers=prompt_layers)
     sizes = _whole(batch, "--batch")
-    plan = BenchPlan(o.parse_speedups(speedups), sizes, prompt_tokens, new_tokens, clock, measured, repeats, form)
+    plan = BenchPlan(o.parse_speedups(speedups), sizes, prompt_tokens, new_tokens, clock, measured, repeats, style)
     if measured is not None and away is not None:
         raise UsageError("a profile knows no offload: leave one of --profile and --offload out")
     if output:
         check_folder(output)
     options = faster_options(quantization, compile, prepack) | ({"attention": attention} if attention else {})
     loaded, tokenizer = _load(model, shape, dtype, device, revision, options, away, plan.check)
-    for doubt in doubts(measured) if measured is not None else []:
+    for doubt in warnings_of(measured) if measured is not None else []:
         say(doubt)
     command = f"skipdecode {shlex.join(sys.argv[1:])}"
     with Bar() as bar:
@@ -276,8 +276,9 @@ def _load(
     check: Callable[[Any], object] = lambda config: None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The checkpoint, or random weights of the shape."""
-    from ..clock.shapes import random_model, shape_config
-    from ..generation.loading import load, placement, read_config
+    from ..clock.model_shapes import random_model, shape_config
+    from ..weights.device import placement
+    from ..weights.loading import load, read_config
 
     if (model is None) == (shape is None):
         raise UsageError("give either MODEL or --shape")

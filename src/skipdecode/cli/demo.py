@@ -31,13 +31,13 @@ def demo(
     The texts are those that the model ends by itself. All speeds are then timed over as many decode steps as the
     median batch takes at 1x, so that a speed whose texts are shorter does not look faster for it.
     """
-    from ..core.checkpoint_config import resolve_schedule
     from ..data.inputs import read_items
     from ..data.tasks import get_task
     from ..evaluation.plots import check_picture, draw_demo
     from ..evaluation.speeds import compare_speeds
-    from ..generation.loading import DEMO, load, read_config
-    from ..generation.machine import machine
+    from ..planning.resolve import resolve_schedule
+    from ..weights.device import machine
+    from ..weights.loading import DEMO, load, read_config
 
     targets = o.parse_speedups(speedups)
     if 1 not in targets:

@@ -102,7 +102,7 @@ def evaluate(
     targets = o.parse_speedups(speedups)
     from ..evaluation.evaluate import EvaluationPlan
     from ..evaluation.evaluate import evaluate as run
-    from ..generation.faster import faster_options
+    from ..weights.faster import faster_options
 
     files = [Path(name) for names in schedule or () for name in names.split(",")]
     rest = {name: given[name] for name in PLAN} | {"faster": faster_options(quantization, compile, prepack)}

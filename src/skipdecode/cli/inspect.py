@@ -36,8 +36,9 @@ def schedule(
 
     skipdecode schedule --speedup 3 --layers 24
     """
-    from ..core.checkpoint_config import DEFAULT_HORIZON, DEFAULT_SPEEDUP, resolve_schedule
+    from ..core.checkpoint_config import DEFAULT_HORIZON, DEFAULT_SPEEDUP
     from ..core.schedule import Schedule
+    from ..planning.resolve import resolve_schedule
 
     if (model is None) == (layers is None):
         raise UsageError("give either MODEL or --layers")
@@ -45,14 +46,14 @@ def schedule(
         from ..evaluation.plots import check_picture, draw_schedule
 
         check_picture(png)
-    form: dict[str, Any] = o.form_of(order, decay, prompt_layers)
+    style: dict[str, Any] = o.style_options(order, decay, prompt_layers)
     if layers is not None:
         target = DEFAULT_SPEEDUP if speedup is None else speedup
-        shown = Schedule.for_speedup(target, layers, horizon or DEFAULT_HORIZON, **form)
+        shown = Schedule.for_speedup(target, layers, horizon or DEFAULT_HORIZON, **style)
     else:
-        from ..generation.loading import read_config
+        from ..weights.loading import read_config
 
-        shown = resolve_schedule(read_config(str(model), revision), speedup, horizon=horizon, **form)
+        shown = resolve_schedule(read_config(str(model), revision), speedup, horizon=horizon, **style)
     if save:
         shown.save(save)
         say(f"wrote {save}")

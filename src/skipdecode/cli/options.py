@@ -12,10 +12,10 @@ from typer import Argument, Option
 from ..errors import UsageError
 
 if TYPE_CHECKING:
-    from ..core.cost import Profile
     from ..data.tasks import Task as TaskType
     from ..generation.engine import Engine
-    from ..generation.offload import Offload
+    from ..planning.profile import Profile
+    from ..weights.offload import Offload
 
 #: More tokens, rows or words than anybody means: a slip that would run for ever or fill the memory.
 MOST = 1_000_000
@@ -171,11 +171,11 @@ def decay_of(decay: str | None, serving: bool) -> str | None:
     return "constant" if serving else decay
 
 
-def form_of(
+def style_options(
     order: str | None = None, decay: str | None = None, prompt_layers: str | None = None
 ) -> dict[str, int | str]:
     """The fields of a schedule that were asked for."""
-    from ..core.schedule_checks import parse_prompt_layers
+    from ..core.schedule import parse_prompt_layers
 
     fields = {"order": order, "decay": decay, "prompt_layers": parse_prompt_layers(prompt_layers)}
     return {name: value for name, value in fields.items() if value is not None}
@@ -183,7 +183,7 @@ def form_of(
 
 def load_profile(clock: str, path: Path | None) -> Profile | None:
     """The profile, which a clock of seconds needs. Raises UsageError, FileError."""
-    from ..core.cost import Profile
+    from ..planning.profile import Profile
 
     if clock != "layers" and path is None:
         raise UsageError(f"--clock {clock} needs --profile FILE: skipdecode profile measures one on this machine")
@@ -197,7 +197,7 @@ def offload_of(given: Mapping[str, Any]) -> Offload | None:
         if folder is not None:
             raise UsageError("--offload-folder goes with --offload or --max-memory")
         return None
-    from ..generation.offload import Offload
+    from ..weights.offload import Offload
 
     return Offload(place or "auto", memory, folder)
 

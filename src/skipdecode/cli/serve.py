@@ -59,7 +59,7 @@ def serve(
 
     Options that are not below go to vLLM's API server, which takes this process over.
     """
-    from ..core.schedule_checks import parse_prompt_layers
+    from ..core.schedule import parse_prompt_layers
     from ..serving.server import server_command
     from ..serving.settings import parse_group
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.checkpoint_config import layer_count, resolve_schedule
-from ..core.cost import Profile
-from ..core.planning import CLOCKS, Prediction, Predictor, Workload, predict
+from ..core.checkpoint_config import layer_count
 from ..core.schedule import Schedule
-from ..core.stack import decoder_layers, fitted, text_config
+from ..core.stack import decoder_layers, text_config, with_lenders_first
 from ..errors import ScheduleError, UsageError
 from ..generation.generate import generate_ids
-from ..generation.machine import resident_bytes
-from ..generation.peaks import Peaks
+from ..planning.planner import CLOCKS, Prediction, Predictor, Workload, predict
+from ..planning.profile import Profile
+from ..planning.resolve import resolve_schedule
+from ..weights.device import Peaks, resident_bytes
 from .timing import Clock, Timing, alternate, compare, forced
 
 
@@ -35,7 +35,7 @@ class BenchPlan:
         clock: what the targets are of: ``layers``, ``step`` (a decode step's seconds) or ``job`` (prompt and steps).
         profile: what the last two are planned with. With any clock, predictions stand beside what was measured.
         repeats: rounds timed, all speeds in turn; medians count.
-        form: fields of the schedules: ``order``, ``decay``, ``prompt_layers``, …
+        style: fields of the schedules: ``order``, ``decay``, ``prompt_layers``, …
 
     Raises:
         UsageError: values that contradict each other or are out of range.
@@ -48,7 +48,7 @@ class BenchPlan:
     clock: str = "layers"
     profile: Profile | None = None
     repeats: int = 3
-    form: Mapping[str, Any] = field(default_factory=dict)
+    style: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.clock not in CLOCKS:
@@ -79,8 +79,8 @@ class BenchPlan:
             return Schedule.full(layer_count(config))
         work = self.workload(batch_size)
         if self.clock == "layers" or self.profile is None:
-            return resolve_schedule(config, speedup, lengths=[work.steps], **self.form)
-        return resolve_schedule(config, speedup, predictor=Predictor(self.profile, [work], self.clock), **self.form)
+            return resolve_schedule(config, speedup, lengths=[work.steps], **self.style)
+        return resolve_schedule(config, speedup, predictor=Predictor(self.profile, [work], self.clock), **self.style)
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def _batch(
 def _per_step(model: PreTrainedModel, schedule: Schedule, depth: float, count: Callable[[Tensor], int]) -> float:
     """What the weights of the head and of the layers that run count together, in a step of average depth."""
     layers = decoder_layers(model)
-    ranked = [layers[i] for i in fitted(schedule, model.config).ranking]
+    ranked = [layers[i] for i in with_lenders_first(schedule, model.config).ranking]
     sums = [sum(map(count, _weights(layer))) for layer in ranked]
     whole = int(depth)
     running = sum(sums[:whole]) + (depth - whole) * (sums[whole] if whole < len(sums) else 0)

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.cost import shape_of
 from ..errors import UsageError
 from ..files import check_target
-from ..generation.machine import machine
-from ..generation.peaks import measure_peaks
+from ..planning.profile import shape_of
+from ..weights.device import machine, measure_peaks
 from .bench import BenchPlan, bench
-from .profile import dtype_of
+from .profiler import dtype_of
 from .tables import Row, markdown_table, save_tables
 
 
@@ -73,7 +72,7 @@ def run_bench(
     """Time everything, and say on what.
 
     Args:
-        model, tokenizer: as loaded, or :func:`skipdecode.clock.shapes.random_model`.
+        model, tokenizer: as loaded, or :func:`skipdecode.clock.model_shapes.random_model`.
         plan: what to time.
         name: of the model.
         options: how it was loaded beside type and device, as the profile has them.

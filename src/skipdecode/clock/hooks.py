@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import LogitsProcessor, PreTrainedModel
 
-from ..generation.batch import synchronize
+from ..weights.device import synchronize
 
 
 class Ticks(LogitsProcessor):

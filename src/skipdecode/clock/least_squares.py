@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..core.cost import Pass, Profile, between
+from ..planning.profile import Pass, Profile, between
 
 #: Layers of each kind that ran, and the seconds that a pass took.
 Row = tuple[tuple[int, ...], float]

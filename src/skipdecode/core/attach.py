@@ -10,11 +10,11 @@ from typing import TypeVar
 from torch import nn
 
 from ..errors import ModelError, UsageError
-from .checkpoint_config import resolve_schedule
-from .gate import Gate, GateState, Stand, Teacher
+from .checkpoint_config import schedule_for
+from .gate import ForcedPass, Gate, GateState, Patch
 from .guards import CacheProvider, PassGuard, PromptGuard
 from .schedule import Schedule
-from .stack import check_kind, decoder_layers, fitted, lenders
+from .stack import check_kind, decoder_layers, lenders, with_lenders_first
 
 #: A model is given back as what it is.
 Model = TypeVar("Model", bound=nn.Module)
@@ -47,26 +47,26 @@ def attach(model: Model, schedule: Schedule | None = None, *, speedup: float | N
     """
     if schedule is not None and speedup is not None:
         raise UsageError("give one of schedule and speedup")
-    gates = next((stand.gates for _, _, stand in _stands(model)), None)
+    gates = next((patch.gates for _, _, patch in _patches(model)), None)
     if gates is None:
         check_kind(model)
     layers = decoder_layers(model)
     if schedule is not None or speedup is not None:
         if not hasattr(model, GENERATE):
             raise ModelError(f"{type(model).__name__} does not generate: attach a speed-up to the model with its head")
-        schedule = fitted(resolve_schedule(model.config, speedup, schedule), model.config)
+        schedule = with_lenders_first(schedule_for(model.config, speedup, schedule), model.config)
     if gates is None:
         gates = GateState(frozenset(lenders(model.config)))
     for index, layer in enumerate(layers):
-        if not _stands_on(layer):
+        if not _patches_on(layer):
             layer.forward = Gate(layer, gates, index)
     # A wrapper put around an attached model (PEFT's) has entrances of its own.
-    if not any(isinstance(stand, PassGuard) for _, stand in _stands_on(model)):
+    if not any(isinstance(patch, PassGuard) for _, patch in _patches_on(model)):
         model.forward = PassGuard(model, "forward", gates)
         if hasattr(model, PREPARE):
             setattr(model, PREPARE, PromptGuard(model, PREPARE, gates))
     if schedule is not None:
-        provider = next((stand for _, stand in _stands_on(model) if isinstance(stand, CacheProvider)), None)
+        provider = next((patch for _, patch in _patches_on(model) if isinstance(patch, CacheProvider)), None)
         if provider is None:
             setattr(model, GENERATE, CacheProvider(model, gates, schedule))
         else:
@@ -76,10 +76,10 @@ def attach(model: Model, schedule: Schedule | None = None, *, speedup: float | N
 
 def detach(model: Model) -> Model:
     """Take the gates off; the model is as it was found. Returns the model."""
-    for module, name, stand in list(_stands(model)):
+    for module, name, patch in list(_patches(model)):
         # accelerate keeps what it found under another name.
-        if stand.shadows or name not in ("forward", GENERATE, PREPARE):
-            setattr(module, name, stand.found)
+        if patch.was_instance_attribute or name not in ("forward", GENERATE, PREPARE):
+            setattr(module, name, patch.original)
         else:
             delattr(module, name)
     return model
@@ -87,7 +87,7 @@ def detach(model: Model) -> Model:
 
 def is_attached(model: nn.Module) -> bool:
     """Whether the model's layers carry gates."""
-    return bool(_stands_on(decoder_layers(model)[0]))
+    return bool(_patches_on(decoder_layers(model)[0]))
 
 
 @contextmanager
@@ -106,12 +106,12 @@ def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int) -> 
         ScheduleError: the schedule is for another number of layers.
         ModelError: the model is not attached.
     """
-    gates = next((stand.gates for _, _, stand in _stands(model)), None)
+    gates = next((patch.gates for _, _, patch in _patches(model)), None)
     if gates is None:
         raise ModelError("the model has no gates: call skipdecode.attach(model) first")
     thread = threading.get_ident()
     before = gates.forced.get(thread)
-    gates.forced[thread] = Teacher(fitted(schedule, model.config), prompt_length)
+    gates.forced[thread] = ForcedPass(with_lenders_first(schedule, model.config), prompt_length)
     try:
         yield
     finally:
@@ -121,12 +121,12 @@ def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int) -> 
             gates.forced[thread] = before
 
 
-def _stands(model: nn.Module) -> Iterator[tuple[nn.Module, str, Stand]]:
+def _patches(model: nn.Module) -> Iterator[tuple[nn.Module, str, Patch]]:
     """All that stands on the model and its modules, below accelerate's hooks too: (module, attribute, it)."""
     for module in model.modules():
-        for name, stand in _stands_on(module):
-            yield module, name, stand
+        for name, patch in _patches_on(module):
+            yield module, name, patch
 
 
-def _stands_on(module: nn.Module) -> list[tuple[str, Stand]]:
-    return [(name, value) for name, value in vars(module).items() if isinstance(value, Stand)]
+def _patches_on(module: nn.Module) -> list[tuple[str, Patch]]:
+    return [(name, value) for name, value in vars(module).items() if isinstance(value, Patch)]

@@ -15,7 +15,7 @@ from ..errors import CacheError, ScheduleError
 from .checkpoint_config import default_schedule
 from .growing import GrowingLayer
 from .schedule import Schedule
-from .stack import decoder_layers, fitted
+from .stack import decoder_layers, with_lenders_first
 
 #: Layers that store nothing: without attention, or with another layer's keys. (Older releases have no such class.)
 STATELESS: Any = getattr(cache_utils, "DummyLayer", ())
@@ -46,7 +46,7 @@ class SkipCache(DynamicCache):
         schedule = schedule or default_schedule(config)
         if schedule is None:
             raise ScheduleError("no schedule was given and the model's config carries none")
-        self.schedule = fitted(schedule, config)
+        self.schedule = with_lenders_first(schedule, config)
         if len(self.layers) != schedule.num_layers:
             raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the cache has {len(self.layers)}")
         self.layers: list[Any] = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
@@ -120,7 +120,7 @@ class SkipCache(DynamicCache):
         Raises:
             CacheError: it has stored less than it ran: its later positions would attend to less than they should.
         """
-        layer, held, ran = self.layers[index], held_bytes(self.layers[index]), self._positions[index]
+        layer, held, ran = self.layers[index], layer_kv_bytes(self.layers[index]), self._positions[index]
         short = isinstance(layer, DynamicLayer) and layer.get_seq_length() != self._length - self.width + ran
         if short or not (held or isinstance(layer, STATELESS)):
             raise CacheError(
@@ -224,15 +224,15 @@ class SkipCache(DynamicCache):
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys, values and recurrent states held now."""
-        return cache_bytes(self)
+        return total_kv_bytes(self)
 
 
-def cache_bytes(cache: Any) -> int:
+def total_kv_bytes(cache: Any) -> int:
     """Bytes of all tensors that a transformers cache holds: keys and values, states of convolutions and recurrences."""
-    return sum(map(held_bytes, cache.layers))
+    return sum(map(layer_kv_bytes, cache.layers))
 
 
-def held_bytes(layer: Any) -> int:
+def layer_kv_bytes(layer: Any) -> int:
     """The same of one layer of a cache, room for positions to come included.
 
     States have a batch axis and more; bookkeeping is smaller.

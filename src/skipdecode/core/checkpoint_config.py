@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import FileError, ScheduleError
 from ..files import locked, read_json, write
-from .fitting import fit
-from .planning import Predictor, plan
 from .schedule import Schedule
 
 CONFIG_KEY = "skipdecode"
@@ -108,89 +106,37 @@ def default_schedule(config: Any) -> Schedule | None:
     return schedules[max(schedules)] if schedules else None
 
 
-class Rule(Protocol):
-    """What :func:`resolve_schedule` asks of a method; :class:`skipdecode.methods.Method` says what each means."""
-
-    name: str
-    order: str | None
-    takes_form: bool
-
-    def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """The method's schedule for this speed-up over these lengths."""
+def style_of(schedules: Mapping[float, Schedule], num_layers: int) -> Schedule | None:
+    """The fastest schedule that skips, whose horizon and style new ones take over; None if all are full."""
+    skipping = [speedup for speedup, schedule in schedules.items() if not schedule.is_full]
+    return schedules[max(skipping)].check_layers(num_layers) if skipping else None
 
 
-def resolve_schedule(
-    config: Any,
-    speedup: float | None = None,
-    schedule: Schedule | None = None,
-    *,
-    method: Rule | None = None,
-    lengths: Sequence[int] | None = None,
-    measure: Callable[[], Sequence[int]] | None = None,
-    horizon: int | None = None,
-    predictor: Predictor | None = None,
-    **form: Any,
-) -> Schedule:
-    """The schedule that applies to a model of this config: the one place that decides it.
+def schedule_for(config: Any, speedup: float | None = None, schedule: Schedule | None = None) -> Schedule:
+    """The schedule of a model of this config: ``schedule`` itself, the config's own for ``speedup``, or a new one.
 
-    1. ``schedule`` itself, if it is given.
-    2. The one that the config has for ``speedup`` (without a speed-up: the fastest), unless lengths, a horizon or a
-       form are asked for. Another ``prompt_layers`` alone leaves its depths.
-    3. A new one for ``speedup`` (default: the fastest that the config has, else 2), in the form of the fastest one
-       that the config has, changed by ``form``: the paper's budget over ``horizon``; or fitted to ``lengths``, or to
-       what ``measure`` returns; or the paper's budget over the same horizon as the fastest one, else 64 tokens.
-       A method with a rule of its own applies that rule to the lengths. With a ``predictor`` it is a new one in any
-       case, planned so that ``speedup`` is one of the clock.
+    A new one is the paper's budget in the style and over the horizon of the config's fastest schedule; without any,
+    over :data:`DEFAULT_HORIZON` steps. Schedules for known lengths or for the clock are made by
+    :func:`skipdecode.planning.resolve.resolve_schedule`.
 
     Args:
         config: the model's, as transformers reads it.
-        speedup: target, 1 to the number of layers.
+        speedup: target, 1 to the number of layers. None: the fastest of the config, else :data:`DEFAULT_SPEEDUP`.
         schedule: goes before everything else.
-        method: only schedules that the config has for this method count, and its rule makes new ones. None: whatever
-            the model was trained by counts, and new ones are SkipDecode's.
-        lengths: decode steps of each batch, to fit a new schedule to whatever the config has.
-        measure: returns such lengths. It is only called if a new schedule is needed, and neither ``lengths`` nor
-            ``horizon`` is given.
-        horizon: decode steps over which a new schedule's depth falls; goes before lengths.
-        predictor: what the machine takes, for the batches to come.
-        form: further fields of a new schedule: ``order``, ``decay``, ``warmup``, ….
 
     Raises:
-        ScheduleError: the schedule does not fit the model, no schedule can be made from these values, the config's
-            entry cannot be read, or the method takes no horizon and no form.
+        ScheduleError: the schedule is for another number of layers, or none can be made for this speed-up.
     """
     layers = layer_count(config)
     if schedule is not None:
-        return _fitting(schedule, layers)
-    if method is not None and not method.takes_form and (horizon is not None or form):
-        raise ScheduleError(f"{method.name} has its own layer order and decay: no horizon or form can be set for it")
-    trained = trained_schedules(config) if method is None else schedules_of(config, method.name)
+        return schedule.check_layers(layers)
+    trained = trained_schedules(config)
     target = max(trained, default=DEFAULT_SPEEDUP) if speedup is None else speedup
-    new = lengths is not None or horizon is not None or predictor is not None
-    if target in trained and not new and set(form) <= {"prompt_layers"}:
-        return _fitting(trained[target], layers).replace(**form)
-    if lengths is None and horizon is None and measure is not None and predictor is None:
-        lengths = measure()
-    if method is not None and method.order is None:
-        if predictor is not None:
-            raise ScheduleError(f"{method.name} has its own rule for depths: none can be planned on the clock")
-        return method.schedule(layers, target, lengths or ())
-    skipping = [k for k, known in trained.items() if not known.is_full]  # a full schedule has no form
-    fastest = _fitting(trained[max(skipping)], layers) if skipping else None
-    fields = {**({"order": method.order} if method else {}), **(fastest.form if fastest else {}), **form}
-    if predictor is not None:
-        return plan(predictor, target, **fields)
-    if lengths is not None and horizon is None:
-        return fit(layers, target, lengths, **fields)
-    span = (fastest.horizon if fastest else DEFAULT_HORIZON) if horizon is None else horizon
-    return Schedule.for_speedup(target, layers, span, **fields)
-
-
-def _fitting(schedule: Schedule, num_layers: int) -> Schedule:
-    """The schedule, if it is for so many layers."""
-    if schedule.num_layers != num_layers:
-        raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {num_layers}")
-    return schedule
+    if target in trained:
+        return trained[target].check_layers(layers)
+    fastest = style_of(trained, layers)
+    style = fastest.style if fastest else {}
+    return Schedule.for_speedup(target, layers, fastest.horizon if fastest else DEFAULT_HORIZON, **style)
 
 
 def _key(speedup: float) -> str:

@@ -21,19 +21,19 @@ from .prefix import Prefix, packed
 from .schedule import Schedule
 
 
-class Stand:
+class Patch:
     """Stands in for a method of one module instance, and remembers what it found there."""
 
     def __init__(self, module: nn.Module, name: str, gates: GateState) -> None:
-        self.found: Callable[..., Any] = getattr(module, name)
-        self.shadows = name in module.__dict__  # an instance attribute (accelerate's hooks), to be put back
+        self.original: Callable[..., Any] = getattr(module, name)
+        self.was_instance_attribute = name in module.__dict__  # (accelerate's hooks): to be put back
         self.gates = gates
         # ``generate``, the Trainer and pipelines read signatures; annotations cannot always be pickled.
         assigned = ("__module__", "__name__", "__qualname__", "__doc__")
-        functools.update_wrapper(cast(Any, self), self.found, assigned, updated=())
+        functools.update_wrapper(cast(Any, self), self.original, assigned, updated=())
 
 
-class Gate(Stand):
+class Gate(Patch):
     """Stands in for one layer's ``forward``."""
 
     def __init__(self, layer: nn.Module, gates: GateState, index: int) -> None:
@@ -46,9 +46,9 @@ class Gate(Stand):
         """The layer's output on the positions it runs; the other positions' hidden states unchanged."""
         gates = self.gates
         cache = find_cache(args, kwargs)
-        plan = gates.teacher() if cache is None else cache
+        plan = gates.forced_pass() if cache is None else cache
         if plan is None:
-            return self.found(*args, **kwargs)
+            return self.original(*args, **kwargs)
         if cache is not None and cache.gates is not gates:
             raise CacheError("this SkipCache was made for another model: make one with SkipCache(model, schedule)")
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -63,30 +63,30 @@ class Gate(Stand):
                 raise CacheError(f"layer {self.index} is given {width} of {plan.width} positions: it cannot skip")
             count = max(count - (plan.width - width), 0)
         if count == 0:
-            if not gates.form_is_known:
-                self._learn_form(Prefix(width, 1, plan.width, axis), args, kwargs)
+            if not gates.output_is_known:
+                self._learn_output(Prefix(width, 1, plan.width, axis), args, kwargs)
             return gates.like_output(hidden)
         if count < width:
-            args, kwargs = Prefix(width, count, plan.width, axis).of_call(self.found, args, kwargs)
-        output = self.found(*args, **kwargs)
+            args, kwargs = Prefix(width, count, plan.width, axis).of_call(self.original, args, kwargs)
+        output = self.original(*args, **kwargs)
         if cache is not None:
             cache.end_layer(self.index)
-        if not gates.form_is_known and not gates.borrowers:
+        if not gates.output_is_known and not gates.borrowers:
             _check_nothing_is_lent(kwargs)
-        gates.learn_form(output)
+        gates.learn_output(output)
         if count == width:
             return output
         ran = output[0] if isinstance(output, tuple) else output
         rest = hidden.narrow(axis, count, width - count)
         return gates.like_output(torch.cat([ran, rest.to(ran.device)], dim=axis))
 
-    def _learn_form(self, one: Prefix, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _learn_output(self, one: Prefix, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the layer on one position, for nothing but what it returns beside its hidden states."""
-        args, kwargs = one.of_call(self.found, args, kwargs)
+        args, kwargs = one.of_call(self.original, args, kwargs)
         args = tuple(None if isinstance(v, SkipCache) else v for v in args)
         kwargs = {k: None if isinstance(v, SkipCache) else v for k, v in kwargs.items()}
         with torch.no_grad(), torch.random.fork_rng():
-            self.gates.learn_form(self.found(*args, **kwargs))
+            self.gates.learn_output(self.original(*args, **kwargs))
 
 
 class GateState:
@@ -96,10 +96,10 @@ class GateState:
         #: Layers that attend to another layer's keys and values.
         self.borrowers = borrowers
         #: Teacher-forced passes under way, by thread.
-        self.forced: dict[int, Teacher] = {}
+        self.forced: dict[int, ForcedPass] = {}
         #: The cache that the next forward pass of a thread, over these ids or embeddings, must carry.
         self.expected: dict[int, tuple[Callable[[], SkipCache | None], Any]] = {}
-        self.form_is_known = False
+        self.output_is_known = False
         self._axis: int | None = None  # of the positions in hidden states that have streams beside them
         self._extras: int | None = None  # what layers return beside hidden states (a tuple); None: a tensor alone
 
@@ -107,7 +107,7 @@ class GateState:
         """What a copy takes over: nothing of what threads have under way."""
         return vars(self) | {"forced": {}, "expected": {}}
 
-    def teacher(self) -> Teacher | None:
+    def forced_pass(self) -> ForcedPass | None:
         """What governs a pass without a cache in this thread."""
         forced = self.forced.get(threading.get_ident())
         # Autograd recomputes checkpointed layers in threads of its own.
@@ -117,10 +117,10 @@ class GateState:
             forced = next(iter(self.forced.values()))
         return forced
 
-    def learn_form(self, output: Any) -> None:
+    def learn_output(self, output: Any) -> None:
         """Note what a layer returned."""
         self._extras = len(output) - 1 if isinstance(output, tuple) else None
-        self.form_is_known = True
+        self.output_is_known = True
 
     def like_output(self, hidden: Tensor) -> Any:
         """``hidden`` in the form that the layers of this model return."""
@@ -144,7 +144,7 @@ class GateState:
         return self._axis
 
 
-class Teacher:
+class ForcedPass:
     """The plan of an uncached pass: the same questions that a SkipCache answers."""
 
     def __init__(self, schedule: Schedule, prompt_length: int) -> None:

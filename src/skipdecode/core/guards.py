@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from ..errors import CacheError
 from .cache import SkipCache
-from .gate import GateState, Stand, find_cache, refuse_packed
+from .gate import GateState, Patch, find_cache, refuse_packed
 from .schedule import Schedule
 
 
-class PassGuard(Stand):
+class PassGuard(Patch):
     """Stands in for the model's ``forward``: notices a pass that loses the cache, or never asks it."""
 
     @torch.compiler.disable(recursive=False)
@@ -30,17 +30,17 @@ class PassGuard(Stand):
                 "the SkipCache was dropped on the way to the model (PEFT's prompt learning does so): merge the adapter "
                 "or leave SkipCache out"
             )
-        if (plan := self.gates.teacher() if cache is None else cache) is not None:
+        if (plan := self.gates.forced_pass() if cache is None else cache) is not None:
             plan.shape = _shape(args, kwargs)
             if plan.shape is not None and plan.shape[1] > 1:
                 refuse_packed(kwargs)  # a family may keep its position ids to itself
         if cache is None:
-            return self.found(*args, **kwargs)
+            return self.original(*args, **kwargs)
         if cache.cut_short:
             raise CacheError("a pass over this SkipCache was cut short, so its layers differ: make a new one")
         passes = cache.passes
         try:
-            output = self.found(*args, **kwargs)
+            output = self.original(*args, **kwargs)
         except BaseException:
             cache.cut_short = cache.passes > passes
             raise
@@ -52,14 +52,14 @@ class PassGuard(Stand):
         return output
 
 
-class PromptGuard(Stand):
+class PromptGuard(Patch):
     """Stands in for ``prepare_inputs_for_generation``, which alone is told that a pass belongs to a prompt."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model inputs, if the cache can take them."""
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, SkipCache):
-            return self.found(*args, **kwargs)
+            return self.original(*args, **kwargs)
         if kwargs.get("use_cache") is False:
             raise CacheError(
                 "with use_cache=False every step runs the whole text anew: leave it out, or the SkipCache (detach)"
@@ -67,13 +67,13 @@ class PromptGuard(Stand):
         # A decode step is told its length, 1. (Before 5.23, a chunk of a prompt is told nothing at all.)
         if kwargs.get("is_first_iteration") or kwargs.get("next_sequence_length") is None:
             cache.begin_prompt()
-        inputs = self.found(*args, **kwargs)
+        inputs = self.original(*args, **kwargs)
         ids = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
         self.gates.expected[threading.get_ident()] = weakref.ref(cache), ids
         return inputs
 
 
-class CacheProvider(Stand):
+class CacheProvider(Patch):
     """Stands in for ``generate``: a call that brings no cache gets a new SkipCache."""
 
     def __init__(self, model: nn.Module, gates: GateState, schedule: Schedule) -> None:
@@ -87,7 +87,7 @@ class CacheProvider(Stand):
             # What a checkpoint says of its cache is for calls without one.
             kwargs = {"cache_implementation": None} | kwargs
             kwargs["past_key_values"] = SkipCache(self.model, self.schedule)
-        return self.found(*args, **kwargs)
+        return self.original(*args, **kwargs)
 
 
 def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:

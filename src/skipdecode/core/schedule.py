@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from ..errors import FileError, ScheduleError, SkipDecodeError
 from ..files import parse_json, read_json, write
-from .schedule_checks import MOST_TOKENS, check_decay, check_depths, check_order, check_whole, require
-from .shapes import budget, flat_depth, mix, ranking, remaining, target
-
-if TYPE_CHECKING:
-    from .cost import Profile
-    from .planning import Workload
+from .decays import DECAYS, ORDERS, budget, flat_depth, mix, ranking, remaining, target
 
 #: More than any model has.
 MOST_LAYERS = 1024
+#: Few enough that nothing hangs: depths are kept step by step.
+MOST_TOKENS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,9 @@ class Schedule:
         for name in ("num_layers", "max_depth", "min_depth", "horizon", "warmup", "stairs", "prompt_decay"):
             least = 0 if name in ("warmup", "prompt_decay") else 1
             check_whole(name, getattr(self, name), least, MOST_LAYERS if name == "num_layers" else MOST_TOKENS)
-        check_decay(self)
-        check_depths(self)
-        check_order(self)
+        _check_decay(self)
+        _check_depths(self)
+        _check_order(self)
 
     # --- what a step runs
 
@@ -122,6 +121,13 @@ class Schedule:
         falling = [-depth for depth in depths]
         counts = {layer: bisect_left(falling, -rank) for rank, layer in enumerate(self.ranking)}
         return [counts[layer] for layer in range(self.num_layers)]
+
+    def check_layers(self, num_layers: int) -> Schedule:
+        """This schedule, if it is for so many layers. Raises ScheduleError."""
+        require(
+            self.num_layers == num_layers, f"the schedule is for {self.num_layers} layers, the model has {num_layers}"
+        )
+        return self
 
     # --- what it will cost
 
@@ -170,37 +176,19 @@ class Schedule:
         return cls(num_layers, num_layers, num_layers, horizon=1, decay="constant", warmup=0)
 
     @classmethod
-    def for_speedup(
-        cls,
-        speedup: float,
-        num_layers: int | None = None,
-        horizon: int | None = None,
-        *,
-        clock: str = "layers",
-        profile: Profile | None = None,
-        workload: Workload | None = None,
-        **options: Any,
-    ) -> Schedule:
-        """A schedule for a target speed-up: of layers, of a decode step's seconds, or of a whole job's.
+    def for_speedup(cls, speedup: float, num_layers: int, horizon: int, **style: Any) -> Schedule:
+        """A schedule for a target speed-up of layers: the paper's budget where it gives one, else its rule.
 
         Args:
-            speedup: of ``clock``, against full depth.
-            num_layers, horizon: for layers: the paper's budget where it gives one (24 and 32 layers), else its rule.
-            clock, profile, workload: ``step`` or ``job``, what was measured here, and what a batch does.
-            options: further fields of the schedule, ``order`` and ``decay`` among them.
+            speedup: target layer reduction against full depth, 1 to ``num_layers``.
+            num_layers: decoder layers of the model.
+            horizon: steps over which the depth falls.
+            style: further fields of the schedule, ``order`` and ``decay`` among them.
 
         Raises:
-            ScheduleError: a speed-up that cannot be had.
-            UsageError: arguments that do not go together, or a workload beyond what the profile measured.
+            ScheduleError: a speed-up out of range, or fields that contradict each other.
         """
-        if clock != "layers":
-            from .planning import plan_for  # plans are made of schedules
-
-            return plan_for(speedup, clock, profile, workload, num_layers=num_layers, horizon=horizon, **options)
-        if horizon is None or profile is not None or workload is not None:
-            raise ScheduleError("a speed-up of layers needs num_layers and horizon, and no profile")
         check_whole("num_layers", num_layers)
-        num_layers = cast(int, num_layers)
         require(
             isinstance(speedup, (int, float)) and 1 <= speedup <= num_layers,
             f"a speed-up is 1 to the number of layers ({num_layers}), not {speedup}",
@@ -208,9 +196,9 @@ class Schedule:
         if speedup == 1:
             return cls.full(num_layers)
         most, least = budget(speedup, num_layers)
-        if options.get("decay") == "constant":
+        if style.get("decay") == "constant":
             most = least = flat_depth(speedup, num_layers)
-        return cls(num_layers, most, least, horizon, **options)
+        return cls(num_layers, most, least, horizon, **style)
 
     @property
     def target(self) -> float:
@@ -220,13 +208,13 @@ class Schedule:
         return target(self.max_depth, self.min_depth, self.num_layers)
 
     @property
-    def form(self) -> dict[str, Any]:
+    def style(self) -> dict[str, Any]:
         """What a schedule of another budget takes over: order, warm-up, decay with its numbers, decay in the prompt."""
         names = ("order", "warmup", "rate", "stairs", "prompt_decay")
-        form = {name: getattr(self, name) for name in names} | {"decay": "linear" if self.depths else self.decay}
+        style = {name: getattr(self, name) for name in names} | {"decay": "linear" if self.depths else self.decay}
         # A prompt of as many layers as the first step stays one at another budget.
         in_prompt = "max" if self.prompt_layers == self.max_depth else self.prompt_layers
-        return form | ({} if in_prompt is None else {"prompt_layers": in_prompt})
+        return style | ({} if in_prompt is None else {"prompt_layers": in_prompt})
 
     @classmethod
     def from_depths(cls, num_layers: int, depths: list[int] | tuple[int, ...], **options: Any) -> Schedule:
@@ -279,7 +267,7 @@ class Schedule:
 
     def save(self, path: str | Path) -> None:
         """Write the JSON to ``path``, whole or not at all. Raises FileError where another kind of file is there."""
-        write(path, self.to_json() + "\n", ours=is_schedule)
+        write(path, self.to_json() + "\n", may_replace=is_schedule)
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:
@@ -298,3 +286,89 @@ def is_schedule(data: bytes) -> bool:
     except SkipDecodeError:
         return False
     return True
+
+
+def _check_decay(schedule: Schedule) -> None:
+    """A decay that is known, with numbers it can have."""
+    rate, stairs = schedule.rate, schedule.stairs
+    require(schedule.decay in DECAYS, f"decay must be one of {', '.join(DECAYS)}, not {schedule.decay!r}")
+    require(
+        isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 < rate < math.inf,
+        f"rate must be a finite number above 0, not {rate!r}",
+    )
+    require(stairs >= 2, f"stairs must be at least 2, not {stairs}")
+
+
+def _check_depths(schedule: Schedule) -> None:
+    """Depths that never increase, within the model's layers."""
+    if schedule.decay == "list":
+        depths = schedule.depths if isinstance(schedule.depths, tuple) else ()
+        require(bool(depths), "decay 'list' needs depths, one number of layers per step")
+        for value in depths:
+            check_whole("each of depths", value)
+        require(
+            all(a >= b for a, b in pairwise(depths)),
+            f"depths must never increase (a layer once skipped has no keys and values to go back to): {depths}",
+        )
+        require(
+            (schedule.max_depth, schedule.min_depth, schedule.horizon) == (depths[0], depths[-1], len(depths)),
+            "with decay 'list', max_depth, min_depth and horizon must be the list's first, last and length; "
+            "Schedule.from_depths sets them",
+        )
+    else:
+        require(schedule.depths is None, f"depths go with decay 'list', not with {schedule.decay!r}")
+    require(
+        schedule.min_depth <= schedule.max_depth,
+        f"min_depth {schedule.min_depth} is greater than max_depth {schedule.max_depth}",
+    )
+    require(
+        schedule.max_depth <= schedule.num_layers,
+        f"max_depth {schedule.max_depth} is greater than num_layers {schedule.num_layers}",
+    )
+    if schedule.prompt_layers is not None:
+        check_whole("prompt_layers", schedule.prompt_layers)
+        require(
+            schedule.max_depth <= int(schedule.prompt_layers) <= schedule.num_layers,
+            f"prompt_layers is max_depth ({schedule.max_depth}) to num_layers ({schedule.num_layers}), "
+            f"not {schedule.prompt_layers}: depths never increase",
+        )
+    if schedule.decay == "constant":
+        require(schedule.max_depth == schedule.min_depth, "decay 'constant' needs max_depth equal to min_depth")
+
+
+def _check_order(schedule: Schedule) -> None:
+    """An order that ranks each layer once, with the warm-up layers inside every depth."""
+    if isinstance(schedule.order, tuple):
+        # A tuple of anything but int would compare equal for 1.0 or True: the type is checked too.
+        require(
+            all(type(i) is int for i in schedule.order) and sorted(schedule.order) == list(range(schedule.num_layers)),
+            f"order must hold each of the layers 0 to {schedule.num_layers - 1} exactly once, not {schedule.order}",
+        )
+    else:
+        require(schedule.order in ORDERS, f"order must be {', '.join(ORDERS)} or a permutation, not {schedule.order!r}")
+    require(
+        schedule.order != "top" or schedule.warmup <= schedule.min_depth,
+        f"warmup {schedule.warmup} is greater than min_depth {schedule.min_depth}",
+    )
+
+
+def parse_prompt_layers(value: Any) -> int | str | None:
+    """``prompt_layers`` as people write it: a number, also as text, or ``max``; None stays. Raises ScheduleError."""
+    number = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 7 else value
+    valid = number is None or number == "max" or (type(number) is int and number >= 1)
+    require(valid, f"prompt_layers is 'max' or a number of layers, not {str(value)[:100]!r}")
+    return number
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ScheduleError."""
+    if not condition:
+        raise ScheduleError(message)
+
+
+def check_whole(name: str, value: Any, least: int = 1, most: int = MOST_TOKENS) -> None:
+    """An int, and no bool or float that equals one."""
+    require(
+        type(value) is int and least <= value <= most,
+        f"{name} must be a whole number from {least:,} to {most:,}, not {value!r}",
+    )

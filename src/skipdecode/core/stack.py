@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from ..errors import ModelError, ScheduleError, UnsupportedModel
+from ..errors import ModelError, UnsupportedModel
 from .schedule import Schedule
 
 
@@ -108,7 +108,7 @@ def lenders(config: Any) -> dict[int, int]:
     return found
 
 
-def fitted(schedule: Schedule, config: Any) -> Schedule:
+def with_lenders_first(schedule: Schedule, config: Any) -> Schedule:
     """``schedule`` for a model of this config: a layer whose keys others borrow runs as long as its borrowers.
 
     The depths stay as they are; where the order ranks a borrower before its lender, the lender moves up.
@@ -116,9 +116,7 @@ def fitted(schedule: Schedule, config: Any) -> Schedule:
     Raises:
         ScheduleError: it is for another number of layers.
     """
-    count = text_config(config).num_hidden_layers
-    if schedule.num_layers != count:
-        raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {count}")
+    schedule.check_layers(text_config(config).num_hidden_layers)
     borrowed = lenders(config)
     order: dict[int, None] = {}
     for layer in schedule.ranking:

@@ -8,12 +8,12 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.fitting import Lengths, Measure
 from ..core.schedule import Schedule
 from ..data.chat import Prompt
 from ..data.tokenization import encode_prompts
 from ..generation.generate import generate_ids
 from ..generation.results import Cost
+from ..planning.fitting import Lengths, Measure
 
 #: How far the achieved ratio may be off, as a share of the target.
 TOLERANCE = 0.03
@@ -50,7 +50,7 @@ def achieve(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
-    fitted: Callable[[Sequence[int]], Schedule],
+    with_lenders_first: Callable[[Sequence[int]], Schedule],
     speedup: float,
     before: Schedule,
     measure: Callable[[Sequence[int]], Measure] = Lengths,
@@ -102,9 +102,9 @@ def achieve(
     full, old = write(Schedule.full(before.num_layers)), write(before)
     if keep and off(old) <= TOLERANCE:
         return old, old, full
-    new = [write(fitted(full.lengths))]
+    new = [write(with_lenders_first(full.lengths))]
     while len(new) < ROUNDS and off(new[-1]) > TOLERANCE:
-        schedule = fitted(new[-1].lengths)
+        schedule = with_lenders_first(new[-1].lengths)
         if schedule in [each.schedule for each in new]:
             break  # it would write the same again
         new.append(write(schedule))

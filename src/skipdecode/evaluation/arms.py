@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.checkpoint_config import DEFAULT_METHOD, resolve_schedule
+from ..core.checkpoint_config import DEFAULT_METHOD
 from ..core.schedule import Schedule
 from ..errors import UsageError
-from ..generation.loading import read_config
 from ..methods import Method, get_method
+from ..planning.resolve import resolve_schedule
+from ..weights.loading import read_config
 
 
 @dataclass(frozen=True)

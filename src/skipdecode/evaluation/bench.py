@@ -9,19 +9,19 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
-from ..core.checkpoint_config import resolve_schedule
-from ..core.cost import Profile
 from ..core.schedule import Schedule
 from ..data.metrics import DEFAULT, Metric
 from ..data.tasks import Example, Task, subsample
 from ..data.tokenization import encode_prompts
 from ..generation.batch import Decoding
 from ..generation.generate import generate_ids
-from ..generation.loading import load_tokenizer, read_config
-from ..generation.machine import machine
-from ..generation.planned import ClockOf
 from ..generation.results import Generated
+from ..planning.clock import ClockOf
+from ..planning.profile import Profile
+from ..planning.resolve import resolve_schedule
 from ..provenance import fingerprint
+from ..weights.device import machine
+from ..weights.loading import load_tokenizer, read_config
 from .arms import Arm
 
 

@@ -16,22 +16,19 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.checkpoint_config import (
-    layer_count,
-    resolve_schedule,
-    save_calibrated,
-)
-from ..core.fitting import Measure, fit, refit
-from ..core.planning import Predictor
-from ..core.planning import plan as plan_depths
+from ..core.checkpoint_config import layer_count, save_calibrated
 from ..core.schedule import Schedule
 from ..data.metrics import Agreement
 from ..data.tasks import Example, subsample
 from ..data.tokenization import encode_prompts
 from ..errors import UsageError
-from ..generation.loading import load, load_tokenizer, read_config, resolve
-from ..generation.machine import doubts
 from ..methods import get_method
+from ..planning.clock import warnings_of
+from ..planning.fitting import Measure, fit, refit
+from ..planning.planner import Predictor
+from ..planning.planner import plan as plan_depths
+from ..planning.resolve import resolve_schedule
+from ..weights.loading import load, load_tokenizer, read_config, resolve
 from .achieve import TOLERANCE, Written, achieve
 from .calibration_plan import CalibrationPlan, check, trained_form
 from .examples import read_examples
@@ -137,7 +134,7 @@ def calibrate(
     config = read_config(plan.model)
     check(plan, config)
     before = resolve_schedule(config, plan.speedup)
-    trained, form = trained_form(plan, config)
+    trained, style = trained_form(plan, config)
     examples = read_examples(plan.task, plan.data, "validation", say)
     if not examples and not plan.data.is_file():
         examples = plan.task.read(plan.data, "train")
@@ -149,19 +146,19 @@ def calibrate(
     Agreement().score(["a text"], [["a text"]])  # a library that is missing shows before a model is loaded
     prompts = [example.prompt for example in examples]
     measure = plan.measure([len(ids) for ids in encode_prompts(load_tokenizer(plan.model), prompts)])
-    for doubt in doubts(plan.profile) if plan.profile is not None else []:
-        say(doubt)
+    for warning in warnings_of(plan.profile) if plan.profile is not None else []:
+        say(warning)
     model, tokenizer = load(plan.model, device=plan.device)
     ranking = None
     if plan.order == "search":
         ranking = _search(plan, model, tokenizer, examples, on_progress)
-        form["order"] = ranking.order
+        style["order"] = ranking.order
         trained = trained and trained.replace(order=ranking.order)
     texts = achieve(
         model,
         tokenizer,
         prompts,
-        _rule(plan, before.num_layers, trained, form, measure),
+        _rule(plan, before.num_layers, trained, style, measure),
         plan.speedup,
         before,
         measure,
@@ -180,22 +177,22 @@ def _rule(
     plan: CalibrationPlan,
     num_layers: int,
     trained: Schedule | None,
-    form: Mapping[str, Any],
+    style: Mapping[str, Any],
     measure: Callable[[Sequence[int]], Measure],
 ) -> Callable[[Sequence[int]], Schedule]:
     """Decode steps of batches -> schedule: the trained depths over another horizon if that will do, else new ones."""
     method = get_method(plan.method)
 
-    def fitted(lengths: Sequence[int]) -> Schedule:
+    def with_lenders_first(lengths: Sequence[int]) -> Schedule:
         if method.order is None:
             return method.schedule(num_layers, plan.speedup, lengths)
         measured = measure(lengths)
         kept = trained and refit(trained, plan.speedup, measured)
         if kept is None and isinstance(measured, Predictor):
-            return plan_depths(measured, plan.speedup, **form)  # says what cannot be had
-        return kept or fit(num_layers, plan.speedup, measured, **form)
+            return plan_depths(measured, plan.speedup, **style)  # says what cannot be had
+        return kept or fit(num_layers, plan.speedup, measured, **style)
 
-    return fitted
+    return with_lenders_first
 
 
 def _search(

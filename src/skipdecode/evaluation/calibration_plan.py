@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ..core.checkpoint_config import is_trained, layer_count, schedules_of, trained_method
-from ..core.cost import Profile
-from ..core.fitting import Lengths, Measure
-from ..core.planning import CLOCKS, Predictor, workloads
-from ..core.schedule import Schedule, is_schedule
-from ..core.schedule_checks import parse_prompt_layers
-from ..core.shapes import ORDERS
+from ..core.decays import ORDERS
+from ..core.schedule import Schedule, is_schedule, parse_prompt_layers
 from ..data.tasks import Task, get_task
 from ..errors import UsageError
 from ..files import check_target
-from ..generation.loading import DEMO, resolve
-from ..generation.machine import check_profile
 from ..methods import METHODS, get_method
+from ..planning.clock import check_profile
+from ..planning.fitting import Lengths, Measure
+from ..planning.planner import CLOCKS, Predictor, workloads
+from ..planning.profile import Profile
+from ..weights.loading import DEMO, resolve
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class CalibrationPlan:
         if not method.fits_depths:
             others = ", ".join(name for name in METHODS if get_method(name).fits_depths)
             raise UsageError(f"{self.method} has no depths to fit; methods that have are {others}")
-        if not method.takes_form and (self.order or self.decay or self.prompt_layers):
+        if not method.takes_style and (self.order or self.decay or self.prompt_layers):
             raise UsageError(f"order, decay and prompt_layers cannot be set for {self.method}: it has its own")
         if self.order is not None and self.order not in (*ORDERS, "search"):
             raise UsageError(f"order is {', '.join(ORDERS)} or search, not {self.order!r}")
@@ -131,7 +130,7 @@ def check(plan: CalibrationPlan, config: Any) -> None:
             f"{plan.model} was trained by {trained_method(config)}: its schedules are not {plan.method}'s to change"
         )
     if plan.output is not None:
-        check_target(plan.output, ours=is_schedule)
+        check_target(plan.output, may_replace=is_schedule)
 
 
 def trained_form(plan: CalibrationPlan, config: Any) -> tuple[Schedule | None, dict[str, Any]]:
@@ -150,14 +149,14 @@ def trained_form(plan: CalibrationPlan, config: Any) -> tuple[Schedule | None, d
     order = None if plan.order == "search" else plan.order
     given: dict[str, Any] = {"decay": plan.decay, "order": order, "prompt_layers": plan.prompt_layers}
     asked = {name: value for name, value in given.items() if value is not None}
-    form: dict[str, Any] = {"order": method.order, "decay": "linear", **(source.form if source else {}), **asked}
-    in_prompt = form.get("prompt_layers")
+    style: dict[str, Any] = {"order": method.order, "decay": "linear", **(source.style if source else {}), **asked}
+    in_prompt = style.get("prompt_layers")
     deepest = in_prompt if isinstance(in_prompt, int) else layers
-    Schedule(layers, deepest, deepest, 1, **form)  # contradictions show before the weights are loaded
+    Schedule(layers, deepest, deepest, 1, **style)  # contradictions show before the weights are loaded
     if plan.clock == "layers" and deepest * plan.speedup < layers:
         raise UsageError(f"{plan.speedup:g}x runs more than {deepest} layers at a step: depths never rise")
-    if trained and ("list" in (trained.decay, form["decay"]) or "constant" in {trained.decay} ^ {form["decay"]}):
+    if trained and ("list" in (trained.decay, style["decay"]) or "constant" in {trained.decay} ^ {style["decay"]}):
         trained = None  # such depths are no use in the form asked for
     if trained and trained.max_depth > deepest:
         trained = None
-    return trained and trained.replace(**asked), form
+    return trained and trained.replace(**asked), style

@@ -14,12 +14,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..core.attach import attach, detach, teacher_forced
 from ..core.cache import SkipCache
-from ..core.checkpoint_config import resolve_schedule
 from ..core.guards import CacheProvider
 from ..core.schedule import Schedule
-from ..core.stack import decoder_layers, fitted, text_config
+from ..core.stack import decoder_layers, text_config, with_lenders_first
 from ..errors import CacheError, SkipDecodeError, UnsupportedModel, UsageError
-from ..generation.loading import load, read_config
+from ..planning.resolve import resolve_schedule
+from ..weights.loading import load, read_config
 from .reference import undone
 
 #: Largest difference of logits, relative to their scale, that counts as equal in float32.
@@ -246,7 +246,7 @@ def work_falls(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tupl
     owner = type(model).__name__
     depth = schedule.min_depth
     least = schedule.replace(max_depth=depth, decay="constant", horizon=1, depths=None)
-    running = set(fitted(least, model.config).layers(depth))
+    running = set(with_lenders_first(least, model.config).layers(depth))
     full, short = (_step_flops(model, batch, SkipCache(model, s)) for s in (Schedule.full(len(layers)), least))
     skipped = sum(
         sum(full[f"{owner}.{names[id(layer)]}"].values()) for i, layer in enumerate(layers) if i not in running

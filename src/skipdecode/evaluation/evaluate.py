@@ -14,16 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..core.checkpoint_config import layer_count, resolve_schedule
-from ..core.cost import Profile
+from ..core.checkpoint_config import layer_count
 from ..data.metrics import DEFAULT, Agreement, BertScore, Metric
 from ..data.tasks import Example, Task, get_task, subsample
 from ..errors import FileError, UsageError
 from ..files import locked
-from ..generation.faster import check_faster, faster_options
-from ..generation.loading import cpu_capabilities, placement, read_config
-from ..generation.machine import machine
-from ..generation.planned import ClockOf
+from ..planning.clock import ClockOf
+from ..planning.profile import Profile
+from ..planning.resolve import resolve_schedule
+from ..weights.device import cpu_capabilities, machine, placement
+from ..weights.faster import check_faster, faster_options
+from ..weights.loading import read_config
 from . import report
 from .arms import Arm, arms
 from .bench import Bench
@@ -185,7 +186,7 @@ def evaluate(
         on_progress(arm.key, len(rows), len(selected))
     labels = [(metric.name, metric.label) for metric in metrics]
     about = _about(plan, len(examples), command) | report.notes(rows)
-    own = {arm.name for arm in selected if arm.method.takes_form}
+    own = {arm.name for arm in selected if arm.method.takes_style}
     with locked(plan.output / "table.json", timeout=60):
         report.check(plan.output, job, names, plan.overwrite)
         report.save(rows, labels, about, plan.output, job)
@@ -231,8 +232,8 @@ def _check_clock(bench: Bench, selected: Sequence[Arm], say: Say) -> None:
         if bench.faster.get("compile") and arm.method.skips and not arm.method.fits_depths:
             raise UsageError(f"{arm.method.name} decides by token which layers run: its steps cannot be compiled")
         bench.planned(arm, max(bench.max_new_tokens - 1, 1))
-    for doubt in bench.clock.doubts():
-        say(doubt)
+    for warning in bench.clock.warnings():
+        say(warning)
 
 
 def _metrics(plan: EvaluationPlan, examples: Sequence[Example], say: Say) -> list[Metric]:

@@ -25,13 +25,14 @@ from transformers import PreTrainedModel
 
 from ..core.attach import attach, teacher_forced
 from ..core.cache import SkipCache
-from ..core.checkpoint_config import resolve_schedule
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from ..data.collation import Collator
 from ..errors import SkipDecodeError, UsageError
-from ..generation.loading import check_dtype, read_weights, resolve
-from ..generation.soundness import Reading, check_config, check_files, check_tokenizer
+from ..planning.resolve import resolve_schedule
+from ..weights.checkpoint_checks import as_model_error, check_config, check_files, check_tokenizer
+from ..weights.device import check_dtype
+from ..weights.loading import read_weights, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -85,12 +86,14 @@ class SkipLM(HFLM):
 
     def _get_config(self, pretrained: str, *args: Any, **kwargs: Any) -> None:
         check_files(Path(pretrained), ["config.json"])
-        with Reading(f"no model could be read at {pretrained}"):
+        with as_model_error(f"no model could be read at {pretrained}"):
             super()._get_config(pretrained, *args, **kwargs)
         check_config(pretrained, self._config)
 
     def _create_tokenizer(self, pretrained: Any, *args: Any, **kwargs: Any) -> None:
-        with Reading(f"the tokenizer of {pretrained if isinstance(pretrained, str) else 'the model'} cannot be read"):
+        with as_model_error(
+            f"the tokenizer of {pretrained if isinstance(pretrained, str) else 'the model'} cannot be read"
+        ):
             super()._create_tokenizer(pretrained, *args, **kwargs)
 
     def _loglikelihood_tokens(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..core.gate import GateState
 from ..core.schedule import Schedule
-from ..core.stack import decoder_layers, fitted
+from ..core.stack import decoder_layers, with_lenders_first
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def undone(model: nn.Module, schedule: Schedule, prompt_length: int, text: Tenso
         prompt_length: width of the prompt block.
         text: the ids (rows, positions) that the pass inside will be over.
     """
-    counts = fitted(schedule, model.config).positions_per_layer(prompt_length, text.shape[1])
+    counts = with_lenders_first(schedule, model.config).positions_per_layer(prompt_length, text.shape[1])
     shapes = GateState(frozenset())
 
     def undo(count: int) -> Callable[..., Any]:

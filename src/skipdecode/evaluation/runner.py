@@ -18,9 +18,9 @@ from ..data.tasks import subsample
 from ..errors import FileError, JobError
 from ..files import check_target, locked, read_json, write
 from ..generation.batch import Decoding
-from ..generation.loading import load, read_config, resolve
 from ..generation.results import Cost, Generated
 from ..provenance import fingerprint, identity
+from ..weights.loading import load, read_config, resolve
 from .arms import Arm
 from .bench import Bench
 from .loss import batches_of, loss_by_position

@@ -1,1 +1,1 @@
-"""Prompts in, texts and what they cost out: checkpoints, batches, jobs that resume."""
+"""Prompts in, texts and what they cost out: batches, jobs that resume."""

@@ -19,12 +19,13 @@ from transformers import (
 )
 
 from ..core.attach import attach
-from ..core.cache import SkipCache, cache_bytes
+from ..core.cache import SkipCache, total_kv_bytes
 from ..core.checkpoint_config import layer_count
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
-from .faster import is_compiled
-from .leaving import leaving
+from ..weights.device import synchronize
+from ..weights.faster import is_compiled
+from .finished_rows import track_finished_rows
 from .results import Completion, Cost
 
 #: How to decode: a schedule, None for the stock model, or what makes each batch's cache for methods of their own.
@@ -56,7 +57,7 @@ def generate_batch(
     """One batch of token-id prompts; ``decoding`` None is the stock model with its ordinary cache.
 
     ``options`` go to ``model.generate``; greedy unless ``do_sample`` is among them. Rows that have ended leave the
-    batch (:mod:`.leaving`).
+    batch (:mod:`.finished_rows`).
     """
     width = max(map(len, prompts))
     pad = tokenizer.pad_token_id
@@ -78,16 +79,16 @@ def generate_batch(
     strings = options.get("stop_strings", model.generation_config.stop_strings)
     eos = options.get("eos_token_id", model.generation_config.eos_token_id)
     stops = {eos} if isinstance(eos, int) else set(eos or ())
-    rows_leave = leaving(model, tokenizer, cache, len(prompts), stops, strings, options)
+    finished = track_finished_rows(model, tokenizer, cache, len(prompts), stops, strings, options)
     criteria = options.pop("stopping_criteria", None)
     start = time.perf_counter()
-    with rows_leave or nullcontext():
+    with finished or nullcontext():
         output = model.generate(
             ids,
             attention_mask=mask,
             past_key_values=cache,
             tokenizer=tokenizer if strings else None,
-            stopping_criteria=StoppingCriteriaList([rows_leave]) if rows_leave else criteria,
+            stopping_criteria=StoppingCriteriaList([finished]) if finished else criteria,
             **options | {"return_dict_in_generate": True},
         )
     synchronize(model.device)
@@ -120,15 +121,9 @@ def generate_batch(
         prompt_layer_positions=sum(in_prompt),
         # A stock cache grows to the end, or until rows leave it.
         peak_kv_bytes=getattr(cache, "peak_kv_bytes", None)
-        or max(cache_bytes(cache), rows_leave.peak_kv_bytes if rows_leave else 0),
+        or max(total_kv_bytes(cache), finished.peak_kv_bytes if finished else 0),
     )
     return rows, cost
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for what a GPU or another accelerator still computes, so that clocks read what it took."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _cache(model: PreTrainedModel, decoding: Decoding) -> DynamicCache:

@@ -1,10 +1,9 @@
 """``batch_size="auto"``: rows of like length, as many at once as fit into memory.
 
 What a row takes is measured on this very model, not derived from its family: two short passes give the bytes per
-position of each layer (:mod:`skipdecode.core.kept` counts positions), a pass over the longest prompt gives what its
-activations take. From the schedule follows how
-many layers hold how many positions at the worst moment of the job: freed layers make room for rows. (Buckets of like
-length with a batch size each: BucketServe, arXiv 2507.17120.)
+position of each layer (:mod:`skipdecode.planning.kv_bytes` counts positions), a pass over the longest prompt gives
+what its activations take. From the schedule follows how many layers hold how many positions at the worst moment of the
+job: freed layers make room for rows. (Buckets of like length with a batch size each: BucketServe, arXiv 2507.17120.)
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.attach import attach
-from ..core.cache import SkipCache, held_bytes
+from ..core.cache import SkipCache, layer_kv_bytes
 from ..core.checkpoint_config import layer_count
 from ..core.growing import ROOM, GrowingLayer
-from ..core.kept import LayerBytes, peak_bytes, positions_kept
 from ..core.schedule import Schedule
-from ..core.stack import fitted
+from ..core.stack import with_lenders_first
 from ..errors import UsageError
+from ..planning.kv_bytes import LayerKV, peak_kv_bytes, positions_stored
+from ..weights.memory import PeakMeter, available_memory, mapped_bytes
 from .batch import Decoding, generate_batch
-from .memory import PeakMeter, available_memory, mapped_bytes
 from .options import num_beams
 
 BatchSize = int | Literal["auto"]
@@ -62,7 +61,7 @@ class Footprint:
         width, prompt_bytes: tokens of the longest prompt, and most bytes at once in its pass.
     """
 
-    layers: Sequence[LayerBytes]
+    layers: Sequence[LayerKV]
     schedule: Schedule
     steps: int
     beams: int
@@ -78,7 +77,7 @@ class Footprint:
         layers = self.layers
         if self.beams > 1:  # put in order after each step, their layers move at each
             layers = [replace(each, fixed=each.fixed + each.room * each.per_position) for each in layers]
-        return peak_bytes(layers, self.schedule, width, self.steps)
+        return peak_kv_bytes(layers, self.schedule, width, self.steps)
 
     def row_bytes(self, width: int) -> float:
         """Most bytes that a row with a prompt of ``width`` tokens takes at once, all its beams together."""
@@ -161,8 +160,8 @@ def footprint(
     if not new_tokens:
         new_tokens = max((options.get("max_length") or len(longest) + 20) - 1, 1)
     return Footprint(
-        layers=layer_bytes(model, isinstance(decoding, Schedule)),
-        schedule=fitted(schedule, model.config),
+        layers=measure_layer_kv(model, isinstance(decoding, Schedule)),
+        schedule=with_lenders_first(schedule, model.config),
         steps=new_tokens - 1,
         beams=beams,
         step_bytes=peak(longest[-1:], min(3, new_tokens)),
@@ -172,7 +171,7 @@ def footprint(
 
 
 @torch.no_grad()
-def layer_bytes(model: PreTrainedModel, skips: bool = True) -> list[LayerBytes]:
+def measure_layer_kv(model: PreTrainedModel, skips: bool = True) -> list[LayerKV]:
     """What each layer of a model keeps for a row, measured over one row of two lengths.
 
     Args:
@@ -185,14 +184,14 @@ def layer_bytes(model: PreTrainedModel, skips: bool = True) -> list[LayerBytes]:
         cache = SkipCache(attach(model), full) if skips else DynamicCache(config=model.config)
         ids = torch.full((1, length), 2, device=model.device)
         model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True)
-        held.append([held_bytes(layer) for layer in cache.layers])
+        held.append([layer_kv_bytes(layer) for layer in cache.layers])
         layers = list(cache.layers)
     found = []
     for layer, less, more in zip(layers, *held, strict=True):
         window, room = getattr(layer, "sliding_window", None), ROOM * isinstance(layer, GrowingLayer)
-        short, long = (positions_kept(length, length, window, room) for length in PROBES)
+        short, long = (positions_stored(length, length, window, room) for length in PROBES)
         slope = (more - less) / (long - short) if long > short else 0.0
-        found.append(LayerBytes(less - slope * short, slope, window, room))
+        found.append(LayerKV(less - slope * short, slope, window, room))
     return found
 
 

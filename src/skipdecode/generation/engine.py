@@ -9,9 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..core.schedule import Schedule
+from ..weights.loading import load
+from ..weights.offload import Offload
 from .generate import batches
-from .loading import load
-from .offload import Offload
 from .results import Completion, Cost
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Transformers:
 
     @contextmanager
     def open(self, job: GenerationJob, schedule: Schedule | None, positions: int) -> Iterator[Write]:
-        """The model of :func:`~skipdecode.generation.loading.load`."""
+        """The model of :func:`~skipdecode.weights.loading.load`."""
         how = {name: getattr(job, name) for name in ("dtype", "device", "revision")} | job.faster()
         offload = Offload.of(job.offload, None if schedule is None else schedule.ranking)
         model, tokenizer = load(job.model, offload=offload, **how)

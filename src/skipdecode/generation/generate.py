@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.checkpoint_config import layer_count, resolve_schedule
+from ..core.checkpoint_config import layer_count
 from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..data.chat import Message, Prompt, parse_messages
 from ..data.tokenization import encode_prompts
 from ..errors import ModelError, TaskError, UsageError
+from ..planning.resolve import resolve_schedule
 from .batch import Decoding, generate_batch
 from .batch_size import BatchSize, batch_sizes, is_out_of_memory
 from .options import REFUSED, check_options, check_with_model, num_beams

@@ -9,27 +9,30 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..core.checkpoint_config import is_trained, layer_count, resolve_schedule
-from ..core.cost import Profile
-from ..core.planning import Predictor
-from ..core.schedule import Schedule
-from ..core.schedule_checks import parse_prompt_layers
-from ..data.chat import Message
+from transformers import PreTrainedTokenizerBase
+
+from ..core.checkpoint_config import is_trained, layer_count
+from ..core.schedule import Schedule, parse_prompt_layers
+from ..data.chat import Message, Prompt
 from ..data.inputs import Item, read_items, to_item
 from ..data.tasks import Task, get_task
-from ..errors import MissingExtra, UsageError
+from ..data.tokenization import encode_prompts
+from ..errors import MissingExtra, ModelError, UsageError
 from ..files import check_target
+from ..planning.clock import ClockOf
+from ..planning.planner import Predictor
+from ..planning.profile import Profile
+from ..planning.resolve import resolve_schedule
 from ..provenance import fingerprint, identity
+from ..weights.device import placement
+from ..weights.faster import faster_options
+from ..weights.loading import load_tokenizer, read_config, read_generation_config, resolve
+from ..weights.offload import Offload
 from .batch_size import BatchSize, check_batch_size
 from .engine import Engine, Transformers
-from .faster import faster_options
-from .generate import to_prompts
-from .job_rows import JobRows
+from .generate import max_positions, to_prompts
 from .journal import Journal
-from .loading import load_tokenizer, placement, read_config, read_generation_config, resolve
-from .offload import Offload
 from .options import check_options, check_with_model, num_beams
-from .planned import ClockOf
 from .results import Completion, Cost
 
 
@@ -189,8 +192,8 @@ class GenerationJob:
         lengths, beams = [len(ids) for ids in rows.ids.values()], num_beams(self.options, defaults)
         predictor = clock.predictor(lengths, self.batch_size, new_tokens, beams)
         schedule = self._schedule(config, predictor)
-        for doubt in clock.doubts():
-            say(doubt)
+        for warning in clock.warnings():
+            say(warning)
         if schedule is not None and not is_trained(config):
             say(f"{self.model} was not trained for skipping: its texts will be poor (skipdecode train; or --full)")
 
@@ -213,13 +216,13 @@ class GenerationJob:
             return result
 
     def faster(self) -> dict[str, Any]:
-        """What makes layers faster, as :func:`~skipdecode.generation.loading.load` takes it."""
+        """What makes layers faster, as :func:`~skipdecode.weights.loading.load` takes it."""
         return faster_options(self.quantization, self.compile, self.prepack)
 
     def _schedule(self, config: Any, predictor: Predictor | None) -> Schedule | None:
         given = self.schedule if isinstance(self.schedule, Schedule) else None
-        form: dict[str, Any] = {} if self.prompt_layers is None else {"prompt_layers": self.prompt_layers}
-        return None if self.full else resolve_schedule(config, self.speedup, given, predictor=predictor, **form)
+        style: dict[str, Any] = {} if self.prompt_layers is None else {"prompt_layers": self.prompt_layers}
+        return None if self.full else resolve_schedule(config, self.speedup, given, predictor=predictor, **style)
 
     def _items(self) -> list[Item]:
         if isinstance(self.input, (str, Path)):
@@ -293,3 +296,43 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [each._asdict() if isinstance(each, Message) else each for each in value]
     return value
+
+
+class JobRows:
+    """The rows of a job, judged by the tokenizer: ``ids`` of those that can be written, ``items`` with all errors."""
+
+    def __init__(self, items: Sequence[Item], tokenizer: PreTrainedTokenizerBase, config: Any, new_tokens: int) -> None:
+        self.items = list(items)
+        self.ids: dict[int, list[int]] = {}
+        limit = max_positions(config)
+        good = [index for index, item in enumerate(items) if item.error is None]
+        for index, ids in zip(good, _encode(tokenizer, [items[index].prompt for index in good]), strict=True):
+            error = ids if isinstance(ids, str) else _too_long(len(ids), new_tokens, limit)
+            if error is None and not isinstance(ids, str):
+                self.ids[index] = ids
+            else:
+                self.items[index] = replace(items[index], error=error)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int] | str]:
+    """Token ids of each prompt, or what is wrong with it: a chat template may refuse one conversation."""
+    try:
+        return list(encode_prompts(tokenizer, prompts))
+    except ModelError:
+        if tokenizer.chat_template is None:
+            raise
+    found: list[list[int] | str] = []
+    for prompt in prompts:
+        try:
+            found += encode_prompts(tokenizer, [prompt])
+        except ModelError as error:
+            found.append(str(error))
+    return found
+
+
+def _too_long(length: int, new_tokens: int, limit: int | None) -> str | None:
+    if length == 0:
+        return "the prompt has no token"
+    if limit is not None and length + new_tokens > limit:
+        return f"too long: {length} prompt tokens and {new_tokens} new ones, but the model has {limit} positions"
+    return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..core.checkpoint_config import resolve_schedule
-from ..core.fitting import fit
 from ..core.schedule import Schedule
+from ..planning.fitting import fit
+from ..planning.resolve import resolve_schedule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ class Method:
     #: Layer order of its schedules, whose depths and horizon are fitted; None: :meth:`schedule` has a rule of its own.
     order: str | None = None
     #: Whether the user may set horizon, order and decay, or give a schedule.
-    takes_form = False
+    takes_style = False
     #: Whether a schedule can be fitted to lengths, as ``calibrate`` does.
     fits_depths = True
     #: Whether one checkpoint serves every budget; else each budget has a model of its own.

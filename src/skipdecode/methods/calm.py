@@ -180,10 +180,10 @@ class _Exit:
 def install_exits(model: nn.Module) -> None:
     """Let ConfidenceCaches act inside the gates of this model; without one it runs as before."""
     gates: list[Any] = [layer.forward for layer in decoder_layers(attach(model))]
-    if isinstance(gates[0].found, _Exit):
+    if isinstance(gates[0].original, _Exit):
         return
     for index, gate in enumerate(gates):
-        gate.found = _Exit(gate.found, index, len(gates))
+        gate.original = _Exit(gate.original, index, len(gates))
 
     def finished_rows(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")

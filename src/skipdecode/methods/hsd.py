@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.fitting import bisect_ratio
 from ..core.schedule import Schedule
+from ..planning.fitting import bisect_ratio
 from .base import Method
 
 

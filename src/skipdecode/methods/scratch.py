@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..core.checkpoint_config import layer_count
-from ..core.shapes import flat_depth
+from ..core.decays import flat_depth
 from .static import Static, init_pruned
 
 if TYPE_CHECKING:

@@ -11,4 +11,4 @@ class SkipDecode(Method):
     name = "skipdecode"
     label = "SkipDecode"
     order = "top"
-    takes_form = True
+    takes_style = True

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core.checkpoint_config import CONFIG_KEY, layer_count
+from ..core.decays import flat_depth
 from ..core.schedule import Schedule
-from ..core.shapes import flat_depth
 from .base import Method
 
 if TYPE_CHECKING:

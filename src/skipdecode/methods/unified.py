@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..core.decays import flat_depth
 from ..core.schedule import Schedule
-from ..core.shapes import flat_depth
 from .base import Method
 
 

@@ -69,22 +69,22 @@ class Gate:
     """Stands in for one layer's ``forward``."""
 
     def __init__(self, layer: nn.Module, plan: Plan, index: int) -> None:
-        self.found: Callable[..., Any] = layer.forward
+        self.original: Callable[..., Any] = layer.forward
         self.plan, self.index = plan, index
-        names = inspect.signature(self.found).parameters
+        names = inspect.signature(self.original).parameters
         self.has_residual = "residual" in names
         self.position = {name: i for i, name in enumerate(names)}
-        self.__signature__ = inspect.signature(self.found)
+        self.__signature__ = inspect.signature(self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's output for the tokens that run it; the other tokens' hidden states (and residual) as given."""
         plan = self.plan
         if plan.step is None:
-            return self.found(*args, **kwargs)
+            return self.original(*args, **kwargs)
         count = plan.step.counts[self.index]
         plan.run_tokens += 0 if plan.step.is_full else count
         if count == plan.step.tokens:
-            output = self.found(*args, **kwargs)
+            output = self.original(*args, **kwargs)
             plan.extras = len(output) - 1 if isinstance(output, tuple) else None
             return output
         hidden = self._given("hidden_states", args, kwargs)
@@ -103,7 +103,7 @@ class Gate:
         tokens = self.plan.indices[id(part)]
         cut = Cut(tokens, step.tokens)
         with self.plan.narrowed(part):
-            output = self.found(*cut(args), **cut(kwargs))
+            output = self.original(*cut(args), **cut(kwargs))
         axis = hidden.ndim - 2
         if not self.has_residual:
             ran = output[0] if isinstance(output, tuple) else output

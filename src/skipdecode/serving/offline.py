@@ -22,11 +22,12 @@ from ..core.stack import text_config
 from ..errors import MissingExtra, ModelError, SkipDecodeError, UsageError
 from ..generation.engine import Batch, Write
 from ..generation.jobs import GenerationJob
-from ..generation.loading import load_tokenizer, placement, read_config, read_generation_config, read_weights, resolve
-from ..generation.memory import available_memory
 from ..generation.results import Completion, Cost
 from ..generation.sampling import stable_hash
-from ..generation.soundness import check_tokenizer
+from ..weights.checkpoint_checks import check_tokenizer
+from ..weights.device import placement
+from ..weights.loading import load_tokenizer, read_config, read_generation_config, read_weights, resolve
+from ..weights.memory import available_memory
 from .configure import WORKERS
 from .decoding import sampling_params, stop_strings
 from .plugin import register, require_tested

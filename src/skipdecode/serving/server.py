@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core.checkpoint_config import CONFIG_KEY
 from ..errors import MissingExtra, UsageError
-from ..generation.loading import read_config, resolve
+from ..weights.loading import read_config, resolve
 from .plugin import require_tested
 from .settings import Serving
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..core.checkpoint_config import CONFIG_KEY, layer_count, resolve_schedule, trained_schedules
+from ..core.checkpoint_config import CONFIG_KEY, layer_count, trained_schedules
 from ..core.schedule import Schedule
 from ..errors import ScheduleError
+from ..planning.resolve import resolve_schedule
 from .buckets import Buckets, choose_buckets
 from .policy import Limits
 
@@ -56,7 +57,7 @@ class Serving:
             options |= self._only(options)
         stored = self._schedules or trained_schedules(config)
         # A falling depth needs rows that start together; a server's do not. Trained schedules keep their own form.
-        self.form: dict[str, Any] = {} if stored else {"decay": "constant"}
+        self.style: dict[str, Any] = {} if stored else {"decay": "constant"}
         self.prompt_layers = options.get("prompt_layers")
         if self.prompt_layers not in (None, "max", *range(1, self.num_layers + 1)) or self.prompt_layers is True:
             raise ScheduleError(
@@ -123,9 +124,9 @@ class Serving:
         if speedup not in self._schedules:
             layers: Any = self.prompt_layers
             if layers is None and (stored := trained_schedules(self.config)) and speedup not in stored:
-                layers = stored[max(stored)].form.get("prompt_layers")  # a number may be too few for a slower one
+                layers = stored[max(stored)].style.get("prompt_layers")  # a number may be too few for a slower one
             schedule = resolve_schedule(
-                self.config, speedup, **self.form | ({"prompt_layers": "max"} if layers else {})
+                self.config, speedup, **self.style | ({"prompt_layers": "max"} if layers else {})
             )
             if layers not in (None, "max"):
                 schedule = schedule.replace(prompt_layers=max(layers, schedule.max_depth))

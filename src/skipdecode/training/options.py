@@ -10,8 +10,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
+from ..core.decays import ORDERS
 from ..core.schedule import MOST_LAYERS, Schedule
-from ..core.shapes import ORDERS
 from ..errors import FileError, UsageError
 from ..files import read_json
 from .checkpoints import AUTHOR

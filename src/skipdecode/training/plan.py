@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from ..core.checkpoint_config import DEFAULT_HORIZON, DEFAULT_SPEEDUP
-from ..core.schedule import Schedule
-from ..core.schedule_checks import parse_prompt_layers
+from ..core.schedule import Schedule, parse_prompt_layers
 from ..errors import ScheduleError, UsageError
 from ..methods import METHODS, get_method
 from .options import convert_value, option, read_order, read_run_file, read_schedule
@@ -176,7 +175,7 @@ class TrainingPlan:
         return (self.schedule.target,) if self.schedule else (DEFAULT_SPEEDUP,)
 
     @property
-    def form(self) -> dict[str, Any]:
+    def style(self) -> dict[str, Any]:
         """Fields of the schedules that were asked for; in the others a model that brings schedules keeps its own."""
         fields = {"order": self.order, "decay": self.decay, "warmup": self.warmup_layers}
         fields |= {"prompt_decay": self.prompt_decay, "prompt_layers": self.prompt_layers}
@@ -198,10 +197,10 @@ class TrainingPlan:
             raise UsageError(f"--speedups must be distinct, not {self.speedups}")
         if self.num_train_epochs == 0 or self.adam_beta2 == 1:
             raise UsageError("--num-train-epochs must be above 0, and --adam-beta2 below 1")
-        if (self.schedule or self.horizon or self.form) and not method.takes_form:
+        if (self.schedule or self.horizon or self.style) and not method.takes_style:
             options = "--schedule, --horizon, --order, --decay, --warmup-layers, --prompt-decay and --prompt-layers"
             raise UsageError(f"{options} do not go with {name}, which has rules of its own")
-        if self.schedule and (self.horizon or self.lengths or self.form):
+        if self.schedule and (self.horizon or self.lengths or self.style):
             raise UsageError("--schedule says it all: no --horizon, --lengths, --order, --decay or the like beside it")
         if self.horizon and self.lengths:
             raise UsageError("--horizon takes the paper's budgets, --lengths fits to lengths: give one of them")
@@ -234,7 +233,7 @@ class TrainingPlan:
                 raise ScheduleError(f"--schedule is for {self.schedule.num_layers} layers, the model has {layers}")
         else:
             for speedup in self.budgets:
-                Schedule.for_speedup(speedup, layers, self.horizon or DEFAULT_HORIZON, **self.form)
+                Schedule.for_speedup(speedup, layers, self.horizon or DEFAULT_HORIZON, **self.style)
         if self.lora_rank > config.hidden_size:
             raise UsageError(f"--lora-rank {self.lora_rank} is more than the model's hidden size")
         missing = sorted({*self.report_to} - {"none", *(known := get_available_reporting_integrations())})

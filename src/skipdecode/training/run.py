@@ -15,17 +15,18 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from ..core.checkpoint_config import resolve_schedule, schedules_of
-from ..core.fitting import batch_lengths
+from ..core.checkpoint_config import schedules_of
 from ..core.schedule import Schedule
 from ..data.collation import encode
 from ..data.tasks import Example
 from ..errors import JobError, TaskError
-from ..generation import loading
 from ..generation.generate import max_positions
 from ..methods import get_method
 from ..methods.objectives import Distillation, Objective
+from ..planning.fitting import batch_lengths
+from ..planning.resolve import resolve_schedule
 from ..provenance import fingerprint, identity
+from ..weights import loading
 from .checkpoints import run_folder
 from .plan import TrainingPlan
 from .trainer import checkpointing_option, fine_tune, training_args
@@ -192,7 +193,7 @@ def _schedules(
             lengths=plan.lengths,
             measure=measure,
             horizon=plan.horizon,
-            **plan.form,
+            **plan.style,
         )
         for speedup in plan.budgets
     }

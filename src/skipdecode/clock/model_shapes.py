@@ -10,8 +10,9 @@ from transformers.initialization import no_init_weights
 
 from ..core.attach import attach
 from ..errors import ModelError, UsageError
-from ..generation.faster import check_faster, faster_options, make_faster
-from ..generation.loading import DEMO, check_device, check_dtype, cpu_capabilities, load_tokenizer
+from ..weights.device import check_device, check_dtype, cpu_capabilities
+from ..weights.faster import check_faster, faster_options, make_faster
+from ..weights.loading import DEMO, load_tokenizer
 
 
 def _opt(layers: int, width: int, heads: int, **rest: Any) -> dict[str, Any]:

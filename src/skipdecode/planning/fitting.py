@@ -9,10 +9,9 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Protocol
 
+from ..core.decays import mix, remaining, round_half_up, share_of_max
+from ..core.schedule import MOST_TOKENS, Schedule
 from ..errors import ScheduleError
-from .schedule import Schedule
-from .schedule_checks import MOST_TOKENS
-from .shapes import mix, remaining, round_half_up, share_of_max
 
 #: How near the achieved ratio comes where whole layers allow it.
 TOLERANCE = 0.01
@@ -184,8 +183,8 @@ def _fit_fall(
                 else [replace(first, horizon=horizon) for horizon in horizons]
             ):
                 error = abs(lengths.ratio(schedule) / speedup - 1)
-                form = abs(most / (most + low) - wanted) + 0.5 * abs(schedule.horizon / typical - 1)
-                rank = (0, form) if error <= TOLERANCE else (error, form)
+                style = abs(most / (most + low) - wanted) + 0.5 * abs(schedule.horizon / typical - 1)
+                rank = (0, style) if error <= TOLERANCE else (error, style)
                 if best is None or rank < best[0]:
                     best = rank, schedule
         if best is not None and best[0][0] == 0:

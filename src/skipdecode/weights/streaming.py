@@ -21,7 +21,7 @@ from transformers import Cache
 from ..core.gate import Gate, find_cache
 from ..core.stack import decoder_layers
 from ..errors import ModelError, UsageError
-from .soundness import Reading, finite
+from .checkpoint_checks import as_model_error, finite
 
 PAGE = 4096
 
@@ -85,7 +85,7 @@ class Streaming:
     def _load(self, index: int) -> dict[str, Tensor]:
         """Read a layer's weights, to the last page: a file that is mapped into memory is only read when touched."""
         self.loads[index] += 1
-        with Reading(f"the offloaded layer {index} cannot be read"), torch.cuda.stream(self._side):
+        with as_model_error(f"the offloaded layer {index} cannot be read"), torch.cuda.stream(self._side):
             weights = {name: read().to(self.device) for name, read in self.sources[index].items()}
             if index not in self._sound:
                 for name, weight in weights.items():
@@ -231,13 +231,13 @@ def _rehook(layer: nn.Module, hook: LayerHook | None) -> None:
     gate: Gate | None = None
     for again in (False, True):  # a gate may stand above accelerate's hooks, or below them
         if isinstance(layer.forward, Gate):
-            gate, layer.forward = layer.forward, layer.forward.found
+            gate, layer.forward = layer.forward, layer.forward.original
         if not again:
             remove_hook_from_module(layer, recurse=True)
     if hook is not None:
         add_hook_to_module(layer, hook)
     if gate is not None:
-        gate.found, gate.shadows, layer.forward = layer.forward, True, gate
+        gate.original, gate.was_instance_attribute, layer.forward = layer.forward, True, gate
 
 
 def _owner(layer: nn.Module, name: str) -> tuple[dict[str, Any], str]:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from ..core.schedule import Schedule, check_whole
 from ..errors import ScheduleError, UsageError
-from .cost import Profile
 from .fitting import fall, fit
-from .kept import peak_bytes
-from .schedule import Schedule
-from .schedule_checks import check_whole
+from .kv_bytes import peak_kv_bytes
+from .profile import Profile
 
 #: What a speed-up may be of: layers that run, seconds of a decode step, seconds of a job with its prompt.
 CLOCKS = ("layers", "step", "job")
@@ -156,12 +155,12 @@ class Predictor:
         above, below = 1 / ratios[at - 1], 1 / ratios[at]  # seconds are a straight line in the depth
         return at + (1 / speedup - above) / (below - above) if below > above else float(at)
 
-    def bytes_kept(self, schedule: Schedule) -> float:
+    def kv_bytes(self, schedule: Schedule) -> float:
         """The most bytes of keys, values and states that a workload holds at once; 0 where the profile says none."""
         if not self.profile.kv_bytes:
             return 0.0
         return max(
-            work.batch_size * peak_bytes(self.profile.kv_bytes, schedule, work.prompt_tokens, work.steps)
+            work.batch_size * peak_kv_bytes(self.profile.kv_bytes, schedule, work.prompt_tokens, work.steps)
             for work in set(self.workloads)
         )
 
@@ -187,13 +186,13 @@ class Prediction:
     kv_bytes: float
 
 
-def plan(predictor: Predictor, speedup: float, **form: Any) -> Schedule:
+def plan(predictor: Predictor, speedup: float, **style: Any) -> Schedule:
     """The schedule of the paper's form that gives ``speedup`` on the predictor's clock.
 
     Args:
         predictor: of the machine, for the workloads to come.
         speedup: against full depth, at least 1.
-        form: further fields of the schedule: ``order``, ``decay``, ``prompt_layers`` and others.
+        style: further fields of the schedule: ``order``, ``decay``, ``prompt_layers`` and others.
 
     Raises:
         ScheduleError: a speed-up that this machine cannot give; the message says the highest one that it can, and what
@@ -204,43 +203,25 @@ def plan(predictor: Predictor, speedup: float, **form: Any) -> Schedule:
         raise ScheduleError(f"a speed-up is at least 1, not {speedup}")
     if speedup == 1:
         return Schedule.full(num_layers)
-    fastest = fastest_schedule(num_layers, **form)
+    fastest = fastest_schedule(num_layers, **style)
     most = predictor.ratio(fastest)
     if most < speedup * SHORT:
         raise ScheduleError(
-            f"{speedup:g}x of a {predictor.clock} cannot be had: at most {_limit(predictor, fastest, form)}"
+            f"{speedup:g}x of a {predictor.clock} cannot be had: at most {_limit(predictor, fastest, style)}"
         )
-    schedule = fit(num_layers, min(speedup * AIM, most), predictor, **form)
+    schedule = fit(num_layers, min(speedup * AIM, most), predictor, **style)
     if predictor.ratio(schedule) < speedup * SHORT:  # whole layers lie too far apart
-        in_prompt = form.get("prompt_layers")
+        in_prompt = style.get("prompt_layers")
         deepest = in_prompt if isinstance(in_prompt, int) else num_layers
-        deeper = [Schedule(num_layers, d, d, 1, **form) for d in range(fastest.min_depth, deepest + 1)]
+        deeper = [Schedule(num_layers, d, d, 1, **style) for d in range(fastest.min_depth, deepest + 1)]
         schedule = max((each for each in deeper if predictor.ratio(each) >= speedup * SHORT), key=lambda s: s.max_depth)
     return schedule
 
 
-def plan_for(
-    speedup: float,
-    clock: str,
-    profile: Profile | None,
-    workload: Workload | None,
-    *,
-    num_layers: int | None = None,
-    horizon: int | None = None,
-    **form: Any,
-) -> Schedule:
-    """:func:`plan` for one workload. Raises UsageError for arguments that do not go together."""
-    if profile is None or workload is None or horizon is not None:
-        raise UsageError(f"a speed-up of a {clock} needs a profile and a workload, and takes no horizon")
-    if num_layers not in (None, profile.num_layers):
-        raise UsageError(f"the profile is of {profile.num_layers} layers, not {num_layers}")
-    return plan(Predictor(profile, [workload], clock), speedup, **form)
-
-
-def fastest_schedule(num_layers: int, **form: Any) -> Schedule:
+def fastest_schedule(num_layers: int, **style: Any) -> Schedule:
     """The fewest layers that a schedule of this form can run."""
-    least = max(form.get("warmup", 1), 1) if form.get("order", "top") == "top" else 1
-    return Schedule(num_layers, least, least, 1, **form)
+    least = max(style.get("warmup", 1), 1) if style.get("order", "top") == "top" else 1
+    return Schedule(num_layers, least, least, 1, **style)
 
 
 def predict(predictor: Predictor, asked: float, schedule: Schedule) -> Prediction:
@@ -253,11 +234,11 @@ def predict(predictor: Predictor, asked: float, schedule: Schedule) -> Predictio
         full.steps / seconds.steps,
         full.job / seconds.job,
         seconds,
-        predictor.bytes_kept(schedule),
+        predictor.kv_bytes(schedule),
     )
 
 
-def _limit(predictor: Predictor, fastest: Schedule, form: dict[str, Any]) -> str:
+def _limit(predictor: Predictor, fastest: Schedule, style: dict[str, Any]) -> str:
     """The highest speed-up in words, and what the time of the fastest schedule goes to."""
     seconds = predictor.seconds(fastest)
     work = max(predictor.workloads, key=lambda w: w.batch_size)
@@ -273,8 +254,8 @@ def _limit(predictor: Predictor, fastest: Schedule, form: dict[str, Any]) -> str
     shares = ", ".join(f"{name} {part / whole:.0%}" for name, part in sorted(parts.items(), key=lambda x: -x[1]))
     layers = f"{fastest.max_depth} of {fastest.num_layers} layers"
     words = f"{predictor.ratio(fastest):.2f}x, at {layers}, where the time goes to: {shares}"
-    if predictor.clock == "job" and form.get("prompt_layers") is None:
-        flat = fastest_schedule(predictor.num_layers, **form | {"prompt_layers": "max"})
+    if predictor.clock == "job" and style.get("prompt_layers") is None:
+        flat = fastest_schedule(predictor.num_layers, **style | {"prompt_layers": "max"})
         words += f"; with prompt_layers='max' at most {predictor.ratio(flat):.2f}x"
     return words
 

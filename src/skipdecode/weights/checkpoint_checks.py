@@ -5,10 +5,10 @@ from __future__ import annotations
 import struct
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -66,20 +66,18 @@ IDS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens")
 LISTS_OF_IDS = ("bad_words_ids",)
 
 
-class Reading:
+@contextmanager
+def as_model_error(what: str) -> Iterator[None]:
     """Around calls of transformers that read files: what they raise becomes a ModelError that begins with ``what``."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def __enter__(self) -> None:
-        """Nothing."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    try:
+        yield
+    except SkipDecodeError:
+        raise
+    except Exception as error:
         # The tokenizers library raises bare Exceptions; ours are of classes of their own.
-        if isinstance(error, SkipDecodeError) or not (isinstance(error, UNREADABLE) or kind is Exception):
-            return
-        raise ModelError(f"{self.what}: {_one_line(error)}") from error
+        if not isinstance(error, UNREADABLE) and type(error) is not Exception:
+            raise
+        raise ModelError(f"{what}: {_one_line(error)}") from error
 
 
 def _one_line(error: BaseException | None) -> str:
@@ -116,7 +114,7 @@ def check_config(name: str, config: Any) -> None:
     """Raises ModelError for an encoder-decoder model, and for layers and dropout that no model has."""
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs")
-    with Reading(f"the config of {name} names no num_hidden_layers"):
+    with as_model_error(f"the config of {name} names no num_hidden_layers"):
         layers = layer_count(config)
     if type(layers) is not int or not 1 <= layers <= MOST_LAYERS:
         raise ModelError(f"the config of {name}: num_hidden_layers is 1 to {MOST_LAYERS}, not {layers!r}")
@@ -210,7 +208,7 @@ def check_generation(name: str, config: Any) -> None:
         rows = value if key in LISTS_OF_IDS else [[value] if type(value) is int else value]
         if value is not None and not (isinstance(rows, list) and all(map(_are_ids, rows))):
             raise ModelError(f"{name}: generation_config.json has {key} = {value!r}")
-    with Reading(f"{name}: generation_config.json cannot be used"):
+    with as_model_error(f"{name}: generation_config.json cannot be used"):
         config.validate()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import FileError, UsageError
 from ..files import parse_json, read_json, write
 from ..provenance import fingerprint
-from .kept import LayerBytes
+from .kv_bytes import LayerKV
 
 #: Of the file that holds a profile.
 VERSION = 1
@@ -74,7 +74,7 @@ class Profile:
     prompts: tuple[Pass, ...]
     steps: tuple[Pass, ...]
     head: Mapping[int, float] = field(default_factory=dict)
-    kv_bytes: tuple[LayerBytes, ...] = ()
+    kv_bytes: tuple[LayerKV, ...] = ()
     error: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     peaks: Mapping[str, float] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Write the JSON to ``path``, whole or not at all. Raises FileError where another kind of file is there."""
-        write(path, self.to_json() + "\n", ours=is_profile)
+        write(path, self.to_json() + "\n", may_replace=is_profile)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -178,7 +178,7 @@ def shape_of(config: Any) -> str:
     return fingerprint(kept)
 
 
-def _kept(values: Sequence[Any], kinds: int, layers: Sequence[int]) -> tuple[LayerBytes, ...]:
+def _kept(values: Sequence[Any], kinds: int, layers: Sequence[int]) -> tuple[LayerKV, ...]:
     """What each layer keeps; earlier profiles have bytes of a row and of a position by kind. Raises ValueError."""
     if values and not isinstance(values[0], Mapping):
         if len(values) != kinds:
@@ -187,7 +187,7 @@ def _kept(values: Sequence[Any], kinds: int, layers: Sequence[int]) -> tuple[Lay
         values = [by_kind[kind] for kind in layers]
     if len(values) not in (0, len(layers)):
         raise ValueError("its bytes are not those of its layers")
-    return tuple(LayerBytes(**one) for one in values)
+    return tuple(LayerKV(**one) for one in values)
 
 
 def is_profile(data: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Measure what prompts and decode steps take here, and fit a :class:`~skipdecode.core.cost.Profile` to it.
+"""Measure what prompts and decode steps take here, and fit a :class:`~skipdecode.planning.profile.Profile` to it.
 
 One call of ``generate`` is one measurement. A prompt is measured with few layers. Steps are measured on a cache that is
 filled beforehand (:mod:`.filled`), so that no prompt is computed for them; the depth falls in stairs, so that one call
@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.cost import Profile, shape_of
 from ..core.schedule import Schedule
-from ..core.stack import decoder_layers, fitted, text_config
+from ..core.stack import decoder_layers, text_config, with_lenders_first
 from ..errors import ModelError, UsageError
 from ..generation.batch import Decoding, generate_batch
-from ..generation.batch_size import layer_bytes
-from ..generation.machine import machine
-from ..generation.peaks import measure_peaks
+from ..generation.batch_size import measure_layer_kv
+from ..planning.profile import Profile, shape_of
+from ..weights.device import machine, measure_peaks
 from .filled import FilledCache
 from .hooks import Ticks, timed_head
 from .least_squares import Timed, fastest, fit_passes, off_the_line
@@ -139,7 +138,7 @@ class Profiler:
     def prompt(self, size: int, length: int, schedule: Schedule) -> Timed:
         """One call of ``generate`` for one token: the pass over ``length`` tokens in each of ``size`` rows."""
         start, times, _ = self._call(self._ids(size, length), schedule, 1)
-        ran = fitted(schedule, self.model.config)
+        ran = with_lenders_first(schedule, self.model.config)
         self._count("prompt", size * length * ran.deepest)
         return Timed(size, length, ((self._counts(ran, ran.deepest), length, times[0] - start),))
 
@@ -150,7 +149,7 @@ class Profiler:
         _, times, head = self._call(
             ids, lambda model: FilledCache(model, schedule, first, length), max(schedule.horizon, STEPS)
         )
-        ran, passes = fitted(schedule, self.model.config), []
+        ran, passes = with_lenders_first(schedule, self.model.config), []
         for depth in ran.distinct_depths:
             steps = [step for step in range(len(times)) if ran.depth(step) == depth][1:]
             if steps:
@@ -244,7 +243,7 @@ class Profiler:
             layers=self.layers,
             prompts=fit_passes(prompts)[0],
             steps=fit_passes(steps)[0],
-            kv_bytes=tuple(layer_bytes(self.model)),
+            kv_bytes=tuple(measure_layer_kv(self.model)),
             peaks=peaks,
         )
         beyond = {one.batch_size: one.beyond for one in profile.steps if one.beyond}

@@ -23,9 +23,9 @@ from transformers import (
     StopStringCriteria,
 )
 
-from ..core.cache import SkipCache, cache_bytes
+from ..core.cache import SkipCache, total_kv_bytes
 from ..core.stack import decoder_layers
-from .faster import is_compiled
+from ..weights.faster import is_compiled
 from .options import num_beams
 
 #: Rows leave when at most this share of the rows in the cache goes on. What stays is copied: all cuts together copy no
@@ -35,7 +35,7 @@ SHARE = 0.5
 BY_ROW = ("input_ids", "attention_mask", "position_ids")
 
 
-def leaving(
+def track_finished_rows(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     cache: DynamicCache,
@@ -43,7 +43,7 @@ def leaving(
     stops: Collection[int],
     strings: Any,
     options: Mapping[str, Any],
-) -> Leaving | None:
+) -> FinishedRows | None:
     """How the rows of a batch leave; None where they stay.
 
     They stay with beams, which are put in order at every step; with stopping criteria of the caller, which may end a
@@ -65,10 +65,10 @@ def leaving(
     ends: list[StoppingCriteria] = [EosTokenCriteria(sorted(stops))]
     if strings:
         ends.append(StopStringCriteria(tokenizer, strings))
-    return Leaving(model, cache, rows, ends)
+    return FinishedRows(model, cache, rows, ends)
 
 
-class Leaving(StoppingCriteria):
+class FinishedRows(StoppingCriteria):
     """Ends no row: notes which have ended. To be given to ``model.generate``, and entered around that call.
 
     Attributes:
@@ -85,13 +85,13 @@ class Leaving(StoppingCriteria):
         self.kept: Tensor | None = None  # rows in the cache, once some have left
         self.peak_kv_bytes = 0
 
-    def __enter__(self) -> Leaving:
+    def __enter__(self) -> FinishedRows:
         _stand_around(self.model)
-        self.cache.leaving = self
+        self.cache.finished_rows = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self.cache.leaving
+        del self.cache.finished_rows
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """No row (rows,) has to end for this."""
@@ -113,7 +113,7 @@ class Leaving(StoppingCriteria):
         kept = torch.arange(len(self.ended), device=self.ended.device) if self.kept is None else self.kept
         goes_on = ~self.ended[kept]
         if 0 < int(goes_on.sum()) <= SHARE * len(kept):
-            self.peak_kv_bytes = max(self.peak_kv_bytes, cache_bytes(self.cache))
+            self.peak_kv_bytes = max(self.peak_kv_bytes, total_kv_bytes(self.cache))
             self.cache.reorder_cache(goes_on.nonzero()[:, 0])  # as beams do, so every kind of layer can
             self.kept = kept[goes_on]
 
@@ -138,12 +138,12 @@ def _stand_around(model: PreTrainedModel) -> None:
 
 def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
     # torch notes apart that a hook takes kwargs: a pass of another thread may come between.
-    rows = getattr((kwargs or {}).get("past_key_values"), "leaving", None)
+    rows = getattr((kwargs or {}).get("past_key_values"), "finished_rows", None)
     changed = rows.before(kwargs) if rows is not None else None
     return None if changed is None else (args, changed)
 
 
 def _after(model: Any, args: tuple[Any, ...], *rest: Any) -> Any:
     *kwargs, output = rest
-    rows = getattr(kwargs[0].get("past_key_values"), "leaving", None) if kwargs else None
+    rows = getattr(kwargs[0].get("past_key_values"), "finished_rows", None) if kwargs else None
     return output if rows is None else rows.after(output)

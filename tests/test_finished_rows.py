@@ -19,14 +19,14 @@ import skipdecode
 from helpers.families import FAMILIES, SCHEDULES, TOP, build
 from helpers.tiny import TEXTS
 from skipdecode import Schedule, SkipCache, attach
-from skipdecode.core.cache import cache_bytes
+from skipdecode.core.cache import total_kv_bytes
 from skipdecode.data.tokenization import encode_prompts
-from skipdecode.generation import leaving
+from skipdecode.generation import finished_rows
 from skipdecode.generation.batch import Decoding, generate_batch
-from skipdecode.generation.faster import make_faster
 from skipdecode.generation.generate import generate_ids
 from skipdecode.generation.results import Completion, Cost
 from skipdecode.methods import get_method
+from skipdecode.weights.faster import make_faster
 
 PAD, END, NEW = 0, 1, 16
 LENGTHS = (9, 5, 2, 7, 3, 4, 8, 6)
@@ -89,7 +89,7 @@ def passes(model: PreTrainedModel) -> Iterator[list[int]]:
 def all_stay() -> Iterator[None]:
     """No row leaves: the batches that the others are compared with."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leaving, "SHARE", 0.0)
+        patch.setattr(finished_rows, "SHARE", 0.0)
         yield
 
 
@@ -200,7 +200,7 @@ def test_the_peak_is_the_most_that_the_cache_held(kind: str) -> None:
 
     class Probe(LogitsProcessor):
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            held.append(cache_bytes(caches[-1]))
+            held.append(total_kv_bytes(caches[-1]))
             return scores
 
     _, cost = write(model, make, logits_processor=[Probe()])
@@ -247,10 +247,10 @@ def test_rows_stay_in_compiled_layers() -> None:
     """Each number of rows may compile them anew."""
     model = build("opt")
     asked: Any = Tokenizer(), DynamicCache(config=model.config), 8, {END}, None, {}
-    assert leaving.leaving(model, *asked) is not None
-    assert leaving.leaving(make_faster(model, compile=True), *asked) is None
+    assert finished_rows.track_finished_rows(model, *asked) is not None
+    assert finished_rows.track_finished_rows(make_faster(model, compile=True), *asked) is None
     (whole := build("opt")).compile()
-    assert leaving.leaving(whole, *asked) is None
+    assert finished_rows.track_finished_rows(whole, *asked) is None
 
 
 def test_rows_stay_where_a_pass_is_given_what_we_do_not_know() -> None:

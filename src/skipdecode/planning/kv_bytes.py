@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..core.schedule import Schedule
 from .fitting import fall
-from .schedule import Schedule
 
 
 @dataclass(frozen=True)
-class LayerBytes:
+class LayerKV:
     """What one layer keeps for a row.
 
     Attributes:
@@ -30,10 +30,10 @@ class LayerBytes:
 
     def at(self, prompt: int, positions: int) -> float:
         """Bytes after ``positions``, the first ``prompt`` of which came in one pass."""
-        return self.fixed + self.per_position * positions_kept(prompt, positions, self.window, self.room)
+        return self.fixed + self.per_position * positions_stored(prompt, positions, self.window, self.room)
 
 
-def positions_kept(prompt: int, positions: int, window: int | None, room: int) -> int:
+def positions_stored(prompt: int, positions: int, window: int | None, room: int) -> int:
     """Positions that a layer has memory for; the arguments are those of :class:`LayerBytes` and its ``at``."""
     if window is not None:
         return min(positions, window - 1)
@@ -44,7 +44,7 @@ def positions_kept(prompt: int, positions: int, window: int | None, room: int) -
     return prompt + room + moves * (room + 1)
 
 
-def peak_bytes(layers: Sequence[LayerBytes], schedule: Schedule, prompt: int, steps: int) -> float:
+def peak_kv_bytes(layers: Sequence[LayerKV], schedule: Schedule, prompt: int, steps: int) -> float:
     """The most bytes that a row's cache holds at once: what ``SkipCache.peak_kv_bytes`` will be, without beams.
 
     Args:

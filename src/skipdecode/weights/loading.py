@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from logging import getLogger
@@ -25,13 +25,9 @@ from ..core.attach import attach
 from ..core.stack import text_config
 from ..data.tokenization import for_decoding, train_tokenizer
 from ..errors import ModelError, UsageError
-from .faster import check_faster, faster_options, make_faster
-from .int8 import check_linear
-from .offload import Offload
-from .packed import check_packable
-from .soundness import (
+from .checkpoint_checks import (
     UNREADABLE,
-    Reading,
+    as_model_error,
     check_config,
     check_files,
     check_generation,
@@ -40,9 +36,13 @@ from .soundness import (
     check_weights,
     read_object,
 )
+from .device import cpu_capabilities, placement
+from .faster import check_faster, faster_options, make_faster
+from .int8 import check_linear
+from .offload import Offload
+from .prepack import check_packable
 
 DEMO = Path(__file__).parent.parent / "demo"
-DTYPES = ("float32", "bfloat16", "float16")
 
 #: Model types whose decoding the tests hold equal to a pass without a cache.
 TESTED = frozenset(
@@ -87,7 +87,7 @@ def load(
         attention: ``eager``, ``sdpa``, …; transformers' choice if None.
         revision: of a hub model.
         offload: which decoder layers wait on the disk or in host memory until they run: ``auto``, ``disk``, ``cpu``, or
-            an :class:`~skipdecode.generation.offload.Offload`, which says how much memory the weights may take.
+            an :class:`~skipdecode.weights.offload.Offload`, which says how much memory the weights may take.
         quantization: ``int8``: layers and LM head multiply in 8 bits, on CPUs.
         compile: decode steps run through ``torch.compile``, which takes a minute at the first ones.
         prepack: weights of layers and LM head are laid out once as the CPU's products read them; bfloat16 and float32.
@@ -120,21 +120,9 @@ def load(
 
         stream(model, prefetch=away.prefetch)
     else:
-        with Reading(f"{name} does not fit on {device!r}"):
+        with as_model_error(f"{name} does not fit on {device!r}"):
             model = model.to(device)
     return attach(make_faster(model.eval(), **faster)), tokenizer
-
-
-def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tuple[str | torch.dtype, str]:
-    """The type and the device that a model of this config is run in. Raises ModelError for what is not there."""
-    if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device = "cpu" if accelerator is None else accelerator.type
-    check_device(device)
-    check_dtype(dtype)
-    if dtype == "auto" and device == "cpu" and (config.dtype != torch.bfloat16 or not _fast_bfloat16()):
-        dtype = torch.float32
-    return dtype, device
 
 
 def read_weights(path: str, *, config: Any = None, revision: str | None = None, **options: Any) -> PreTrainedModel:
@@ -148,7 +136,7 @@ def read_weights(path: str, *, config: Any = None, revision: str | None = None, 
     folder = Path(path) / (options.get("subfolder") or "")
     if folder.is_dir() and (sketch := _sketch(config)) is not None:
         check_size(folder, sketch)
-    with Reading(f"{path} cannot be loaded"), _quiet():
+    with as_model_error(f"{path} cannot be loaded"), _quiet():
         options |= {"config": config, "revision": revision, "trust_remote_code": False, "output_loading_info": True}
         # Mismatched shapes are refused too, but by name.
         model, info = AutoModelForCausalLM.from_pretrained(path, ignore_mismatched_sizes=True, **options)
@@ -182,31 +170,14 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     """The tokenizer of a checkpoint, ready for :func:`encode_prompts`. Raises ModelError."""
     path = name if (Path(name) / "tokenizer_config.json").exists() else resolve(name)  # it may be there without a model
     check_files(Path(path))
-    with Reading(f"the tokenizer of {name} cannot be read"):
+    with as_model_error(f"the tokenizer of {name} cannot be read"):
         return for_decoding(AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False))
-
-
-def check_device(device: str) -> None:
-    """Raises ModelError for a device that is not there, or that computes nothing."""
-    try:
-        place = torch.device(device)
-        torch.zeros(1, device=place)
-    except (RuntimeError, AssertionError, ImportError) as error:
-        raise ModelError(f"there is no device {device!r} here: {_first_line(error)}") from error
-    if place.type == "meta" or (place.type == "cpu" and place.index):
-        raise ModelError(f"there is no device {device!r} here that computes")
-
-
-def check_dtype(dtype: str | torch.dtype) -> None:
-    """Raises ModelError for a type that no model is run in."""
-    if dtype not in ("auto", *DTYPES, *(getattr(torch, kind) for kind in DTYPES)):
-        raise ModelError(f"a dtype is auto, {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, not {dtype!r}")
 
 
 def read_config(name: str, revision: str | None = None) -> Any:
     """A model's config, read without its weights. Raises ModelError."""
     check_files(Path(resolve(name)), ["config.json"])
-    with Reading(f"no model could be read at {name}"):
+    with as_model_error(f"no model could be read at {name}"):
         config = AutoConfig.from_pretrained(resolve(name), revision=revision, trust_remote_code=False)
     check_config(name, config)
     return config
@@ -215,20 +186,16 @@ def read_config(name: str, revision: str | None = None) -> Any:
 def read_generation_config(name: str, revision: str | None = None) -> GenerationConfig:
     """What a checkpoint asks of generation; transformers' defaults if it says nothing. Raises ModelError."""
     path = resolve(name)
-    with Reading(f"{path}: generation_config.json cannot be read"), suppress(OSError):  # it need not be there
+    with as_model_error(f"{path}: generation_config.json cannot be read"), suppress(OSError):  # it need not be there
         check_generation(path, config := GenerationConfig.from_pretrained(path, revision=revision))
         return config
     return GenerationConfig()
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
 def new_config(path: Path) -> Any:
     """The config of a model to be made, from a ``config.json``. Raises ModelError."""
     values = read_object(path)
-    with Reading(f"{path} is no model config"):
+    with as_model_error(f"{path} is no model config"):
         if not isinstance(values.get("model_type"), str):
             raise ModelError(f"{path} is no model config: it has no model_type")
         config = AutoConfig.for_model(**values)
@@ -251,15 +218,5 @@ def from_config(
     config.bos_token_id = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     torch.manual_seed(seed)
     options = {"attn_implementation": attention} if attention else {}
-    with Reading(f"no model can be made from {path}"):
+    with as_model_error(f"no model can be made from {path}"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options), tokenizer
-
-
-def _fast_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware."""
-    return any(present is True and name.endswith("bf16") for name, present in cpu_capabilities().items())
-
-
-def cpu_capabilities() -> Mapping[str, Any]:
-    """What torch knows about the CPU; nothing on torch versions that do not say."""
-    return getattr(torch.cpu, "get_capabilities", dict)()

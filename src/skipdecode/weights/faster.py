@@ -15,8 +15,8 @@ from ..core.gate import find_cache
 from ..core.stack import decoder_layers
 from ..errors import ModelError, UsageError
 from .int8 import check_int8, quantize_int8
-from .packed import check_prepack
-from .packed import prepack as pack
+from .prepack import check_prepack
+from .prepack import prepack as pack
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 BOTH = "int8 weights have a layout of their own: leave one of quantization and prepack out"
@@ -137,16 +137,18 @@ class CompiledStep:
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        self.found: Callable[..., Any] = layer.forward
-        functools.update_wrapper(cast(Any, self), self.found, ("__module__", "__name__", "__qualname__", "__doc__"), ())
+        self.original: Callable[..., Any] = layer.forward
+        functools.update_wrapper(
+            cast(Any, self), self.original, ("__module__", "__name__", "__qualname__", "__doc__"), ()
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the layer returns."""
         cache = find_cache(args, kwargs)
         # Prompts are products of large matrices, in which there is little to gain, and each length has its own.
         if cache is None or cache.width != 1 or cache.passes == 1:
-            return self.found(*args, **kwargs)
-        return _compiled()(self.found, *args, **kwargs)
+            return self.original(*args, **kwargs)
+        return _compiled()(self.original, *args, **kwargs)
 
 
 @functools.cache

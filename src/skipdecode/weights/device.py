@@ -1,0 +1,123 @@
+"""Devices: what is there, what a model may run on, and what numbers are measured with."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from ..errors import ModelError
+
+DTYPES = ("float32", "bfloat16", "float16")
+#: Bytes that are read to measure bandwidth: more than any cache holds.
+READ = 2**29
+#: Side of the matrices that are multiplied to measure the peak.
+SIDE = 2048
+
+
+def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tuple[str | torch.dtype, str]:
+    """The type and the device that a model of this config is run in. Raises ModelError for what is not there."""
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = "cpu" if accelerator is None else accelerator.type
+    check_device(device)
+    check_dtype(dtype)
+    if dtype == "auto" and device == "cpu" and (config.dtype != torch.bfloat16 or not _fast_bfloat16()):
+        dtype = torch.float32
+    return dtype, device
+
+
+def check_device(device: str) -> None:
+    """Raises ModelError for a device that is not there, or that computes nothing."""
+    try:
+        place = torch.device(device)
+        torch.zeros(1, device=place)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise ModelError(f"there is no device {device!r} here: {_first_line(error)}") from error
+    if place.type == "meta" or (place.type == "cpu" and place.index):
+        raise ModelError(f"there is no device {device!r} here that computes")
+
+
+def check_dtype(dtype: str | torch.dtype) -> None:
+    """Raises ModelError for a type that no model is run in."""
+    if dtype not in ("auto", *DTYPES, *(getattr(torch, kind) for kind in DTYPES)):
+        raise ModelError(f"a dtype is auto, {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, not {dtype!r}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _fast_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware."""
+    return any(present is True and name.endswith("bf16") for name, present in cpu_capabilities().items())
+
+
+def cpu_capabilities() -> Mapping[str, Any]:
+    """What torch knows about the CPU; nothing on torch versions that do not say."""
+    return getattr(torch.cpu, "get_capabilities", dict)()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what a GPU or another accelerator still computes, so that clocks read what it took."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def machine(device: str | None = None) -> str:
+    """The machine and versions, to stand beside every number; ``device`` as :func:`skipdecode.load` takes it."""
+    if torch.cuda.is_available() and (device is None or device.startswith("cuda")):
+        device = torch.cuda.get_device_name(device)
+    else:
+        name = cpu_capabilities().get("cpu_name") or platform.machine()
+        device = f"{name}, {torch.get_num_threads()} threads"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"{device}; {versions}, Python {platform.python_version()}"
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now; 0 where psutil is not installed."""
+    try:
+        import psutil
+    except ImportError:
+        return 0
+    return int(psutil.Process().memory_info().rss)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What a device reaches at most, as torch measures it.
+
+    Attributes:
+        bandwidth: bytes per second that a product of one row with a matrix reads.
+        matrix: floating-point operations per second of a product of large matrices.
+    """
+
+    bandwidth: float
+    matrix: float
+
+
+@torch.inference_mode()
+def measure_peaks(device: torch.device, dtype: torch.dtype, rounds: int = 5) -> Peaks:
+    """Both peaks for weights of ``dtype`` on ``device``: the best of ``rounds``. A second or two."""
+    rows = READ // (SIDE * dtype.itemsize)
+    weight = torch.ones(rows, SIDE, dtype=dtype, device=device)
+    row = torch.ones(1, SIDE, dtype=dtype, device=device)
+    square = torch.ones(SIDE, SIDE, dtype=dtype, device=device)
+    read = min(_seconds(row, weight) for _ in range(rounds))
+    multiply = min(_seconds(square, square) for _ in range(rounds))
+    return Peaks(weight.numel() * dtype.itemsize / max(read, 1e-9), 2 * SIDE**3 / max(multiply, 1e-9))
+
+
+def _seconds(left: Tensor, right: Tensor) -> float:
+    synchronize(left.device)
+    start = time.perf_counter()
+    torch.nn.functional.linear(left, right)
+    synchronize(left.device)
+    return time.perf_counter() - start
