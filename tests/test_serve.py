@@ -18,7 +18,6 @@ from skipdecode.serving import server
 from skipdecode.serving.depths import Table, Tables
 from skipdecode.serving.metrics import Work
 from skipdecode.serving.policy import WINDOW, Limits, Load
-from skipdecode.serving.process import running
 from skipdecode.serving.requests import OWN, settle, wanted
 from skipdecode.serving.settings import Serving
 from skipdecode.weights.loading import DEMO, read_config
