@@ -16,7 +16,7 @@ from ..data.tokenization import encode_prompts
 from ..generation.batch import Decoding
 from ..generation.generate import generate_ids
 from ..generation.results import Generated
-from ..planning.clock import ClockOf
+from ..planning.clock import Clock
 from ..planning.profile import Profile
 from ..planning.resolve import resolve_schedule
 from ..provenance import fingerprint
@@ -57,7 +57,7 @@ class Bench:
     dtype: str = "auto"
     device: str | None = None
     faster: Mapping[str, Any] = field(default_factory=dict)
-    clock: ClockOf = field(default_factory=ClockOf)
+    clock: Clock = field(default_factory=Clock)
     options: dict[str, Any] = field(default_factory=lambda: {"do_sample": False})
 
     def __post_init__(self) -> None:

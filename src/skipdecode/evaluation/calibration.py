@@ -23,7 +23,6 @@ from ..data.tasks import Example, subsample
 from ..data.tokenization import encode_prompts
 from ..errors import UsageError
 from ..methods import get_method
-from ..planning.clock import warnings_of
 from ..planning.fitting import Measure, fit, refit
 from ..planning.planner import Predictor
 from ..planning.planner import plan as plan_depths
@@ -146,8 +145,6 @@ def calibrate(
     Agreement().score(["a text"], [["a text"]])  # a library that is missing shows before a model is loaded
     prompts = [example.prompt for example in examples]
     measure = plan.measure([len(ids) for ids in encode_prompts(load_tokenizer(plan.model), prompts)])
-    for warning in warnings_of(plan.profile) if plan.profile is not None else []:
-        say(warning)
     model, tokenizer = load(plan.model, device=plan.device)
     ranking = None
     if plan.order == "search":

@@ -19,7 +19,7 @@ from ..data.tasks import Task, get_task
 from ..data.tokenization import encode_prompts
 from ..errors import MissingExtra, ModelError, UsageError
 from ..files import check_target
-from ..planning.clock import ClockOf
+from ..planning.clock import Clock
 from ..planning.planner import Predictor
 from ..planning.profile import Profile
 from ..planning.resolve import resolve_schedule
@@ -133,7 +133,7 @@ class GenerationJob:
         if (self.schedule is not None or self.full) and (self.prompt_layers is not None or self.clock != "layers"):
             raise UsageError("prompt_layers and clock go with a speedup, not with a schedule or full")
         object.__setattr__(self, "prompt_layers", parse_prompt_layers(self.prompt_layers))
-        clock = ClockOf(self.clock, self.profile)
+        clock = Clock(self.clock, self.profile)
         object.__setattr__(self, "profile", clock.profile)
         if self.clock != "layers" and (self.speedup is None or self.offload is not None):
             raise UsageError("a clock needs a speedup, and layers in memory: a profile knows no offload")
@@ -180,7 +180,7 @@ class GenerationJob:
         check_with_model(self.options, defaults, self.seed)
         check_batch_size(self.batch_size, self.options, defaults)
         self.engine.check(self, config, defaults)
-        clock = ClockOf(self.clock, self.profile)
+        clock = Clock(self.clock, self.profile)
         clock.check(config, self.dtype, self.device, **self.faster())
         items = self._items()
         # Another type or kind of device rounds otherwise; a hub name alone does not say which version it is.
@@ -192,8 +192,6 @@ class GenerationJob:
         lengths, beams = [len(ids) for ids in rows.ids.values()], num_beams(self.options, defaults)
         predictor = clock.predictor(lengths, self.batch_size, new_tokens, beams)
         schedule = self._schedule(config, predictor)
-        for warning in clock.warnings():
-            say(warning)
         if schedule is not None and not is_trained(config):
             say(f"{self.model} was not trained for skipping: its texts will be poor (skipdecode train; or --full)")
 

@@ -34,7 +34,7 @@ class LayerKV:
 
 
 def positions_stored(prompt: int, positions: int, window: int | None, room: int) -> int:
-    """Positions that a layer has memory for; the arguments are those of :class:`LayerBytes` and its ``at``."""
+    """Positions that a layer has memory for; the arguments are those of :class:`LayerKV` and its ``at``."""
     if window is not None:
         return min(positions, window - 1)
     if not room:
