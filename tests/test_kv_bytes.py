@@ -8,7 +8,7 @@ import torch
 from helpers.families import LAYERS, WINDOW, build
 from skipdecode import Schedule, SkipCache, attach
 from skipdecode.core.growing import ROOM
-from skipdecode.generation.batch_size import measure_layer_kv
+from skipdecode.clock.layer_kv import measure_layer_kv
 from skipdecode.planning.kv_bytes import LayerKV, peak_kv_bytes
 
 SCHEDULES = {

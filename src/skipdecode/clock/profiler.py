@@ -20,12 +20,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers, text_config, with_lenders_first
 from ..errors import ModelError, UsageError
-from ..generation.batch import Decoding, generate_batch
-from ..generation.batch_size import measure_layer_kv
+from ..generation.batch import Decoding, Passes, generate_batch
 from ..planning.profile import Profile, shape_of
 from ..weights.device import machine, measure_peaks
 from .filled import FilledCache
-from .hooks import Ticks, timed_head
+from .hooks import timed_head
+from .layer_kv import measure_layer_kv
 from .least_squares import Timed, fastest, fit_passes, off_the_line
 
 #: Decode steps measured at each depth. The first of them does not count: it frees what the layers before it held.
@@ -160,16 +160,16 @@ class Profiler:
 
     def _call(self, ids: list[list[int]], decoding: Decoding, new: int) -> tuple[float, list[float], list[float]]:
         """When the call began, when each pass had given its logits, and what each product with the head took."""
-        ticks = Ticks()
+        passes = Passes(every=True)
         options = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False} | self.options
         with timed_head(self.model) as head:
             start = time.perf_counter()
-            generate_batch(self.model, self.tokenizer, ids, decoding, logits_processor=[ticks], **options)
-        if len(ticks.times) != new:
+            generate_batch(self.model, self.tokenizer, ids, decoding, passes=passes, **options)
+        if len(passes.times) != new:
             raise ModelError(
-                f"{len(ticks.times)} passes were made where {new} were asked for: this model ends texts early"
+                f"{len(passes.times)} passes were made where {new} were asked for: this model ends texts early"
             )
-        return start, ticks.times, head
+        return start, passes.times, head
 
     def _ids(self, size: int, length: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(length)
