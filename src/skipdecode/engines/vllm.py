@@ -24,13 +24,14 @@ from ..generation.engine import Batch, Write
 from ..generation.jobs import GenerationJob
 from ..generation.results import Completion, Cost
 from ..generation.sampling import stable_hash
+from ..serving.configure import WORKERS
+from ..serving.plugin import register
+from ..serving.release import require_tested
 from ..weights.checkpoint_checks import check_tokenizer
 from ..weights.device import placement
 from ..weights.loading import load_tokenizer, read_config, read_generation_config, read_weights, resolve
 from ..weights.memory import available_memory
-from .configure import WORKERS
-from .decoding import sampling_params, stop_strings
-from .plugin import register, require_tested
+from .vllm_sampling import sampling_params, stop_strings
 
 #: Settings of vLLM's that hold unless the environment has others: texts leave through standard output, words do not;
 #: and the engine ends with this process, however that ends.
