@@ -23,7 +23,7 @@ from skipdecode.clock.model_shapes import random_model, shape_config
 from skipdecode.clock.profiler import STEPS, Profiler
 from skipdecode.clock.tables import save_tables
 from skipdecode.errors import UsageError
-from skipdecode.generation.batch_size import measure_layer_kv
+from skipdecode.clock.layer_kv import measure_layer_kv
 from skipdecode.planning.clock import check_profile
 from skipdecode.planning.kv_bytes import peak_kv_bytes
 from skipdecode.planning.profile import Pass, Profile

@@ -7,7 +7,7 @@ the place of their logits, for which the loop writes padding.
 
 from __future__ import annotations
 
-import threading
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import (
     DynamicCache,
     EosTokenCriteria,
+    GenerationMixin,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
@@ -24,8 +25,7 @@ from transformers import (
 )
 
 from ..core.cache import SkipCache, total_kv_bytes
-from ..core.stack import decoder_layers
-from ..weights.faster import is_compiled
+from ..core.gate import Patch
 from .options import num_beams
 
 #: Rows leave when at most this share of the rows in the cache goes on. What stays is copied: all cuts together copy no
@@ -33,6 +33,8 @@ from .options import num_beams
 SHARE = 0.5
 #: What a pass is given for each row: (rows, positions).
 BY_ROW = ("input_ids", "attention_mask", "position_ids")
+#: Where a module keeps its hooks.
+HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
 
 
 def track_finished_rows(
@@ -44,12 +46,12 @@ def track_finished_rows(
     strings: Any,
     options: Mapping[str, Any],
 ) -> FinishedRows | None:
-    """How the rows of a batch leave; None where they stay.
+    """What lets the rows of a batch leave; None where they stay.
 
     They stay with beams, which are put in order at every step; with stopping criteria of the caller, which may end a
     row unnoticed or take the place of others; where no token ends a text, since ``generate`` then goes on writing;
-    with a method's own cache, which may know things of its rows; and in compiled layers or models, which other numbers
-    of rows may compile anew.
+    with a method's own cache, which may know things of its rows; in a compiled model, which other numbers of rows may
+    compile anew; and in a wrapper (PEFT's), whose ``generate`` calls another model.
 
     Args:
         stops: token ids that end a text.
@@ -60,7 +62,8 @@ def track_finished_rows(
     beams = num_beams(options, model.generation_config) > 1 or hasattr(model, "_reorder_cache")
     if rows == 1 or not stops or not ours or beams or options.get("stopping_criteria"):
         return None
-    if is_compiled(decoder_layers(model)[0]) or model._compiled_call_impl is not None:
+    wrapped = not isinstance(model, GenerationMixin) or not isinstance(vars(model).get("generate"), (Patch, type(None)))
+    if wrapped or model._compiled_call_impl is not None:
         return None
     ends: list[StoppingCriteria] = [EosTokenCriteria(sorted(stops))]
     if strings:
@@ -69,7 +72,7 @@ def track_finished_rows(
 
 
 class FinishedRows(StoppingCriteria):
-    """Ends no row: notes which have ended. To be given to ``model.generate``, and entered around that call.
+    """Ends no row: notes which have ended. To be among the stopping criteria of its own :meth:`generate`.
 
     Attributes:
         peak_kv_bytes: most bytes that the cache held when rows left it.
@@ -85,28 +88,34 @@ class FinishedRows(StoppingCriteria):
         self.kept: Tensor | None = None  # rows in the cache, once some have left
         self.peak_kv_bytes = 0
 
-    def __enter__(self) -> FinishedRows:
-        _stand_around(self.model)
-        self.cache.finished_rows = self
-        return self
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What ``model.generate`` returns for batches that rows leave.
 
-    def __exit__(self, *_: object) -> None:
-        del self.cache.finished_rows
+        The hooks stand on a twin of the model that shares all its modules and weights: nothing of the model itself
+        changes, so threads may share it, and copy it, meanwhile.
+        """
+        twin = object.__new__(type(self.model))
+        vars(twin).update(vars(self.model))
+        for name in HOOKS:
+            vars(twin)[name] = OrderedDict(vars(self.model)[name])
+        twin.register_forward_pre_hook(self._before, with_kwargs=True)
+        twin.register_forward_hook(self._after)
+        return type(self.model).generate(twin, *args, **kwargs)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """No row (rows,) has to end for this."""
         self.ended |= self.ends(input_ids, scores, **kwargs)
         return torch.zeros_like(self.ended)
 
-    def before(self, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """What the model is given in place of ``kwargs``; None: the same."""
+    def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """What the model is given instead; None: the same."""
         given = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
         # A family may be given more than we know of: then its rows stay.
         if all(name in BY_ROW and value.shape[:-1] == self.ended.shape for name, value in given.items()):
             self._cut()
         if self.kept is None:
             return None
-        return kwargs | {name: value[self.kept.to(value.device)] for name, value in given.items()}
+        return args, kwargs | {name: value[self.kept.to(value.device)] for name, value in given.items()}
 
     def _cut(self) -> None:
         """Let rows leave if enough of them have ended."""
@@ -117,33 +126,9 @@ class FinishedRows(StoppingCriteria):
             self.cache.reorder_cache(goes_on.nonzero()[:, 0])  # as beams do, so every kind of layer can
             self.kept = kept[goes_on]
 
-    def after(self, output: Any) -> Any:
+    def _after(self, model: Any, args: Any, output: Any) -> Any:
         """The model's output for all rows again."""
         if self.kept is not None:
             all_rows = output.logits.new_zeros(len(self.ended), *output.logits.shape[1:])
             output.logits = all_rows.index_copy_(0, self.kept.to(all_rows.device), output.logits)
         return output
-
-
-_LOCK = threading.Lock()
-
-
-def _stand_around(model: PreTrainedModel) -> None:
-    """The two hooks, once and for good: threads share a model, and copies of one in use take along what it holds."""
-    with _LOCK:
-        if _before not in model._forward_pre_hooks.values():
-            model.register_forward_pre_hook(_before, with_kwargs=True)
-            model.register_forward_hook(_after, with_kwargs=True)
-
-
-def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-    # torch notes apart that a hook takes kwargs: a pass of another thread may come between.
-    rows = getattr((kwargs or {}).get("past_key_values"), "finished_rows", None)
-    changed = rows.before(kwargs) if rows is not None else None
-    return None if changed is None else (args, changed)
-
-
-def _after(model: Any, args: tuple[Any, ...], *rest: Any) -> Any:
-    *kwargs, output = rest
-    rows = getattr(kwargs[0].get("past_key_values"), "finished_rows", None) if kwargs else None
-    return output if rows is None else rows.after(output)
