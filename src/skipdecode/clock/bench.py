@@ -19,7 +19,7 @@ from ..errors import ScheduleError, UsageError
 from ..generation.generate import generate_ids
 from ..planning.planner import CLOCKS, Prediction, Predictor, Workload, predict
 from ..planning.profile import Profile
-from ..planning.resolve import resolve_schedule
+from ..planning.resolve import new_schedule
 from ..weights.device import Peaks, resident_bytes
 from .timing import Clock, Timing, alternate, compare, forced
 
@@ -79,8 +79,8 @@ class BenchPlan:
             return Schedule.full(layer_count(config))
         work = self.workload(batch_size)
         if self.clock == "layers" or self.profile is None:
-            return resolve_schedule(config, speedup, lengths=[work.steps], **self.style)
-        return resolve_schedule(config, speedup, predictor=Predictor(self.profile, [work], self.clock), **self.style)
+            return new_schedule(config, speedup, [work.steps], **self.style)
+        return new_schedule(config, speedup, Predictor(self.profile, [work], self.clock), **self.style)
 
 
 @dataclass(frozen=True)

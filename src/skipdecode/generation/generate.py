@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.checkpoint_config import layer_count
+from ..core.checkpoint_config import layer_count, schedule_for
 from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..data.chat import Message, Prompt, parse_messages
 from ..data.tokenization import encode_prompts
 from ..errors import ModelError, TaskError, UsageError
-from ..planning.resolve import resolve_schedule
 from .batch import Decoding, generate_batch
 from .batch_size import BatchSize, batch_sizes, is_out_of_memory
 from .options import REFUSED, check_options, check_with_model, num_beams
@@ -41,8 +40,8 @@ def generate(
         prompts: a text, a conversation (a list of ``{"role": …, "content": …}``, to which the tokenizer's chat
             template is applied), or a list of either. Batches are made of similar lengths; completions come back in the
             order given.
-        speedup, schedule: the budget, or (it goes first) the schedule or its file; by default the one in the config.
-        full: the unmodified model instead.
+        speedup, schedule, full: one of them: a target layer reduction, a schedule or its file, the unmodified model. By
+            default the fastest schedule of the config.
         batch_size: rows per ``model.generate`` call; ``"auto"``: rows of like length, as many as fit into memory.
         seed: for sampling: a row's text then depends on it and on the row's place in ``prompts``, not on its batch
             (with beams: on the whole batch). None: torch's global generator.
@@ -66,7 +65,7 @@ def generate(
         raise UsageError(f"schedule is a Schedule or the path of its JSON file, not {schedule!r}")
     if full and (speedup is not None or schedule is not None):
         raise UsageError("give one of speedup, schedule and full")
-    chosen = None if full else resolve_schedule(model.config, speedup, schedule)
+    chosen = None if full else schedule_for(model.config, speedup, schedule)
     return generate_ids(model, tokenizer, encode_prompts(tokenizer, texts), chosen, batch_size, seed=seed, **options)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ..core.attach import attach
+from ..core.patch import Patch, put
 from ..core.stack import decoder_layers
 from ..errors import ModelError, UsageError
 from .base import LayerCost
@@ -137,11 +138,11 @@ class _Written(Exception):
     """Keys and values are stored: nothing else of this layer is wanted."""
 
 
-class _Exit:
-    """Stands in for one layer's ``forward`` while a ConfidenceCache comes through."""
+class _Exit(Patch):
+    """Stands in for one layer's gate while a ConfidenceCache comes through."""
 
-    def __init__(self, forward: Callable[..., Any], index: int, count: int) -> None:
-        self.forward = forward
+    def __init__(self, layer: nn.Module, name: str, index: int, count: int) -> None:
+        super().__init__(layer, name)
         self.index = index
         self.count = count
         self.extras: int | None = None
@@ -150,7 +151,7 @@ class _Exit:
         hidden = args[0] if args else kwargs["hidden_states"]
         cache = next((v for v in (*args, *kwargs.values()) if isinstance(v, ConfidenceCache)), None)
         if cache is None or cache.get_seq_length(self.index) == 0:  # the prompt runs whole
-            output = self.forward(*args, **kwargs)
+            output = self.original(*args, **kwargs)
             self.extras = len(output) - 1 if isinstance(output, tuple) else None
             return output
         if self.index == 0:
@@ -161,13 +162,13 @@ class _Exit:
         if bool(cache.left.all()):
             cache.writing = True
             try:
-                self.forward(*args, **kwargs)
+                self.original(*args, **kwargs)
             except _Written:
                 pass
             finally:
                 cache.writing = False
             return hidden if self.extras is None else (hidden, *[None] * self.extras)
-        output = self.forward(*args, **kwargs)
+        output = self.original(*args, **kwargs)
         ran = output[0] if isinstance(output, tuple) else output
         ran = torch.where(cache.left[:, None, None], hidden, ran)
         cache.step_depths[-1] += 1
@@ -177,18 +178,20 @@ class _Exit:
         return (ran, *output[1:]) if isinstance(output, tuple) else ran
 
 
-def install_exits(model: nn.Module) -> None:
-    """Let ConfidenceCaches act inside the gates of this model; without one it runs as before."""
-    gates: list[Any] = [layer.forward for layer in decoder_layers(attach(model))]
-    if isinstance(gates[0].original, _Exit):
-        return
-    for index, gate in enumerate(gates):
-        gate.original = _Exit(gate.original, index, len(gates))
+class _Ends(Patch):
+    """Stands in for the model's ``forward``: notes the rows of a ConfidenceCache that are past their end."""
 
-    def finished_rows(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
         if isinstance(cache, ConfidenceCache) and ids is not None and cache.get_seq_length() > 0:
             ended = torch.isin(ids[:, -1], torch.tensor(cache.stops, device=ids.device))
             cache.finished = ended if cache.finished is None else cache.finished | ended
+        return self.original(*args, **kwargs)
 
-    model.register_forward_pre_hook(finished_rows, with_kwargs=True)
+
+def install_exits(model: nn.Module) -> None:
+    """Let ConfidenceCaches act on this model until ``detach``; without one it runs as before."""
+    layers = decoder_layers(attach(model))
+    for index, layer in enumerate(layers):
+        put(_Exit, layer, "forward", index, len(layers))
+    put(_Ends, model, "forward")

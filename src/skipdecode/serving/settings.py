@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..core.checkpoint_config import CONFIG_KEY, layer_count, trained_schedules
+from ..core.checkpoint_config import CONFIG_KEY, layer_count, schedule_for, trained_schedules
 from ..core.schedule import Schedule
 from ..errors import ScheduleError
-from ..planning.resolve import resolve_schedule
 from .buckets import Buckets, choose_buckets
 from .policy import Limits
 
@@ -97,7 +96,7 @@ class Serving:
         """One schedule for every request: there is nothing to ask for. Returns the bounds."""
         if others := ", ".join(sorted({*REQUESTS, *LOAD} & set(options))):
             raise ScheduleError(f"a schedule of {CONFIG_KEY} is for every request: leave out {others}")
-        schedule = resolve_schedule(self.config, schedule=Schedule.from_dict(options["schedule"]))
+        schedule = schedule_for(self.config, schedule=Schedule.from_dict(options["schedule"]))
         speedup = float(schedule.target)
         self._schedules[speedup] = schedule
         return dict.fromkeys(("speedup", "min_speedup", "max_speedup"), speedup)
@@ -125,9 +124,7 @@ class Serving:
             layers: Any = self.prompt_layers
             if layers is None and (stored := trained_schedules(self.config)) and speedup not in stored:
                 layers = stored[max(stored)].style.get("prompt_layers")  # a number may be too few for a slower one
-            schedule = resolve_schedule(
-                self.config, speedup, **self.style | ({"prompt_layers": "max"} if layers else {})
-            )
+            schedule = schedule_for(self.config, speedup, **self.style | ({"prompt_layers": "max"} if layers else {}))
             if layers not in (None, "max"):
                 schedule = schedule.replace(prompt_layers=max(layers, schedule.max_depth))
             self._schedules[speedup] = schedule
