@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..core.checkpoint_config import is_trained, layer_count
+from ..core.checkpoint_config import layer_count, schedule_for, untrained_warning
 from ..core.schedule import Schedule, parse_prompt_layers
 from ..data.chat import Message, Prompt
 from ..data.inputs import Item, read_items, to_item
@@ -22,7 +22,7 @@ from ..files import check_target
 from ..planning.clock import Clock
 from ..planning.planner import Predictor
 from ..planning.profile import Profile
-from ..planning.resolve import resolve_schedule
+from ..planning.resolve import new_schedule
 from ..provenance import fingerprint, identity
 from ..weights.device import placement
 from ..weights.faster import faster_options
@@ -192,8 +192,8 @@ class GenerationJob:
         lengths, beams = [len(ids) for ids in rows.ids.values()], num_beams(self.options, defaults)
         predictor = clock.predictor(lengths, self.batch_size, new_tokens, beams)
         schedule = self._schedule(config, predictor)
-        if schedule is not None and not is_trained(config):
-            say(f"{self.model} was not trained for skipping: its texts will be poor (skipdecode train; or --full)")
+        if schedule is not None and (untrained := untrained_warning(config, schedule)):
+            say(untrained)
 
         def work(journal: Journal | None) -> JobResult:
             return self._write(rows, config, schedule, journal, on_start, on_batch, say)
@@ -220,7 +220,11 @@ class GenerationJob:
     def _schedule(self, config: Any, predictor: Predictor | None) -> Schedule | None:
         given = self.schedule if isinstance(self.schedule, Schedule) else None
         style: dict[str, Any] = {} if self.prompt_layers is None else {"prompt_layers": self.prompt_layers}
-        return None if self.full else resolve_schedule(config, self.speedup, given, predictor=predictor, **style)
+        if self.full:
+            return None
+        if predictor is not None:
+            return new_schedule(config, self.speedup, predictor, **style)
+        return schedule_for(config, self.speedup, given, **style)
 
     def _items(self) -> list[Item]:
         if isinstance(self.input, (str, Path)):

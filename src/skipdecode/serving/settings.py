@@ -8,7 +8,6 @@ from typing import Any
 from ..core.checkpoint_config import CONFIG_KEY, layer_count, trained_schedules
 from ..core.schedule import Schedule
 from ..errors import ScheduleError
-from ..planning.resolve import resolve_schedule
 from .buckets import Buckets, choose_buckets
 from .policy import Limits
 
