@@ -86,4 +86,3 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether a device's or the system's memory did not suffice."""
     words = "DefaultCPUAllocator", "MPS backend out of memory"
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in words)
-

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from ..core.cache import SkipCache, total_kv_bytes
-from ..core.gate import Patch
+from ..core.patch import Patch
 from .options import num_beams
 
 #: Rows leave when at most this share of the rows in the cache goes on. What stays is copied: all cuts together copy no
