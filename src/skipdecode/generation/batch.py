@@ -34,8 +34,8 @@ Decoding = Schedule | Callable[[PreTrainedModel], DynamicCache] | None
 class Passes(StoppingCriteria):
     """Counts the forward passes of a ``generate`` call and times them; ends no row.
 
-    ``generate`` asks its stopping criteria once a pass, whatever the mode of decoding. (Logits processors it asks once a
-    token, so several times in a pass that verifies looked-up tokens.)
+    ``generate`` asks its stopping criteria once a pass, whatever the mode of decoding. (Logits processors it asks once
+    a token, so several times in a pass that verifies looked-up tokens.)
 
     Args:
         every: time every pass, not just the first. The device is waited for at each pass that is timed.

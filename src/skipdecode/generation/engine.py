@@ -99,8 +99,8 @@ class Transformers:
     @contextmanager
     def open(self, job: EngineConfig, schedule: Schedule | None, positions: int) -> Iterator[Write]:
         """The model of :func:`~skipdecode.weights.loading.load`."""
-        where = {"dtype": job.dtype, "device": job.device, "revision": job.revision}
         offload = Offload.of(job.offload, None if schedule is None else schedule.ranking)
+        where: dict[str, Any] = {"dtype": job.dtype, "device": job.device, "revision": job.revision}
         model, tokenizer = load(job.model, offload=offload, **where, **job.faster())
         yield partial(
             batches, model, tokenizer, decoding=schedule, batch_size=job.batch_size, seed=job.seed, **job.options

@@ -43,12 +43,12 @@ def track_finished_rows(
     strings: Any,
     options: Mapping[str, Any],
 ) -> FinishedRows | None:
-    """What lets the rows of a batch leave; None where they stay.
+    """How the rows of a batch leave; None where they stay.
 
     They stay with beams, which are put in order at every step; with stopping criteria of the caller, which may end a
     row unnoticed or take the place of others; where no token ends a text, since ``generate`` then goes on writing;
-    with a method's own cache, which may know things of its rows; and in a compiled model, which other numbers of rows may
-    compile anew.
+    with a method's own cache, which may know things of its rows; and in compiled layers or models, which other numbers
+    of rows may compile anew.
 
     Args:
         stops: token ids that end a text.
@@ -68,7 +68,7 @@ def track_finished_rows(
 
 
 class FinishedRows(StoppingCriteria):
-    """Ends no row: notes which have ended. To be among the stopping criteria of its own :meth:`generate`.
+    """Ends no row: notes which have ended. To be given to ``model.generate``, and entered around that call.
 
     Attributes:
         peak_kv_bytes: most bytes that the cache held when rows left it.
@@ -90,16 +90,8 @@ class FinishedRows(StoppingCriteria):
         self.cache.finished_rows = self
         return self
 
-        The hooks stand on a twin of the model that shares all its modules and weights: nothing of the model itself
-        changes, so threads may share it, and copy it, meanwhile.
-        """
-        twin = object.__new__(type(self.model))
-        vars(twin).update(vars(self.model))
-        for name in HOOKS:
-            vars(twin)[name] = OrderedDict(vars(self.model)[name])
-        twin.register_forward_pre_hook(self._before, with_kwargs=True)
-        twin.register_forward_hook(self._after)
-        return type(self.model).generate(twin, *args, **kwargs)
+    def __exit__(self, *_: object) -> None:
+        del self.cache.finished_rows
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """No row (rows,) has to end for this."""
@@ -125,7 +117,7 @@ class FinishedRows(StoppingCriteria):
             self.cache.reorder_cache(goes_on.nonzero()[:, 0])  # as beams do, so every kind of layer can
             self.kept = kept[goes_on]
 
-    def _after(self, model: Any, args: Any, output: Any) -> Any:
+    def after(self, output: Any) -> Any:
         """The model's output for all rows again."""
         if self.kept is not None:
             all_rows = output.logits.new_zeros(len(self.ended), *output.logits.shape[1:])
