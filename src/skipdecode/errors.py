@@ -49,3 +49,7 @@ class DivergedError(SkipDecodeError):
 
 class MissingExtra(SkipDecodeError, ImportError):
     """A library of one of the extras is not installed."""
+
+
+class UntrainedWarning(UserWarning):
+    """Layers are about to be skipped in a model that was never trained to skip them."""
