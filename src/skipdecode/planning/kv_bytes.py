@@ -56,16 +56,20 @@ def peak_kv_bytes(layers: Sequence[LayerKV], schedule: Schedule, prompt: int, st
     def held(depth: int, step: int) -> dict[int, float]:
         return {layer: layers[layer].at(prompt, prompt + step + 1) for layer in schedule.layers(depth)}
 
-    # Bytes only grow while the depth stays: the moments of most are the prompt's end, falls and the last step.
-    most = sum(held(schedule.depth(0), -1).values())
+    # Layers store one after the other; one that the next step does not run is freed when it has run.
+    keep = schedule.layers(schedule.depth(0))
+    now = most = 0.0
+    for layer, count in enumerate(schedule.positions_per_layer(prompt, prompt)):
+        stored = layers[layer].at(count, count) if count else 0.0
+        most = max(most, now + stored)
+        now += stored if layer in keep else 0.0
+    # Bytes only grow while the depth stays: the moments of most are the prompt, falls and the last step.
     falls = {fall(schedule, depth) - 1 for depth in range(schedule.min_depth + 1, schedule.max_depth + 1)}
-    for step in sorted({*falls, steps - 1}):
-        if not 0 <= step < steps:
-            continue
-        before, after = held(schedule.depth(step), step - 1), held(schedule.depth(step + 1), step)
-        now = sum(before.values())
-        most = max(most, now)
-        for layer in sorted(before):  # layers store, and those that the next step does not run are freed, one by one
-            now += after.get(layer, 0.0) - before[layer]
+    for step in sorted(step for step in {*falls, steps - 1} if 0 <= step < steps):
+        before, after = (held(schedule.depth(step), since) for since in (step - 1, step))
+        keep, now = schedule.layers(schedule.depth(step + 1)), sum(before.values())
+        for layer in sorted(before):
+            now += after[layer] - before[layer]
             most = max(most, now)
+            now -= 0.0 if layer in keep else after[layer]
     return most
