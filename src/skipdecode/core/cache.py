@@ -96,8 +96,8 @@ class SkipCache(DynamicCache):
     def _check_whole(self, what: str) -> None:
         if not (self._is_whole or self.schedule.is_full):
             raise CacheError(
-                f"{what} came after the prompt, but some layers of this cache are retired, or hold a recurrent state. A "
-                "second turn, a reused prefix, chunked prefill or speculative verification has to start with a new "
+                f"{what} came after the prompt, but some layers of this cache are retired, or hold a recurrent state. "
+                "A second turn, a reused prefix, chunked prefill or speculative verification has to start with a new "
                 "SkipCache and the whole text."
             )
 
