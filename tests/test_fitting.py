@@ -230,7 +230,7 @@ def test_the_longest_text_is_half_a_million_steps() -> None:
 
 
 @pytest.mark.parametrize(("layers", "lengths"), [(32, [LONGEST, 400_000, 3]), (32, [40] * 10**5), (80, [300, 200, 4])])
-def test_long_texts_many_of_them_and_many_layers_take_few_looks(
+def test_long_texts_and_many_of_them_are_fitted_at_once(
     layers: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """G: neither steps nor pairs of depths are gone through one by one."""
