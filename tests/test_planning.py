@@ -184,8 +184,8 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 #: What no field of a profile can be; ``False`` and ``True`` are no numbers, though Python counts with them.
-NEVER = (None, {}, math.nan, math.inf, -math.inf, -1, -1e-9, 1e308, 10**400, False, True)
-NO_SIZES = (0, 1.5, 1e3, "1", [], [1], 10**9)
+NEVER: tuple[Any, ...] = (None, {}, math.nan, math.inf, -math.inf, -1, -1e-9, 1e308, 10**400, False, True)
+NO_SIZES: tuple[Any, ...] = (0, 1.5, 1e3, "1", [], [1], 10**9)
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
