@@ -19,8 +19,8 @@ from skipdecode.evaluation.evaluate import EvaluationPlan, evaluate
 from skipdecode.planning.planner import Predictor, plan, workloads
 from skipdecode.planning.profile import Pass, Profile, shape_of
 from skipdecode.weights.device import machine
-from skipdecode.weights.int8 import Int8Linear
 from skipdecode.weights.loading import load, load_tokenizer, read_config
+from skipdecode.weights.prepack import PackedLinear
 
 FEW: dict[str, Any] = {"max_new_tokens": 9, "batch_size": 4, "timing_rows": 8, "repeats": 1, "samples": 20}
 
@@ -33,7 +33,7 @@ def data(tmp_path: Path) -> Path:
 
 def profile_of(checkpoint: Path, **options: Any) -> Profile:
     """Of eight layers that take as long as all that is beyond them."""
-    passes = tuple(Pass(size, length, 0.01, (0.00125,)) for size in (1, 8) for length in (4, 90))
+    passes = tuple(Pass(size, length, (0.00125,), 0.01) for size in (1, 8) for length in (4, 90))
     placed: dict[str, Any] = {"shape": shape_of(read_config(str(checkpoint))), "machine": machine("cpu")}
     placed |= {"model": "made", "dtype": "float32", "device": "cpu", "options": options}
     return Profile(**placed, kinds=("layer",), layers=(0,) * 8, prompts=passes, steps=passes)
@@ -43,8 +43,8 @@ def profile_of(checkpoint: Path, **options: Any) -> Profile:
 def test_targets_of_the_clock_are_planned_for_the_timed_runs(
     checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each row's schedule is the one that the profile gives for its timed steps; int8 is every model's, and said."""
-    profile, loaded = profile_of(checkpoint, quantization="int8"), []
+    """Each row's schedule is the one that the profile gives for its timed steps; what makes layers faster is every model's, and said."""
+    profile, loaded = profile_of(checkpoint, prepack=True), []
 
     def spied(*args: Any, **kwargs: Any) -> Any:
         loaded.append(load(*args, **kwargs))
@@ -53,19 +53,17 @@ def test_targets_of_the_clock_are_planned_for_the_timed_runs(
     monkeypatch.setattr(runner, "load", spied)
     given: dict[str, Any] = {"speedups": (1.5,), "methods": "skipdecode,multi_exit", "clock": "step", **FEW}
     output = tmp_path / "out"
-    wanted = EvaluationPlan(
-        str(checkpoint), data, faster={"quantization": "int8"}, profile=profile, output=output, **given
-    )
+    wanted = EvaluationPlan(str(checkpoint), data, faster={"prepack": True}, profile=profile, output=output, **given)
     results = evaluate(wanted, say=lambda _: None)
     full, *rows = results.rows
-    assert isinstance(loaded[0][0].get_output_embeddings(), Int8Linear)
+    assert isinstance(loaded[0][0].get_output_embeddings(), PackedLinear)
     prompts = [example.prompt for example in EXAMPLES][:8]
     lengths = [len(ids) for ids in encode_prompts(load_tokenizer(str(checkpoint)), prompts)]
     predictor = Predictor(profile, workloads(lengths, 4, full["timed_steps"] + 1), "step")
     for row, (order, target) in zip(rows, [(o, 1.5) for o in ("top", "bottom")], strict=True):
         assert row["schedule"] == plan(predictor, target, order=order).to_dict()
         assert (row["target"], row["target_of"]) == (target, "step")
-    assert results.about["made faster"] == "{'quantization': 'int8'}"
+    assert results.about["made faster"] == "{'prepack': True}"
     assert "of a step's seconds" in results.about["targets"]
     # Another profile makes other rows.
     with pytest.raises(SkipDecodeError, match="other settings"):
@@ -82,10 +80,9 @@ def test_targets_of_the_clock_are_planned_for_the_timed_runs(
         ({"clock": "job", "profile": "p.json", "methods": "unified"}, "none can be planned on the clock"),
         ({"clock": "job", "profile": "p.json", "speedups": (1.2, 4)}, "4x of a job cannot be had"),
         ({"clock": "job", "profile": "p.json", "dtype": "bfloat16"}, "another dtype"),
-        ({"clock": "job", "profile": "p.json", "faster": {"quantization": "int8"}}, "another options"),
-        ({"methods": "calm", "faster": {"compile": True}}, "cannot be compiled"),
+        ({"clock": "job", "profile": "p.json", "faster": {"prepack": True}}, "another options"),
         ({"faster": {"quantization": "int3"}}, "quantization is int8"),
-        ({"faster": {"int8": True}}, "quantization, compile and prepack, not by int8"),
+        ({"faster": {"int8": True}}, "not by int8"),
         ({"clock": "job", "profile": "p.json", "serving": True}, "flat schedules for speed-ups of layers"),
     ],
 )
@@ -128,6 +125,3 @@ def test_the_verb_takes_what_generate_takes(checkpoint: Path, data: Path) -> Non
     done = run("evaluate", checkpoint, "--data", data, "--clock", "job")
     assert done.returncode == 2
     assert "need a profile" in done.stderr
-    done = run("evaluate", checkpoint, "--data", data, "--compile", "--methods", "calm")
-    assert done.returncode == 2
-    assert "cannot be compiled" in done.stderr

@@ -218,23 +218,6 @@ def test_python_the_command_line_and_a_file_make_the_same_run(checkpoint: Path, 
     assert "another seed" in other.stderr
 
 
-def test_serving_is_constant_decay(
-    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In every verb that makes schedules; beside another decay it is refused."""
-    plans: list[TrainingPlan] = []
-    monkeypatch.setattr("skipdecode.training.run.train", lambda plan, **_: plans.append(plan))
-    (tmp_path / "run.yaml").write_text("decay: cosine\n")
-    for more in ((), ("--config", tmp_path / "run.yaml")):
-        assert run("train", checkpoint, "--data", data, "--serving", *more).returncode == 0
-    assert [plan.decay for plan in plans] == ["constant"] * 2
-    for verb in (("train", checkpoint), ("calibrate", checkpoint, "--data", data), ("plan",)):
-        monkeypatch.setattr("skipdecode.planning.profile.Profile.load", lambda _: None)
-        done = run(*verb, "--serving", "--decay", "linear")
-        assert done.returncode == 2, done.stderr
-        assert "--serving is --decay constant" in done.stderr
-
-
 def test_a_plan_of_a_run_that_was_never_started_is_refused(tmp_path: Path) -> None:
     """A training.json without a plan, as one that holds checkpoints only."""
     (tmp_path / RECORD).write_text(json.dumps({"author": AUTHOR, "run": {}, "checkpoints": {}, "saving": []}))
