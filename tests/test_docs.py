@@ -31,9 +31,7 @@ VERBS: dict[str, set[str]] = {
 #: Options of other programs that documents name: vLLM, pytest, `make torture`, lm-evaluation-harness, benchmarks/peers.
 VLLM = set("--port --dtype --max-num-seqs --max-model-len --api-key --enforce-eager --served-model-name".split())
 VLLM |= set("--enable-per-request-metrics --additional-config --kv-sharing-fast-prefill --hf-overrides".split())
-VLLM |= set(
-    "--scheduler-cls --no-enable-chunked-prefill --num-gpu-blocks-override --disable-hybrid-kv-cache-manager".split()
-)
+VLLM |= set("--disable-hybrid-kv-cache-manager --kv-offloading-size --enable-return-routed-experts".split())
 OTHERS = set("--update-golden --seconds --include --tasks --model --together --precision --work --environments".split())
 OTHERS |= set("--rounds --ways --smoke --forms --serving --servers --kv-gib --goodput".split())  # benchmarks/serving
 OTHERS |= VLLM

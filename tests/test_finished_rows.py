@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,14 @@ from helpers.families import FAMILIES, SCHEDULES, TOP, build
 from helpers.tiny import TEXTS
 from skipdecode import Schedule, SkipCache, attach
 from skipdecode.core.cache import total_kv_bytes
+from skipdecode.core.patch import patches_on
 from skipdecode.data.tokenization import encode_prompts
 from skipdecode.generation import finished_rows
 from skipdecode.generation.batch import Decoding, generate_batch
 from skipdecode.generation.generate import generate_ids
 from skipdecode.generation.results import Completion, Cost
 from skipdecode.methods import get_method
+from skipdecode.weights.faster import make_faster
 
 PAD, END, NEW = 0, 1, 16
 LENGTHS = (9, 5, 2, 7, 3, 4, 8, 6)
@@ -222,7 +223,7 @@ class Never(StoppingCriteria):
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_beams": 2}, {"stopping_criteria": [Never()]}, {"eos_token_id": []}],
+    [{"num_beams": 2}, {"stopping_criteria": [Never()]}, {"eos_token_id": None}],
     ids=["beams", "criteria of the caller", "no end"],
 )
 def test_rows_stay_where_they_cannot_leave(options: dict[str, Any]) -> None:
@@ -243,14 +244,12 @@ def test_rows_stay_with_a_methods_own_cache() -> None:
     assert set(rows) == {len(LENGTHS)}
 
 
-def test_rows_stay_where_hooks_would_not_be_asked() -> None:
-    """A compiled model has its own entrance; a wrapper's ``generate`` may call another model."""
+def test_rows_stay_in_compiled_layers() -> None:
+    """Each number of rows may compile them anew."""
     model = build("opt")
     asked: Any = Tokenizer(), DynamicCache(config=model.config), 8, {END}, None, {}
     assert finished_rows.track_finished_rows(model, *asked) is not None
-    assert finished_rows.track_finished_rows(attach(model, speedup=2), *asked) is not None
-    model.generate = partial(model.generate)
-    assert finished_rows.track_finished_rows(model, *asked) is None
+    assert finished_rows.track_finished_rows(make_faster(model, compile=True), *asked) is None
     (whole := build("opt")).compile()
     assert finished_rows.track_finished_rows(whole, *asked) is None
 
@@ -288,30 +287,24 @@ def test_other_passes_of_the_same_model_keep_their_rows() -> None:
 
 
 @pytest.mark.parametrize("ends", ["well", "badly"])
-def test_nothing_is_left_on_the_model(ends: str) -> None:
-    """Nor is anything on it meanwhile, whatever happens in between."""
-    model = attach(build("opt"))
+def test_the_patch_stays_and_holds_nothing(ends: str) -> None:
+    """Whatever happens in between."""
+    model = build("opt")
 
-    def state() -> dict[str, Any]:
-        return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(model).items()}
-
-    before = state()
-
-    class Looks(LogitsProcessor):
+    class Fails(LogitsProcessor):
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            assert state() == before
             if ends == "badly" and input_ids.shape[1] > WIDTH + 7:
                 raise RuntimeError("on purpose")
             return scores
 
     with nullcontext() if ends == "well" else pytest.raises(RuntimeError, match="on purpose"):
-        write(model, TOP, logits_processor=[Looks()])
-    assert state() == before
-    assert not model._forward_hooks
+        write(model, TOP, logits_processor=[Fails()])
+    (patch,) = [patch for _, patch in patches_on(model) if isinstance(patch, finished_rows.RowsPatch)]
+    assert not any(isinstance(value, (DynamicCache, finished_rows.FinishedRows)) for value in vars(patch).values())
 
 
 def test_threads_share_a_model_while_it_is_copied() -> None:
-    """Rows leave in each thread's batch; no pass meets another's hooks, and copies take no cache along."""
+    """Rows leave in each thread's batch; no pass meets another's rows, and copies take no cache along."""
     model = build("llama")
     expected = write(model, TOP)[0]
     failures: list[BaseException] = []
@@ -327,7 +320,8 @@ def test_threads_share_a_model_while_it_is_copied() -> None:
     def copies() -> None:
         while not going.is_set():
             try:
-                assert not copy.deepcopy(model)._forward_hooks
+                copied = copy.deepcopy(model)
+                assert [type(patch) for _, patch in patches_on(copied)].count(finished_rows.RowsPatch) == 1
             except BaseException as error:
                 failures.append(error)
                 return

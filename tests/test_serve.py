@@ -14,8 +14,8 @@ import pytest
 from helpers.tiny import run
 from serving.processes import running
 from skipdecode import Schedule
+from skipdecode.core.checkpoint_config import schedule_for
 from skipdecode.errors import MissingExtra, ModelError, ScheduleError, UsageError
-from skipdecode.planning.resolve import resolve_schedule
 from skipdecode.serving import server
 from skipdecode.serving.depths import Table, Tables
 from skipdecode.serving.metrics import Work
@@ -193,7 +193,7 @@ def test_policies_that_contradict_themselves(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("new", [0, 1, 2, 60])
 def test_the_work_of_a_request_is_what_steps_run(prompt_layers: Any, cached: int, new: int) -> None:
     """As a step's plan has it, token by token."""
-    schedule = resolve_schedule(read_config("demo"), 3)
+    schedule = schedule_for(read_config("demo"), 3)
     if prompt_layers:
         schedule = schedule.replace(prompt_layers=prompt_layers)
     prompt = 12

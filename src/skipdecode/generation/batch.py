@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -89,14 +90,15 @@ def generate_batch(
     defaults = {"do_sample": False, "num_return_sequences": 1, "use_cache": True, "cache_implementation": None}
     defaults |= {"max_new_tokens": max_new_tokens(options, asked)}
     start = time.perf_counter()
-    output = (finished.generate if finished else model.generate)(
-        ids,
-        attention_mask=mask,
-        past_key_values=cache,
-        tokenizer=tokenizer if strings else None,
-        stopping_criteria=StoppingCriteriaList([passes, *([finished] if finished else criteria)]),
-        **defaults | options | {"return_dict_in_generate": True},
-    )
+    with finished or nullcontext():
+        output = model.generate(
+            ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            tokenizer=tokenizer if strings else None,
+            stopping_criteria=StoppingCriteriaList([passes, *([finished] if finished else criteria)]),
+            **defaults | options | {"return_dict_in_generate": True},
+        )
     synchronize(model.device)
     end = time.perf_counter()
     sequences = output.sequences.where(output.sequences >= 0, pad)  # beams without an end are filled up with -1

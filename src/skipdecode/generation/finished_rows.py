@@ -1,13 +1,13 @@
 """Rows that have ended leave the batch: the model computes the others alone, and ``generate``'s loop goes on over all.
 
-So tokens, random numbers, processors of single rows and lengths are what they were. Two hooks stand around each pass.
-The first takes the rows that have ended out of what the model is given, and out of its cache; the second puts zeros in
-the place of their logits, for which the loop writes padding.
+So tokens, random numbers, processors of single rows and lengths are what they were. A patch stands around each pass.
+It takes the rows that have ended out of what the model is given, and out of its cache, and puts zeros in the place of
+their logits, for which the loop writes padding.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import (
     DynamicCache,
     EosTokenCriteria,
-    GenerationMixin,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
@@ -25,7 +24,7 @@ from transformers import (
 )
 
 from ..core.cache import SkipCache, total_kv_bytes
-from ..core.patch import Patch
+from ..core.patch import Patch, put
 from .options import num_beams
 
 #: Rows leave when at most this share of the rows in the cache goes on. What stays is copied: all cuts together copy no
@@ -33,8 +32,6 @@ from .options import num_beams
 SHARE = 0.5
 #: What a pass is given for each row: (rows, positions).
 BY_ROW = ("input_ids", "attention_mask", "position_ids")
-#: Where a module keeps its hooks.
-HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
 
 
 def track_finished_rows(
@@ -46,12 +43,12 @@ def track_finished_rows(
     strings: Any,
     options: Mapping[str, Any],
 ) -> FinishedRows | None:
-    """What lets the rows of a batch leave; None where they stay.
+    """How the rows of a batch leave; None where they stay.
 
     They stay with beams, which are put in order at every step; with stopping criteria of the caller, which may end a
     row unnoticed or take the place of others; where no token ends a text, since ``generate`` then goes on writing;
-    with a method's own cache, which may know things of its rows; in a compiled model, which other numbers of rows may
-    compile anew; and in a wrapper (PEFT's), whose ``generate`` calls another model.
+    with a method's own cache, which may know things of its rows; and in compiled layers or models, which other numbers
+    of rows may compile anew.
 
     Args:
         stops: token ids that end a text.
@@ -62,8 +59,7 @@ def track_finished_rows(
     beams = num_beams(options, model.generation_config) > 1 or hasattr(model, "_reorder_cache")
     if rows == 1 or not stops or not ours or beams or options.get("stopping_criteria"):
         return None
-    wrapped = not isinstance(model, GenerationMixin) or not isinstance(vars(model).get("generate"), (Patch, type(None)))
-    if wrapped or model._compiled_call_impl is not None:
+    if model._compiled_call_impl is not None:
         return None
     ends: list[StoppingCriteria] = [EosTokenCriteria(sorted(stops))]
     if strings:
@@ -72,7 +68,7 @@ def track_finished_rows(
 
 
 class FinishedRows(StoppingCriteria):
-    """Ends no row: notes which have ended. To be among the stopping criteria of its own :meth:`generate`.
+    """Ends no row: notes which have ended. To be given to ``model.generate``, and entered around that call.
 
     Attributes:
         peak_kv_bytes: most bytes that the cache held when rows left it.
@@ -88,34 +84,29 @@ class FinishedRows(StoppingCriteria):
         self.kept: Tensor | None = None  # rows in the cache, once some have left
         self.peak_kv_bytes = 0
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``model.generate`` returns for batches that rows leave.
+    def __enter__(self) -> FinishedRows:
+        with _LOCK:  # threads share a model
+            put(RowsPatch, self.model, "forward")
+        self.cache.finished_rows = self
+        return self
 
-        The hooks stand on a twin of the model that shares all its modules and weights: nothing of the model itself
-        changes, so threads may share it, and copy it, meanwhile.
-        """
-        twin = object.__new__(type(self.model))
-        vars(twin).update(vars(self.model))
-        for name in HOOKS:
-            vars(twin)[name] = OrderedDict(vars(self.model)[name])
-        twin.register_forward_pre_hook(self._before, with_kwargs=True)
-        twin.register_forward_hook(self._after)
-        return type(self.model).generate(twin, *args, **kwargs)
+    def __exit__(self, *_: object) -> None:
+        del self.cache.finished_rows
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """No row (rows,) has to end for this."""
         self.ended |= self.ends(input_ids, scores, **kwargs)
         return torch.zeros_like(self.ended)
 
-    def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """What the model is given instead; None: the same."""
+    def before(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What the model is given in place of ``kwargs``."""
         given = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
         # A family may be given more than we know of: then its rows stay.
         if all(name in BY_ROW and value.shape[:-1] == self.ended.shape for name, value in given.items()):
             self._cut()
         if self.kept is None:
-            return None
-        return args, kwargs | {name: value[self.kept.to(value.device)] for name, value in given.items()}
+            return kwargs
+        return kwargs | {name: value[self.kept.to(value.device)] for name, value in given.items()}
 
     def _cut(self) -> None:
         """Let rows leave if enough of them have ended."""
@@ -126,9 +117,24 @@ class FinishedRows(StoppingCriteria):
             self.cache.reorder_cache(goes_on.nonzero()[:, 0])  # as beams do, so every kind of layer can
             self.kept = kept[goes_on]
 
-    def _after(self, model: Any, args: Any, output: Any) -> Any:
+    def after(self, output: Any) -> Any:
         """The model's output for all rows again."""
         if self.kept is not None:
             all_rows = output.logits.new_zeros(len(self.ended), *output.logits.shape[1:])
             output.logits = all_rows.index_copy_(0, self.kept.to(all_rows.device), output.logits)
         return output
+
+
+_LOCK = threading.Lock()
+
+
+class RowsPatch(Patch):
+    """Stands in for the model's ``forward``: passes whose cache has :class:`FinishedRows` go through them."""
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for all rows."""
+        rows = getattr(kwargs.get("past_key_values"), "finished_rows", None)
+        if rows is None:
+            return self.original(*args, **kwargs)
+        return rows.after(self.original(*args, **rows.before(kwargs)))

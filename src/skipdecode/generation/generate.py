@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.checkpoint_config import layer_count, trained_schedules
+from ..core.checkpoint_config import layer_count, schedule_for, trained_schedules
 from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..data.chat import Message, Prompt, parse_messages
 from ..data.tokenization import encode_prompts
 from ..errors import ModelError, TaskError, UsageError
-from ..planning.resolve import resolve_schedule
 from ..weights.memory import PeakMeter
 from .batch import Decoding, generate_batch
 from .batch_size import BatchSize, BatchSizes, check_batch_size, is_out_of_memory
@@ -70,7 +69,7 @@ def generate(
     decoding = None
     if not full:
         horizon = horizon_for(model.config, max_new_tokens(options, model.generation_config))
-        decoding = resolve_schedule(model.config, speedup, schedule, horizon=horizon)
+        decoding = schedule_for(model.config, speedup, schedule, horizon=horizon)
     return generate_ids(model, tokenizer, encode_prompts(tokenizer, texts), decoding, batch_size, seed=seed, **options)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..core.checkpoint_config import layer_count, warn_untrained
+from ..core.checkpoint_config import layer_count, schedule_for, warn_untrained
 from ..core.schedule import Schedule, parse_prompt_layers
 from ..data.chat import Message, Prompt
 from ..data.inputs import Item, read_items, to_item
@@ -19,10 +19,10 @@ from ..data.tasks import Task, get_task
 from ..data.tokenization import encode_prompts
 from ..errors import MissingExtra, ModelError, UsageError
 from ..files import check_target, is_stream, write
-from ..planning.clock import ClockOf
+from ..planning.clock import Clock
 from ..planning.planner import Predictor
 from ..planning.profile import Profile
-from ..planning.resolve import resolve_schedule
+from ..planning.resolve import new_schedule
 from ..provenance import fingerprint, identity
 from ..weights.device import placement
 from ..weights.loading import load_tokenizer, read_config, read_generation_config, resolve
@@ -120,7 +120,7 @@ class GenerationJob(EngineConfig):
             raise UsageError("a clock needs a speedup, and layers in memory: a profile knows no offload")
         changed: dict[str, Any] = {
             "prompt_layers": parse_prompt_layers(self.prompt_layers),
-            "profile": ClockOf(self.clock, self.profile).profile,
+            "profile": Clock(self.clock, self.profile).profile,
             "schedule": Schedule.load(self.schedule) if isinstance(self.schedule, (str, Path)) else self.schedule,
             "output": None if self.output is None else Path(self.output),
             "options": {"max_new_tokens": self.task.max_new_tokens} | given(self.options),
@@ -167,7 +167,7 @@ class GenerationJob(EngineConfig):
         check_with_model(self.options, defaults, self.seed)
         check_batch_size(self.batch_size, self.options, defaults)
         self.engine.check(self, config, defaults)
-        clock = ClockOf(self.clock, self.profile)
+        clock = Clock(self.clock, self.profile)
         clock.check(config, self.dtype, self.device, **self.faster())
         items = self._items()
         prompts = [item.prompt for item in items]
@@ -178,8 +178,6 @@ class GenerationJob(EngineConfig):
             say(f"some rows need more than the model's {made_for} positions: their texts may be poor")
         predictor = clock.predictor(lengths, self.batch_size, new_tokens, num_beams(self.options, defaults))
         schedule = self._schedule(config, predictor)
-        for warning in clock.warnings():
-            say(warning)
         if schedule is not None:
             warn_untrained(config, schedule)
 
@@ -213,7 +211,9 @@ class GenerationJob(EngineConfig):
         if self.full:
             return None
         horizon = horizon_for(config, self.options["max_new_tokens"])
-        return resolve_schedule(config, self.speedup, schedule, horizon=horizon, predictor=predictor, **style)
+        if predictor is not None:
+            return new_schedule(config, self.speedup, predictor, **style)
+        return schedule_for(config, self.speedup, schedule, horizon=horizon, **style)
 
     def _items(self) -> list[Item]:
         if isinstance(self.input, (str, Path)):

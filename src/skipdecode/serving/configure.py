@@ -6,7 +6,7 @@ import logging
 import os
 from typing import Any
 
-from ..core.checkpoint_config import CONFIG_KEY, is_trained
+from ..core.checkpoint_config import CONFIG_KEY, untrained_warning
 from ..errors import UnsupportedModel
 from .release import ALLOW
 from .settings import Serving
@@ -111,11 +111,8 @@ def _warn(model: Any, serving: Serving) -> None:
             "--dtype float32 keeps it",
             str(runs).removeprefix("torch."),
         )
-    if not is_trained(model.hf_config) and max(serving.schedules) > 1:
-        logger.warning(
-            "skipdecode: this model was not trained to skip layers: expect worse texts above 1x, and read some "
-            "before anybody is served (skipdecode train)"
-        )
+    if untrained := untrained_warning(model.hf_config, serving.schedules[max(serving.schedules)]):
+        logger.warning("skipdecode: %s", untrained)
 
 
 def _without_graphs(compilation: Any) -> None:

@@ -34,10 +34,10 @@ def _logged_once(method: Any) -> Any:
     seen = False
 
     @functools.wraps(method)
-    def guarded(*args: Any) -> None:
+    def guarded(*args: Any, **kwargs: Any) -> None:
         nonlocal seen
         try:
-            method(*args)
+            method(*args, **kwargs)
         except Exception:
             if not seen:
                 logger.exception("skipdecode: figures of requests are incomplete from here on")
@@ -131,6 +131,7 @@ class TokenTimes(StatLoggerBase):
     def __init__(self, load: Load, vllm_config: Any, engine_index: int = 0) -> None:
         self.load = load
 
+    @_logged_once
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
         """One step's outputs came."""
         if iteration_stats is not None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.checkpoint_config import CONFIG_KEY, layer_count, trained_schedules
+from ..core.checkpoint_config import CONFIG_KEY, layer_count, schedule_for, trained_schedules
 from ..core.schedule import Schedule
 from ..errors import ScheduleError
-from ..planning.resolve import resolve_schedule
 from .buckets import Buckets, choose_buckets
 from .policy import Limits
 
@@ -57,7 +56,7 @@ class Serving:
         if options.get("schedule") is not None:
             if others := ", ".join(sorted({*REQUESTS, *LOAD} & set(options))):
                 raise ScheduleError(f"a schedule of {CONFIG_KEY} is for every request: leave out {others}")
-            schedule = resolve_schedule(config, schedule=Schedule.from_dict(options["schedule"]))
+            schedule = schedule_for(config, schedule=Schedule.from_dict(options["schedule"]))
             self.default = float(schedule.target)
             self.schedules = {self.default: schedule}
             self.limits = None
@@ -122,7 +121,7 @@ def _schedule(config: Any, speedup: float, layers: Any, stored: Mapping[float, S
     style: dict[str, Any] = {} if stored else {"decay": "constant"}
     if layers is None and stored and speedup not in stored:
         layers = stored[max(stored)].style.get("prompt_layers")  # a number may be too few for a slower one
-    schedule = resolve_schedule(config, speedup, **style | ({"prompt_layers": "max"} if layers else {}))
+    schedule = schedule_for(config, speedup, **style | ({"prompt_layers": "max"} if layers else {}))
     return schedule if layers in (None, "max") else schedule.replace(prompt_layers=max(layers, schedule.max_depth))
 
 
