@@ -81,7 +81,7 @@ def test_what_the_first_batch_took_covers_the_others(key: str) -> None:
 
     def measure(rows: int, width: int, new: int) -> tuple[int, Cost]:
         with PeakMeter() as meter:
-            options = {"max_new_tokens": new, "min_new_tokens": new}
+            options: dict[str, Any] = {"max_new_tokens": new, "min_new_tokens": new}
             _, cost = generate_batch(model, tokenizer, [ids[:width]] * rows, SCHEDULES[key], **options)
         return meter.peak, cost
 
