@@ -151,7 +151,7 @@ def test_a_small_model_from_scratch_has_the_form_alone(model: tuple[Any, Any]) -
 
 def decode(model: tuple[Any, Any], tokenizer: PreTrainedTokenizerBase, plan: Any) -> Any:
     ids = encode_prompts(tokenizer, TEXTS[:4])
-    return generate_ids(model, tokenizer, ids, plan, 4, max_new_tokens=10, do_sample=False, eos_token_id=None)
+    return generate_ids(model, tokenizer, ids, plan, 4, max_new_tokens=10, do_sample=False, eos_token_id=-1)
 
 
 def test_nobody_confident_is_the_full_model(model: tuple[Any, Any]) -> None:
@@ -186,7 +186,7 @@ def test_a_batch_runs_at_least_what_its_rows_do_and_rows_do_not_depend_on_it(mod
     with torch.no_grad():  # as sure of its random tokens as a trained model is of its own
         network.model.decoder.final_layer_norm.weight.mul_(60)
     maker = Calm().decoder(network, 0.5, 10)
-    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": -1}
     together = generate_ids(network, tokenizer, ids, maker, 4, **options)
     alone = generate_ids(network, tokenizer, ids, maker, 1, **options)
     assert [row.text for row in together.completions] == [row.text for row in alone.completions]
@@ -198,7 +198,7 @@ def test_rows_end_where_generation_ends_them(model: tuple[Any, Any]) -> None:
     """B16: with another end-of-sequence, a row that has met it holds no batch up, and one that has not does."""
     network, tokenizer = model
     ids = encode_prompts(tokenizer, TEXTS[:4])
-    free: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    free: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": -1}
     generated = network.generate(
         **tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt"),
         **free,

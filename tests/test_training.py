@@ -160,7 +160,7 @@ def test_the_prompts_layers_go_into_every_schedule(checkpoint: Path, data: Path,
     assert {k: schedule.deepest for k, schedule in schedules.items()} == {k: s.max_depth for k, s in schedules.items()}
     other = schedule_for(model.config, 3)
     assert other.deepest == other.max_depth < 8
-    result = skipdecode.generate(model, tokenizer, TEXTS[:3], speedup=4, max_new_tokens=12, eos_token_id=None)
+    result = skipdecode.generate(model, tokenizer, TEXTS[:3], speedup=4, max_new_tokens=12, eos_token_id=-1)
     assert result.cost.prompt_depth == schedules[4].max_depth
     width = max(len(tokenizer(text).input_ids) for text in TEXTS[:3])
     assert 8 / result.cost.job_depth == pytest.approx(schedules[4].job_ratio(width, 11))
@@ -186,10 +186,10 @@ def test_the_result_is_a_stock_directory_that_carries_its_schedule(
     assert list(trained_schedules(stock.config)) == [1, 2, 4]
     model, tokenizer = skipdecode.load(str(target))
     assert stock.state_dict().keys() == model.state_dict().keys()
-    result = skipdecode.generate(model, tokenizer, TEXTS[:3], max_new_tokens=12, eos_token_id=None)
+    result = skipdecode.generate(model, tokenizer, TEXTS[:3], max_new_tokens=12, eos_token_id=-1)
     schedule = Schedule.for_speedup(4, 8, horizon=10)
     assert result.cost.average_depth == pytest.approx(schedule.average_depth(11))
-    other = skipdecode.generate(model, tokenizer, TEXTS[:3], speedup=2, max_new_tokens=12, eos_token_id=None)
+    other = skipdecode.generate(model, tokenizer, TEXTS[:3], speedup=2, max_new_tokens=12, eos_token_id=-1)
     assert other.cost.average_depth == pytest.approx(Schedule.for_speedup(2, 8, horizon=10).average_depth(11))
 
 
