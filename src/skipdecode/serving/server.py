@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server on a model with schedules: the command that starts it, once all that can be judged is judged."""
+"""The command that starts vLLM's OpenAI server on a model, once model, options and environment are checked."""
 
 from __future__ import annotations
 
