@@ -39,7 +39,6 @@ Decay = Annotated[
     Literal["linear", "cosine", "exponential", "power", "step", "constant"] | None,
     Option(help="How the depth falls (default: the model's, else linear)."),
 ]
-Serving = Annotated[bool, Option("--serving", help="Flat schedules, which suit servers: the same as --decay constant.")]
 PromptLayers = Annotated[
     str | None, Option(help="Layers that the prompt runs: a number, or max for as many as step 0 (default: all).")
 ]
@@ -162,13 +161,6 @@ def task_of(given: Mapping[str, Any]) -> TaskType:
     from ..data.tasks import task_from
 
     return task_from(given)
-
-
-def decay_of(decay: str | None, serving: bool) -> str | None:
-    """The decay asked for: none at all for a server, whose requests do not begin together. Raises UsageError."""
-    if serving and decay not in (None, "constant"):
-        raise UsageError(f"--serving is --decay constant: leave it or --decay {decay} out")
-    return "constant" if serving else decay
 
 
 def style_options(
