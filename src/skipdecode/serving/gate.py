@@ -1,7 +1,7 @@
 """Gates on the decoder layers of vLLM's model: each runs for the tokens that need it, and passes the others on.
 
-No vLLM here. One class for native layers, which hand a residual beside the hidden states, and for those of the Transformers
-backend. The gate sits on the layer instance, as ours for transformers does.
+No vLLM here. One class serves native layers, which hand a residual beside the hidden states, and those of the
+Transformers backend. The gate sits on the layer instance, as ours for transformers does.
 """
 
 from __future__ import annotations
