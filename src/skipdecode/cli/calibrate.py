@@ -30,7 +30,7 @@ Save = Annotated[bool, Option("--save", help="Also save it in MODEL's config: --
 Force = Annotated[bool, Option("--force", help="Save it even if the texts get worse.")]
 
 #: What goes into the plan under its own name.
-PLAN = "limit batch_size max_new_tokens order search_rows prompt_layers clock output save device".split()
+PLAN = "limit batch_size max_new_tokens decay order search_rows prompt_layers clock output save device".split()
 
 
 def calibrate(
@@ -43,7 +43,6 @@ def calibrate(
     batch_size: o.BatchSize = 32,
     max_new_tokens: o.MaxNewTokens = None,
     decay: o.Decay = None,
-    serving: o.Serving = False,
     order: Order = None,
     search_rows: SearchRows = 64,
     prompt_layers: o.PromptLayers = None,
@@ -73,7 +72,6 @@ def calibrate(
     from ..evaluation.calibration import calibrate as run
 
     options = {name: given[name] for name in PLAN} | {"profile": o.load_profile(clock, profile)}
-    options["decay"] = o.decay_of(decay, serving)
     plan = CalibrationPlan(model, data, speedup, o.task_of(given), method, **options)
     with Bar() as bar:
         calibration = run(plan, say=say, on_progress=bar.show)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.checkpoint_config import DEFAULT_METHOD, UNTRAINED
+from ..core.checkpoint_config import DEFAULT_METHOD, UNTRAINED, schedule_for
 from ..core.schedule import Schedule
 from ..errors import UsageError
 from ..methods import Method, get_method
-from ..planning.resolve import resolve_schedule
 from ..weights.loading import read_config
 
 
@@ -79,8 +78,8 @@ def arms(
             result += _of_method(method, checkpoint, model, full, speedups, "-trained" if twice and checkpoint else "")
     for speedup in speedups if serving else ():
         if speedup > 1:
-            flat = resolve_schedule(read_config(model), speedup, decay="constant")
-            if flat != resolve_schedule(read_config(model), speedup):  # or the checkpoint was trained so
+            flat = schedule_for(read_config(model), speedup, decay="constant")
+            if flat != schedule_for(read_config(model), speedup):  # or the checkpoint was trained so
                 result.append(Arm(get_method(DEFAULT_METHOD), speedup, model, f"flat-{speedup:g}x", flat, "flat"))
     for path in schedules:
         schedule = Schedule.load(path)

@@ -16,18 +16,16 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.checkpoint_config import layer_count, save_calibrated
+from ..core.checkpoint_config import layer_count, save_calibrated, schedule_for
 from ..core.schedule import Schedule
 from ..data.metrics import Agreement
 from ..data.tasks import Example, subsample
 from ..data.tokenization import encode_prompts
 from ..errors import UsageError
 from ..methods import get_method
-from ..planning.clock import warnings_of
 from ..planning.fitting import Measure, fit, refit
 from ..planning.planner import Predictor
 from ..planning.planner import plan as plan_depths
-from ..planning.resolve import resolve_schedule
 from ..weights.loading import load, load_tokenizer, read_config, resolve
 from .achieve import TOLERANCE, Written, achieve
 from .calibration_plan import CalibrationPlan, check, trained_form
@@ -133,7 +131,7 @@ def calibrate(
     """
     config = read_config(plan.model)
     check(plan, config)
-    before = resolve_schedule(config, plan.speedup)
+    before = schedule_for(config, plan.speedup)
     trained, style = trained_form(plan, config)
     examples = read_examples(plan.task, plan.data, "validation", say)
     if not examples and not plan.data.is_file():
@@ -146,8 +144,6 @@ def calibrate(
     Agreement().score(["a text"], [["a text"]])  # a library that is missing shows before a model is loaded
     prompts = [example.prompt for example in examples]
     measure = plan.measure([len(ids) for ids in encode_prompts(load_tokenizer(plan.model), prompts)])
-    for warning in warnings_of(plan.profile) if plan.profile is not None else []:
-        say(warning)
     model, tokenizer = load(plan.model, device=plan.device)
     ranking = None
     if plan.order == "search":

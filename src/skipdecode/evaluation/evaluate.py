@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..core.checkpoint_config import layer_count
+from ..core.checkpoint_config import layer_count, schedule_for
 from ..data.metrics import DEFAULT, Agreement, BertScore, Metric
 from ..data.tasks import Example, Task, get_task, subsample
 from ..errors import FileError, UsageError
 from ..files import locked
-from ..planning.clock import ClockOf
+from ..planning.clock import Clock
 from ..planning.profile import Profile
-from ..planning.resolve import resolve_schedule
 from ..weights.device import cpu_capabilities, machine, placement
 from ..weights.faster import check_faster, faster_options
 from ..weights.loading import read_config
@@ -93,7 +92,7 @@ class EvaluationPlan:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "profile", ClockOf(self.clock, self.profile).profile)
+        object.__setattr__(self, "profile", Clock(self.clock, self.profile).profile)
         object.__setattr__(self, "faster", faster_options(**self.faster))
         for name in ("data", "output"):  # strings are paths too
             object.__setattr__(self, name, Path(getattr(self, name)))
@@ -165,9 +164,9 @@ def evaluate(
         dtype=plan.dtype,
         device=plan.device,
         faster=plan.faster,
-        clock=ClockOf(plan.clock, plan.profile),
+        clock=Clock(plan.clock, plan.profile),
     )
-    _check_clock(bench, selected, say)
+    _check_clock(bench, selected)
     plan.output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     evaluation = Evaluation(
@@ -217,11 +216,11 @@ def _arms(plan: EvaluationPlan) -> list[Arm]:
         config = read_config(arm.model)
         check_faster(arm.model, config, *placement(config, plan.dtype, plan.device), cpu_capabilities(), **plan.faster)
         if arm.schedule is not None:
-            resolve_schedule(config, schedule=arm.schedule)
+            schedule_for(config, schedule=arm.schedule)
     return selected
 
 
-def _check_clock(bench: Bench, selected: Sequence[Arm], say: Say) -> None:
+def _check_clock(bench: Bench, selected: Sequence[Arm]) -> None:
     """Whether the arms' models run as they are to, and can have their speed-ups on the clock.
 
     Texts of the most tokens are looked at: what a job cannot have over them, it cannot have over shorter ones.
@@ -232,8 +231,6 @@ def _check_clock(bench: Bench, selected: Sequence[Arm], say: Say) -> None:
         if bench.faster.get("compile") and arm.method.skips and not arm.method.fits_depths:
             raise UsageError(f"{arm.method.name} decides by token which layers run: its steps cannot be compiled")
         bench.planned(arm, max(bench.max_new_tokens - 1, 1))
-    for warning in bench.clock.warnings():
-        say(warning)
 
 
 def _metrics(plan: EvaluationPlan, examples: Sequence[Example], say: Say) -> list[Metric]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..clock.timing import Clock, Timing, alternate, compare, forced, typical_steps
+from ..clock.timing import Comparison, Timing, alternate, compare, forced, typical_steps
 from ..core.schedule import Schedule
 from ..data.chat import Prompt
 from ..generation.generate import generate
@@ -29,7 +29,7 @@ class Speeds:
     schedules: Mapping[float, Schedule]
     written: Mapping[float, Generated]
     timings: Mapping[float, Timing]
-    clocks: Mapping[float, Clock]
+    clocks: Mapping[float, Comparison]
     steps: int
 
     def rows(self) -> list[dict[str, Any]]:
