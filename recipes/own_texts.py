@@ -15,15 +15,15 @@ from pathlib import Path
 
 import typer
 
+from skipdecode.data.inputs import OUTPUT_COLUMNS
 from skipdecode.data.rows import read_rows
-from skipdecode.data.tasks.jsonl import TAKEN
 
 
 def main(train: Path, outputs: Path, reference: str, target: Path, times: int, own_times: int) -> None:
     """Write TARGET: the rows of TRAIN, TIMES over, and the texts of OUTPUTS as their REFERENCE, OWN_TIMES over."""
     people = [row for _, row, _ in read_rows(train, strict=True)]
     texts = [row for _, row, _ in read_rows(outputs, strict=True) if (row.get("text") or "").strip()]
-    written = (reference, *TAKEN)
+    written = (reference, *OUTPUT_COLUMNS)
     columns = [name for name in people[0] if name not in written and all(name in row for row in texts)]
     if not texts or not columns or reference not in people[0]:
         raise typer.BadParameter(

@@ -32,12 +32,8 @@ from skipdecode.training.checkpoints import SEAL
 from skipdecode.training.trainer import SkipTrainer, training_args
 
 MANY = EXAMPLES * 3
-
-
-class ShortTask(Jsonl):
-    """Texts that leave room on a model of 96 positions."""
-
-    max_new_tokens = 12
+#: Texts that leave room on a model of 96 positions.
+SHORT = Jsonl(max_new_tokens=12)
 
 
 def trainer_of(
@@ -331,7 +327,7 @@ def test_validation_reports_each_budget_and_the_score(checkpoint: Path, tmp_path
         tokenizer,
         tmp_path,
         {k: Schedule.for_speedup(k, 8, horizon=6) for k in (1, 2)},
-        task=ShortTask(),
+        task=SHORT,
         eval_examples=EXAMPLES[:5],
         eval_dataset=encode(EXAMPLES[:5], tokenizer, 96),
     )
