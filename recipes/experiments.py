@@ -75,7 +75,7 @@ def main(start: str, data: Path, runs: Path, results: Path, steps: int = 150, on
         changes = ROWS[name][1] | ({"order": order} if name == "calibrated" else {})
         fixed = {"model": start, "data": runs / "data", "output": runs / name, "max_steps": steps, "lengths": lengths}
         train(TrainingPlan.load(BASE, **fixed | changes), say=print)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for variant, row in zip(variants, evaluation.rows(), strict=True):
         name = variant.key.rpartition("-")[0]
         rows.append(row | {"label": f"{name}: {ROWS[name][0]}" if rows else "START: before any of it"})

@@ -173,9 +173,12 @@ def test_scores_judge_where_there_are_references() -> None:
     worse = calibration.Quality(90, 60, 60 - POINTS - 0.1, (-2, -0.2), 50)
     same = calibration.Quality(90, 60, 60 - POINTS, (-2, -0.2), 50)
 
+    nothing = calibration.Written(Schedule.full(2), 1.0, 1.0, 1.0, (), ())
+    texts = {"before": nothing, "after": nothing, "full": nothing}
+
     def fallen(**quality: calibration.Quality) -> list[str]:
-        result = calibration.Calibration(CalibrationPlan("m", Path("d")), "skipdecode", *[None] * 3, quality)  # type: ignore[arg-type]
-        return list(result.worse())
+        plan = CalibrationPlan("m", Path("d"))
+        return list(calibration.Calibration(plan, "skipdecode", **texts, quality=quality).worse())
 
     assert fallen(BLEU=same, ROUGE=worse, agreement=worse) == ["ROUGE"]
     assert not fallen(BLEU=same, ROUGE=same, agreement=worse)

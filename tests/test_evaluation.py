@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from skipdecode.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
 from skipdecode.evaluation.layer_order import LayerOrder, passes, read_losses
 from skipdecode.evaluation.loss import batches_of, loss_by_position
 from skipdecode.evaluation.variants import variants
+from skipdecode.files import locked
 from skipdecode.planning import resolve
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
@@ -384,39 +384,14 @@ def test_other_settings_replace_nothing_unasked(
     assert all(path.read_bytes() == before[path] for path in before if path.parent.name == "rows")
 
 
-def test_two_processes_fill_one_folder(
-    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """F16: a row is measured once; the other waits for it, says for whom, and takes it."""
-    measure, ran, held = Evaluation._measure, [], threading.Event()
-
-    def slow(self: Evaluation, variant: Any) -> Any:
-        ran.append(variant.key)
-        held.wait(60)
-        return measure(self, variant)
-
-    monkeypatch.setattr(Evaluation, "_measure", slow)
-    plan = EvaluationPlan(str(checkpoint), output=tmp_path, max_new_tokens=4, timing_rows=4, repeats=1)
-    said, rows = [], {}
-
-    def work(name: str) -> None:
-        wanted = variants(name, str(checkpoint), (2,))
-
-        def say(line: Any) -> None:
-            said.append(line)
-            held.set()
-
-        rows[name] = list(Evaluation(plan, EXAMPLES[:4], EXAMPLES[:4], wanted, say=say).rows())
-
-    threads = [threading.Thread(target=work, args=(name,)) for name in ("d3", "unified")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(ran) == ["d3-2x", "full-1x", "unified-2x"]
-    assert f"process {os.getpid()}" in said[0]
-    assert rows["d3"][0] == rows["unified"][0]
-    assert not list(tmp_path.rglob("*.lock"))
+def test_one_process_at_a_time_fills_a_folder(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """F16: another one is refused with the holder's number, before a model is loaded."""
+    command = ("evaluate", checkpoint, *options(data, tmp_path, "--speedups", "2"))
+    with locked(tmp_path / "table.json"):
+        done = run(*command)
+    assert done.returncode == 2
+    assert f"in use by process {os.getpid()}" in " ".join(done.stderr.split())
+    assert not list(tmp_path.glob("rows/*"))
 
 
 def test_prompts_alone_are_evaluated_by_agreement(checkpoint: Path, tmp_path: Path) -> None:

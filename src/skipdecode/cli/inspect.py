@@ -26,10 +26,8 @@ def schedule(
     order: o.Order = None,
     decay: o.Decay = None,
     prompt_layers: o.PromptLayers = None,
-    length: Annotated[int | None, Option(min=1, help="Steps to predict the cost for (default: the horizon).")] = None,
     png: Annotated[Path | None, Option(help="Draw it to this file.")] = None,
     save: Annotated[Path | None, Option(help="Write it as JSON, for --schedule.")] = None,
-    revision: o.Revision = None,
     as_json: Annotated[bool, Option("--json", help="Print the schedule's JSON.")] = False,
 ) -> None:
     """Show a schedule as text and picture.
@@ -53,20 +51,21 @@ def schedule(
     else:
         from ..weights.loading import read_config
 
-        shown = resolve_schedule(read_config(str(model), revision), speedup, horizon=horizon, **style)
+        shown = resolve_schedule(read_config(str(model)), speedup, horizon=horizon, **style)
     if save:
         shown.save(save)
         say(f"wrote {save}")
     if png:
-        draw_schedule(shown, png, length)
+        draw_schedule(shown, png)
         say(f"wrote {png}")
     if as_json:
         print(shown.to_json())
     else:
-        _print_schedule(shown, length or shown.horizon)
+        _print_schedule(shown)
 
 
-def _print_schedule(schedule: Schedule, length: int) -> None:
+def _print_schedule(schedule: Schedule) -> None:
+    length = schedule.horizon
     out.print(
         f"[bold]{schedule.max_depth} to {schedule.min_depth} of {schedule.num_layers} layers[/] over "
         f"{schedule.horizon} decode steps, {schedule.decay} decay, order {schedule.order}; "

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,16 +160,15 @@ def evaluate(
 
     evaluation = Evaluation(plan, examples, held_out, selected, metrics, on_start=on_start, say=say)
     job, names = evaluation.job(selected[0]), [(variant.name, variant.speedup) for variant in selected]
-    report.check(plan.output, job, names, plan.overwrite)
-    evaluation.check()
-    for variant, row in zip(selected, evaluation.rows(), strict=True):
-        rows.append(row)
-        on_progress(variant.key, len(rows), len(selected))
-    labels = [(metric.name, metric.label) for metric in metrics]
-    about = _about(plan, len(examples), command) | report.notes(rows)
-    own = {variant.name for variant in selected if variant.method.takes_style}
-    with locked(plan.output / "table.json", timeout=60):
+    with locked(plan.output / "table.json", str(plan.output)):
         report.check(plan.output, job, names, plan.overwrite)
+        evaluation.check()
+        for variant, row in zip(selected, evaluation.rows(), strict=True):
+            rows.append(row)
+            on_progress(variant.key, len(rows), len(selected))
+        labels = [(metric.name, metric.label) for metric in metrics]
+        about = _about(plan, len(examples), command) | report.notes(rows)
+        own = {variant.name for variant in selected if variant.method.takes_style}
         report.save(rows, labels, about, plan.output, job)
         draw_tradeoff(rows, labels, plan.output / "tradeoff.png", about["machine"], own)
         draw_losses(rows, plan.output / "losses.png", about["machine"], own)
@@ -234,8 +232,6 @@ def _about(plan: EvaluationPlan, count: int, command: str | None) -> dict[str, s
 class Evaluation:
     """Measure variants, and keep each finished row in ``plan.output``: after a kill only the rest is measured.
 
-    Two processes may fill one folder. A row is measured by one process at a time, and the other waits for it.
-
     Args:
         plan: settings. ``rows/KEY.json`` in its output folder gets each variant's row, with the texts in it.
         examples: these are scored.
@@ -243,7 +239,7 @@ class Evaluation:
         variants: what to measure. The first is the reference, which all are paired with.
         metrics: each becomes a score with its difference from the reference's.
         on_start: called with each variant that is not already finished.
-        say: called with a line about each row that is damaged or held by another process.
+        say: called with a line about each row that is damaged.
     """
 
     def __init__(
@@ -301,18 +297,12 @@ class Evaluation:
         for variant in self.variants:
             path, job = self._path(variant), self.job(variant)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with ExitStack() as stack:
-                try:
-                    stack.enter_context(locked(path))
-                except JobError as held:
-                    self.say(f"{held}. Waiting")
-                    stack.enter_context(locked(path, timeout=-1))
-                row = self._finished(variant, job)
-                if row is None:
-                    self.on_start(variant)
-                    text = json.dumps(_with_checksum({"job": job} | self._measure(variant)), ensure_ascii=False)
-                    write(path, text + "\n")
-                    row = json.loads(text)
+            row = self._finished(variant, job)
+            if row is None:
+                self.on_start(variant)
+                text = json.dumps(_with_checksum({"job": job} | self._measure(variant)), ensure_ascii=False)
+                write(path, text + "\n")
+                row = json.loads(text)
             if variant is self.reference:
                 self._reference_texts, self._steps = row["texts"], row["timed_steps"]
             yield row
@@ -431,8 +421,7 @@ class Evaluation:
         }
         if variant is self.reference:
             del runs["own"]
-        with locked(self.plan.output / "rows" / "clock", timeout=-1):  # nobody else's row is timed meanwhile
-            timing = alternate(runs, self.plan.repeats)
+        timing = alternate(runs, self.plan.repeats)
         own = timing.get("own", timing["full"])
         clock = compare(timing["full"], own, self.plan.repeats)
         return {
