@@ -174,11 +174,10 @@ def test_scores_judge_where_there_are_references() -> None:
     same = calibration.Quality(90, 60, 60 - POINTS, (-2, -0.2), 50)
 
     nothing = calibration.Written(Schedule.full(2), 1.0, 1.0, 1.0, (), ())
-    texts = {"before": nothing, "after": nothing, "full": nothing}
 
     def fallen(**quality: calibration.Quality) -> list[str]:
         plan = CalibrationPlan("m", Path("d"))
-        return list(calibration.Calibration(plan, "skipdecode", **texts, quality=quality).worse())
+        return list(calibration.Calibration(plan, "skipdecode", nothing, nothing, nothing, quality).worse())
 
     assert fallen(BLEU=same, ROUGE=worse, agreement=worse) == ["ROUGE"]
     assert not fallen(BLEU=same, ROUGE=same, agreement=worse)
