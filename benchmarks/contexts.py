@@ -17,15 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from skipdecode import Schedule
+from skipdecode.clock.layer_kv import measure_layer_kv
 from skipdecode.clock.least_squares import Timed, fastest, fit_passes
+from skipdecode.planning.kv_bytes import peak_kv_bytes
+
+from skipdecode import Schedule
 from skipdecode.clock.model_shapes import random_model, shape_config
 from skipdecode.clock.profiler import STEPS, Profiler
 from skipdecode.clock.tables import save_tables
 from skipdecode.errors import UsageError
-from skipdecode.generation.batch_size import measure_layer_kv
 from skipdecode.planning.clock import check_profile
-from skipdecode.planning.kv_bytes import peak_kv_bytes
 from skipdecode.planning.profile import Pass, Profile
 from skipdecode.weights.device import machine
 from skipdecode.weights.memory import available_memory

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ..core.attach import attach
-from ..core.gate import Gate
-from ..core.guards import PassGuard
+from ..core.patch import Patch, put
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from ..errors import ModelError, UsageError
@@ -178,16 +177,19 @@ class _Written(Exception):
     """Keys and values are stored: nothing else of this layer is wanted."""
 
 
-class _ExitGate(Gate):
-    """A layer's gate that a ConfidenceCache can leave at; without one it is the gate that it was."""
+class _Exit(Patch):
+    """Stands in for one layer's gate while a ConfidenceCache comes through."""
+
+    def __init__(self, layer: nn.Module, name: str, index: int) -> None:
+        super().__init__(layer, name)
+        self.index = index
+        self.extras: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = next((v for v in (*args, *kwargs.values()) if isinstance(v, ConfidenceCache)), None)
-        if cache is None:
-            return super().__call__(*args, **kwargs)
-        if cache.get_seq_length(self.index) == 0:  # the prompt runs whole
+        if cache is None or cache.get_seq_length(self.index) == 0:  # the prompt runs whole
             output = self.original(*args, **kwargs)
-            self.gates.learn_output(output)
+            self.extras = len(output) - 1 if isinstance(output, tuple) else None
             return output
         hidden = args[0] if args else kwargs["hidden_states"]
         if self.index == 0:
@@ -203,7 +205,7 @@ class _ExitGate(Gate):
                 pass
             finally:
                 cache.writing = False
-            return self.gates.like_output(hidden)
+            return hidden if self.extras is None else (hidden, *[None] * self.extras)
         output = self.original(*args, **kwargs)
         ran = output[0] if isinstance(output, tuple) else output
         ran = torch.where(cache.left[:, None, None], hidden, ran)
@@ -214,24 +216,22 @@ class _ExitGate(Gate):
         return (ran, *output[1:]) if isinstance(output, tuple) else ran
 
 
-class _ExitGuard(PassGuard):
-    """The guard of the model's passes, which tells a ConfidenceCache the rows that have met their end."""
+class _Ends(Patch):
+    """Stands in for the model's ``forward``: notes the rows of a ConfidenceCache that are past their end."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
         if isinstance(cache, ConfidenceCache) and ids is not None and cache.get_seq_length() > 0:
             ended = torch.isin(ids[:, -1], torch.tensor(cache.stops, device=ids.device))
             cache.finished = ended if cache.finished is None else cache.finished | ended
-        return super().__call__(*args, **kwargs)
+        return self.original(*args, **kwargs)
 
 
 def install_exits(model: nn.Module) -> None:
-    """Let ConfidenceCaches act in the gates and the guard of this model, which ``detach`` takes off as any others."""
-    places = [(layer, Gate, _ExitGate) for layer in decoder_layers(attach(model))]
-    for module, plain, kind in [*places, (model, PassGuard, _ExitGuard)]:
-        for patch in vars(module).values():
-            if isinstance(patch, plain):
-                patch.__class__ = kind
+    """Let ConfidenceCaches act on this model until ``detach``; without one it runs as before."""
+    for index, layer in enumerate(decoder_layers(attach(model))):
+        put(_Exit, layer, "forward", index)
+    put(_Ends, model, "forward")
 
 
 def read_out(model: nn.Module) -> ReadOut:

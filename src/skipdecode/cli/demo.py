@@ -32,11 +32,11 @@ def demo(
     median batch takes at 1x, so that a speed whose texts are shorter does not look faster for it.
     """
     from ..clock.timing import alternate, forced, typical_steps
+    from ..core.checkpoint_config import schedule_for
     from ..data.inputs import read_items
     from ..data.tasks import get_task
     from ..evaluation.plots import check_picture, draw_demo
     from ..generation.generate import generate
-    from ..planning.resolve import resolve_schedule
     from ..weights.device import machine
     from ..weights.loading import DEMO, load, read_config
 
@@ -46,7 +46,7 @@ def demo(
     check_picture(png)
     task = get_task("e2e")
     items = [item for item in read_items(str(input or DEMO / "inputs.csv"), task) if item.error is None]
-    schedules = {speedup: resolve_schedule(read_config(model), speedup) for speedup in targets}
+    schedules = {speedup: schedule_for(read_config(model), speedup) for speedup in targets}
     loaded, tokenizer = load(model)
     write = partial(generate, loaded, tokenizer, [item.prompt for item in items], batch_size=32)
     written: dict[float, Generated] = {}

@@ -71,7 +71,6 @@ def random_model(
     device: str = "cpu",
     seed: int = 0,
     quantization: str | None = None,
-    compile: bool = False,
     prepack: bool = False,
     **options: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -82,7 +81,7 @@ def random_model(
         dtype: of the weights; ``auto`` is bfloat16, as the published models have it.
         device: where they are made.
         seed: of the weights.
-        quantization, compile, prepack: as :func:`skipdecode.load` takes them.
+        quantization, prepack: as :func:`skipdecode.load` takes them.
         options: ``attn_implementation`` and others of ``from_config``.
 
     Raises:
@@ -93,7 +92,7 @@ def random_model(
     check_device(device)
     check_dtype(dtype)
     kind = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
-    faster = faster_options(quantization, compile, prepack)
+    faster = faster_options(quantization=quantization, prepack=prepack)
     check_faster(name, config, kind, device, cpu_capabilities(), **faster)
     torch.manual_seed(seed)
     try:

@@ -19,6 +19,7 @@ from ..core.checkpoint_config import (
     is_trained,
     layer_count,
     save_calibrated,
+    schedule_for,
     schedules_of,
     trained_method,
 )
@@ -37,7 +38,6 @@ from ..planning.fitting import Lengths, Measure, fit, refit
 from ..planning.planner import CLOCKS, Predictor, workloads
 from ..planning.planner import plan as plan_depths
 from ..planning.profile import Profile
-from ..planning.resolve import resolve_schedule
 from ..provenance import fingerprint, identity
 from ..weights.loading import DEMO, load, load_tokenizer, read_config, resolve
 from .inputs import read_examples
@@ -302,7 +302,7 @@ def calibrate(
     """
     config = read_config(plan.model)
     method = _check(plan, config)
-    before = resolve_schedule(config, plan.speedup)
+    before = schedule_for(config, plan.speedup)
     trained, style = _style(plan, config, method)
     examples = read_examples(plan.task, plan.data, "validation", say)
     if not examples and not plan.data.is_file():

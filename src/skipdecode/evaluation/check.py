@@ -15,11 +15,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..core.attach import attach, detach, teacher_forced
 from ..core.cache import SkipCache
+from ..core.checkpoint_config import schedule_for
 from ..core.guards import CacheProvider
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers, text_config, with_lenders_first
 from ..errors import CacheError, SkipDecodeError, UnsupportedModel, UsageError
-from ..planning.resolve import resolve_schedule
 from ..weights.loading import load, read_config
 from .reference import undone
 
@@ -119,7 +119,7 @@ def check_model(
         UsageError: the schedule skips nothing.
         ModelError: the model cannot be loaded.
     """
-    schedule = resolve_schedule(read_config(name, revision), speedup)
+    schedule = schedule_for(read_config(name, revision), speedup)
     if schedule.decay != "list":
         schedule = schedule.replace(horizon=min(schedule.horizon, 8))
     if schedule.is_full:

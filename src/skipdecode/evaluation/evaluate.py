@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
 from ..clock.timing import alternate, compare, forced, typical_steps
-from ..core.checkpoint_config import layer_count, trained_method
+from ..core.checkpoint_config import layer_count, schedule_for, trained_method
 from ..core.schedule import Schedule
 from ..data.metrics import DEFAULT, Agreement, BertScore, Metric, bootstrap
 from ..data.tasks import Example, Task, get_task, subsample
@@ -29,7 +29,6 @@ from ..files import check_target, locked, read_json, write
 from ..generation.batch import Decoding
 from ..generation.generate import generate_ids
 from ..generation.results import Cost, Generated
-from ..planning.resolve import resolve_schedule
 from ..provenance import fingerprint, identity
 from ..weights.device import cpu_capabilities, machine, placement
 from ..weights.faster import check_faster, faster_options
@@ -199,7 +198,7 @@ def _select(plan: EvaluationPlan) -> list[Variant]:
         where = placement(config, plan.dtype, plan.device)
         check_faster(variant.model, config, *where, cpu_capabilities(), **plan.faster)
         if variant.schedule is not None:
-            resolve_schedule(config, schedule=variant.schedule)
+            schedule_for(config, schedule=variant.schedule)
     return selected
 
 

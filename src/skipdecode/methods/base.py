@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..core.checkpoint_config import DEFAULT_METHOD, UNTRAINED
 from ..core.schedule import Schedule
 from ..planning.fitting import fit
-from ..planning.resolve import resolve_schedule
+from ..planning.resolve import method_schedule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,7 +91,7 @@ class Method:
         """
         if not self.skips:
             return None, {}
-        schedule = resolve_schedule(model.config, speedup, method=self, measure=lengths)
+        schedule = method_schedule(self, model.config, speedup, lengths)
         return schedule, {"schedule": schedule.to_dict()}
 
 
