@@ -31,6 +31,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     """One cell, in this process."""
     import psutil
     import torch
+    from skipdecode.weights.streaming import streaming_of
 
     from skipdecode import Schedule, generate, load
     from skipdecode.clock.timing import forced
@@ -39,7 +40,6 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     from skipdecode.planning.resolve import resolve_schedule
     from skipdecode.weights.loading import read_config
     from skipdecode.weights.offload import Offload
-    from skipdecode.weights.streaming import streaming_of
 
     config = read_config(str(given.model))
     schedule = Schedule.full(layer_count(config))

@@ -28,4 +28,3 @@ for shape in $shapes; do
         --profile "$out/$shape/profile.json" --output "$out/$shape/contexts"
 done
 bench opt-1.3b int8 --quantization int8 --speedups 3 --batch 1,8 --new-tokens 64
-bench opt-1.3b compiled --compile --speedups 3 --batch 1,8 --new-tokens 64

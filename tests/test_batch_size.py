@@ -17,11 +17,11 @@ from skipdecode import Schedule, SkipCache, attach
 from skipdecode.errors import ModelError, UsageError
 from skipdecode.generation import batch_size, generate
 from skipdecode.generation.batch import generate_batch
-from skipdecode.generation.batch_size import MOST_ROWS, BatchSizes, footprint, is_out_of_memory
+from skipdecode.generation.batch_size import MOST_ROWS, BatchSizes, footprint
 from skipdecode.generation.jobs import GenerationJob
 from skipdecode.weights import memory
 from skipdecode.weights.loading import load_tokenizer
-from skipdecode.weights.memory import PeakMeter
+from skipdecode.weights.memory import PeakMeter, is_out_of_memory
 
 PROMPTS = [*TEXTS, "the", "a cat", " ".join(TEXTS[:3])]
 #: Greedy in float32: a row's text does not depend on its batch.

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from skipdecode.weights.streaming import Streaming, stream, streaming_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -29,7 +30,6 @@ from skipdecode.weights import memory, offload
 from skipdecode.weights.loading import read_weights
 from skipdecode.weights.memory import GIB, available_memory
 from skipdecode.weights.offload import Offload, device_map
-from skipdecode.weights.streaming import Streaming, stream, streaming_of
 
 accelerate = pytest.importorskip("accelerate")
 

@@ -1,14 +1,17 @@
-"""What makes two jobs the same: the model's files, and everything else by its hash."""
+"""Identities of models and jobs: two runs with the same ones continue each other."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-#: Files of a checkpoint that decide what it writes. Whatever else lies in its folder does not.
+from .errors import UsageError
+
+#: Files of a checkpoint that decide what texts it generates.
 MATTERS = (
     "config.json",
     "generation_config.json",
@@ -27,7 +30,7 @@ MATTERS = (
 
 
 def identity(model: str) -> list[Any]:
-    """A hub name; for a folder its real path, and the sizes and times of the files that decide what it writes."""
+    """Identify a model: a hub name, or a folder's real path with names, sizes and times of the files that matter."""
     folder = Path(model)
     if not folder.is_dir():
         return [model]
@@ -37,5 +40,26 @@ def identity(model: str) -> list[Any]:
 
 
 def fingerprint(*parts: Any) -> str:
-    """A hash of plain values, the same in every process."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    """Hash plain values, to the same 16 hex digits in every process.
+
+    Raises:
+        UsageError: a value is known by its address in memory alone, so no other process can recognise it.
+    """
+    text = json.dumps(_with_plain_keys(parts), sort_keys=True, default=_text)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _with_plain_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):  # keys may be tuples, as those of sequence_bias are
+        return {key if isinstance(key, (str, int)) else str(key): _with_plain_keys(x) for key, x in value.items()}
+    return [_with_plain_keys(x) for x in value] if isinstance(value, (list, tuple)) else value
+
+
+def _text(value: Any) -> str:
+    text = str(value)
+    if f"{id(value):x}" in text.lower():
+        raise UsageError(
+            f"{type(value).__name__} objects differ from run to run: what is written with one to a file"
+            " could not be resumed"
+        )
+    return text

@@ -49,7 +49,6 @@ def profile(
     attention: o.Attention = None,
     revision: o.Revision = None,
     quantization: o.Quantization = None,
-    compile: o.Compile = False,
     prepack: o.Prepack = False,
     as_json: o.Json = False,
 ) -> None:
@@ -62,11 +61,11 @@ def profile(
     from ..clock.profiler import Profiler, check_lengths
     from ..files import check_target
     from ..planning.profile import is_profile
-    from ..weights.faster import faster_options
+    from ..weights.optimize import optimizations
 
     sizes, lengths = _whole(batch, "--batch"), _whole(context, "--context")
     check_target(output, may_replace=is_profile)
-    faster = faster_options(quantization, compile, prepack)
+    faster = optimizations(quantization, prepack)
     if attention:
         faster["attention"] = attention
     loaded, tokenizer = _load(
@@ -213,7 +212,6 @@ def bench(
     attention: o.Attention = None,
     revision: o.Revision = None,
     quantization: o.Quantization = None,
-    compile: o.Compile = False,
     prepack: o.Prepack = False,
     offload: o.OffloadTo = None,
     max_memory: o.MaxMemory = None,
@@ -228,7 +226,7 @@ def bench(
     from ..clock.bench import BenchPlan, runs_of
     from ..clock.bench_report import check_folder, run_bench
     from ..planning.clock import warnings_of
-    from ..weights.faster import faster_options
+    from ..weights.optimize import optimizations
 
     measured, away = o.load_profile(clock, profile), o.offload_of(locals())
     style = o.style_options(order=order, decay=decay, prompt_layers=prompt_layers)
@@ -238,7 +236,7 @@ def bench(
         raise UsageError("a profile knows no offload: leave one of --profile and --offload out")
     if output:
         check_folder(output)
-    options = faster_options(quantization, compile, prepack) | ({"attention": attention} if attention else {})
+    options = optimizations(quantization, prepack) | ({"attention": attention} if attention else {})
     loaded, tokenizer = _load(model, shape, dtype, device, revision, options, away, plan.check)
     for doubt in warnings_of(measured) if measured is not None else []:
         say(doubt)

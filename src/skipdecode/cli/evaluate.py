@@ -87,7 +87,6 @@ def evaluate(
     dtype: o.Dtype = "auto",
     device: o.Device = None,
     quantization: o.Quantization = None,
-    compile: o.Compile = False,
     prepack: o.Prepack = False,
     overwrite: Overwrite = False,
     as_json: o.Json = False,
@@ -102,10 +101,10 @@ def evaluate(
     targets = o.parse_speedups(speedups)
     from ..evaluation.evaluate import EvaluationPlan
     from ..evaluation.evaluate import evaluate as run
-    from ..weights.faster import faster_options
+    from ..weights.optimize import optimizations
 
     files = [Path(name) for names in schedule or () for name in names.split(",")]
-    rest = {name: given[name] for name in PLAN} | {"faster": faster_options(quantization, compile, prepack)}
+    rest = {name: given[name] for name in PLAN} | {"faster": optimizations(quantization, prepack)}
     plan = EvaluationPlan(model, data, o.task_of(given), targets, schedules=files, **rest)
     command = shlex.join(["skipdecode", *(_short(part) for part in sys.argv[1:])])
     with Bar() as bar:

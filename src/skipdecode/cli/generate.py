@@ -24,8 +24,7 @@ DECODING = (
 ).split()
 #: Options that are the job's own, under the same names.
 JOB = (
-    "format speedup full prompt_layers clock profile seed dtype device revision quantization compile prepack overwrite "
-    "chat"
+    "format speedup full prompt_layers clock profile seed dtype device revision quantization prepack overwrite chat"
 ).split()
 
 
@@ -67,7 +66,6 @@ def generate(
     max_memory: o.MaxMemory = None,
     offload_folder: o.OffloadFolder = None,
     quantization: o.Quantization = None,
-    compile: o.Compile = False,
     prepack: o.Prepack = False,
     engine: o.EngineName = "transformers",
     ray: o.RayWorkers = None,

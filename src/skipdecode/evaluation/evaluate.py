@@ -22,9 +22,9 @@ from ..files import locked
 from ..planning.clock import ClockOf
 from ..planning.profile import Profile
 from ..planning.resolve import resolve_schedule
-from ..weights.device import cpu_capabilities, machine, placement
-from ..weights.faster import check_faster, faster_options
+from ..weights.device import machine, placement
 from ..weights.loading import read_config
+from ..weights.optimize import check_optimizations, optimizations
 from . import report
 from .arms import Arm, arms
 from .bench import Bench
@@ -94,7 +94,7 @@ class EvaluationPlan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "profile", ClockOf(self.clock, self.profile).profile)
-        object.__setattr__(self, "faster", faster_options(**self.faster))
+        object.__setattr__(self, "faster", optimizations(**self.faster))
         for name in ("data", "output"):  # strings are paths too
             object.__setattr__(self, name, Path(getattr(self, name)))
         if self.split not in ("test", "validation"):
@@ -215,7 +215,7 @@ def _arms(plan: EvaluationPlan) -> list[Arm]:
         raise UsageError(f"speed-ups go up to the model's number of layers, {layers}: {max(plan.speedups):g} is more")
     for arm in selected:
         config = read_config(arm.model)
-        check_faster(arm.model, config, *placement(config, plan.dtype, plan.device), cpu_capabilities(), **plan.faster)
+        check_optimizations(arm.model, config, *placement(config, plan.dtype, plan.device), **plan.faster)
         if arm.schedule is not None:
             resolve_schedule(config, schedule=arm.schedule)
     return selected
@@ -229,8 +229,6 @@ def _check_clock(bench: Bench, selected: Sequence[Arm], say: Say) -> None:
     Raises UsageError, ScheduleError.
     """
     for arm in selected:
-        if bench.faster.get("compile") and arm.method.skips and not arm.method.fits_depths:
-            raise UsageError(f"{arm.method.name} decides by token which layers run: its steps cannot be compiled")
         bench.planned(arm, max(bench.max_new_tokens - 1, 1))
     for warning in bench.clock.warnings():
         say(warning)

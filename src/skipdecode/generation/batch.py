@@ -22,9 +22,7 @@ from ..core.attach import attach
 from ..core.cache import SkipCache, total_kv_bytes
 from ..core.checkpoint_config import layer_count
 from ..core.schedule import Schedule
-from ..core.stack import decoder_layers
 from ..weights.device import synchronize
-from ..weights.faster import is_compiled
 from .finished_rows import track_finished_rows
 from .results import Completion, Cost
 
@@ -127,8 +125,6 @@ def generate_batch(
 
 
 def _cache(model: PreTrainedModel, decoding: Decoding) -> DynamicCache:
-    if decoding is None and is_compiled(decoder_layers(model)[0]):
-        decoding = Schedule.full(layer_count(model.config))  # a stock cache would have each layer compiled apart
     if decoding is None:
         return DynamicCache(config=model.config)
     return SkipCache(attach(model), decoding) if isinstance(decoding, Schedule) else decoding(model)

@@ -150,7 +150,7 @@ def footprint(
 
     def peak(prompt: Sequence[int], new_tokens: int) -> int:
         greedy = {"do_sample": False, "num_beams": beams, "stop_strings": None}
-        # A meter on torch's stack would have dynamo give up for good the layers that it was to compile.
+        # A meter on torch's stack would have dynamo give up for good a model that the caller compiled.
         with torch.compiler.set_stance("force_eager"), PeakMeter() as meter:
             length = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
             generate_batch(model, tokenizer, [list(prompt)], decoding, **length, **greedy)
@@ -193,8 +193,3 @@ def measure_layer_kv(model: PreTrainedModel, skips: bool = True) -> list[LayerKV
         slope = (more - less) / (long - short) if long > short else 0.0
         found.append(LayerKV(less - slope * short, slope, window, room))
     return found
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device's or the system's memory did not suffice."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..core.schedule import Schedule
 from ..weights.loading import load
-from ..weights.offload import Offload
 from .generate import batches
 from .results import Completion, Cost
 
@@ -70,8 +69,7 @@ class Transformers:
     def open(self, job: GenerationJob, schedule: Schedule | None, positions: int) -> Iterator[Write]:
         """The model of :func:`~skipdecode.weights.loading.load`."""
         how = {name: getattr(job, name) for name in ("dtype", "device", "revision")} | job.faster()
-        offload = Offload.of(job.offload, None if schedule is None else schedule.ranking)
-        model, tokenizer = load(job.model, offload=offload, **how)
+        model, tokenizer = load(job.model, offload=job.offload, **how)
         yield partial(
             batches,
             model,

@@ -24,8 +24,6 @@ from transformers import (
 )
 
 from ..core.cache import SkipCache, total_kv_bytes
-from ..core.stack import decoder_layers
-from ..weights.faster import is_compiled
 from .options import num_beams
 
 #: Rows leave when at most this share of the rows in the cache goes on. What stays is copied: all cuts together copy no
@@ -48,8 +46,8 @@ def track_finished_rows(
 
     They stay with beams, which are put in order at every step; with stopping criteria of the caller, which may end a
     row unnoticed or take the place of others; where no token ends a text, since ``generate`` then goes on writing;
-    with a method's own cache, which may know things of its rows; and in compiled layers or models, which other numbers
-    of rows may compile anew.
+    with a method's own cache, which may know things of its rows; and in compiled models, which other numbers of
+    rows may compile anew.
 
     Args:
         stops: token ids that end a text.
@@ -60,7 +58,7 @@ def track_finished_rows(
     beams = num_beams(options, model.generation_config) > 1 or hasattr(model, "_reorder_cache")
     if rows == 1 or not stops or not ours or beams or options.get("stopping_criteria"):
         return None
-    if is_compiled(decoder_layers(model)[0]) or model._compiled_call_impl is not None:
+    if model._compiled_call_impl is not None:
         return None
     ends: list[StoppingCriteria] = [EosTokenCriteria(sorted(stops))]
     if strings:

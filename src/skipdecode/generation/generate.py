@@ -16,8 +16,9 @@ from ..data.chat import Message, Prompt, parse_messages
 from ..data.tokenization import encode_prompts
 from ..errors import ModelError, TaskError, UsageError
 from ..planning.resolve import resolve_schedule
+from ..weights.memory import is_out_of_memory
 from .batch import Decoding, generate_batch
-from .batch_size import BatchSize, batch_sizes, is_out_of_memory
+from .batch_size import BatchSize, batch_sizes
 from .options import REFUSED, check_options, check_with_model, num_beams
 from .results import Completion, Cost, Generated
 from .sampling import Sampling, stable_hash

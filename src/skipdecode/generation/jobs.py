@@ -25,9 +25,9 @@ from ..planning.profile import Profile
 from ..planning.resolve import resolve_schedule
 from ..provenance import fingerprint, identity
 from ..weights.device import placement
-from ..weights.faster import faster_options
 from ..weights.loading import load_tokenizer, read_config, read_generation_config, resolve
 from ..weights.offload import Offload
+from ..weights.optimize import optimizations
 from .batch_size import BatchSize, check_batch_size
 from .engine import Engine, Transformers
 from .generate import max_positions, to_prompts
@@ -91,7 +91,7 @@ class GenerationJob:
             seconds of a decode ``step``, or of the whole ``job`` if every row writes ``max_new_tokens``.
         batch_size: rows decoded together; ``auto``: rows of like length, as many as fit into memory.
         seed: of sampling: a row's text depends on it and on the row's number, not on its batch.
-        dtype, device, revision, offload, quantization, compile, prepack: as :func:`skipdecode.load` takes them; of
+        dtype, device, revision, offload, quantization, prepack: as :func:`skipdecode.load` takes them; of
             offloaded layers, those stay in memory that the schedule runs most.
         overwrite: replace an output, finished or not, that is already there.
         chat: each prompt that is a text is a user's message: the tokenizer's chat template is applied.
@@ -122,7 +122,6 @@ class GenerationJob:
     overwrite: bool = False
     chat: bool = False
     quantization: str | None = None
-    compile: bool = False
     prepack: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     engine: Engine = field(default_factory=Transformers)
@@ -217,7 +216,7 @@ class GenerationJob:
 
     def faster(self) -> dict[str, Any]:
         """What makes layers faster, as :func:`~skipdecode.weights.loading.load` takes it."""
-        return faster_options(self.quantization, self.compile, self.prepack)
+        return optimizations(self.quantization, self.prepack)
 
     def _schedule(self, config: Any, predictor: Predictor | None) -> Schedule | None:
         given = self.schedule if isinstance(self.schedule, Schedule) else None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import FileError, JobError
-from ..files import locked, parse_json, sync_folder, write
+from ..files import locked, names_file, parse_json, sync_folder, write
 from .results import Completion, Cost
 
 #: How a journal begins; what begins otherwise is somebody else's file.
@@ -110,13 +110,14 @@ class Journal:
             payload = json.dumps(part, ensure_ascii=False).encode()
             chain = zlib.crc32(payload, chain)
             lines += payload + b" %08x\n" % chain
-        if self._file is None:
-            self._file = self.path.open("r+b" if self._good else "wb")
-        self._file.seek(self._good)
-        self._file.truncate()
-        self._file.write(lines)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with names_file(self.path):
+            if self._file is None:
+                self._file = self.path.open("r+b" if self._good else "wb")
+            self._file.seek(self._good)
+            self._file.truncate()
+            self._file.write(lines)
+            self._file.flush()
+            os.fsync(self._file.fileno())
         if not self._good:
             sync_folder(self.path.parent)
         self._good, self._chain = self._good + len(lines), chain

@@ -71,7 +71,6 @@ class VllmEngine:
         refused = {
             "clock": job.clock != "layers" and "a profile is of transformers' loop",
             "quantization": job.quantization and "this int8 is of transformers' loop",
-            "compile": job.compile and "it compiles transformers' loop",
             "prepack": job.prepack and "this layout of weights is of transformers' loop",
             "offload": job.offload is not None and "layers that wait elsewhere are of transformers' loop",
             "batch_size": job.batch_size == "auto" and "vLLM fits rows into memory itself: give the most rows at once",
