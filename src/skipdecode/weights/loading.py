@@ -1,4 +1,4 @@
-"""Checkpoints in: a directory, a hub name, ``demo`` for the embedded one, or a config to start from scratch."""
+"""Load checkpoints from a directory, the hub or the package (``demo``), or make a model from a config."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from .checkpoint_checks import (
     as_model_error,
     check_config,
     check_files,
-    check_generation,
     check_size,
     check_tokenizer,
     check_weights,
@@ -178,8 +177,11 @@ def _on_meta(config: Any) -> PreTrainedModel | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' warnings: what they say of the weights is an error of ours."""
-    level, dispatching = logging.get_verbosity(), getLogger("accelerate.big_modeling")  # it says that layers wait
+    """Silence transformers' warnings about weights: :func:`check_weights` raises an error instead."""
+    level, dispatching = (
+        logging.get_verbosity(),
+        getLogger("accelerate.big_modeling"),
+    )  # it says that layers are offloaded
     logging.set_verbosity_error()
     before, dispatching.disabled = dispatching.disabled, True
     try:
@@ -198,7 +200,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
 
 
 def read_config(name: str, revision: str | None = None) -> Any:
-    """A model's config, read without its weights. Raises ModelError."""
+    """Read a model's config without its weights. Raises ModelError."""
     check_files(Path(resolve(name)), ["config.json"])
     with as_model_error(f"no model could be read at {name}"):
         config = AutoConfig.from_pretrained(resolve(name), revision=revision, trust_remote_code=False)
@@ -207,16 +209,17 @@ def read_config(name: str, revision: str | None = None) -> Any:
 
 
 def read_generation_config(name: str, revision: str | None = None) -> GenerationConfig:
-    """What a checkpoint asks of generation; transformers' defaults if it says nothing. Raises ModelError."""
+    """Read a checkpoint's generation config; transformers' defaults if there is none. Raises ModelError."""
     path = resolve(name)
-    with as_model_error(f"{path}: generation_config.json cannot be read"), suppress(OSError):  # it need not be there
-        check_generation(path, config := GenerationConfig.from_pretrained(path, revision=revision))
+    with as_model_error(f"{path}: generation_config.json cannot be used"), suppress(OSError):  # it need not be there
+        config = GenerationConfig.from_pretrained(path, revision=revision)
+        config.validate()
         return config
     return GenerationConfig()
 
 
 def new_config(path: Path) -> Any:
-    """The config of a model to be made, from a ``config.json``. Raises ModelError."""
+    """Read the ``config.json`` of a model to be trained from scratch. Raises ModelError."""
     values = read_object(path)
     with as_model_error(f"{path} is no model config"):
         if not isinstance(values.get("model_type"), str):
@@ -229,10 +232,10 @@ def new_config(path: Path) -> Any:
 def from_config(
     path: Path, texts: Sequence[str], tokenizer_name: str | None = None, attention: str | None = None, seed: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model with random weights from a ``config.json``, and a tokenizer: a given one, or BPE trained on ``texts``.
+    """Make a model with random weights from a ``config.json``, and a tokenizer: a given one, or BPE of ``texts``.
 
-    The config's ``vocab_size`` is the size to train; token ids in it are set to the tokenizer's. Raises ModelError for
-    a config that no model can be made from.
+    The config's ``vocab_size`` is the size to train to; its token ids become the tokenizer's. Raises ModelError for a
+    config that no model can be made from.
     """
     config = new_config(path)
     tokenizer = load_tokenizer(tokenizer_name) if tokenizer_name else train_tokenizer(texts, config.vocab_size)

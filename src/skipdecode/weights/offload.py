@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..core.checkpoint_config import default_schedule
 from ..core.gate import find_cache
-from ..core.schedule import Schedule
+from ..core.schedule import ranking
 from ..core.stack import decoder_layers
 from ..errors import MissingExtra, ModelError, UsageError
 from .checkpoint_checks import as_model_error, finite
@@ -111,7 +111,8 @@ class Offload:
             )
         offloaded = []
         # A ranking begins with the layers that every step runs: these stay first.
-        for layer in (default_schedule(config) or Schedule.full(len(sizes))).ranking:
+        schedule = default_schedule(config)
+        for layer in schedule.ranking if schedule else ranking("top", len(sizes), warmup=1):
             room -= sizes[layer]
             if room < 0:
                 offloaded.append(layer)
