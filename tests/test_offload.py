@@ -213,7 +213,7 @@ def test_layers_that_fit_stay_the_most_used_first(checkpoint: Path) -> None:
 
 
 def test_auto_offloads_only_what_does_not_fit(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for all: an ordinary model. Less: some layers wait. Too little for two of them: refused beforehand."""
+    """Room for all: an ordinary model. Less: some layers are offloaded. Too little for one: refused beforehand."""
     model, _ = skipdecode.load(str(checkpoint), offload="auto")
     assert offloaded(model) == []
     fixed, layer = sizes(checkpoint)
@@ -222,7 +222,7 @@ def test_auto_offloads_only_what_does_not_fit(checkpoint: Path, monkeypatch: pyt
     assert len(offloaded(model)) == LAYERS - 3
     for refused in ("auto", Offload("disk", max_memory=1e-6)):
         monkeypatch.setattr(offload, "available_memory", lambda _: layer)
-        with pytest.raises(ModelError, match=r"embeddings, head and the layers that run take"):
+        with pytest.raises(ModelError, match=r"embeddings, head and the layer that runs take"):
             skipdecode.load(str(checkpoint), offload=refused)
 
 

@@ -7,7 +7,6 @@ import pickle
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -365,7 +364,7 @@ def test_jobs_take_the_options_and_do_not_mix_with_others(
     checkpoint: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """A job with plain weights does not go on with the batches of one with others."""
-    rows = {"options": {"max_new_tokens": 4}, "batch_size": 1}
+    rows: dict[str, Any] = {"options": {"max_new_tokens": 4}, "batch_size": 1}
     job = GenerationJob(str(checkpoint), ["the cat", "a dog"], tmp_path / "texts.jsonl", **rows, **options)
 
     def stop(cost: Any) -> None:
@@ -374,7 +373,7 @@ def test_jobs_take_the_options_and_do_not_mix_with_others(
     with pytest.raises(KeyboardInterrupt):
         job.run(on_batch=stop)
     with pytest.raises(SkipDecodeError, match="another"):
-        replace(job, **dict.fromkeys(options)).run()
+        GenerationJob(str(checkpoint), ["the cat", "a dog"], tmp_path / "texts.jsonl", **rows).run()
     assert job.run().summary["rows"] == 2
 
 
@@ -572,7 +571,8 @@ def test_a_weight_that_is_read_without_its_module_is_refused(options: dict[str, 
 
 def test_a_compiled_model_leaves_its_graph_at_these_products(options: dict[str, Any]) -> None:
     """torch.compile traces none of them: inductor would fail on weights that are no constants."""
-    kind, traced = linear_kind(**options), []
+    kind = linear_kind(**options)
+    traced: list[str] = []
     assert kind is not None
     module, x = kind(torch.randn(16, 16), None), torch.randn(4, 16)
 
