@@ -19,6 +19,7 @@ import skipdecode
 from helpers.families import FAMILIES, SCHEDULES, TOP, build
 from helpers.tiny import TEXTS
 from skipdecode import Schedule, SkipCache, attach, detach
+from skipdecode.baselines.early_exit import install_exits
 from skipdecode.core.cache import total_kv_bytes
 from skipdecode.core.patch import patches_on
 from skipdecode.core.stack import decoder_layers
