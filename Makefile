@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # vLLM pins another transformers: an environment of its own, for a CPU.
 VLLM := .venv-vllm
 # Whose tables are written from results/*/table.json, between their cog marks.
-TABLES := README.md docs/serving.md results/README.md src/skipdecode/demo/README.md
+TABLES := README.md docs/serving_results.md results/README.md src/skipdecode/demo/README.md
 
 .PHONY: demo serve-demo check test test-fast test-vllm test-vllm-v2 torture lint format lock mutants clean distclean \
 	results-smoke results-e2e results-tldr bench-smoke bench

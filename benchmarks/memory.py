@@ -36,13 +36,13 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     from skipdecode.core.checkpoint_config import layer_count
     from skipdecode.generation.batch import generate_batch
     from skipdecode.generation.batch_size import footprint
-    from skipdecode.planning.resolve import resolve_schedule
+    from skipdecode.planning.resolve import new_schedule
 
     generate(*load("demo", device="cpu"), "first things first", max_new_tokens=2)  # what is only allocated once
     model, tokenizer = load(str(given.model), device="cpu", dtype=given.dtype)
     schedule = Schedule.full(layer_count(model.config))
     if given.speedup != 1:
-        schedule = resolve_schedule(model.config, given.speedup, lengths=[given.new_tokens - 1])
+        schedule = new_schedule(model.config, given.speedup, [given.new_tokens - 1])
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     shape = (given.batch_size, given.prompt_tokens)

@@ -36,7 +36,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     from skipdecode.clock.timing import forced
     from skipdecode.core.checkpoint_config import layer_count
     from skipdecode.generation.generate import generate_ids
-    from skipdecode.planning.resolve import resolve_schedule
+    from skipdecode.planning.resolve import new_schedule
     from skipdecode.weights.loading import read_config
     from skipdecode.weights.offload import Offload
     from skipdecode.weights.streaming import streaming_of
@@ -44,7 +44,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     config = read_config(str(given.model))
     schedule = Schedule.full(layer_count(config))
     if given.speedup != 1:
-        schedule = resolve_schedule(config, given.speedup, lengths=[given.new_tokens - 1])
+        schedule = new_schedule(config, given.speedup, [given.new_tokens - 1])
     prefetch = PLACES[given.place]
     offload = None if prefetch is None else Offload("disk", given.max_memory, None, schedule.ranking, prefetch)
     evict(given.model)

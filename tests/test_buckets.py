@@ -82,7 +82,7 @@ def request(speedup: float, prompt: int, **options: Any) -> Any:
     """A request of this speed-up, as the scheduler has it."""
     params = SimpleNamespace(extra_args={"speedup": speedup})
     config = Config(num_hidden_layers=LAYERS, skipdecode=None)
-    settle(params, Serving(config, {"speedup": 3, "max_speedup": 3} | options))
+    settle(params, Serving(config, {"speedups": [1, 3], "speedup": 3} | options))
     return SimpleNamespace(sampling_params=params, num_prompt_tokens=prompt)
 
 

@@ -20,7 +20,6 @@ from skipdecode.errors import FileError, UsageError
 from skipdecode.evaluation import calibration
 from skipdecode.evaluation.calibration import CalibrationPlan
 from skipdecode.evaluation.quality import POINTS, Quality, fallen
-from skipdecode.planning import resolve
 from skipdecode.planning.fitting import refit
 
 
@@ -206,7 +205,7 @@ def test_a_calibrated_model_is_not_a_trained_one(eight: Path, prompts: Path, tmp
         == checkpoint_config.schedules_of(config, "skipdecode")
         == {2.0: plan}
     )
-    assert resolve.resolve_schedule(config, 2) == plan
+    assert checkpoint_config.schedule_for(config, 2) == plan
     assert checkpoint_config.schedules_of(config, "unified") == {}
     done = run("generate", model, "--speedup", 2, "--max-new-tokens", 3, stdin=b"the cat\n")
     assert done.returncode == 0

@@ -28,7 +28,6 @@ from skipdecode.evaluation.evaluate import EvaluationPlan, evaluate
 from skipdecode.evaluation.layer_order import rank_layers, trials
 from skipdecode.evaluation.loss import batches_of, loss_by_position
 from skipdecode.evaluation.runner import Evaluation
-from skipdecode.planning import resolve
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
 
@@ -534,7 +533,7 @@ def test_a_saved_calibration_is_what_every_verb_then_takes(data: Path, tmp_path:
     assert checkpoint_config.trained_schedules(config) == {
         k: Schedule.load(tmp_path / f"{k:g}.json") for k in (2.0, 3.0)
     }
-    assert resolve.resolve_schedule(config, 3) == Schedule.load(tmp_path / "3.json")
+    assert checkpoint_config.schedule_for(config, 3) == Schedule.load(tmp_path / "3.json")
     done = run("calibrate", "demo", "--data", data, "--save")
     assert done.returncode == 2
     assert "local" in done.stderr

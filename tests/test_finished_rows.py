@@ -20,6 +20,7 @@ from helpers.families import FAMILIES, SCHEDULES, TOP, build
 from helpers.tiny import TEXTS
 from skipdecode import Schedule, SkipCache, attach
 from skipdecode.core.cache import total_kv_bytes
+from skipdecode.core.patch import patches_on
 from skipdecode.data.tokenization import encode_prompts
 from skipdecode.generation import finished_rows
 from skipdecode.generation.batch import Decoding, generate_batch
@@ -286,7 +287,7 @@ def test_other_passes_of_the_same_model_keep_their_rows() -> None:
 
 
 @pytest.mark.parametrize("ends", ["well", "badly"])
-def test_the_hooks_stay_and_hold_nothing(ends: str) -> None:
+def test_the_patch_stays_and_holds_nothing(ends: str) -> None:
     """Whatever happens in between."""
     model = build("opt")
 
@@ -298,12 +299,12 @@ def test_the_hooks_stay_and_hold_nothing(ends: str) -> None:
 
     with nullcontext() if ends == "well" else pytest.raises(RuntimeError, match="on purpose"):
         write(model, TOP, logits_processor=[Fails()])
-    assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1  # and these hold nothing
-    assert "leaving" not in vars(next(iter(model._forward_pre_hooks.values())))
+    (patch,) = [patch for _, patch in patches_on(model) if isinstance(patch, finished_rows.RowsPatch)]
+    assert not any(isinstance(value, (DynamicCache, finished_rows.FinishedRows)) for value in vars(patch).values())
 
 
 def test_threads_share_a_model_while_it_is_copied() -> None:
-    """Rows leave in each thread's batch; no pass meets another's hooks, and copies take no cache along."""
+    """Rows leave in each thread's batch; no pass meets another's rows, and copies take no cache along."""
     model = build("llama")
     expected = write(model, TOP)[0]
     failures: list[BaseException] = []
@@ -320,7 +321,7 @@ def test_threads_share_a_model_while_it_is_copied() -> None:
         while not going.is_set():
             try:
                 copied = copy.deepcopy(model)
-                assert len(copied._forward_pre_hooks) == 1
+                assert [type(patch) for _, patch in patches_on(copied)].count(finished_rows.RowsPatch) == 1
             except BaseException as error:
                 failures.append(error)
                 return

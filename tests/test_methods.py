@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerBase, Qwen3NextConfig, Qwen3NextForC
 import skipdecode
 from helpers.families import FAMILIES, build
 from helpers.tiny import TEXTS
+from skipdecode.baselines.early_exit import Calm, read_out
+from skipdecode.baselines.pruned import prune
 from skipdecode.core.attach import teacher_forced
 from skipdecode.core.schedule import Schedule
 from skipdecode.core.stack import decoder_layers
@@ -22,10 +24,7 @@ from skipdecode.errors import ModelError, ScheduleError, UnsupportedModel
 from skipdecode.generation.generate import generate_ids
 from skipdecode.generation.results import Cost
 from skipdecode.methods import METHODS, get_method
-from skipdecode.methods.calm import Calm
-from skipdecode.methods.exits import read_out
 from skipdecode.methods.objectives import Distillation, Objective, response_loss
-from skipdecode.methods.static import prune
 from skipdecode.planning.fitting import achieved, batch_lengths, fit
 
 LENGTHS = [44, 39, 40, 36, 35, 32, 25]
@@ -224,6 +223,21 @@ def test_rows_end_where_generation_ends_them(model: tuple[Any, Any]) -> None:
         assert caches[-1].row_steps == sum(row.tokens - 1 for row in result.completions)
     made: Any = maker(network, 1.2, 10)
     assert made.keywords["stops"] == [network.generation_config.eos_token_id]
+
+
+def test_detach_leaves_nothing_of_calm(checkpoint: Path) -> None:
+    """Its exits stand in the gates: with them they go, and no hook stays."""
+
+    def state(network: Any) -> Any:
+        return {name: dict(vars(module)) for name, module in network.named_modules()}
+
+    network, tokenizer = skipdecode.load(str(checkpoint))
+    skipdecode.detach(network)
+    hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in network.modules()]
+    before = state(network)
+    assert decode(network, tokenizer, Calm().decoder(network, -1.0, 10)).cost.average_depth == 1
+    assert [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in network.modules()] == hooks
+    assert state(skipdecode.detach(network)) == before
 
 
 @pytest.mark.parametrize("speedup", [1.5, 3.0, 6.0])

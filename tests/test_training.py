@@ -18,12 +18,11 @@ import skipdecode
 from helpers.tiny import EXAMPLES, TEXTS, run, save_checkpoint
 from skipdecode import Schedule, SkipCache
 from skipdecode.core.attach import teacher_forced
-from skipdecode.core.checkpoint_config import default_schedule, to_config_entry, trained_schedules
+from skipdecode.core.checkpoint_config import default_schedule, schedule_for, to_config_entry, trained_schedules
 from skipdecode.data.collation import Collator, encode
 from skipdecode.data.tasks import Example, Task
 from skipdecode.data.tasks.jsonl import Jsonl
 from skipdecode.methods.objectives import Distillation, Objective
-from skipdecode.planning.resolve import resolve_schedule
 from skipdecode.training import trainer as training
 from skipdecode.training.trainer import SkipTrainer, training_args
 
@@ -159,7 +158,7 @@ def test_the_prompts_layers_go_into_every_schedule(checkpoint: Path, data: Path,
     model, tokenizer = skipdecode.load(str(tmp_path))
     schedules = trained_schedules(model.config)
     assert {k: schedule.deepest for k, schedule in schedules.items()} == {k: s.max_depth for k, s in schedules.items()}
-    other = resolve_schedule(model.config, 3)
+    other = schedule_for(model.config, 3)
     assert other.deepest == other.max_depth < 8
     result = skipdecode.generate(model, tokenizer, TEXTS[:3], speedup=4, max_new_tokens=12, eos_token_id=None)
     assert result.cost.prompt_depth == schedules[4].max_depth

@@ -33,7 +33,7 @@ def write(path: str | Path, content: str | bytes, *, may_replace: Callable[[byte
     Args:
         path: the file; its folder must be there.
         content: text is written as UTF-8.
-        ours: given what is there now, says whether it may be replaced; None: anything may.
+        may_replace: given what is there now, says whether it may be replaced; None: anything may.
 
     Raises:
         FileError: ``path`` is a folder, its folder is missing, or what is there is not ours.
@@ -49,7 +49,7 @@ def write(path: str | Path, content: str | bytes, *, may_replace: Callable[[byte
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666
     temporary = _temporary(target)
     try:
-        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        with naming(path), open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -60,6 +60,17 @@ def write(path: str | Path, content: str | bytes, *, may_replace: Callable[[byte
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(target.parent)
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """An OSError that names no file, as those of a full disk, names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _temporary(target: Path) -> Path:

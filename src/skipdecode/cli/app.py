@@ -20,7 +20,7 @@ except ModuleNotFoundError:
     raise SystemExit("skipdecode: the command line needs typer and rich: pip install 'skipdecode[cli]'") from None
 
 from .. import __version__
-from ..errors import SkipDecodeError, UsageError
+from ..errors import SkipDecodeError, UntrainedWarning, UsageError
 from .calibrate import calibrate
 from .clock import bench, plan, profile
 from .console import drop_output
@@ -159,7 +159,10 @@ def _warnings() -> Iterator[None]:
 
     warnings.formatwarning = line
     try:
-        yield
+        with warnings.catch_warnings():
+            # What writes texts says it in a line of its own; the other verbs measure.
+            warnings.simplefilter("ignore", UntrainedWarning)
+            yield
     finally:
         warnings.formatwarning = before
 

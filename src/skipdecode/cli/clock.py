@@ -92,7 +92,7 @@ def plan(
     from ..planning.planner import Predictor, Workload
     from ..planning.planner import plan as plan_depths
     from ..planning.profile import Profile, shape_of
-    from ..planning.resolve import resolve_schedule
+    from ..planning.resolve import new_schedule
     from ..weights.device import machine
     from ..weights.loading import read_config
 
@@ -110,7 +110,7 @@ def plan(
                 schedule = (
                     plan_depths(predictor, target, **style)
                     if config is None
-                    else resolve_schedule(config, target, predictor=predictor, **style)
+                    else new_schedule(config, target, predictor, **style)
                 )
             except ScheduleError as error:
                 rows.append(start | {"refused": str(error)})

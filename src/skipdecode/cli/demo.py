@@ -31,11 +31,11 @@ def demo(
     The texts are those that the model ends by itself. All speeds are then timed over as many decode steps as the
     median batch takes at 1x, so that a speed whose texts are shorter does not look faster for it.
     """
+    from ..core.checkpoint_config import schedule_for
     from ..data.inputs import read_items
     from ..data.tasks import get_task
     from ..evaluation.plots import check_picture, draw_demo
     from ..evaluation.speeds import compare_speeds
-    from ..planning.resolve import resolve_schedule
     from ..weights.device import machine
     from ..weights.loading import DEMO, load, read_config
 
@@ -47,7 +47,7 @@ def demo(
     items = [item for item in read_items(str(input or DEMO / "inputs.csv"), task) if item.error is None]
     prompts = [item.prompt for item in items]
     config = read_config(model)
-    schedules = {k: resolve_schedule(config, k) for k in targets}
+    schedules = {k: schedule_for(config, k) for k in targets}
     loaded, tokenizer = load(model)
     decoding = {"batch_size": batch_size, "max_new_tokens": task.max_new_tokens}
     with Bar() as bar:

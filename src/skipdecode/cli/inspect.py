@@ -36,9 +36,8 @@ def schedule(
 
     skipdecode schedule --speedup 3 --layers 24
     """
-    from ..core.checkpoint_config import DEFAULT_HORIZON, DEFAULT_SPEEDUP
+    from ..core.checkpoint_config import DEFAULT_HORIZON, DEFAULT_SPEEDUP, schedule_for
     from ..core.schedule import Schedule
-    from ..planning.resolve import resolve_schedule
 
     if (model is None) == (layers is None):
         raise UsageError("give either MODEL or --layers")
@@ -53,7 +52,7 @@ def schedule(
     else:
         from ..weights.loading import read_config
 
-        shown = resolve_schedule(read_config(str(model), revision), speedup, horizon=horizon, **style)
+        shown = schedule_for(read_config(str(model), revision), speedup, horizon=horizon, **style)
     if save:
         shown.save(save)
         say(f"wrote {save}")

@@ -200,12 +200,12 @@ def engine_of(given: Mapping[str, Any]) -> Engine:
 
     engine: Engine = Transformers()
     if given["engine"] == "vllm":
-        from ..serving.offline import VllmEngine
+        from ..engines.vllm import VllmEngine
 
         engine = VllmEngine()
     if given["ray"] is None:
         return engine
-    from ..serving.ray import RayEngine
+    from ..engines.ray import RayEngine
 
     return RayEngine(engine, given["ray"])
 

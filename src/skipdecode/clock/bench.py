@@ -19,7 +19,7 @@ from ..files import check_target
 from ..generation.generate import generate_ids
 from ..planning.planner import CLOCKS, Predictor, Workload
 from ..planning.profile import Profile, shape_of
-from ..planning.resolve import resolve_schedule
+from ..planning.resolve import new_schedule
 from ..weights.device import machine
 from .profiler import dtype_of
 from .tables import Row, markdown_table, save_tables
@@ -84,8 +84,10 @@ class BenchPlan:
         if speedup == 1:
             return Schedule.full(layer_count(config))
         if self.clock == "layers":
-            return resolve_schedule(config, speedup, lengths=[self.new_tokens - 1], **self.style)
-        return resolve_schedule(config, speedup, predictor=predictor, **self.style)
+            return new_schedule(config, speedup, [self.new_tokens - 1], **self.style)
+        if predictor is None:
+            raise UsageError(f"speed-ups of a {self.clock} are planned with a profile")
+        return new_schedule(config, speedup, predictor, **self.style)
 
 
 @dataclass(frozen=True)

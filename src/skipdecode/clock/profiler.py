@@ -113,7 +113,7 @@ class Profiler:
 
     def _call(self, size: int, length: int, schedule: Schedule, decoding: Decoding, passes: int) -> Pass:
         """The middle pass of a call; the first one where there is no other."""
-        exactly = {"min_new_tokens": passes, "max_new_tokens": passes, "do_sample": False}
+        exactly: dict[str, Any] = {"min_new_tokens": passes, "max_new_tokens": passes, "do_sample": False}
         with timed_passes(self.model) as times:
             start = time.perf_counter()
             generate_batch(self.model, self.tokenizer, self._ids(size, length), decoding, **exactly)

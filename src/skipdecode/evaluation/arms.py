@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.checkpoint_config import DEFAULT_METHOD
+from ..core.checkpoint_config import DEFAULT_METHOD, UNTRAINED, schedule_for
 from ..core.schedule import Schedule
 from ..errors import UsageError
 from ..methods import Method, get_method
-from ..planning.resolve import resolve_schedule
 from ..weights.loading import read_config
 
 
@@ -71,16 +70,16 @@ def arms(
     """
     parts = [part.strip().partition("=") for part in methods.split(",") if part.strip()]
     asked = [(get_method(name), checkpoint) for name, _, checkpoint in parts]
-    full = next((checkpoint for method, checkpoint in asked if method.is_reference and checkpoint), model)
-    result = [Arm(get_method("full"), 1.0, full, "full-1x")]
+    full = next((checkpoint for method, checkpoint in asked if method.name == UNTRAINED and checkpoint), model)
+    result = [Arm(get_method(UNTRAINED), 1.0, full, "full-1x")]
     for method, checkpoint in asked:
-        if not method.is_reference:
+        if method.name != UNTRAINED:
             twice = [other for other, _ in asked].count(method) > 1
             result += _of_method(method, checkpoint, model, full, speedups, "-trained" if twice and checkpoint else "")
     for speedup in speedups if serving else ():
         if speedup > 1:
-            flat = resolve_schedule(read_config(model), speedup, decay="constant")
-            if flat != resolve_schedule(read_config(model), speedup):  # or the checkpoint was trained so
+            flat = schedule_for(read_config(model), speedup, decay="constant")
+            if flat != schedule_for(read_config(model), speedup):  # or the checkpoint was trained so
                 result.append(Arm(get_method(DEFAULT_METHOD), speedup, model, f"flat-{speedup:g}x", flat, "flat"))
     for path in schedules:
         schedule = Schedule.load(path)
@@ -99,7 +98,7 @@ def _of_method(
     method: Method, checkpoint: str, model: str, full: str, speedups: Sequence[float], suffix: str
 ) -> list[Arm]:
     """A row per speed-up. At 1x a method is the full model, unless it has weights of its own to run in full."""
-    if not method.one_checkpoint_for_all and "{speedup}" not in checkpoint:
+    if method.model_per_speedup and "{speedup}" not in checkpoint:
         raise UsageError(f"{method.name} needs a checkpoint per speed-up: give {method.name}=DIR-{{speedup}}")
     own_full_depth = method.fits_depths and checkpoint not in ("", full)
     return [

@@ -18,7 +18,7 @@ from ..generation.generate import generate_ids
 from ..generation.results import Generated
 from ..planning.clock import Clock
 from ..planning.profile import Profile
-from ..planning.resolve import resolve_schedule
+from ..planning.resolve import new_schedule
 from ..provenance import fingerprint
 from ..weights.device import machine
 from ..weights.loading import load_tokenizer, read_config
@@ -97,4 +97,5 @@ class Bench:
         prompts = [example.prompt for example in subsample(self.examples, self.timing_rows)]
         lengths = [len(ids) for ids in encode_prompts(load_tokenizer(arm.model), prompts)]
         predictor = self.clock.predictor(lengths, self.batch_size, steps + 1)
-        return resolve_schedule(config, arm.speedup, method=arm.method, predictor=predictor)
+        assert predictor is not None  # it is for layers alone
+        return new_schedule(config, arm.speedup, predictor, method=arm.method)

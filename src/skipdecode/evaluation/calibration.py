@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.checkpoint_config import layer_count, save_calibrated
+from ..core.checkpoint_config import layer_count, save_calibrated, schedule_for
 from ..core.schedule import Schedule
 from ..data.metrics import Agreement
 from ..data.tasks import Example, subsample
@@ -26,7 +26,6 @@ from ..methods import get_method
 from ..planning.fitting import Measure, fit, refit
 from ..planning.planner import Predictor
 from ..planning.planner import plan as plan_depths
-from ..planning.resolve import resolve_schedule
 from ..weights.loading import load, load_tokenizer, read_config, resolve
 from .achieve import TOLERANCE, Written, achieve
 from .calibration_plan import CalibrationPlan, check, trained_form
@@ -132,7 +131,7 @@ def calibrate(
     """
     config = read_config(plan.model)
     check(plan, config)
-    before = resolve_schedule(config, plan.speedup)
+    before = schedule_for(config, plan.speedup)
     trained, style = trained_form(plan, config)
     examples = read_examples(plan.task, plan.data, "validation", say)
     if not examples and not plan.data.is_file():

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..core.checkpoint_config import layer_count
+from ..core.checkpoint_config import layer_count, schedule_for
 from ..data.metrics import DEFAULT, Agreement, BertScore, Metric
 from ..data.tasks import Example, Task, get_task, subsample
 from ..errors import FileError, UsageError
 from ..files import locked
 from ..planning.clock import Clock
 from ..planning.profile import Profile
-from ..planning.resolve import resolve_schedule
 from ..weights.device import cpu_capabilities, machine, placement
 from ..weights.faster import check_faster, faster_options
 from ..weights.loading import read_config
@@ -217,7 +216,7 @@ def _arms(plan: EvaluationPlan) -> list[Arm]:
         config = read_config(arm.model)
         check_faster(arm.model, config, *placement(config, plan.dtype, plan.device), cpu_capabilities(), **plan.faster)
         if arm.schedule is not None:
-            resolve_schedule(config, schedule=arm.schedule)
+            schedule_for(config, schedule=arm.schedule)
     return selected
 
 

@@ -21,7 +21,7 @@ def read_examples(task: Task, source: Path, split: str, say: Callable[[str], obj
         say: called with a line about each bad row of a file.
 
     Raises:
-        TaskError, InputError: the data cannot be read.
+        TaskError: the data cannot be read.
     """
     source = Path(source)
     if not source.is_file():

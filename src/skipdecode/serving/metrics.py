@@ -87,10 +87,7 @@ class LayerLog:
 
 
 class Counters:
-    """Counters for Prometheus, by speed-up; safe with several API servers, as vLLM's own are.
-
-    Speed-ups have two decimals at most (:meth:`Serving.speedup`), which bounds the number of series.
-    """
+    """Counters for Prometheus, by speed-up; safe with several API servers, as vLLM's own are."""
 
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name

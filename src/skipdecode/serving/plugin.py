@@ -15,7 +15,7 @@ They do nothing for a model without schedules.
 from __future__ import annotations
 
 import functools
-import os
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,23 +26,34 @@ from ..errors import ScheduleError, UnsupportedModel
 if TYPE_CHECKING:
     from .settings import Serving
 
-#: The releases of vLLM that all tests ran with.
-TESTED = ("0.32.0",)
-ALLOW = "SKIPDECODE_ALLOW_UNTESTED_VLLM"
+logger = logging.getLogger("vllm.skipdecode")  # vLLM's handlers and level hold below its own name
 
 
 def register() -> None:
-    """Stand in for these places, once per process."""
+    """Stand in for these places, once per process.
+
+    A release that has other places leaves models without schedules alone; those with schedules are refused.
+    """
     import vllm
     from vllm.platforms import current_platform
 
+    from .release import is_tested
+
     platform: Any = type(current_platform)
-    if getattr(platform.check_and_update_config, "skipdecode", False):
+    try:
+        if getattr(platform.check_and_update_config, "skipdecode", False):
+            return
+        failures: list[Exception] = []
+        platform.check_and_update_config = classmethod(_checked(platform.check_and_update_config.__func__, failures))
+    except Exception as error:
+        logger.error("skipdecode: vLLM %s has no place for it; no model skips layers: %r", vllm.__version__, error)
         return
-    # In a release that was not tested this one refuses models with schedules, and all else stays as it is.
-    platform.check_and_update_config = classmethod(_checked(platform.check_and_update_config.__func__))
+    # In a release that was not tested the check refuses models with schedules, and all else stays as it is.
     if is_tested(vllm.__version__):
-        _stand_in()
+        try:
+            _stand_in()
+        except Exception as error:
+            failures.append(error)
 
 
 def _stand_in() -> None:
@@ -59,30 +70,19 @@ def _stand_in() -> None:
     KVCacheManager.__init__ = _in_buckets(KVCacheManager.__init__)
 
 
-def is_tested(version: str) -> bool:
-    """Whether a release of vLLM was tested, or the environment allows it."""
-    return version.split("+")[0] in TESTED or bool(os.environ.get(ALLOW))
-
-
-def require_tested(version: str) -> None:
-    """Raises UnsupportedModel for a release of vLLM that was not tested, unless the environment allows it."""
-    if not is_tested(version):
-        raise UnsupportedModel(
-            f"skipdecode was tested with vLLM {', '.join(TESTED)}, not with {version}: install that one, or set "
-            f"{ALLOW}=1 and compare the texts yourself"
-        )
-
-
-def _checked(found: Any) -> Any:
+def _checked(found: Any, failures: list[Exception]) -> Any:
     @functools.wraps(found)
-    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        found(cls, vllm_config)
+    def check_and_update_config(cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        found(cls, vllm_config, *args, **kwargs)
         import vllm
 
         from .configure import choose_worker, serving_of
+        from .release import require_tested
 
         if serving_of(vllm_config) is not None:
             require_tested(vllm.__version__)
+            if failures:
+                raise UnsupportedModel(f"skipdecode does not fit vLLM {vllm.__version__}: {failures[0]!r}")
             choose_worker(vllm_config)
             _refuse_beams()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from ..core.schedule import Schedule
@@ -14,6 +16,8 @@ from .settings import Serving
 SPEEDUP = "speedup"
 #: What we add where a request enters, for the processes that know neither config nor options.
 OWN = "skipdecode"
+#: Arguments of connectors that move keys and values, which are refused here.
+CONNECTORS = ("kv_transfer_params", "ec_transfer_params")
 
 
 def wanted(params: Any, serving: Serving) -> tuple[float, bool]:
@@ -23,12 +27,19 @@ def wanted(params: Any, serving: Serving) -> tuple[float, bool]:
         ScheduleError: a speed-up that the server does not offer, or arguments that are ours.
     """
     extra = params.extra_args or {}
-    if OWN in extra:
-        raise ScheduleError(f"{OWN} is no argument of a request: ask with {SPEEDUP}")
+    refuse_look_alikes(name for name in extra if name != SPEEDUP)
+    for name in CONNECTORS:  # vLLM itself would fail over it in the engine
+        if not isinstance(extra.get(name), dict | None):
+            raise ScheduleError(f"{name} must be an object, not {repr(extra[name])[:100]}")
     asked = extra.get(SPEEDUP)
-    speedup = serving.default if asked is None else serving.speedup(asked)
-    serving.schedule(speedup)
-    return speedup, asked is not None
+    return (serving.default if asked is None else serving.speedup(asked)), asked is not None
+
+
+def refuse_look_alikes(names: Iterable[str]) -> None:
+    """Raises ScheduleError for a name that its client must have meant for ours: full depth would be no answer."""
+    for name in names:
+        if re.sub("[^a-z]", "", name.lower()).removesuffix("s") in (SPEEDUP, OWN):
+            raise ScheduleError(f'{name} is no argument of a request: ask with "vllm_xargs": {{"{SPEEDUP}": 2}}')
 
 
 def settle(params: Any, serving: Serving, load: Load | None = None) -> None:
@@ -44,7 +55,7 @@ def settle(params: Any, serving: Serving, load: Load | None = None) -> None:
     """
     speedup, asked = wanted(params, serving)
     given = speedup if load is None else load.choose(speedup, asked)
-    schedule = serving.schedule(given)
+    schedule = serving.schedules[given]
     own = identity(schedule, given) | {"ends": retirements(schedule, serving.buckets), "moved": given != speedup}
     params.extra_args = {**(params.extra_args or {}), SPEEDUP: given, OWN: own}
 
@@ -62,9 +73,9 @@ def identity(schedule: Schedule, speedup: float) -> dict[str, Any]:
     }
 
 
-def speedup_of(params: Any) -> float:
-    """The speed-up of a request that :func:`settle` saw; full depth for any other (vLLM's own trial requests)."""
-    return 1.0 if (own := _own(params)) is None else float(own["speedup"])
+def speedup_of(params: Any) -> float | None:
+    """The speed-up of a request that :func:`settle` saw; None for any other (vLLM's own trial requests)."""
+    return None if (own := _own(params)) is None else float(own["speedup"])
 
 
 def _own(params: Any) -> dict[str, Any] | None:

