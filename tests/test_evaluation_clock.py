@@ -43,7 +43,7 @@ def profile_of(checkpoint: Path, **options: Any) -> Profile:
 def test_targets_of_the_clock_are_planned_for_the_timed_runs(
     checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each row's schedule is the one that the profile gives for its timed steps; faster layers are every model's, and said."""
+    """Each row's schedule is the one that the profile gives for its timed steps, with faster layers for every model."""
     profile, loaded = profile_of(checkpoint, prepack=True), []
 
     def spied(*args: Any, **kwargs: Any) -> Any:
