@@ -47,7 +47,7 @@ def test_scorer_gives_the_challenges_official_bleu(system: str, bleu: float, rou
         outputs = {prompt("e2e", {"mr": row["MR"]}): row["output"] for row in csv.DictReader(file, delimiter="\t")}
     examples = task.read(DATA, "test")
     assert len(examples) == 630
-    score = task.score([outputs[e.prompt] for e in examples], [e.references for e in examples])
+    score = task.score([outputs[str(e.prompt)] for e in examples], [e.references for e in examples])
     assert score["bleu"] == pytest.approx(bleu, abs=0.005)
     assert score["rouge_l"] == pytest.approx(rouge_l, abs=0.005)
 

@@ -43,7 +43,7 @@ def write(path: str | Path, content: str | bytes, *, may_replace: Callable[[byte
     data = content.encode("utf-8") if isinstance(content, str) else content
     check_target(path, may_replace=may_replace)
     if is_stream(path):
-        with _open_stream(path) as stream:
+        with naming(path), _open_stream(path) as stream:
             stream.write(data)
         return
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666
