@@ -277,7 +277,7 @@ def test_a_stopped_job_says_how_it_goes_on(
     assert done.returncode == code
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"skipdecode: stopped by {signal.Signals(number).name}")
-    assert ("the same command goes on from here" in last) == to_file
+    assert ("the same command goes on from what is saved" in last) == to_file
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     if to_file:
         again = run(*command)

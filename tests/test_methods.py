@@ -310,15 +310,14 @@ def test_multi_exit_averages_the_losses_of_the_models_cut_there(model: tuple[Any
     torch.testing.assert_close(objective(outputs, labels), torch.stack(parts).mean())
 
 
-@pytest.mark.parametrize("what", ["logits", "hidden"])
-def test_distillation_from_oneself_at_full_depth_adds_nothing_at_full_depth(model: tuple[Any, Any], what: str) -> None:
+def test_distillation_from_oneself_at_full_depth_adds_nothing_at_full_depth(model: tuple[Any, Any]) -> None:
     network, _ = model
-    outputs, labels, inputs = outputs_of(network, output_hidden_states=True)
+    outputs, labels, inputs = outputs_of(network)
     plain = Objective()(outputs, labels)
-    mine = Distillation(0.5, what)
-    mine.prepare(network, inputs | {"output_hidden_states": True}, Schedule.full(8))
+    mine = Distillation(0.5)
+    mine.prepare(network, inputs, Schedule.full(8))
     torch.testing.assert_close(mine(outputs, labels), plain)
-    mine.prepare(network, inputs | {"output_hidden_states": True}, Schedule.for_speedup(2, 8, 6))
+    mine.prepare(network, inputs, Schedule.for_speedup(2, 8, 6))
     # The outputs are the teacher's own here: the distance is 0, and half of the loss is left.
     torch.testing.assert_close(mine(outputs, labels), plain / 2, rtol=1e-4, atol=1e-5)
 
@@ -330,7 +329,7 @@ def test_distillation_pulls_towards_the_teacher(model: tuple[Any, Any], checkpoi
         for parameter in teacher.parameters():
             parameter.mul_(1.1)
     outputs, labels, inputs = outputs_of(network)
-    objective = Distillation(1.0, "logits", teacher)
+    objective = Distillation(1.0, teacher)
     objective.prepare(network, inputs, Schedule.full(8))
     loss = objective(outputs, labels)
     assert loss > 0
