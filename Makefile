@@ -90,7 +90,7 @@ RUNS ?= runs
 
 results-smoke: $(VENV)/installed   # minutes
 	$(BIN)/skipdecode evaluate demo --task e2e --data $(E2E) --speedups 1,2,5 --methods skipdecode,calm,unified,d3,hsd \
-		--limit 64 --held-out-rows 64 --timing-rows 32 --repeats 2 --output $(RUNS)/smoke
+		--limit 64 --timing-rows 32 --repeats 2 --output $(RUNS)/smoke
 
 results-e2e: $(VENV)/installed     # many hours, from random weights
 	recipes/results-e2e.sh $(E2E) $(RUNS)/e2e results

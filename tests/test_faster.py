@@ -154,7 +154,7 @@ def test_full_depth_is_compiled_too(checkpoint: Path) -> None:
 def test_batches_that_fit_are_compiled_too(checkpoint: Path) -> None:
     """What ``batch_size="auto"`` measures is not compiled; what comes after it is."""
     model, tokenizer = load(str(checkpoint), dtype="float32", compile=True)
-    options: dict[str, Any] = {"speedup": 2, "max_new_tokens": 6, "eos_token_id": None}
+    options: dict[str, Any] = {"speedup": 2, "max_new_tokens": 6, "eos_token_id": -1}
     texts = ["the cat sat", "a dog"]
     found = skipdecode.generate(model, tokenizer, texts, batch_size="auto", **options)
     assert _graphs() > 0

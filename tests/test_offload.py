@@ -72,7 +72,7 @@ def from_disk(folder: Path, name: str = "opt", place: str = "disk") -> PreTraine
 def test_a_layer_is_loaded_as_often_as_it_runs(speedup: float, prefetch: bool, checkpoint: Path) -> None:
     """Loads of each layer are the passes that run it, and one of the layer that a further step would begin with."""
     schedule = Schedule.for_speedup(speedup, LAYERS, horizon=8)
-    options: dict[str, Any] = {"schedule": schedule, "max_new_tokens": 12, "eos_token_id": None}
+    options: dict[str, Any] = {"schedule": schedule, "max_new_tokens": 12, "eos_token_id": -1}
     expected = skipdecode.generate(*skipdecode.load(str(checkpoint)), PROMPTS, **options)
     model, tokenizer = skipdecode.load(str(checkpoint), offload=Offload("disk", prefetch=prefetch))
     found = skipdecode.generate(model, tokenizer, PROMPTS, **options)
@@ -87,7 +87,7 @@ def test_a_first_layer_that_the_prompt_skips_is_loaded_once(prefetch: bool, chec
     """By the model's first call, to learn what layers return; with it comes the layer after it. Later calls know."""
     schedule = Schedule(LAYERS, 3, 2, horizon=8, warmup=0, prompt_layers=3)
     assert schedule.positions_per_layer(5, 5)[:2] == [0, 0]
-    options: dict[str, Any] = {"schedule": schedule, "max_new_tokens": 12, "eos_token_id": None}
+    options: dict[str, Any] = {"schedule": schedule, "max_new_tokens": 12, "eos_token_id": -1}
     expected = skipdecode.generate(*skipdecode.load(str(checkpoint)), PROMPTS, **options)
     model, tokenizer = skipdecode.load(str(checkpoint), offload=Offload("disk", prefetch=prefetch))
     found = skipdecode.generate(model, tokenizer, PROMPTS, **options)
@@ -267,10 +267,10 @@ def test_layers_that_fit_stay_the_most_used_first(checkpoint: Path) -> None:
     model, tokenizer = skipdecode.load(str(checkpoint), offload=kept)
     stay = [i for i, each in enumerate(decoder_layers(model)) if not next(each.parameters()).is_meta]
     assert stay == sorted(schedule.ranking[:3])
-    found = skipdecode.generate(model, tokenizer, PROMPTS, schedule=schedule, max_new_tokens=9, eos_token_id=None)
+    found = skipdecode.generate(model, tokenizer, PROMPTS, schedule=schedule, max_new_tokens=9, eos_token_id=-1)
     assert streamed(model).loads == {layer: 1 for layer in range(LAYERS) if layer not in stay}
     again = skipdecode.generate(
-        *skipdecode.load(str(checkpoint)), PROMPTS, schedule=schedule, max_new_tokens=9, eos_token_id=None
+        *skipdecode.load(str(checkpoint)), PROMPTS, schedule=schedule, max_new_tokens=9, eos_token_id=-1
     )
     assert found.completions == again.completions
 
