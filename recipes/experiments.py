@@ -38,7 +38,6 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "only-5x": ("one budget alone", {"speedup": 5}),
     "logits-0.5": ("distil logits, weight 0.5", {"distill_weight": 0.5}),
     "logits-0.9": ("distil logits, weight 0.9", {"distill_weight": 0.9}),
-    "hidden-0.5": ("distil hidden states, weight 0.5", {"distill_weight": 0.5, "distill_on": "hidden"}),
     "more-5x": ("5x drawn four times as often", {"weights": (1, 1, 1, 1, 4)}),
     "even": ("order even", {"order": "even"}),
     "flat": ("constant depth, as near to equal on average as whole layers come", {"decay": "constant"}),

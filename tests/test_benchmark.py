@@ -12,7 +12,7 @@ import pytest
 import skipdecode
 from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule
-from skipdecode.clock.timing import Clock, Timing, alternate, compare, forced, remarks, shown, typical_steps
+from skipdecode.clock.timing import Comparison, Timing, alternate, compare, forced, remarks, shown, typical_steps
 from skipdecode.errors import ModelError
 from skipdecode.generation.results import Cost, Generated
 
@@ -64,7 +64,7 @@ def test_a_straggler_is_refused_not_counted() -> None:
         compare(timing([100, 27], 245, 2.0), timing([17, 17], 139, 1.0), 1)
     equal = compare(timing([20, 20], 42, 2.0), timing([20, 20], 42, 1.0), 3)
     assert (equal.ratio, equal.decode_ratio, equal.batches) == (2, 2, 6)
-    assert isinstance(equal, Clock)
+    assert isinstance(equal, Comparison)
 
 
 def test_more_than_the_layers_saved_is_marked_and_so_are_few_rows() -> None:

@@ -29,7 +29,7 @@ from skipdecode.core.checkpoint_config import to_config_entry
 from skipdecode.errors import UnsupportedModel
 from skipdecode.serving import plugin
 from skipdecode.serving.blocks import in_buckets
-from skipdecode.serving.requests import ends_of, settle
+from skipdecode.serving.requests import assign_speedup, ends_of
 from skipdecode.serving.settings import Serving
 from skipdecode.weights.loading import DEMO as DEMO_FOLDER
 
@@ -228,7 +228,7 @@ def manager_of(count: int, caching: bool = False) -> tuple[KVCacheManager, Any]:
     plugin.register()
     init_none_hash(sha256)
     params = SamplingParams(extra_args={"speedup": 3})
-    settle(params, serving)
+    assign_speedup(params, serving)
 
     hasher = get_request_block_hasher(BLOCK, sha256)
 

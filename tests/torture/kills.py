@@ -46,7 +46,7 @@ def _until_done(attempt: Attempt, arguments: list[object], whole: float, watched
             attempt.counts["stops"] += 1
             # Without the second half where it came before the verb had begun.
             if not re.search(
-                r"skipdecode: stopped by SIG(INT|TERM)(; the same command goes on from here)?$", done.line
+                r"skipdecode: stopped by SIG(INT|TERM)(; the same command goes on from what is saved)?$", done.line
             ):
                 raise Found(f"stopped without a word:\n{done.stderr[-2000:]}")
             done.sound(130, 143)

@@ -118,7 +118,7 @@ def main() -> None:
                 raise
             _end(line, 2)
         except Stopped as stop:
-            _end(f"stopped by {stop.name}" + "; the same command goes on from here" * stop.goes_on, stop.code)
+            _end(f"stopped by {stop.name}" + "; the same command goes on from what is saved" * stop.goes_on, stop.code)
 
 
 def _line(error: Exception) -> str | None:

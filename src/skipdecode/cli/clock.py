@@ -16,7 +16,6 @@ from . import options as o
 from .console import Bar, out, say
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Measured = Annotated[
@@ -62,16 +61,14 @@ def profile(
         measured = profiler.profile(sizes, lengths, shape or str(model))
     measured.save(output)
     say(f"wrote {output}")
-    table = _table(
-        f"{measured.model}, {measured.dtype}: milliseconds of a decode step",
-        ("batch", "context", "full depth", "the head", "the rest", *(f"one {kind}" for kind in measured.kinds)),
-    )
+    rows = []
     for step in measured.steps:
         whole = step.outside_layers + sum(step.layers[kind] for kind in measured.layers)
         seconds = (whole, step.head, step.rest, *step.layers)
-        table.add_row(str(step.batch_size), str(step.length), *(f"{1e3 * each:.2f}" for each in seconds))
-    out.print(table)
-    out.print(f"rounds differ by {measured.noise:.1%}; {measured.machine}", highlight=False)
+        rows.append([str(step.batch_size), str(step.length), *(f"{1e3 * each:.2f}" for each in seconds)])
+    heads = ["batch", "context", "full depth", "the head", "the rest", *(f"one {kind}" for kind in measured.kinds)]
+    _show(f"{measured.model}, {measured.dtype}: milliseconds of a decode step", heads, rows)
+    out.print(f"rounds differ by {measured.noise:.1%}; {measured.machine}", highlight=False, soft_wrap=True)
     if measured.warning:
         say(measured.warning)
 
@@ -125,7 +122,7 @@ def plan(
     if measured.warning:
         say(measured.warning)
     here = machine(measured.device)
-    out.print(f"measured on: {measured.machine}", highlight=False)
+    out.print(f"measured on: {measured.machine}", highlight=False, soft_wrap=True)
     if here != measured.machine:
         say(f"this is another machine ({here}): what is planned holds there, not here")
     if as_json:
@@ -134,26 +131,28 @@ def plan(
 
 def _show_plan(rows: Sequence[Mapping[str, Any]], title: str) -> None:
     """The table, why targets cannot be had, and the speed-ups of layers that a model is trained with for these."""
-    table = _table(title, ("batch", "asked", "depths", "over steps", "prompt", "layers", "step", "job", "job s"))
+    lines = []
     for row in rows:
-        start = (str(row["batch_size"]), f"{row['asked']:g}x {row['asked_of']}")
+        start = [str(row["batch_size"]), f"{row['asked']:g}x {row['asked_of']}"]
         if "refused" in row:
-            table.add_row(*start, "[yellow]cannot be had[/]")
+            lines.append([*start, "cannot be had", *[""] * 6])
             continue
         schedule = row["schedule"]
         depths = f"{schedule['max_depth']} to {schedule['min_depth']}"
         in_prompt = schedule.get("prompt_layers", schedule["num_layers"])
         ratios = (f"{row[f'{of}_ratio']:.2f}x" for of in ("layers", "step", "job"))
-        table.add_row(*start, depths, str(schedule["horizon"]), str(in_prompt), *ratios, f"{row['job_seconds']:.2f}")
-    out.print(table)
-    for row in rows:
-        if "refused" in row:
-            out.print(f"batch {row['batch_size']}: {row['refused']}", highlight=False, markup=False)
+        lines.append([*start, depths, str(schedule["horizon"]), str(in_prompt), *ratios, f"{row['job_seconds']:.2f}"])
+    _show(title, ["batch", "asked", "depths", "over steps", "prompt", "layers", "step", "job", "job s"], lines)
+    refused = {row["batch_size"]: row["refused"] for row in reversed(rows) if "refused" in row}  # the first of each
     for size in dict.fromkeys(row["batch_size"] for row in rows):
+        if size in refused:
+            out.print(f"batch {size}: {refused[size]}", highlight=False, markup=False, soft_wrap=True)
         had = {row["layers_ratio"] for row in rows if row["batch_size"] == size and "schedule" in row}
         if max(had, default=1) > 1:
             layers = ",".join(f"{ratio:.3g}" for ratio in sorted(had | {1.0}))
-            out.print(f"batch {size}: train a model for these with --speedups {layers}", highlight=False)
+            out.print(
+                f"batch {size}: train a model for these with --speedups {layers}", highlight=False, soft_wrap=True
+            )
 
 
 def bench(
@@ -213,21 +212,18 @@ def _whole(text: str, option: str) -> tuple[int, ...]:
     return tuple(map(int, values))
 
 
-def _table(title: str, heads: Sequence[str]) -> Table:
-    """An empty table, numbers to the right."""
-    from rich.table import Table
+def _show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table that no narrow terminal cuts."""
+    from ..clock.tables import markdown_table
 
-    table = Table(title=title)
-    for head in heads:
-        table.add_column(head, justify="right")
-    return table
+    out.print(f"{title}\n\n{markdown_table(heads, rows)}\n", highlight=False, soft_wrap=True, markup=False)
 
 
 def _options(attention: str | None, quantization: str | None, prepack: bool) -> dict[str, Any]:
     """How the model is loaded beside type and device, as a profile says it."""
-    from ..weights.faster import faster_options
+    from ..weights.optimize import optimizations
 
-    faster = faster_options(quantization=quantization, prepack=prepack)
+    faster = optimizations(quantization, prepack)
     return faster | ({"attention": attention} if attention else {})
 
 

@@ -78,11 +78,11 @@ def evaluate(
     from ..evaluation.evaluate import EvaluationPlan
     from ..evaluation.evaluate import evaluate as run
     from ..evaluation.report import brief
-    from ..weights.faster import faster_options
+    from ..weights.optimize import optimizations
 
     files = [Path(name) for names in schedule or () for name in names.split(",")]
     rest = {name: given[name] for name in PLAN}
-    rest["faster"] = faster_options(quantization=quantization, prepack=prepack)
+    rest["faster"] = optimizations(quantization, prepack)
     plan = EvaluationPlan(model, data, o.task_of(given), targets, schedules=files, **rest)
     command = shlex.join(["skipdecode", *(_short(part) for part in sys.argv[1:])])
     with Bar() as bar:

@@ -30,9 +30,9 @@ from ..generation.batch import Decoding
 from ..generation.generate import generate_ids
 from ..generation.results import Cost, Generated
 from ..provenance import fingerprint, identity
-from ..weights.device import cpu_capabilities, machine, placement
-from ..weights.faster import check_faster, faster_options
+from ..weights.device import machine, placement
 from ..weights.loading import load, read_config, resolve
+from ..weights.optimize import check_optimizations, optimizations
 from . import report
 from .inputs import read_examples
 from .loss import batches_of, loss_by_position
@@ -95,7 +95,7 @@ class EvaluationPlan:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "faster", faster_options(**self.faster))
+        object.__setattr__(self, "faster", optimizations(**self.faster))
         for name in ("data", "output"):  # strings are paths too
             object.__setattr__(self, name, Path(getattr(self, name)))
         if self.split not in ("test", "validation"):
@@ -196,7 +196,7 @@ def _select(plan: EvaluationPlan) -> list[Variant]:
     for variant in selected:
         config = read_config(variant.model)
         where = placement(config, plan.dtype, plan.device)
-        check_faster(variant.model, config, *where, cpu_capabilities(), **plan.faster)
+        check_optimizations(variant.model, config, *where, **plan.faster)
         if variant.schedule is not None:
             schedule_for(config, schedule=variant.schedule)
     return selected
