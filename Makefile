@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # vLLM pins another transformers: an environment of its own, for a CPU.
 VLLM := .venv-vllm
 # Whose tables are written from results/*/table.json, between their cog marks.
-TABLES := README.md docs/serving.md results/README.md src/skipdecode/demo/README.md
+TABLES := README.md docs/serving_results.md results/README.md src/skipdecode/demo/README.md
 
 .PHONY: demo serve-demo check test test-fast test-vllm test-vllm-v2 torture lint format lock mutants clean distclean \
 	results-smoke results-e2e results-tldr bench-smoke bench
@@ -90,7 +90,7 @@ RUNS ?= runs
 
 results-smoke: $(VENV)/installed   # minutes
 	$(BIN)/skipdecode evaluate demo --task e2e --data $(E2E) --speedups 1,2,5 --methods skipdecode,calm,unified,d3,hsd \
-		--limit 64 --held-out-rows 64 --timing-rows 32 --repeats 2 --output $(RUNS)/smoke
+		--limit 64 --timing-rows 32 --repeats 2 --output $(RUNS)/smoke
 
 results-e2e: $(VENV)/installed     # many hours, from random weights
 	recipes/results-e2e.sh $(E2E) $(RUNS)/e2e results

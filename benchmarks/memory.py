@@ -35,21 +35,26 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     from skipdecode import Schedule, SkipCache, generate, load
     from skipdecode.core.checkpoint_config import layer_count
     from skipdecode.generation.batch import generate_batch
-    from skipdecode.generation.batch_size import footprint
-    from skipdecode.planning.resolve import resolve_schedule
+    from skipdecode.generation.batch_size import FIRST_ROWS, BatchSizes
+    from skipdecode.planning.resolve import new_schedule
+    from skipdecode.weights.memory import PeakMeter
 
     generate(*load("demo", device="cpu"), "first things first", max_new_tokens=2)  # what is only allocated once
     model, tokenizer = load(str(given.model), device="cpu", dtype=given.dtype)
     schedule = Schedule.full(layer_count(model.config))
     if given.speedup != 1:
-        schedule = resolve_schedule(model.config, given.speedup, lengths=[given.new_tokens - 1])
+        schedule = new_schedule(model.config, given.speedup, [given.new_tokens - 1])
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     shape = (given.batch_size, given.prompt_tokens)
     ids = torch.randint(vocabulary // 8, vocabulary, shape, generator=generator).tolist()
     options: dict[str, Any] = {"max_new_tokens": given.new_tokens, "min_new_tokens": given.new_tokens}
     generate_batch(model, tokenizer, [row[:4] for row in ids[:1]], schedule, max_new_tokens=2, min_new_tokens=2)
-    predicted = given.batch_size * footprint(model, tokenizer, ids[0], schedule, options).row_bytes(given.prompt_tokens)
+    with PeakMeter() as meter:
+        _, cost = generate_batch(model, tokenizer, ids[:FIRST_ROWS], schedule, **options)
+    sizes = BatchSizes(0, given.new_tokens)
+    sizes.measured(meter.peak, given.prompt_tokens, cost)
+    predicted = given.batch_size * (sizes.per_position or 0) * (given.prompt_tokens + given.new_tokens)
     process = psutil.Process()
 
     def own() -> int:

@@ -37,14 +37,14 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     from skipdecode.core.checkpoint_config import layer_count
     from skipdecode.core.stack import decoder_layers
     from skipdecode.generation.generate import generate_ids
-    from skipdecode.planning.resolve import resolve_schedule
+    from skipdecode.planning.resolve import new_schedule
     from skipdecode.weights.loading import read_config
     from skipdecode.weights.offload import Offload
 
     config = read_config(str(given.model))
     schedule = Schedule.full(layer_count(config))
     if given.speedup != 1:
-        schedule = resolve_schedule(config, given.speedup, lengths=[given.new_tokens - 1])
+        schedule = new_schedule(config, given.speedup, [given.new_tokens - 1])
     offload = Offload("disk", given.max_memory) if given.place == "disk" else None
     evict(given.model)
     process = psutil.Process()

@@ -29,7 +29,7 @@ from skipdecode.data.tokenization import encode_prompts
 from skipdecode.generation import batch
 from skipdecode.generation import finished_rows as leaving
 from skipdecode.generation.results import Generated
-from skipdecode.planning.resolve import resolve_schedule
+from skipdecode.planning.resolve import new_schedule
 from skipdecode.weights.device import machine
 from skipdecode.weights.loading import DEMO
 
@@ -101,7 +101,7 @@ def cell(given: argparse.Namespace, model: Any, tokenizer: Any, size: int, lengt
         options = {"max_new_tokens": max(ends), "eos_token_id": eos, "logits_processor": forced}
         steps = sum(ends) // size
     full = Schedule.full(model.config.num_hidden_layers)
-    schedule = full if speedup == 1 else resolve_schedule(model.config, speedup, lengths=[steps])
+    schedule = full if speedup == 1 else new_schedule(model.config, speedup, [steps])
     passes: list[int] = []  # rows of each pass
 
     def run(way: str) -> Generated:

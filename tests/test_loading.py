@@ -20,7 +20,6 @@ from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule, ScheduleError, SkipDecodeError, load, provenance
 from skipdecode.core import checkpoint_config
 from skipdecode.errors import ModelError
-from skipdecode.planning import resolve
 from skipdecode.weights import device as device_module
 from skipdecode.weights import loading
 
@@ -62,7 +61,7 @@ def refused(folder: Path | str, match: str = ".", **options: Any) -> str:
 def outcome(folder: Path) -> str:
     """The line it is refused with, or that it was loaded."""
     try:
-        resolve.resolve_schedule(loading.read_config(str(folder)))
+        checkpoint_config.schedule_for(loading.read_config(str(folder)))
         load(str(folder), device="cpu")
     except (ModelError, ScheduleError) as error:
         return str(error)
@@ -577,12 +576,12 @@ def test_an_entry_of_wrong_shape_is_a_schedule_error(model: Path, entry: Any) ->
     """G: "could not convert string to float", and methods that are no names."""
     edit(model / "config.json", skipdecode=ENTRY)
     config = loading.read_config(str(model))
-    assert (checkpoint_config.trained_method(config), resolve.resolve_schedule(config)) == (
+    assert (checkpoint_config.trained_method(config), checkpoint_config.schedule_for(config)) == (
         "skipdecode",
         Schedule(8, 4, 2, horizon=8),
     )
     edit(model / "config.json", skipdecode=entry)
     config = loading.read_config(str(model))
     with pytest.raises(ScheduleError, match=r"\w") as caught:
-        checkpoint_config.trained_method(config), resolve.resolve_schedule(config)
+        checkpoint_config.trained_method(config), checkpoint_config.schedule_for(config)
     assert len(str(caught.value)) < 500

@@ -27,7 +27,7 @@ from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import ModelError, UsageError
 from skipdecode.weights import memory, offload
 from skipdecode.weights.loading import read_weights
-from skipdecode.weights.memory import GIB, available_memory, is_out_of_memory
+from skipdecode.weights.memory import GIB, available_memory
 from skipdecode.weights.offload import Offload, ReadAhead, device_map, prepare_offloaded
 
 accelerate = pytest.importorskip("accelerate")
@@ -98,7 +98,7 @@ def from_disk(folder: Path, name: str = "opt", place: str = "disk") -> PreTraine
 def test_a_layer_is_loaded_as_often_as_it_runs_and_the_next_one_is_read_ahead(speedup: float, checkpoint: Path) -> None:
     """Skipped layers are neither loaded nor read; tokens and memory are those of the model in memory."""
     schedule = Schedule.for_speedup(speedup, LAYERS, horizon=8)
-    options: dict[str, Any] = {"schedule": schedule, "max_new_tokens": 12, "eos_token_id": None}
+    options: dict[str, Any] = {"schedule": schedule, "max_new_tokens": 12, "eos_token_id": -1}
     expected = skipdecode.generate(*skipdecode.load(str(checkpoint)), PROMPTS, **options)
     model, tokenizer = skipdecode.load(str(checkpoint), offload="disk")
     with loads(model) as found, reads_ahead() as read:
@@ -205,7 +205,7 @@ def test_layers_that_fit_stay_the_most_used_first(checkpoint: Path) -> None:
     room = (fixed + 4.5 * layer) / GIB  # three that stay, and the one that runs
     model, tokenizer = skipdecode.load(str(checkpoint), offload=Offload("disk", max_memory=room))
     assert offloaded(model) == sorted(schedule.ranking[3:])
-    options: dict[str, Any] = {"schedule": schedule, "max_new_tokens": 9, "eos_token_id": None}
+    options: dict[str, Any] = {"schedule": schedule, "max_new_tokens": 9, "eos_token_id": -1}
     with loads(model) as count:
         found = skipdecode.generate(model, tokenizer, PROMPTS, **options)
     assert count == dict.fromkeys(offloaded(model), 1)
@@ -340,8 +340,6 @@ def test_memory_of_mps_is_what_it_may_take_of_the_cpus(monkeypatch: pytest.Monke
     assert available_memory("mps") == 300 + 100
     with pytest.raises(UsageError, match="free memory of xpu is not known"):
         available_memory("xpu")
-    assert is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 6 GB, max allowed: 9 GB)"))
-    assert not is_out_of_memory(RuntimeError("shapes"))
 
 
 def test_a_checkpoint_can_be_written_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

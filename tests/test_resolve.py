@@ -12,12 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import OPTConfig
 
-from skipdecode.core.checkpoint_config import CONFIG_KEY, is_trained, to_config_entry
+import skipdecode
+from helpers.families import TOP, build
+from skipdecode import attach
+from skipdecode.core.checkpoint_config import CONFIG_KEY, is_trained, schedule_for, to_config_entry
 from skipdecode.core.schedule import Schedule
-from skipdecode.errors import ScheduleError
+from skipdecode.errors import ScheduleError, UsageError
+from skipdecode.generation.jobs import GenerationJob
 from skipdecode.methods import METHODS, get_method
 from skipdecode.planning.fitting import achieved, fit
-from skipdecode.planning.resolve import resolve_schedule
+from skipdecode.planning.resolve import method_schedule, new_schedule
 
 LENGTHS = [20, 24, 31]
 EVEN = Schedule(8, 4, 2, 12, order="even", decay="cosine")
@@ -37,52 +41,62 @@ def unmeasured() -> Sequence[int]:
     pytest.fail("lengths were measured")
 
 
-def test_the_schedule_given_goes_before_everything() -> None:
-    """Whatever else is asked for."""
+def test_one_of_schedule_and_speedup_is_given() -> None:
+    """A schedule is taken as it is, if it is for as many layers; beside a speed-up it is refused everywhere alike."""
     config = config_of({2.0: EVEN})
-    assert resolve_schedule(config, 2, FAST, lengths=LENGTHS, horizon=9, order="top") is FAST
+    assert schedule_for(config, schedule=FAST) is FAST
     with pytest.raises(ScheduleError, match="for 4 layers, the model has 8"):
-        resolve_schedule(config, 2, Schedule.full(4))
+        schedule_for(config, schedule=Schedule.full(4))
+    model = attach(build("llama"))
+    for both in (
+        lambda: schedule_for(config, 2, FAST),
+        lambda: attach(model, TOP, speedup=2),
+        lambda: skipdecode.generate(model, None, "the cat", schedule=TOP, speedup=2),
+        lambda: GenerationJob("demo", ["the cat"], schedule=TOP, speedup=2),
+    ):
+        with pytest.raises(UsageError, match="give one of"):
+            both()
 
 
-def test_the_trained_schedule_of_the_speedup_comes_next() -> None:
+def test_the_configs_own_schedule_comes_first() -> None:
     """Without a speed-up the fastest one; lengths are not measured for it."""
     config = config_of({2.0: EVEN, 5.0: FAST})
-    assert resolve_schedule(config, 2, measure=unmeasured) == EVEN
-    assert resolve_schedule(config, measure=unmeasured) == FAST
-    assert resolve_schedule(config, 2, method=get_method("skipdecode"), measure=unmeasured) == EVEN
+    assert schedule_for(config, 2) == EVEN
+    assert schedule_for(config) == FAST
+    assert schedule_for(config, 2, prompt_layers="max") == EVEN.replace(prompt_layers="max")
+    assert method_schedule(get_method("skipdecode"), config, 2, unmeasured) == EVEN
 
 
 @given(speedup=st.sampled_from([1.5, 2.0, 3.0, 5.0, 8.0]), decay=st.sampled_from([None, "linear", "step"]))
-def test_a_new_schedule_has_the_form_of_the_fastest_trained_one(speedup: float, decay: str | None) -> None:
+def test_a_new_schedule_has_the_style_of_the_fastest_one(speedup: float, decay: str | None) -> None:
     """Fitted to lengths, over a horizon or with the paper's budget: order, warm-up and decay stay unless asked for."""
     config = config_of({1.0: Schedule.full(8), 2.0: EVEN, 5.0: FAST})
     style: dict[str, Any] = {} if decay is None else {"decay": decay}
     expected = FAST.style | style
-    assert resolve_schedule(config, speedup, lengths=LENGTHS, **style) == fit(8, speedup, LENGTHS, **expected)
-    over = resolve_schedule(config, speedup, horizon=9, measure=unmeasured, **style)
-    assert over == Schedule.for_speedup(speedup, 8, 9, **expected)
+    assert new_schedule(config, speedup, LENGTHS, **style) == fit(8, speedup, LENGTHS, **expected)
+    over = Schedule.for_speedup(speedup, 8, 9, **expected)
+    assert schedule_for(config, speedup, horizon=9, **style) == new_schedule(config, speedup, (), horizon=9, **style)
+    assert schedule_for(config, speedup, horizon=9, **style) == over
     assert over.horizon == 9
-    other = resolve_schedule(config, 4, measure=lambda: LENGTHS)
-    assert other == fit(8, 4, LENGTHS, **FAST.style)
-    assert resolve_schedule(config, 4) == Schedule.for_speedup(4, FAST.num_layers, FAST.horizon, **FAST.style)
+    assert schedule_for(config, 4) == Schedule.for_speedup(4, FAST.num_layers, FAST.horizon, **FAST.style)
 
 
 def test_what_is_asked_for_replaces_what_was_trained() -> None:
     """B7: ``train --order top`` on a model that was trained in another order."""
-    config = config_of({2.0: EVEN})
+    config, method = config_of({2.0: EVEN}), get_method("skipdecode")
     for asked in ({"order": "top"}, {"decay": "linear"}, {"warmup": 0, "order": "top"}):
-        new = resolve_schedule(config, 2, measure=lambda: LENGTHS, **asked)
-        assert new != EVEN
-        assert new.style == EVEN.style | asked
-    assert resolve_schedule(config, 2, lengths=LENGTHS) == fit(8, 2, LENGTHS, **EVEN.style)
+        for new in (method_schedule(method, config, 2, lambda: LENGTHS, **asked), schedule_for(config, 2, **asked)):
+            assert new != EVEN
+            assert new.style == EVEN.style | asked
 
 
 def test_a_model_that_was_never_trained_gets_the_default() -> None:
     """2x over 64 tokens, or fitted to lengths."""
-    assert resolve_schedule(config_of()) == Schedule.for_speedup(2, 8, 64)
-    assert resolve_schedule(config_of(), 3, lengths=LENGTHS) == fit(8, 3, LENGTHS)
-    assert resolve_schedule(config_of(), 3, horizon=10) == Schedule.for_speedup(3, 8, 10)
+    assert schedule_for(config_of()) == Schedule.for_speedup(2, 8, 64)
+    assert new_schedule(config_of(), 3, LENGTHS) == fit(8, 3, LENGTHS)
+    assert schedule_for(config_of(), 3, horizon=10) == Schedule.for_speedup(3, 8, 10)
+    with pytest.raises(ScheduleError, match="horizon"):
+        schedule_for(config_of(), 2, horizon=0)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if get_method(name).fits_depths])
@@ -90,24 +104,24 @@ def test_a_method_takes_its_own_schedules_and_makes_new_ones_by_its_own_rule(nam
     """Those trained for another method are no use to it."""
     method = get_method(name)
     config = config_of({4.0: EVEN}, "hsd" if name != "hsd" else "d3")
-    new = resolve_schedule(config, 4, method=method, measure=lambda: LENGTHS)
+    new = method_schedule(method, config, 4, lambda: LENGTHS)
     assert new == method.schedule(8, 4, LENGTHS)
     assert new != EVEN
-    assert resolve_schedule(config_of({4.0: EVEN}, name), 4, method=method, measure=unmeasured) == EVEN
+    assert method_schedule(method, config_of({4.0: EVEN}, name), 4, unmeasured) == EVEN
     if not method.takes_style:
         for asked in ({"horizon": 9}, {"order": "top"}):
             with pytest.raises(ScheduleError, match=f"{name} has its own"):
-                resolve_schedule(config, 4, method=method, **asked)
+                new_schedule(config, 4, LENGTHS, method=method, **asked)
 
 
-def test_a_fitted_method_keeps_the_form_it_was_trained_in() -> None:
+def test_a_fitted_method_keeps_the_style_it_was_trained_in() -> None:
     """Multi-layer exit counts from the bottom whatever the speed-up, and keeps a trained decay."""
     method = get_method("multi_exit")
     trained = Schedule(8, 4, 2, 12, order="bottom", decay="cosine")
-    new = resolve_schedule(config_of({2.0: trained}, "multi_exit"), 4, method=method, lengths=LENGTHS)
+    new = new_schedule(config_of({2.0: trained}, "multi_exit"), 4, LENGTHS, method=method)
     assert new.style == trained.style
     assert achieved(new, LENGTHS) == pytest.approx(4, rel=0.05)
-    assert resolve_schedule(config_of(), 4, method=method).order == "bottom"
+    assert new_schedule(config_of(), 4, LENGTHS, method=method).order == "bottom"
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -117,10 +131,9 @@ def test_the_facts_of_a_method_agree(name: str) -> None:
     assert method.name == name
     assert get_method(name) is method
     assert method.is_trained_by(name)
-    assert not method.is_trained_by("magic") or method.is_reference
+    assert method.is_trained_by("magic") == (name == "full")
     assert not method.takes_style or (method.order and method.fits_depths)
-    assert method.skips or not method.fits_depths
-    assert method.is_reference == (name == "full")
+    assert method.skips or method.model_per_speedup or name == "full"
 
 
 def test_only_a_method_makes_a_model_a_trained_one() -> None:
@@ -144,7 +157,7 @@ def test_a_model_of_a_later_version_opens_with_a_warning() -> None:
     entry["from_the_future"] = 1
     config = OPTConfig(num_hidden_layers=8, skipdecode=entry)
     with pytest.warns(UserWarning, match="later version of skipdecode wrote serving"):
-        assert resolve_schedule(config, 3) == schedule
+        assert schedule_for(config, 3) == schedule
     with pytest.raises(ScheduleError, match="unknown schedule keys: serving"):
         Schedule.from_dict(entry["schedules"]["3"])
 
@@ -153,7 +166,5 @@ def test_schedules_that_were_calibrated_alone_are_no_training() -> None:
     """A model that never learned to skip is trained as the full model with all its layers."""
     entry = {"schedules": {"2": EVEN.to_dict()}, "calibrated": {"2": "skipdecode"}}
     config = OPTConfig(num_hidden_layers=8, skipdecode=entry)
-    assert resolve_schedule(config, 2, method=get_method("skipdecode")) == EVEN
-    assert resolve_schedule(config, 2, method=get_method("full"), lengths=LENGTHS).is_full
-    with pytest.raises(ScheduleError, match="horizon"):
-        resolve_schedule(config, 2, horizon=0)
+    assert method_schedule(get_method("skipdecode"), config, 2, unmeasured) == EVEN
+    assert new_schedule(config, 2, LENGTHS, method=get_method("full")).is_full

@@ -28,11 +28,7 @@ class UnsupportedModel(ModelError):
 
 
 class TaskError(SkipDecodeError):
-    """Data that is missing or not in the task's form."""
-
-
-class InputError(SkipDecodeError):
-    """Input that holds nothing to generate from."""
+    """Data that is missing, cannot be read, or is not in the task's form."""
 
 
 class FileError(SkipDecodeError):
@@ -49,3 +45,7 @@ class DivergedError(SkipDecodeError):
 
 class MissingExtra(SkipDecodeError, ImportError):
     """A library of one of the extras is not installed."""
+
+
+class UntrainedWarning(UserWarning):
+    """Layers are about to be skipped in a model that was never trained to skip them."""

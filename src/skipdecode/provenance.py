@@ -1,9 +1,10 @@
-"""Identities of models and jobs: two runs with the same ones continue each other."""
+"""What makes two jobs the same: the model's files, and everything else by its hash."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from .errors import UsageError
 
-#: Files of a checkpoint that decide what texts it generates.
+#: Files of a checkpoint that decide what it writes. Whatever else lies in its folder does not.
 MATTERS = (
     "config.json",
     "generation_config.json",
@@ -30,7 +31,7 @@ MATTERS = (
 
 
 def identity(model: str) -> list[Any]:
-    """Identify a model: a hub name, or a folder's real path with names, sizes and times of the files that matter."""
+    """A hub name; for a folder its real path, and the sizes and times of the files that decide what it writes."""
     folder = Path(model)
     if not folder.is_dir():
         return [model]
@@ -40,26 +41,27 @@ def identity(model: str) -> list[Any]:
 
 
 def fingerprint(*parts: Any) -> str:
-    """Hash plain values, to the same 16 hex digits in every process.
+    """A hash of values by what they hold, the same in every process.
 
-    Raises:
-        UsageError: a value is known by its address in memory alone, so no other process can recognise it.
+    Raises UsageError for an object of which only its place in memory is known, such as a function.
     """
-    text = json.dumps(_with_plain_keys(parts), sort_keys=True, default=_text)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(_plain(parts), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _with_plain_keys(value: Any) -> Any:
-    if isinstance(value, Mapping):  # keys may be tuples, as those of sequence_bias are
-        return {key if isinstance(key, (str, int)) else str(key): _with_plain_keys(x) for key, x in value.items()}
-    return [_with_plain_keys(x) for x in value] if isinstance(value, (list, tuple)) else value
-
-
-def _text(value: Any) -> str:
+def _plain(value: Any) -> Any:
+    """The value as JSON has it."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else json.dumps(_plain(key)): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(each) for each in value), key=json.dumps)
+    for method in ("tolist", "to_dict"):  # tensors and arrays; configs of transformers
+        if callable(getattr(value, method, None)):
+            return _plain(getattr(value, method)())
     text = str(value)
-    if f"{id(value):x}" in text.lower():
-        raise UsageError(
-            f"{type(value).__name__} objects differ from run to run: what is written with one to a file"
-            " could not be resumed"
-        )
+    if re.search(r" at 0x[0-9a-fA-F]+", text):
+        raise UsageError(f"a {type(value).__name__} does not say what it does, so two of them cannot be told apart")
     return text

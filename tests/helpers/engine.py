@@ -21,7 +21,7 @@ import torch
 
 import skipdecode
 from skipdecode import Schedule, SkipCache, attach
-from skipdecode.planning.resolve import resolve_schedule
+from skipdecode.core.checkpoint_config import schedule_for
 
 #: Room for keys and values of the tests' models.
 KV_BYTES = 256 << 20
@@ -61,7 +61,7 @@ class Reference:
         self, requests: Sequence[Request], change: Callable[[Schedule], Schedule] = lambda schedule: schedule
     ) -> list[tuple[int, ...]]:
         """The tokens of each request, at most its ``new``; ``change`` is made to the checkpoint's schedules."""
-        schedules = {r.speedup: change(resolve_schedule(self.model.config, r.speedup)) for r in requests}
+        schedules = {r.speedup: change(schedule_for(self.model.config, r.speedup)) for r in requests}
         for speedup, schedule in schedules.items():
             wanted = {r.prompt for r in requests if r.speedup == speedup and (r.prompt, schedule) not in self._known}
             prompts = sorted(wanted, key=len)

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 #: Options that go to ``model.generate`` under their own names.
 DECODING = (
-    "max_new_tokens min_new_tokens do_sample temperature top_p top_k num_beams length_penalty repetition_penalty "
-    "no_repeat_ngram_size"
+    "max_new_tokens min_new_tokens do_sample temperature top_p top_k num_beams repetition_penalty no_repeat_ngram_size"
 ).split()
 #: Options that are the job's own, under the same names.
 JOB = (
@@ -54,7 +53,6 @@ def generate(
     top_k: o.TopK = None,
     seed: o.SamplingSeed = 0,
     num_beams: o.NumBeams = None,
-    length_penalty: o.LengthPenalty = None,
     min_new_tokens: o.MinNewTokens = None,
     repetition_penalty: o.RepetitionPenalty = None,
     no_repeat_ngram_size: o.NoRepeatNgramSize = None,

@@ -39,7 +39,6 @@ Decay = Annotated[
     Literal["linear", "cosine", "exponential", "power", "step", "constant"] | None,
     Option(help="How the depth falls (default: the model's, else linear)."),
 ]
-Serving = Annotated[bool, Option("--serving", help="Flat schedules, which suit servers: the same as --decay constant.")]
 PromptLayers = Annotated[
     str | None, Option(help="Layers that the prompt runs: a number, or max for as many as step 0 (default: all).")
 ]
@@ -163,13 +162,6 @@ def task_of(given: Mapping[str, Any]) -> TaskType:
     return task_from(given)
 
 
-def decay_of(decay: str | None, serving: bool) -> str | None:
-    """The decay asked for: none at all for a server, whose requests do not begin together. Raises UsageError."""
-    if serving and decay not in (None, "constant"):
-        raise UsageError(f"--serving is --decay constant: leave it or --decay {decay} out")
-    return "constant" if serving else decay
-
-
 def style_options(
     order: str | None = None, decay: str | None = None, prompt_layers: str | None = None
 ) -> dict[str, int | str]:
@@ -207,12 +199,12 @@ def engine_of(given: Mapping[str, Any]) -> Engine:
 
     engine: Engine = Transformers()
     if given["engine"] == "vllm":
-        from ..serving.offline import VllmEngine
+        from ..engines.vllm import VllmEngine
 
         engine = VllmEngine()
     if given["ray"] is None:
         return engine
-    from ..serving.ray import RayEngine
+    from ..engines.ray import RayEngine
 
     return RayEngine(engine, given["ray"])
 

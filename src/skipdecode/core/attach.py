@@ -9,17 +9,15 @@ from typing import TypeVar
 
 from torch import nn
 
-from ..errors import ModelError, UsageError
-from .checkpoint_config import schedule_for
-from .gate import ForcedPass, Gate, GateState, Patch
-from .guards import CacheProvider, PassGuard, PromptGuard
+from ..errors import ModelError
+from .checkpoint_config import schedule_for, warn_untrained
+from .gate import ForcedPass, Gate, GateState
+from .guards import BatchingGuard, CacheProvider, PassGuard, PromptGuard
+from .patch import gate_state, patches_on, put, remove_patches
 from .schedule import Schedule
 from .stack import check_kind, decoder_layers, lenders, with_lenders_first
 
-#: A model is given back as what it is.
 Model = TypeVar("Model", bound=nn.Module)
-
-PREPARE, GENERATE = "prepare_inputs_for_generation", "generate"
 
 
 def attach(model: Model, schedule: Schedule | None = None, *, speedup: float | None = None) -> Model:
@@ -31,7 +29,7 @@ def attach(model: Model, schedule: Schedule | None = None, *, speedup: float | N
     Args:
         model: a transformers causal LM.
         schedule: what ``generate`` follows from now on; the last call of ``attach`` that gives one decides.
-        speedup: the same as a target: the schedule of the model's config for it, or one in that form.
+        speedup: the same as a target: the schedule of the model's config for it, or one in that style.
 
     Raises:
         UnsupportedModel: the model cannot skip layers exactly; the message says why.
@@ -39,63 +37,58 @@ def attach(model: Model, schedule: Schedule | None = None, *, speedup: float | N
         UsageError: both a schedule and a speed-up.
         ModelError: a speed-up for a model that does not generate.
 
+    Warns:
+        UntrainedWarning: the model was not trained to skip layers.
+
     Example:
         >>> attach(model)
         >>> model.generate(**inputs, past_key_values=SkipCache(model, Schedule.for_speedup(3, 24, horizon=64)))
         >>> attach(model, speedup=3)
         >>> pipeline("text-generation", model=model, tokenizer=tokenizer, batch_size=8)(prompts)
     """
-    if schedule is not None and speedup is not None:
-        raise UsageError("give one of schedule and speedup")
-    gates = next((patch.gates for _, _, patch in _patches(model)), None)
+    gates = gate_state(model)
     if gates is None:
         check_kind(model)
     layers = decoder_layers(model)
-    if schedule is not None or speedup is not None:
-        if not hasattr(model, GENERATE):
+    if speedup is not None or schedule is not None:
+        if not hasattr(model, "generate"):
             raise ModelError(f"{type(model).__name__} does not generate: attach a speed-up to the model with its head")
-        schedule = with_lenders_first(schedule_for(model.config, speedup, schedule), model.config)
+        schedule = schedule_for(model.config, speedup, schedule)
+        warn_untrained(model.config, schedule)
     if gates is None:
         gates = GateState(frozenset(lenders(model.config)))
     for index, layer in enumerate(layers):
-        if not _patches_on(layer):
-            layer.forward = Gate(layer, gates, index)
+        put(Gate, layer, "forward", gates, index)
     # A wrapper put around an attached model (PEFT's) has entrances of its own.
-    if not any(isinstance(patch, PassGuard) for _, patch in _patches_on(model)):
-        model.forward = PassGuard(model, "forward", gates)
-        if hasattr(model, PREPARE):
-            setattr(model, PREPARE, PromptGuard(model, PREPARE, gates))
+    put(PassGuard, model, "forward", gates)
+    put(PromptGuard, model, "prepare_inputs_for_generation", gates)
     if schedule is not None:
-        provider = next((patch for _, patch in _patches_on(model) if isinstance(patch, CacheProvider)), None)
-        if provider is None:
-            setattr(model, GENERATE, CacheProvider(model, gates, schedule))
-        else:
-            provider.schedule = schedule
+        put(CacheProvider, model, "generate", model)
+        put(BatchingGuard, model, "init_continuous_batching")
+        for _, patch in patches_on(model):
+            if isinstance(patch, CacheProvider):
+                patch.schedule = schedule
     return model
 
 
 def detach(model: Model) -> Model:
-    """Take the gates off; the model is as it was found. Returns the model."""
-    for module, name, patch in list(_patches(model)):
-        # accelerate keeps what it found under another name.
-        if patch.was_instance_attribute or name not in ("forward", GENERATE, PREPARE):
-            setattr(module, name, patch.original)
-        else:
-            delattr(module, name)
+    """Take off all that SkipDecode has put on the model, which is then as it was found. Returns the model."""
+    remove_patches(model)
     return model
 
 
 def is_attached(model: nn.Module) -> bool:
     """Whether the model's layers carry gates."""
-    return bool(_patches_on(decoder_layers(model)[0]))
+    return gate_state(model) is not None
 
 
 @contextmanager
 def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int) -> Iterator[None]:
     """Inside, an uncached pass of this thread runs each layer on just the positions that decoding would.
 
-    With gradient checkpointing keep the backward pass inside as well: before 5.23, transformers' recomputation comes
-    through the gates.
+    A pass inside makes no cache unless asked to, and one with a cache other than a SkipCache (``model.generate``
+    makes one) is a CacheError: its layers would store a part of the positions. With gradient checkpointing keep the
+    backward pass inside as well: before 5.23, transformers' recomputation comes through the gates.
 
     Args:
         model: an attached model.
@@ -106,7 +99,7 @@ def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int) -> 
         ScheduleError: the schedule is for another number of layers.
         ModelError: the model is not attached.
     """
-    gates = next((patch.gates for _, _, patch in _patches(model)), None)
+    gates = gate_state(model)
     if gates is None:
         raise ModelError("the model has no gates: call skipdecode.attach(model) first")
     thread = threading.get_ident()
@@ -119,14 +112,3 @@ def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int) -> 
             del gates.forced[thread]
         else:
             gates.forced[thread] = before
-
-
-def _patches(model: nn.Module) -> Iterator[tuple[nn.Module, str, Patch]]:
-    """All that stands on the model and its modules, below accelerate's hooks too: (module, attribute, it)."""
-    for module in model.modules():
-        for name, patch in _patches_on(module):
-            yield module, name, patch
-
-
-def _patches_on(module: nn.Module) -> list[tuple[str, Patch]]:
-    return [(name, value) for name, value in vars(module).items() if isinstance(value, Patch)]

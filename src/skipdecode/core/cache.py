@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,16 @@ from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer
 
 from ..errors import CacheError, ScheduleError
-from .checkpoint_config import default_schedule
+from .checkpoint_config import default_schedule, warn_untrained
 from .growing import GrowingLayer
+from .patch import gate_state
 from .schedule import Schedule
-from .stack import decoder_layers, with_lenders_first
+from .stack import with_lenders_first
 
 #: Layers that store nothing: without attention, or with another layer's keys. (Older releases have no such class.)
 STATELESS: Any = getattr(cache_utils, "DummyLayer", ())
+#: Layers whose state is that of a recurrence or a convolution, whether or not they hold keys too.
+RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
 
 
 class SkipCache(DynamicCache):
@@ -33,10 +36,14 @@ class SkipCache(DynamicCache):
         CacheError: the model has no gates or prefills in chunks; while decoding, going deeper again on a cache whose
             layers were retired, or a model that is not the cache's own.
 
+    Warns:
+        UntrainedWarning: the model was not trained to skip layers.
+
     Attributes:
         schedule: the one that runs; layers that lend their keys to others stand before them in its order.
         step_depths: layers run by each decode step so far.
-        peak_kv_bytes: most bytes of keys, values and recurrent states held at once.
+        peak_kv_bytes: most bytes of keys, values and recurrent states held at once, that of a layer which is
+            retired when it has run included.
         passes: forward passes that have asked this cache what to run.
     """
 
@@ -49,8 +56,7 @@ class SkipCache(DynamicCache):
         self.schedule = with_lenders_first(schedule, config)
         if len(self.layers) != schedule.num_layers:
             raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the cache has {len(self.layers)}")
-        self.layers: list[Any] = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
-        self.gates = next((id_ for id_ in map(_gate_state, decoder_layers(model)) if id_ is not None), None)
+        self.gates = gate_state(model)
         if self.gates is None:
             raise CacheError("the model has no gates: call skipdecode.attach(model) first")
         chunked = getattr(getattr(model, "generation_config", None), "prefill_chunk_size", None)
@@ -58,12 +64,19 @@ class SkipCache(DynamicCache):
             raise CacheError(
                 "chunked prefill hides where the prompt ends: set generation_config.prefill_chunk_size to None"
             )
+        warn_untrained(config, schedule)
+        # Whether the text may go on with a further prompt: all layers run yet, and none holds a recurrent state, from
+        # which transformers does not always go on with more than one position (Jamba's).
+        self._is_whole = not any(isinstance(layer, RECURRENT) for layer in self.layers)
+        self.layers: list[Any] = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
         self.step_depths: list[int] = []
         self.peak_kv_bytes = 0
         self.passes = 0
         self.cut_short = False  # a pass was, by an exception: some layers have seen its positions, some have not
         self.width = 0  # positions of the pass under way
         self.shape: tuple[int, ...] | None = None  # of its ids: (batch, positions)
+        self._begins_prompt = True  # the next pass is the prompt, or goes on with it
+        self._step = 0  # decode steps since the prompt
         self._length = 0  # positions seen, those of the pass under way included
         self._positions: list[int] = []  # that each layer runs in the pass under way
         self._keep: frozenset[int] = frozenset(range(len(self.layers)))  # layers that the next step still runs
@@ -72,15 +85,21 @@ class SkipCache(DynamicCache):
         self._held = 0  # their sum
 
     def begin_prompt(self) -> None:
-        """Refused on a cache that has seen its prompt: what follows is one position a pass, each a step."""
-        if self.passes and not self.schedule.is_full:
-            self._refuse("a prompt, or a chunk of one,")
+        """Say that the next pass is a prompt, or goes on with one, however few positions it has.
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise CacheError(
-            f"{what} came after the prompt, but layers of this cache are retired. A second turn, a reused prefix, "
-            "chunked prefill or speculative verification has to start with a new SkipCache and the whole text."
-        )
+        Raises CacheError on a cache that cannot take it.
+        """
+        self._begins_prompt = True
+        if self.passes:
+            self._check_whole("a prompt, or a chunk of one,")
+
+    def _check_whole(self, what: str) -> None:
+        if not (self._is_whole or self.schedule.is_full):
+            raise CacheError(
+                f"{what} came after the prompt, but some layers of this cache are retired, or hold a recurrent state. "
+                "A second turn, a reused prefix, chunked prefill or speculative verification has to start with a new "
+                "SkipCache and the whole text."
+            )
 
     # --- the pass: the gates ask, in network order, what each layer has to do
 
@@ -91,20 +110,24 @@ class SkipCache(DynamicCache):
         return self._positions[index]
 
     def _begin_pass(self, width: int) -> None:
-        schedule, step = self.schedule, len(self.step_depths)
-        if self.passes == 0:
+        schedule, count = self.schedule, len(self.layers)
+        if self.passes == 0 or (not schedule.is_full and (self._begins_prompt or width != 1)):
+            if self.passes:
+                self._check_whole(f"{width} new positions")
+            # Where all layers hold all that was seen, it is prompt: the schedule begins anew behind this pass.
             self._positions = schedule.positions_per_layer(width, width)
-            self._keep = frozenset(schedule.layers(schedule.depth(0)))
+            self._step, upcoming = 0, schedule.depth(0)
+            for layer in range(count):
+                if self._positions[layer] == 0:
+                    self._retire(layer)
         else:
-            if not schedule.is_full and width != 1:
-                self._refuse(f"{width} new positions")
-            running = schedule.layers(schedule.depth(step))
-            self._positions = [width if layer in running else 0 for layer in range(len(self.layers))]
-            self._keep = frozenset(schedule.layers(schedule.depth(step + 1)))
+            running = schedule.layers(schedule.depth(self._step))
+            self._positions = [width if layer in running else 0 for layer in range(count)]
+            self._step, upcoming = self._step + 1, schedule.depth(self._step + 1)
             self.step_depths.append(len(running))
-        for layer, count in enumerate(self._positions):
-            if count == 0 and self._holds[layer]:
-                self._retire(layer)
+        self._keep = frozenset(schedule.layers(upcoming))
+        self._is_whole = self._is_whole and upcoming == count
+        self._begins_prompt = False
         self.passes += 1
         self.width = width
         self._length += width
@@ -127,17 +150,18 @@ class SkipCache(DynamicCache):
                 f"layer {index} ran without asking the SkipCache (gradient checkpointing drops caches in training "
                 "mode: call model.eval(); else this model keeps its states elsewhere)"
             )
-        if index not in self._keep:
-            self._retire(index)
-            held = 0
         self._held += held - self._bytes[index]
         self._bytes[index] = held
         if self._held > self.peak_kv_bytes:
             self.peak_kv_bytes = self._held
+        if index not in self._keep:
+            self._retire(index)
 
     def _retire(self, index: int) -> None:
         """Drop what the layer holds. transformers sizes a kind's mask by its first layer: let it find one that runs."""
         self.layers[index], self._holds[index] = DynamicLayer(), False
+        self._held -= self._bytes[index]
+        self._bytes[index] = 0
 
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -248,11 +272,3 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, dict):
             yield from _tensors(value.values())
-
-
-def _gate_state(layer: nn.Module) -> Any:
-    """What the gates of a model share, from one of its layers; None without a gate.
-
-    The gate may stand below another's wrapper: accelerate keeps the forward that it found under another name.
-    """
-    return next((state for value in vars(layer).values() if (state := getattr(value, "gates", None)) is not None), None)

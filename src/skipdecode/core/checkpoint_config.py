@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..errors import FileError, ScheduleError
+from ..errors import FileError, ScheduleError, UntrainedWarning, UsageError
 from ..files import locked, read_json, write
 from .schedule import Schedule
 
@@ -106,37 +108,78 @@ def default_schedule(config: Any) -> Schedule | None:
     return schedules[max(schedules)] if schedules else None
 
 
-def style_of(schedules: Mapping[float, Schedule], num_layers: int) -> Schedule | None:
-    """The fastest schedule that skips, whose horizon and style new ones take over; None if all are full."""
+def style_of(schedules: Mapping[float, Schedule], num_layers: int) -> tuple[int, dict[str, Any]]:
+    """(horizon, style) that a new schedule takes over: those of the fastest one that skips, else the defaults."""
     skipping = [speedup for speedup, schedule in schedules.items() if not schedule.is_full]
-    return schedules[max(skipping)].check_layers(num_layers) if skipping else None
+    if not skipping:
+        return DEFAULT_HORIZON, {}
+    fastest = schedules[max(skipping)].check_layers(num_layers)
+    return fastest.horizon, fastest.style
 
 
-def schedule_for(config: Any, speedup: float | None = None, schedule: Schedule | None = None) -> Schedule:
+def schedule_for(
+    config: Any,
+    speedup: float | None = None,
+    schedule: Schedule | None = None,
+    *,
+    horizon: int | None = None,
+    **style: Any,
+) -> Schedule:
     """The schedule of a model of this config: ``schedule`` itself, the config's own for ``speedup``, or a new one.
 
-    A new one is the paper's budget in the style and over the horizon of the config's fastest schedule; without any,
-    over :data:`DEFAULT_HORIZON` steps. Schedules for known lengths or for the clock are made by
-    :func:`skipdecode.planning.resolve.resolve_schedule`.
+    The config's own is taken unless a horizon or a style is asked for; another ``prompt_layers`` alone leaves its
+    depths. A new one is the paper's budget in the style and over the horizon of the config's fastest schedule, else
+    over :data:`DEFAULT_HORIZON` steps. :mod:`skipdecode.planning.resolve` makes those that are fitted to lengths or
+    planned on the clock.
 
     Args:
         config: the model's, as transformers reads it.
         speedup: target, 1 to the number of layers. None: the fastest of the config, else :data:`DEFAULT_SPEEDUP`.
-        schedule: goes before everything else.
+        schedule: given in place of a speed-up.
+        horizon: decode steps over which a new schedule's depth falls.
+        style: further fields of a new schedule: ``order``, ``decay``, ``warmup``, ….
 
     Raises:
         ScheduleError: the schedule is for another number of layers, or none can be made for this speed-up.
+        UsageError: both a speed-up and a schedule.
     """
     layers = layer_count(config)
     if schedule is not None:
+        if speedup is not None:
+            raise UsageError("give one of schedule and speedup")
         return schedule.check_layers(layers)
-    trained = trained_schedules(config)
-    target = max(trained, default=DEFAULT_SPEEDUP) if speedup is None else speedup
-    if target in trained:
-        return trained[target].check_layers(layers)
-    fastest = style_of(trained, layers)
-    style = fastest.style if fastest else {}
-    return Schedule.for_speedup(target, layers, fastest.horizon if fastest else DEFAULT_HORIZON, **style)
+    known = trained_schedules(config)
+    target = max(known, default=DEFAULT_SPEEDUP) if speedup is None else speedup
+    if target in known and horizon is None and set(style) <= {"prompt_layers"}:
+        return known[target].check_layers(layers).replace(**style)
+    span, fields = style_of(known, layers)
+    return Schedule.for_speedup(target, layers, span if horizon is None else horizon, **fields | style)
+
+
+def untrained_warning(config: Any, schedule: Schedule) -> str | None:
+    """What to expect of this schedule on a model that was neither trained to skip nor calibrated for it; else None."""
+    if schedule.is_full or is_trained(config) or schedule in trained_schedules(config).values():
+        return None
+    depth = schedule.average_depth(schedule.horizon)
+    if depth >= 0.8 * schedule.num_layers:
+        expect = "its texts depend on which layers run: `skipdecode calibrate --order search` measures that"
+    elif depth >= 0.6 * schedule.num_layers:
+        expect = "expect poor texts until it is trained (`skipdecode train`)"
+    else:
+        expect = "expect no readable text until it is trained (`skipdecode train`)"
+    name = getattr(config, "_name_or_path", "") or "this model"
+    return f"{name} was not trained to skip layers: at {depth:.3g} of {schedule.num_layers} layers a step, {expect}"
+
+
+def warn_untrained(config: Any, schedule: Schedule) -> None:
+    """Give :func:`untrained_warning`, if there is one, as an UntrainedWarning: each text once in a process."""
+    if message := untrained_warning(config, schedule):
+        _warn(message)
+
+
+@cache  # Python's own memory of warnings is lost whenever somebody changes a filter, as torch does
+def _warn(message: str) -> None:
+    warnings.warn(message, UntrainedWarning, stacklevel=4)
 
 
 def _key(speedup: float) -> str:

@@ -6,38 +6,29 @@ It acts only when a pass carries a :class:`~skipdecode.core.cache.SkipCache` or 
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import UserDict
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from ..errors import CacheError, UnsupportedModel
 from .cache import SkipCache
+from .patch import Patch
 from .prefix import Prefix, packed
 from .schedule import Schedule
-
-
-class Patch:
-    """Stands in for a method of one module instance, and remembers what it found there."""
-
-    def __init__(self, module: nn.Module, name: str, gates: GateState) -> None:
-        self.original: Callable[..., Any] = getattr(module, name)
-        self.was_instance_attribute = name in module.__dict__  # (accelerate's hooks): to be put back
-        self.gates = gates
-        # ``generate``, the Trainer and pipelines read signatures; annotations cannot always be pickled.
-        assigned = ("__module__", "__name__", "__qualname__", "__doc__")
-        functools.update_wrapper(cast(Any, self), self.original, assigned, updated=())
 
 
 class Gate(Patch):
     """Stands in for one layer's ``forward``."""
 
-    def __init__(self, layer: nn.Module, gates: GateState, index: int) -> None:
-        super().__init__(layer, "forward", gates)
+    gates: GateState
+
+    def __init__(self, layer: nn.Module, name: str, gates: GateState, index: int) -> None:
+        super().__init__(layer, name, gates)
         self.index = index
 
     # Depths change from step to step: a compiled model leaves its graph here, and the layer's own frame is compiled.
@@ -49,6 +40,11 @@ class Gate(Patch):
         plan = gates.forced_pass() if cache is None else cache
         if plan is None:
             return self.original(*args, **kwargs)
+        if cache is None and any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
+            raise CacheError(
+                "a teacher-forced pass can fill no cache: call model.generate outside of teacher_forced, and leave "
+                "use_cache and past_key_values out of passes inside"
+            )
         if cache is not None and cache.gates is not gates:
             raise CacheError("this SkipCache was made for another model: make one with SkipCache(model, schedule)")
         hidden = args[0] if args else kwargs["hidden_states"]

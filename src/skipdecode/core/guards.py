@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CacheError
+from ..errors import CacheError, UsageError
 from .cache import SkipCache
-from .gate import GateState, Patch, find_cache, refuse_packed
+from .gate import GateState, find_cache, refuse_packed
+from .patch import Patch
 from .schedule import Schedule
 
 
 class PassGuard(Patch):
     """Stands in for the model's ``forward``: notices a pass that loses the cache, or never asks it."""
+
+    gates: GateState
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -35,7 +38,7 @@ class PassGuard(Patch):
             if plan.shape is not None and plan.shape[1] > 1:
                 refuse_packed(kwargs)  # a family may keep its position ids to itself
         if cache is None:
-            return self.original(*args, **kwargs)
+            return self.original(*args, **kwargs if plan is None else {"use_cache": False} | kwargs)
         if cache.cut_short:
             raise CacheError("a pass over this SkipCache was cut short, so its layers differ: make a new one")
         passes = cache.passes
@@ -54,6 +57,8 @@ class PassGuard(Patch):
 
 class PromptGuard(Patch):
     """Stands in for ``prepare_inputs_for_generation``, which alone is told that a pass belongs to a prompt."""
+
+    gates: GateState
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model inputs, if the cache can take them."""
@@ -76,18 +81,33 @@ class PromptGuard(Patch):
 class CacheProvider(Patch):
     """Stands in for ``generate``: a call that brings no cache gets a new SkipCache."""
 
-    def __init__(self, model: nn.Module, gates: GateState, schedule: Schedule) -> None:
-        super().__init__(model, "generate", gates)
-        self.model = model
-        self.schedule = schedule
+    schedule: Schedule
+
+    def __init__(self, model: nn.Module, name: str, owner: nn.Module) -> None:
+        super().__init__(model, name)
+        self.model = owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What ``generate`` returns."""
         if kwargs.get("past_key_values") is None:
-            # What a checkpoint says of its cache is for calls without one.
-            kwargs = {"cache_implementation": None} | kwargs
+            # A kind of cache that the checkpoint or the caller's config names is for calls without one. (transformers
+            # drops "hybrid" itself, and warns of any option beside a generation_config.)
+            configs = (*args[1:2], kwargs.get("generation_config"), getattr(self.model, "generation_config", None))
+            if {getattr(config, "cache_implementation", None) for config in configs} - {None, "hybrid"}:
+                kwargs = {"cache_implementation": None} | kwargs
             kwargs["past_key_values"] = SkipCache(self.model, self.schedule)
         return self.original(*args, **kwargs)
+
+
+class BatchingGuard(Patch):
+    """Stands in for ``init_continuous_batching``, which every way into transformers' continuous batching calls."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: its rows stand at different positions, in a cache of its own that follows no schedule."""
+        raise UsageError(
+            "transformers' continuous batching (generate_batch, transformers serve) cannot follow the schedule that "
+            "attach was given: use model.generate or `skipdecode serve`; detach(model) for full depth"
+        )
 
 
 def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:

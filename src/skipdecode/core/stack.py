@@ -10,6 +10,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..errors import ModelError, UnsupportedModel
+from .checkpoint_config import layer_count
 from .schedule import Schedule
 
 
@@ -31,7 +32,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
         raise UnsupportedModel(
             f"{type(model).__name__} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs"
         )
-    count = text_config(config).num_hidden_layers
+    count = layer_count(config)
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count and _is_stack(m)]
     # A list inside another's layers (experts, say) is part of a layer.
     inner = {id(part) for stack in stacks for part in stack.modules() if part is not stack}
@@ -116,7 +117,7 @@ def with_lenders_first(schedule: Schedule, config: Any) -> Schedule:
     Raises:
         ScheduleError: it is for another number of layers.
     """
-    schedule.check_layers(text_config(config).num_hidden_layers)
+    schedule.check_layers(layer_count(config))
     borrowed = lenders(config)
     order: dict[int, None] = {}
     for layer in schedule.ranking:

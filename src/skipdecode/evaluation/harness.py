@@ -25,11 +25,11 @@ from transformers import PreTrainedModel
 
 from ..core.attach import attach, teacher_forced
 from ..core.cache import SkipCache
+from ..core.checkpoint_config import schedule_for
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from ..data.collation import Collator
 from ..errors import SkipDecodeError, UsageError
-from ..planning.resolve import resolve_schedule
 from ..weights.checkpoint_checks import as_model_error, check_config, check_files, check_tokenizer
 from ..weights.device import check_dtype
 from ..weights.loading import read_weights, resolve
@@ -43,7 +43,7 @@ class SkipLM(HFLM):
 
     Args:
         pretrained: directory, hub name, ``demo``, or a model.
-        speedup, schedule: the budget, or (it goes first) the schedule or its JSON file; else the checkpoint's own.
+        speedup, schedule: one of them: a target, or a schedule or its JSON file; else the checkpoint's own.
         full: every layer instead.
         options: as ``hf`` takes them.
 
@@ -76,7 +76,7 @@ class SkipLM(HFLM):
         if isinstance(pretrained, str):
             check_tokenizer(pretrained, self.tokenizer, self.model.get_input_embeddings().weight.shape[0])
         layers = len(decoder_layers(attach(self.model)))
-        self.schedule = Schedule.full(layers) if full else resolve_schedule(self.config, speedup, schedule)
+        self.schedule = Schedule.full(layers) if full else schedule_for(self.config, speedup, schedule)
 
     def _get_backend(self, *args: Any, **kwargs: Any) -> None:
         super()._get_backend(*args, **kwargs)

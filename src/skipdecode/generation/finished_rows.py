@@ -1,8 +1,8 @@
 """Rows that have ended leave the batch: the model computes the others alone, and ``generate``'s loop goes on over all.
 
-So tokens, random numbers, processors of single rows and lengths are what they were. Two hooks stand around each pass.
-The first takes the rows that have ended out of what the model is given, and out of its cache; the second puts zeros in
-the place of their logits, for which the loop writes padding.
+So tokens, random numbers, processors of single rows and lengths are what they were. A patch stands around each pass.
+It takes the rows that have ended out of what the model is given, and out of its cache, and puts zeros in the place of
+their logits, for which the loop writes padding.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from ..core.cache import SkipCache, total_kv_bytes
+from ..core.patch import Patch, put
 from .options import num_beams
 
 #: Rows leave when at most this share of the rows in the cache goes on. What stays is copied: all cuts together copy no
@@ -46,8 +47,8 @@ def track_finished_rows(
 
     They stay with beams, which are put in order at every step; with stopping criteria of the caller, which may end a
     row unnoticed or take the place of others; where no token ends a text, since ``generate`` then goes on writing;
-    with a method's own cache, which may know things of its rows; and in compiled models, which other numbers of
-    rows may compile anew.
+    with a method's own cache, which may know things of its rows; and in compiled layers or models, which other numbers
+    of rows may compile anew.
 
     Args:
         stops: token ids that end a text.
@@ -84,7 +85,8 @@ class FinishedRows(StoppingCriteria):
         self.peak_kv_bytes = 0
 
     def __enter__(self) -> FinishedRows:
-        _stand_around(self.model)
+        with _LOCK:  # threads share a model
+            put(RowsPatch, self.model, "forward")
         self.cache.finished_rows = self
         return self
 
@@ -96,14 +98,14 @@ class FinishedRows(StoppingCriteria):
         self.ended |= self.ends(input_ids, scores, **kwargs)
         return torch.zeros_like(self.ended)
 
-    def before(self, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """What the model is given in place of ``kwargs``; None: the same."""
+    def before(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What the model is given in place of ``kwargs``."""
         given = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
         # A family may be given more than we know of: then its rows stay.
         if all(name in BY_ROW and value.shape[:-1] == self.ended.shape for name, value in given.items()):
             self._cut()
         if self.kept is None:
-            return None
+            return kwargs
         return kwargs | {name: value[self.kept.to(value.device)] for name, value in given.items()}
 
     def _cut(self) -> None:
@@ -126,22 +128,13 @@ class FinishedRows(StoppingCriteria):
 _LOCK = threading.Lock()
 
 
-def _stand_around(model: PreTrainedModel) -> None:
-    """The two hooks, once and for good: threads share a model, and copies of one in use take along what it holds."""
-    with _LOCK:
-        if _before not in model._forward_pre_hooks.values():
-            model.register_forward_pre_hook(_before, with_kwargs=True)
-            model.register_forward_hook(_after, with_kwargs=True)
+class RowsPatch(Patch):
+    """Stands in for the model's ``forward``: passes whose cache has :class:`FinishedRows` go through them."""
 
-
-def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-    # torch notes apart that a hook takes kwargs: a pass of another thread may come between.
-    rows = getattr((kwargs or {}).get("past_key_values"), "finished_rows", None)
-    changed = rows.before(kwargs) if rows is not None else None
-    return None if changed is None else (args, changed)
-
-
-def _after(model: Any, args: tuple[Any, ...], *rest: Any) -> Any:
-    *kwargs, output = rest
-    rows = getattr(kwargs[0].get("past_key_values"), "finished_rows", None) if kwargs else None
-    return output if rows is None else rows.after(output)
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for all rows."""
+        rows = getattr(kwargs.get("past_key_values"), "finished_rows", None)
+        if rows is None:
+            return self.original(*args, **kwargs)
+        return rows.after(self.original(*args, **rows.before(kwargs)))

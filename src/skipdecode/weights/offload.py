@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..core.checkpoint_config import default_schedule
-from ..core.gate import find_cache
 from ..core.decays import ranking
+from ..core.gate import find_cache
 from ..core.stack import decoder_layers
 from ..errors import MissingExtra, ModelError, UsageError
 from .checkpoint_checks import as_model_error, finite

@@ -1,19 +1,17 @@
-"""What text tasks look like: how each is read, prompted and scored. One file per task."""
+"""Text tasks: how each is read, prompted and scored."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ...errors import TaskError
 from .base import Example, Task, subsample
-from .cnn_dm import CnnDm
-from .e2e import E2E
+from .datasets import CNN_DM, E2E, REDDIT_TLDR
 from .jsonl import Jsonl
-from .reddit_tldr import RedditTldr
 
-TASKS: dict[str, Task] = {task.name: task for task in (E2E(), RedditTldr(), CnnDm(), Jsonl())}
-
+TASKS: dict[str, Task] = {task.name: task for task in (E2E, REDDIT_TLDR, CNN_DM, Jsonl())}
 
 #: Options of tasks, and why others do not have them.
 OPTIONS = {
@@ -47,11 +45,11 @@ def get_task(
     if name not in TASKS:
         raise TaskError(f"unknown task {name!r}; known are {', '.join(TASKS)}")
     values = (max_source_words, prompt_column, response_column, prompt_share)
-    options = {option: value for option, value in zip(OPTIONS, values, strict=True) if value is not None}
+    options: dict[str, Any] = {option: v for option, v in zip(OPTIONS, values, strict=True) if v is not None}
     for option in options:
-        if not hasattr(TASKS[name], option):
+        if option not in TASKS[name].options:
             raise TaskError(f"{option} does not go with {name}: {OPTIONS[option]}")
-    return type(TASKS[name])(**options)
+    return replace(TASKS[name], **options)
 
 
 def task_from(options: Mapping[str, Any]) -> Task:
