@@ -27,7 +27,6 @@ from ..core.stack import text_config
 from ..data.tokenization import for_decoding, train_tokenizer
 from ..errors import ModelError, UsageError
 from .checkpoint_checks import (
-    UNREADABLE,
     as_model_error,
     check_config,
     check_files,
@@ -170,7 +169,7 @@ def _on_meta(config: Any) -> PreTrainedModel | None:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
-    except UNREADABLE:
+    except Exception:
         return None
 
 
