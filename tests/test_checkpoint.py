@@ -41,12 +41,12 @@ def test_it_names_the_restaurant_at_every_speed() -> None:
     inputs = {"mr": "name[The Mill], eatType[pub], food[English], area[riverside]"}
     prompt = str(get_task("e2e").example(inputs).prompt)
     for speedup in (1, 2, 3, 4, 5):
-        row = skipdecode.generate(
+        (found,) = skipdecode.generate(
             model, tokenizer, [prompt], speedup=speedup, max_new_tokens=60, do_sample=False
-        ).completions[0]
-        assert row.finish_reason == "stop"
-        assert "The Mill" in row.text
-        assert "riverside" in row.text
+        ).completions
+        assert found.finish_reason == "stop"
+        assert "The Mill" in found.text
+        assert "riverside" in found.text
 
 
 @pytest.mark.parametrize(("speedup", "bleu", "rouge_l"), [(1, 71.90, 72.40), (5, 73.23, 73.58)])
