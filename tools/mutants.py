@@ -244,7 +244,7 @@ class File:
         self.mutants = list(mutants(name, self.tree))
         self.reasons = {(s["function"], s["change"]): s["reason"] for s in last.get("survivors", [])}
         code = hashlib.sha256(ast.dump(self.tree).encode()).hexdigest()[:16]
-        fresh = {"code": code, "tried": 0, "killed": 0, "timeout": 0, "survived": 0, "survivors": []}
+        fresh: dict[str, Any] = {"code": code, "tried": 0, "killed": 0, "timeout": 0, "survived": 0, "survivors": []}
         self.entry: dict[str, Any] = last if last.get("code") == code else fresh
         survivors = [each["place"] for each in self.entry["survivors"]]
         self.todo = survivors if again else list(range(self.entry["tried"], len(self.mutants)))

@@ -42,7 +42,7 @@ def write(path: str | Path, content: str | bytes, *, may_replace: Callable[[byte
     target = Path(os.path.realpath(path))
     data = content.encode("utf-8") if isinstance(content, str) else content
     check_target(path, may_replace=may_replace)
-    with naming(path):
+    with names_file(path):
         if is_stream(path):
             with _open_stream(path) as stream:
                 stream.write(data)
@@ -51,7 +51,7 @@ def write(path: str | Path, content: str | bytes, *, may_replace: Callable[[byte
 
 
 @contextmanager
-def naming(path: str | Path) -> Iterator[None]:
+def names_file(path: str | Path) -> Iterator[None]:
     """Give an OSError of the block the file's name: those of a full disk, met in a write or a flush, have none."""
     try:
         yield
