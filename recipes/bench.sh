@@ -5,7 +5,7 @@
 set -euo pipefail
 out=$(realpath -m "$1")
 cd "$(dirname "$0")/.."
-skipdecode=${SKIPDECODE:-.venv/bin/skipdecode} python=${PYTHON:-.venv/bin/python}
+skipdecode=${SKIPDECODE:-.venv/bin/skipdecode}
 shapes=${SHAPES:-opt-1.3b llama-3.2-1b}
 
 profile() { # SHAPE NAME OPTIONS…
@@ -24,8 +24,5 @@ for shape in $shapes; do
     bench "$shape" job-prepacked "${prepacked[@]}" --clock job --prompt-layers max --speedups 2,3,5 --new-tokens 64
     profile "$shape" profile
     bench "$shape" step --profile "$out/$shape/profile.json" --clock step --speedups 2,3,4,5
-    [ -f "$out/$shape/contexts/table.json" ] || "$python" benchmarks/contexts.py --shape "$shape" \
-        --profile "$out/$shape/profile.json" --output "$out/$shape/contexts"
 done
 bench opt-1.3b int8 --quantization int8 --speedups 3 --batch 1,8 --new-tokens 64
-bench opt-1.3b compiled --compile --speedups 3 --batch 1,8 --new-tokens 64

@@ -12,7 +12,7 @@ import pytest
 import skipdecode
 from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule
-from skipdecode.clock.timing import Clock, Timing, alternate, compare, forced, remarks, shown, typical_steps
+from skipdecode.clock.timing import Comparison, Timing, alternate, compare, forced, remarks, shown, typical_steps
 from skipdecode.errors import ModelError
 from skipdecode.generation.results import Cost, Generated
 
@@ -64,7 +64,7 @@ def test_a_straggler_is_refused_not_counted() -> None:
         compare(timing([100, 27], 245, 2.0), timing([17, 17], 139, 1.0), 1)
     equal = compare(timing([20, 20], 42, 2.0), timing([20, 20], 42, 1.0), 3)
     assert (equal.ratio, equal.decode_ratio, equal.batches) == (2, 2, 6)
-    assert isinstance(equal, Clock)
+    assert isinstance(equal, Comparison)
 
 
 def test_more_than_the_layers_saved_is_marked_and_so_are_few_rows() -> None:
@@ -84,7 +84,7 @@ def test_more_than_the_layers_saved_is_marked_and_so_are_few_rows() -> None:
 @pytest.mark.slow
 def test_one_row_of_the_table_is_of_one_run(checkpoint: Path, tmp_path: Path) -> None:
     """F13: seconds per token and clock cannot contradict, and both stand beside the layers of the same steps."""
-    options = ("--max-new-tokens", 20, "--repeats", 1, "--timing-rows", 6, "--batch-size", 4, "--samples", 5)
+    options = ("--max-new-tokens", 20, "--repeats", 1, "--timing-rows", 6, "--batch-size", 4)
     methods = ("--speedups", "2,4", "--methods", "skipdecode,unified")
     done = run("evaluate", checkpoint, "--data", checkpoint, "--output", tmp_path, *options, *methods, "--json")
     assert done.returncode == 0, done.stderr

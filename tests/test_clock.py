@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +16,9 @@ from helpers.families import build
 from helpers.tiny import run
 from skipdecode import Schedule, SkipCache, attach
 from skipdecode.clock import profiler as profiling
-from skipdecode.clock.bench import BenchPlan, Cell, bench, runs_of
-from skipdecode.clock.filled import FilledCache
+from skipdecode.clock.bench import BenchPlan, bench
 from skipdecode.clock.model_shapes import SHAPES, random_model, shape_config
-from skipdecode.clock.profiler import Profiler, layer_kinds
+from skipdecode.clock.profiler import FilledCache, Profiler, layer_kinds
 from skipdecode.core.cache import layer_kv_bytes
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import encode_prompts
@@ -30,12 +26,10 @@ from skipdecode.errors import SkipDecodeError, UsageError
 from skipdecode.generation import engine
 from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.jobs import GenerationJob
-from skipdecode.planning.clock import check_profile, warnings_of
-from skipdecode.planning.planner import SHORT, Predictor, Workload, plan, predict, workloads
+from skipdecode.planning.clock import check_profile
+from skipdecode.planning.planner import SHORT, Predictor, Workload, plan, workloads
 from skipdecode.planning.profile import Pass, Profile, shape_of
-from skipdecode.weights import device as machines
-from skipdecode.weights import device as peaks
-from skipdecode.weights.device import Peaks, machine, measure_peaks
+from skipdecode.weights.device import machine
 from skipdecode.weights.loading import DEMO, load_tokenizer, read_config
 
 #: Seconds of work on the clock of these tests: of a layer, by kind, and of each of its positions; of the head.
@@ -75,8 +69,6 @@ def timed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
     model = build(request.param)
     model.generation_config.eos_token_id = None
     monkeypatch.setattr(time, "perf_counter", WorkClock(model))
-    for name in ("READ", "SIDE"):  # what they come to on this clock means nothing
-        monkeypatch.setattr(peaks, name, 64)
     return attach(model)
 
 
@@ -89,7 +81,7 @@ def tokenizer() -> Any:
 @pytest.fixture
 def profile(timed: Any, tokenizer: Any) -> Profile:
     """Of three batch sizes, and of lengths within the sliding window of neither and of one kind."""
-    return Profiler(timed, tokenizer, rounds=1).profile([1, 2, 4], [4, 16])
+    return Profiler(timed, tokenizer, rounds=1).profile([1, 2, 4], [4, 24])
 
 
 def test_a_profile_holds_what_the_work_takes(timed: Any, profile: Profile) -> None:
@@ -97,16 +89,16 @@ def test_a_profile_holds_what_the_work_takes(timed: Any, profile: Profile) -> No
     names, kinds = layer_kinds(timed)
     assert profile.layers == kinds
     assert len(profile.kinds) == len(names) == len(set(kinds))
+    assert [(one.batch_size, one.length) for one in profile.prompts] == [(n, m) for n in (1, 2, 4) for m in (4, 24)]
     for one in profile.steps:
-        assert one.beyond == pytest.approx(HEAD, rel=1e-6)
         assert one.layers == pytest.approx([w + POSITION * one.batch_size for w in WEIGHTS[: len(names)]], rel=1e-6)
     for one in profile.prompts:
         work = POSITION * one.batch_size * one.length
-        assert [one.beyond, *one.layers] == pytest.approx([HEAD, *(w + work for w in WEIGHTS[: len(names)])], rel=1e-6)
-    assert profile.head == pytest.approx(dict.fromkeys((1, 2, 4), 1.0))
-    assert profile.error["step"] == pytest.approx(0, abs=1e-6)
-    assert "step_line" not in profile.error  # two lengths have none between them
-    assert {*profile.peaks} == {"bandwidth", "matrix"}
+        assert one.layers == pytest.approx([w + work for w in WEIGHTS[: len(names)]], rel=1e-6)
+    for one in (*profile.steps, *profile.prompts):
+        assert [one.head, one.rest] == pytest.approx([HEAD, 0], abs=1e-9)
+    assert profile.noise == pytest.approx(0)
+    assert profile.warning is None
     check_profile(profile, timed.config, "float32")
     with pytest.raises(UsageError, match="another shape"):
         check_profile(profile, build("llama").config, "float32")
@@ -114,41 +106,48 @@ def test_a_profile_holds_what_the_work_takes(timed: Any, profile: Profile) -> No
         check_profile(profile, timed.config, "bfloat16")
 
 
-def test_memory_that_is_too_small_for_the_peaks_shows_first(
-    timed: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not after minutes of measuring, which would be lost."""
-    calls: list[int] = []
-    monkeypatch.setattr(peaks, "READ", 2**70)
-    with pytest.raises((RuntimeError, MemoryError)):
-        Profiler(timed, tokenizer, 1, lambda done, total: calls.append(done)).profile([1], [4])
-    assert not calls
-
-
 def test_a_model_without_a_head_has_steps(timed: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers knows of no module that makes its logits: then no share of a step is the head's."""
+    """transformers knows of no module that makes its logits: what it takes is then part of the rest."""
     monkeypatch.setattr(timed, "get_output_embeddings", lambda: None)
-    found = Profiler(timed, tokenizer, 1).steps(2, 4, Schedule.from_depths(8, [8] * 6 + [2] * 6))
-    assert found.head == 0
-    assert len(found.passes) == 2
+    found = Profiler(timed, tokenizer, 1).steps(2, 4, 8)
+    assert [found.head, found.rest] == pytest.approx([0, HEAD])
 
 
-def test_impatience_costs_no_accuracy(
+def test_passes_that_would_take_long_run_fewer_layers(
     timed: Any, tokenizer: Any, profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long prompts and steps of few layers give the same costs; prompts run a fraction of the layers."""
-    patient = Profiler(timed, tokenizer, rounds=1)
-    patient.profile([1, 2, 4], [4, 16])
-    monkeypatch.setattr(profiling, "PROMPT_SECONDS", 0.01)
-    monkeypatch.setattr(profiling, "STEP_SECONDS", 0.01)
+    """Some of each kind always: the same costs, for a fraction of the work; and rounds that differ show."""
+    depths: list[int] = []
+    made = Profiler.steps
+
+    def spied(self: Profiler, size: int, length: int, depth: int) -> Pass:
+        depths.append(depth)
+        return made(self, size, length, depth)
+
+    monkeypatch.setattr(Profiler, "steps", spied)
+    monkeypatch.setattr(profiling, "SECONDS", 0.01)
     calls: list[tuple[int, int]] = []
     hasty = Profiler(timed, tokenizer, 2, lambda *done: calls.append(done))
-    found = hasty.profile([1, 2, 4], [4, 16])
-    assert hasty.work["prompt"] < 0.4 * patient.work["prompt"]
-    assert calls[-1][0] == calls[-1][1] == len(calls)
+    found = hasty.profile([1, 2, 4], [4, 24])
+    assert min(depths) == depths[-1] == hasty.least < 8
+    assert calls == [(n, 24) for n in range(1, 25)]
     for name in ("prompts", "steps"):
         for one, other in zip(getattr(found, name), getattr(profile, name), strict=True):
-            assert [one.beyond, *one.layers] == pytest.approx([other.beyond, *other.layers], rel=1e-6)
+            assert [one.rest, one.head, *one.layers] == pytest.approx([other.rest, other.head, *other.layers], abs=1e-9)
+    one = found.steps[0]
+    slow = Pass(one.batch_size, one.length, one.layers, 1.0)
+    assert profiling._noise([one, slow, slow]) == pytest.approx(1 / (sum(one.layers) + HEAD), rel=0.3)
+    assert profiling._fastest([slow, one]).rest == one.rest
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4-shared", "gpt-oss"])
+def test_the_fewest_layers_measured_are_of_every_kind(name: str, tokenizer: Any) -> None:
+    """Also where layers that lend their keys have to run first."""
+    model = attach(build(name))
+    model.generation_config.eos_token_id = None
+    profiler = Profiler(model, tokenizer, 1)
+    assert len(profiler.kinds) > 1
+    assert len(profiler.steps(1, 4, profiler.least).layers) == len(profiler.kinds)
 
 
 @pytest.mark.parametrize(
@@ -160,10 +159,10 @@ def test_a_filled_cache_is_one_after_a_prompt(name: str, length: int, tokenizer:
     model, schedule, steps = attach(build(name)), Schedule(8, 6, 2, 7, prompt_layers="max"), 9
     model.generation_config.eos_token_id = None
     ids = [[5 + (row + column) % 90 for column in range(length + 1)] for row in range(2)]
-    first, options = torch.tensor([row[:1] for row in ids]), {"do_sample": False}
+    first = torch.tensor([row[:1] for row in ids])
 
     def held(cache: SkipCache, prompt: list[list[int]], new: int) -> Any:
-        generate_batch(model, tokenizer, prompt, lambda _: cache, min_new_tokens=new, max_new_tokens=new, **options)
+        generate_batch(model, tokenizer, prompt, lambda _: cache, min_new_tokens=new, max_new_tokens=new)
         return cache.step_depths, [layer_kv_bytes(layer) for layer in cache.layers], cache.get_seq_length()
 
     filled = held(FilledCache(model, schedule, first, length), ids, steps)
@@ -181,10 +180,9 @@ def test_what_is_planned_is_got(
     if clock == "layers":
         wanted = BenchPlan((1.5, 2.5), (1, 3), 7, 20, clock, profile, repeats=1, style=style)
     done: list[int] = []
-    cells = bench(timed, tokenizer, wanted, lambda: done.append(1))
-    rows = [cell.row(wanted, Peaks(1e9, 1e9)) for cell in cells]
+    rows = bench(timed, tokenizer, wanted, "made", on_run=lambda: done.append(1)).rows
     assert len(rows) == 2 * (1 + len(wanted.speedups))
-    assert len(done) <= runs_of(wanted)
+    assert len(done) <= wanted.runs
     for row in rows:
         if "refused" in row:
             most = re.search(r"at most ([\d.]+)x, at 1 of", row["refused"])
@@ -220,7 +218,7 @@ _ON_THE_CLOCK = {"clock": "job", "profile": "p.json", "speedup": 2}
         ),
         ({"clock": "job", "profile": "p.json", "speedup": 99}, "cannot be had"),
         ({"clock": "job", "profile": "p.json", "speedup": 2, "dtype": "bfloat16"}, "another dtype"),
-        ({"clock": "job", "profile": "p.json", "speedup": 2, "quantization": "int8"}, "another options"),
+        ({"clock": "job", "profile": "p.json", "speedup": 2, "prepack": True}, "another options"),
     ],
 )
 def test_a_job_on_the_clock_is_refused_before_weights_are_read(
@@ -254,25 +252,9 @@ def test_a_job_on_the_clock_runs_what_is_planned(checkpoint: Path, tmp_path: Pat
 
 def _made(**placed: Any) -> Profile:
     """A profile of eight layers that cost what they cost everywhere."""
-    passes = [Pass(size, length, 0.01, (0.01,)) for size in (1, 32) for length in (4, 90)]
+    passes = [Pass(size, length, (0.01,), 0.01) for size in (1, 32) for length in (4, 90)]
     both: dict[str, Any] = {"prompts": tuple(passes), "steps": tuple(passes)}
     return Profile(model="made", dtype="float32", kinds=("layer",), layers=(0,) * 8, **both, **placed)
-
-
-def test_bytes_foretold_are_bytes_held(timed: Any, tokenizer: Any, profile: Profile) -> None:
-    """Keys and values foretold are those that the cache reports: past windows, and past the room that layers make."""
-    for tokens in (7, 2):  # a text that stays within the room, and one that outgrows it
-        wanted = BenchPlan((1.3, 2.0), (2,), tokens, 11 if tokens == 7 else 14, "step", profile, repeats=1)
-        for cell in bench(timed, tokenizer, wanted):
-            assert cell.timing is not None
-            assert cell.prediction is not None
-            assert cell.prediction.kv_bytes == cell.timing.cost.peak_kv_bytes
-
-
-def test_a_refused_cell_says_why() -> None:
-    """It has the target and the reason, and no figures."""
-    row = Cell(8, 5.0, why="at most 4x").row(BenchPlan(), Peaks(1, 1))
-    assert row == {"batch_size": 8, "asked": 5.0, "asked_of": "layers", "refused": "at most 4x"}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -299,33 +281,6 @@ def test_random_weights_are_a_model(tokenizer: Any) -> None:
         random_model("gpt-5")
 
 
-def test_peaks_are_measured() -> None:
-    """Both are more than a machine of the last century had, and less than one of the next."""
-    peaks = measure_peaks(torch.device("cpu"), torch.float32, rounds=1)
-    assert 1e7 < peaks.bandwidth < 1e14
-    assert 1e7 < peaks.matrix < 1e16
-
-
-def test_a_machine_that_has_changed_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A profile of the same name whose peaks are not reached warns; drift, old profiles and other machines do not."""
-    monkeypatch.setattr(machines, "measure_peaks", lambda *_, **__: Peaks(8e9, 3e11))
-    here = machine("cpu")
-    made = _made(shape=shape_of(read_config(str(checkpoint))), machine=here, device="cpu")
-    assert warnings_of(made) == []
-    assert warnings_of(replace(made, peaks={"bandwidth": 6e9, "matrix": 4e11})) == []
-    slower = replace(made, peaks={"bandwidth": 15e9, "matrix": 3.5e11})
-    assert re.search("bandwidth 53%, matrix 86% of them", warnings_of(slower)[0])
-    assert re.search("bandwidth 160%", warnings_of(replace(made, peaks={"bandwidth": 5e9, "matrix": 3e11}))[0])
-    assert warnings_of(replace(slower, machine="another")) == []
-    slower.save(tmp_path / "p.json")
-    assert Profile.load(tmp_path / "p.json") == slower
-    said: list[str] = []
-    options = {"max_new_tokens": 8, "min_new_tokens": 8}
-    job = GenerationJob(str(checkpoint), ["the cat"], speedup=2, clock="step", profile=slower, options=options)
-    job.run(say=said.append)
-    assert warnings_of(slower)[0] in said
-
-
 def test_a_shape_is_the_same_for_other_weights(checkpoint: Path, tmp_path: Path) -> None:
     """Names, token ids and schedules do not change how long a pass takes; layers and widths do."""
     config = shape_config("tiny")
@@ -337,25 +292,29 @@ def test_a_shape_is_the_same_for_other_weights(checkpoint: Path, tmp_path: Path)
 
 
 def test_the_verbs(tmp_path: Path) -> None:
-    """profile writes what plan and bench read; bench writes its tables; JSON is the last line of each."""
+    """profile writes what plan and bench read; plan says what to train with; bench writes its tables."""
     path, table = tmp_path / "p.json", tmp_path / "bench"
-    small = ("--shape", "tiny", "--dtype", "float32", "--batch", "1,2", "--json")
+    small = ("--shape", "tiny", "--dtype", "float32", "--batch", "1,2")
     done = run("profile", *small, "--context", "8,64", "--repeats", 1, "--output", path)
     assert done.returncode == 0, done.stderr
+    assert "| batch | context |" in done.stdout
     profile = Profile.load(path)
-    assert json.loads(done.stdout.splitlines()[-1])["shape"] == profile.shape
     job = ("--prompt-tokens", 8, "--new-tokens", 16)
-    done = run("plan", "--profile", path, "--batch", "1,2", *job, "--png", tmp_path / "plan.png", "--json")
+    done = run("plan", "--profile", path, "--batch", "1,2", *job, "--speedups", "1,1.05,99", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
-    assert {row["batch_size"] for row in rows} == {1, 2}
+    assert [(row["batch_size"], row["asked"]) for row in rows] == [(n, k) for n in (1, 2) for k in (1, 1.05, 99)]
     for row in rows:
         if "schedule" in row:
-            found = predict(Predictor(profile, [Workload(row["batch_size"], 8, 16)]), 1, Schedule(**row["schedule"]))
-            assert round(found.step, 3) == row["predicted_step_ratio"]
-    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
-    clock = ("--clock", "step", "--profile", path, "--speedups", "1.2", "--repeats", 1, "--output", table)
-    done = run("bench", *small, *job, *clock)
+            schedule, work = Schedule.from_dict(row["schedule"]), Workload(row["batch_size"], 8, 16)
+            assert row["step_ratio"] == round(Predictor(profile, [work]).ratio(schedule), 3)
+            assert row["layers_ratio"] == round(schedule.layer_ratio(15), 3)
+            if row["asked"] > 1:
+                layers = f"{row['layers_ratio']:.3g}"
+                assert f"batch {row['batch_size']}: train a model for these with --speedups 1,{layers}\n" in done.stdout
+    assert done.stdout.rpartition("\n{")[0].count("cannot be had: at most") == 2
+    clock = ("--clock", "step", "--profile", path, "--speedups", "1.05", "--repeats", 1, "--output", table)
+    done = run("bench", *small, *job, *clock, "--json")
     assert done.returncode == 0, done.stderr
     written = json.loads((table / "table.json").read_text())
     assert written["rows"] == json.loads(done.stdout.splitlines()[-1])["rows"]
@@ -363,37 +322,17 @@ def test_the_verbs(tmp_path: Path) -> None:
     assert "| full depth |" in (table / "table.md").read_text()
 
 
-def test_contexts_are_predicted_from_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """benchmarks/contexts.py: without noise the lengths around a context say what it takes, and so does a profile."""
-    contexts, made = importlib.import_module("contexts"), random_model
-
-    def on_a_clock(*arguments: Any) -> Any:
-        model, tokenizer = made(*arguments)
-        monkeypatch.setattr(time, "perf_counter", WorkClock(model))
-        return model, tokenizer
-
-    monkeypatch.setattr(contexts, "random_model", on_a_clock)
-    path, command = tmp_path / "p.json", ["contexts.py", "--shape", "tiny", "--dtype", "float32", "--repeats", "1"]
-    model, tokenizer = on_a_clock("tiny", "float32")
-    profile = Profiler(model, tokenizer, rounds=1).profile([1, 2], [4, 32])
-    profile.save(path)
-    arguments = [*command, "--output", str(tmp_path), "--batch", "1,2", "--lengths", "4,32", "--contexts"]
-    monkeypatch.setattr(sys, "argv", [*arguments, "8,12", "--speedups", "2,5", "--profile", str(path)])
-    contexts.main()
-    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
-    cells = [(size, context, depth) for size in (1, 2) for context in (8, 12) for depth in (4, 2)]
-    assert [(row["batch_size"], row["context"], row["depth"]) for row in rows] == cells
-    for row in rows:
-        assert row["step_ratio"] == row["predicted_step_ratio"] == row["stored_step_ratio"] > 1
-    assert "8 of 8 within 5%" in capsys.readouterr().out
-    replace(profile, shape="another").save(path)
-    with pytest.raises(UsageError, match="another shape"):
-        contexts.main()
-    monkeypatch.setattr(sys, "argv", [*arguments, "40"])
-    with pytest.raises(UsageError, match="lie between"):
-        contexts.main()
+def test_a_plan_for_a_model_has_its_trained_style(checkpoint: Path, tmp_path: Path) -> None:
+    """What ``plan MODEL`` shows is what ``generate MODEL --clock`` runs."""
+    config = read_config(str(checkpoint))
+    _made(shape=shape_of(config), machine="there", device="cpu").save(tmp_path / "p.json")
+    done = run("plan", checkpoint, "--profile", tmp_path / "p.json", "--new-tokens", 20, "--decay", "cosine", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "this is another machine" in done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert {row["schedule"]["decay"] for row in rows if "schedule" in row and row["asked"] > 1} == {"cosine"}
+    _made(shape="another", machine="there", device="cpu").save(tmp_path / "p.json")
+    assert run("plan", checkpoint, "--profile", tmp_path / "p.json").returncode == 2
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,12 @@ from transformers import GenerationConfig, OPTConfig
 
 from helpers.tiny import TEXTS, run, write_jsonl
 from skipdecode import Schedule
+from skipdecode.engines import ray
+from skipdecode.engines import vllm as offline
+from skipdecode.engines.vllm_sampling import sampling_params, stop_strings
 from skipdecode.errors import MissingExtra, ModelError, ScheduleError, UsageError
 from skipdecode.generation import jobs
 from skipdecode.generation.jobs import GenerationJob
-from skipdecode.serving import offline, ray
-from skipdecode.serving.decoding import sampling_params, stop_strings
 from skipdecode.serving.settings import Serving
 
 needs_ray = pytest.mark.skipif(
@@ -107,7 +108,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> offline.VllmEngine:
     [
         ({"batch_size": "auto"}, "batch_size"),
         ({"quantization": "int8"}, "quantization"),
-        ({"compile": True}, "compile"),
         ({"offload": "disk"}, "offload"),
         ({"options": {"num_beams": 3}}, "num_beams"),
         ({"device": "meta"}, "device"),
@@ -147,13 +147,12 @@ def test_one_schedule_for_every_request() -> None:
     config = SimpleNamespace(get_text_config=lambda decoder: SimpleNamespace(num_hidden_layers=8))
     schedule = Schedule.from_depths(8, [8, 5, 2], prompt_layers="max", prompt_decay=2)
     serving = Serving(config, {"schedule": schedule.to_dict()})
-    assert serving.schedule(serving.default) == schedule
-    assert serving.least == serving.most == serving.default
-    with pytest.raises(ScheduleError, match="max_speedup"):
-        Serving(config, {"schedule": schedule.to_dict(), "max_speedup": 3})
+    assert serving.schedules == {serving.default: schedule}
+    with pytest.raises(ScheduleError, match="leave out speedups"):
+        Serving(config, {"schedule": schedule.to_dict(), "speedups": [3]})
     with pytest.raises(ScheduleError, match="9 layers"):
         Serving(config, {"schedule": Schedule.full(9).to_dict()})
-    with pytest.raises(ScheduleError, match="must be a number"):
+    with pytest.raises(ScheduleError, match="speedup must be"):
         serving.speedup(serving.default + 1)
 
 

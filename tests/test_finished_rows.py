@@ -19,6 +19,7 @@ import skipdecode
 from helpers.families import FAMILIES, SCHEDULES, TOP, build
 from helpers.tiny import TEXTS
 from skipdecode import Schedule, SkipCache, attach, detach
+from skipdecode.baselines.early_exit import install_exits
 from skipdecode.core.cache import total_kv_bytes
 from skipdecode.core.patch import patches_on
 from skipdecode.core.stack import decoder_layers
@@ -28,8 +29,6 @@ from skipdecode.generation.batch import Decoding, generate_batch
 from skipdecode.generation.generate import generate_ids
 from skipdecode.generation.results import Completion, Cost
 from skipdecode.methods import get_method
-from skipdecode.methods.calm import install_exits
-from skipdecode.weights.faster import make_faster
 
 PAD, END, NEW = 0, 1, 16
 LENGTHS = (9, 5, 2, 7, 3, 4, 8, 6)
@@ -246,14 +245,13 @@ def test_rows_stay_with_a_methods_own_cache() -> None:
     assert set(rows) == {len(LENGTHS)}
 
 
-def test_rows_stay_in_compiled_layers() -> None:
-    """Each number of rows may compile them anew."""
+def test_rows_stay_in_a_compiled_model() -> None:
+    """Each number of rows may compile it anew."""
     model = build("opt")
     asked: Any = Tokenizer(), DynamicCache(config=model.config), 8, {END}, None, {}
     assert finished_rows.track_finished_rows(model, *asked) is not None
-    assert finished_rows.track_finished_rows(make_faster(model, compile=True), *asked) is None
-    (whole := build("opt")).compile()
-    assert finished_rows.track_finished_rows(whole, *asked) is None
+    model.compile()
+    assert finished_rows.track_finished_rows(model, *asked) is None
 
 
 def test_rows_stay_where_a_pass_is_given_what_we_do_not_know() -> None:

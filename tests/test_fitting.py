@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import time
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -49,7 +47,6 @@ def test_a_fall_is_kept_wherever_one_comes_near(wish: tuple[int, float, list[int
         off(Schedule(layers, most, low, horizon, **style), speedup, lengths)
         for most in range(1, layers + 1)
         for low in range(1, most)
-        if abs((most + low) / 2 / (layers / speedup) - 1) <= 0.35 and most <= int(2 * layers / speedup) + 2
         for horizon in range(max(typical // 3, 2), 2 * typical + 1)
     ]
     flats = [off(Schedule(layers, depth, depth, 1, **style), speedup, lengths) for depth in range(1, layers + 1)]
@@ -71,46 +68,16 @@ def test_a_constant_depth_asked_for_is_the_nearest_one(layers: int, speedup: flo
     assert off(plan, speedup, lengths) == min(abs(layers / depth / speedup - 1) for depth in range(1, layers + 1))
 
 
-def form_of(schedule: Schedule, speedup: float, typical: int) -> float:
-    """How far a fall is from the paper's share of max, and its horizon from the texts' length."""
-    share = schedule.max_depth / (schedule.max_depth + schedule.min_depth)
-    return abs(share - share_of_max(speedup)) + abs(schedule.horizon / typical - 1) / 2
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(2, 12), st.floats(1.05, 8), st.integers(1, 150), st.integers(0, 150), st.sampled_from(FALLING))
-def test_of_the_falls_within_the_tolerance_the_best_form_is_taken(
-    layers: int, speedup: float, length: int, other: int, decay: str
+@settings(max_examples=50, deadline=None)
+@given(st.integers(24, 80), st.floats(1.5, 5), st.integers(30, 200), st.sampled_from(FALLING[:2]))
+def test_of_many_falls_that_achieve_it_the_papers_is_taken(
+    layers: int, speedup: float, length: int, decay: str
 ) -> None:
-    """Two dozen horizons from a third of the texts' length to a fifth beyond it; if none will do, all to twice it."""
-    speedup, lengths, typical = min(speedup, layers), [length, min(other, length)], length
-    plan, middle = fit(layers, speedup, lengths, decay=decay), layers / speedup
-    pairs = [
-        (most, low)
-        for most in range(max(int(middle), 2), min(int(2 * middle) + 2, layers) + 1)
-        for low in range(1, most)
-        if 0.65 <= (most + low) / 2 / middle <= 1.35
-    ]
-    first, last = max(typical // 3, 2), math.floor(1.2 * typical + 0.5) + 1
-    coarse = range(first, max(last, 2) + 1, max(last // 24, 1))
-    assert len(coarse) <= 36
-
-    def falls(horizons: Iterable[int]) -> list[Schedule]:
-        return [Schedule(layers, most, low, horizon, decay=decay) for most, low in pairs for horizon in horizons]
-
-    near = [form_of(fall, speedup, typical) for fall in falls(coarse) if off(fall, speedup, lengths) <= TOLERANCE]
-    if near:
-        assert off(plan, speedup, lengths) <= TOLERANCE
-        assert form_of(plan, speedup, typical) == pytest.approx(min(near))
-        return
-    fine = falls({*coarse, *range(first, max(2 * typical, 2) + 1)})
-    nearest = min((off(fall, speedup, lengths) for fall in fine), default=math.inf)
-    if plan.max_depth > plan.min_depth:
-        assert off(plan, speedup, lengths) <= max(nearest, TOLERANCE)
-        assert plan.horizon <= max(2 * typical, last, 2)
-    else:
-        flat = off(plan, speedup, lengths)
-        assert nearest > max(NEAR, flat)
+    """Its share of max in max + min, over about as many steps as texts have."""
+    plan = fit(layers, speedup, [length], decay=decay)
+    assert off(plan, speedup, [length]) <= TOLERANCE
+    assert plan.max_depth / (plan.max_depth + plan.min_depth) == pytest.approx(share_of_max(speedup), abs=0.1)
+    assert plan.horizon == pytest.approx(length, rel=0.25)
 
 
 def test_a_constant_depth_that_is_nearer_takes_the_place_of_a_fall_that_is_far() -> None:
@@ -251,7 +218,7 @@ def test_a_speedup_of_one_is_the_full_model() -> None:
     for speedup in (0, 0.5, 8.5):
         with pytest.raises(ScheduleError, match="a speed-up is 1 to the number of layers"):
             fit(8, speedup, [20])
-    with pytest.raises(ScheduleError, match="no depths of 8 layers come near"):
+    with pytest.raises(ScheduleError, match="a depth is at most 8 layers, and at least the warm-up's 9"):
         fit(8, 2, [20], warmup=9)
 
 
@@ -262,14 +229,21 @@ def test_the_longest_text_is_half_a_million_steps() -> None:
         fit(8, 2, [500_001])
 
 
-@pytest.mark.slow
-def test_long_texts_and_many_of_them_are_fitted_at_once() -> None:
-    """G: a length of a million steps, or a million lengths, are no reason to hang."""
-    start = time.process_time()
-    for lengths in ([LONGEST, 400_000, 3], [*range(1, 200_001)], [40] * 10**6):
-        for decay in ("linear", "cosine"):
-            assert off(fit(32, 3, lengths, decay=decay), 3, lengths) <= TOLERANCE
-    assert time.process_time() - start < 20
+@pytest.mark.parametrize(("layers", "lengths"), [(32, [LONGEST, 400_000, 3]), (32, [40] * 10**5), (80, [300, 200, 4])])
+def test_long_texts_and_many_of_them_are_fitted_at_once(
+    layers: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G: neither steps nor pairs of depths are gone through one by one."""
+    looks: list[Schedule] = []
+    ratio = Lengths.ratio
+
+    def spied(self: Lengths, schedule: Schedule) -> float:
+        looks.append(schedule)
+        return ratio(self, schedule)
+
+    monkeypatch.setattr(Lengths, "ratio", spied)
+    assert off(fit(layers, 3, lengths), 3, lengths) <= TOLERANCE
+    assert len(looks) < 5000
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0], [-3], [5, -1], [2.5], [5, 2.5], ["40"], [True]])

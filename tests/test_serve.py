@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from helpers.tiny import run
+from serving.processes import running
 from skipdecode import Schedule
 from skipdecode.core.checkpoint_config import schedule_for
 from skipdecode.errors import MissingExtra, ModelError, ScheduleError, UsageError
@@ -18,8 +20,7 @@ from skipdecode.serving import server
 from skipdecode.serving.depths import Table, Tables
 from skipdecode.serving.metrics import Work
 from skipdecode.serving.policy import WINDOW, Limits, Load
-from skipdecode.serving.process import running
-from skipdecode.serving.requests import OWN, settle, wanted
+from skipdecode.serving.requests import OWN, assign_speedup, requested_speedup
 from skipdecode.serving.settings import Serving
 from skipdecode.weights.loading import DEMO, read_config
 
@@ -112,10 +113,10 @@ def test_a_request_under_load() -> None:
     waiting = 0
     load = Load(serving.limits, lambda: (waiting, 0))
     before, during, named = (SimpleNamespace(extra_args=extra) for extra in (None, {"other": 1}, {"speedup": 2}))
-    settle(before, serving, load)
+    assign_speedup(before, serving, load)
     waiting = 4
-    settle(during, serving, load)
-    settle(named, serving, load)
+    assign_speedup(during, serving, load)
+    assign_speedup(named, serving, load)
     assert [p.extra_args["speedup"] for p in (before, during, named)] == [2, 5, 2]
     assert [p.extra_args[OWN]["moved"] for p in (before, during, named)] == [False, True, False]
     assert during.extra_args["other"] == 1
@@ -125,27 +126,47 @@ def test_a_request_is_judged_without_a_change() -> None:
     """What is asked before a response begins leaves the parameters as they were."""
     serving = Serving(read_config("demo"), {"speedup": 2})
     params = SimpleNamespace(extra_args={"speedup": 3})
-    assert wanted(params, serving) == (3, True)
-    assert wanted(SimpleNamespace(extra_args=None), serving) == (2, False)
+    assert requested_speedup(params, serving) == (3, True)
+    assert requested_speedup(SimpleNamespace(extra_args=None), serving) == (2, False)
     assert params.extra_args == {"speedup": 3}
 
 
 @pytest.mark.parametrize(
-    "value", [0, 99, "fast", True, [1, 2], {}, float("nan"), float("inf"), 1.234, pytest.param(10**400, id="huge")]
+    "value", [0, 2.5, 99, "fast", True, [1, 2], {}, float("nan"), float("inf"), pytest.param(10**400, id="huge")]
 )
-def test_a_speedup_that_is_none(value: Any) -> None:
-    """Every type, with what is allowed."""
+def test_a_speedup_that_is_not_offered(value: Any) -> None:
+    """Whatever JSON can hold: refused with what is offered."""
     serving = Serving(read_config("demo"))
-    with pytest.raises(ScheduleError, match=r"speedup (must be a number from 1 to 5|may have two decimals)"):
-        wanted(SimpleNamespace(extra_args={"speedup": value}), serving)
+    with pytest.raises(ScheduleError, match="speedup must be one of 1, 2, 3, 4, 5, not"):
+        requested_speedup(SimpleNamespace(extra_args={"speedup": value}), serving)
 
 
-def test_decimals_are_bounded_but_for_what_the_operator_named() -> None:
-    """So are the schedules, tables and counters that a server keeps for ever."""
-    serving = Serving(read_config("demo"), {"speedup": 2.3456, "max_speedup": 4.3219})
-    assert [serving.speedup(value) for value in (2.3456, 4.3219, 3.14)] == [2.3456, 4.3219, 3.14]
-    with pytest.raises(ScheduleError, match="two decimals"):
-        serving.speedup(3.1415)
+def test_what_clients_ask_for_makes_no_schedule() -> None:
+    """All schedules are there from the start, whoever asks for what: neither tables nor counters grow."""
+    serving = Serving(
+        read_config("demo"), {"speedups": [1, 2.3456, 5], "speedup": 5, "load_speedup": 5, "load_waiting": 1}
+    )
+    assert list(serving.schedules) == [1, 2.3456, 5]
+    assert serving.default == 5
+    for value in (2.3456, 2.35, 4):
+        with suppress(ScheduleError):
+            requested_speedup(SimpleNamespace(extra_args={"speedup": value}), serving)
+    assert list(serving.schedules) == [1, 2.3456, 5]
+
+
+@pytest.mark.parametrize("name", ["Speedup", "speed_up", "speed-up", "SPEEDUPS", "skipdecode"])
+def test_arguments_that_look_like_ours_are_refused(name: str) -> None:
+    """A client that writes it otherwise would be served at the default speed, in silence."""
+    serving = Serving(read_config("demo"))
+    with pytest.raises(ScheduleError, match=f'{name} is no argument of a request: ask with "vllm_xargs"'):
+        requested_speedup(SimpleNamespace(extra_args={name: 3}), serving)
+    assert requested_speedup(SimpleNamespace(extra_args={"speculative_tokens": 3}), serving) == (serving.default, False)
+
+
+def test_arguments_of_connectors_are_objects() -> None:
+    """vLLM would fail over anything else while the engine runs."""
+    with pytest.raises(ScheduleError, match="kv_transfer_params must be an object, not 'x'"):
+        requested_speedup(SimpleNamespace(extra_args={"kv_transfer_params": "x"}), Serving(read_config("demo")))
 
 
 @pytest.mark.parametrize(
@@ -157,8 +178,7 @@ def test_decimals_are_bounded_but_for_what_the_operator_named() -> None:
         {"load_speedup": 5, "load_waiting": -1},
         {"load_speedup": 5, "load_waiting": "many"},
         {"load_speedup": 99, "load_waiting": 1},
-        {"load_speedup": 5, "max_speedup": 3, "load_waiting": 1},
-        {"load_speedup": 5, "load_token_ms": 50, "load_release": 2},
+        {"load_speedup": 5, "speedups": [1, 3], "load_waiting": 1},
         {"load_speedup": 5, "load_token_ms": 50, "load_all": 1},
     ],
 )
@@ -179,7 +199,7 @@ def test_the_work_of_a_request_is_what_steps_run(prompt_layers: Any, cached: int
     prompt = 12
     positions = prompt + max(new - 1, 0) - cached
     work = Work.of(Table(schedule), prompt, cached, new)
-    tables = Tables(lambda _: schedule)
+    tables = Tables({3.0: schedule})
     step = tables.step(
         [tables.of(3.0)], np.array([positions]), np.array([cached]), np.array([prompt])
     ) if positions else None  # fmt: skip
@@ -224,6 +244,20 @@ def test_what_the_operator_says_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command.environment == {}
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
     assert server.server_command("demo", None, ["--kv-cache-memory-bytes", "1G"]).environment == {}
+
+
+@pytest.mark.usefixtures("with_vllm")
+def test_a_plugin_that_vllm_would_not_load_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody would be served at full depth, in silence."""
+    for plugins in ("", "lora_filesystem_resolver,other"):
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+        with pytest.raises(UsageError, match=f"VLLM_PLUGINS={plugins} keeps vLLM from loading"):
+            server.server_command("demo")
+    monkeypatch.setenv("VLLM_PLUGINS", "other,skipdecode")
+    server.server_command("demo")
+    monkeypatch.setattr(server, "PLUGIN", "other")
+    with pytest.raises(MissingExtra, match="vLLM does not see the plugin"):
+        server.server_command("demo")
 
 
 @pytest.mark.usefixtures("with_vllm")

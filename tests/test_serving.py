@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UnsupportedModel
-from skipdecode.serving.configure import SCHEDULER, choose_worker, serving_of
+from skipdecode.serving.configure import choose_worker, serving_of
 from skipdecode.serving.depths import Part, Step, Tables
 from skipdecode.serving.gate import Cut, add_gates
-from skipdecode.serving.plugin import require_tested
-from skipdecode.serving.requests import block_keys, ends_of, settle, speedup_of
+from skipdecode.serving.release import require_tested
+from skipdecode.serving.requests import assign_speedup, block_keys, ends_of, speedup_of
 from skipdecode.serving.settings import Serving
 
 LAYERS = 8
@@ -52,7 +52,7 @@ def plan(requests: list[tuple[float, int, int, int]]) -> Step:
     """The step of requests (speed-up, prompt length, tokens before, tokens in the step)."""
     speedups, prompts, computed, counts = zip(*requests, strict=True)
     arrays = [np.array(values, dtype=np.int64) for values in (counts, computed, prompts)]
-    tables = Tables(SCHEDULES.__getitem__)
+    tables = Tables(SCHEDULES)
     return tables.step([tables.of(speedup) for speedup in speedups], *arrays)
 
 
@@ -248,44 +248,45 @@ def test_a_server_of_a_stock_model_has_flat_schedules() -> None:
     """Rows of a server do not start together: a falling depth would cost nearly its greatest one."""
     serving = Serving(config(), {"speedup": 2})
     assert serving.default == 2
-    assert serving.schedule(2.0).distinct_depths == (4,)
-    assert serving.schedule(1.0).is_full
-    assert (serving.least, serving.most) == (1, LAYERS)
+    assert serving.schedules[2.0].distinct_depths == (4,)
+    assert serving.schedules[1.0].is_full
+    assert list(serving.schedules) == [1, 2, 3, 5]
+    assert Serving(config()).default == 1
+    assert Serving(config(), {"speedups": [4, 2]}).default == 2
 
 
 def test_stored_schedules_are_served_as_they_are() -> None:
-    """And the fastest of them is the default and the bound, as for every other verb."""
+    """And the fastest of them that is offered is the default, as for every other verb."""
     stored = {str(k): s.to_dict() for k, s in SCHEDULES.items()}
     serving = Serving(config(method="skipdecode", schedules=stored))
-    assert serving.default == serving.most == 4
-    assert serving.schedule(2.0) == SCHEDULES[2.0]
-    assert serving.schedule(2.5).horizon == SCHEDULES[4.0].horizon
+    assert serving.schedules == SCHEDULES
+    assert serving.default == 4
+    serving = Serving(config(method="skipdecode", schedules=stored), {"speedups": [1, 2, 2.5]})
+    assert serving.default == 2
+    assert serving.schedules[2.5].horizon == SCHEDULES[4.0].horizon
     shallow = Serving(config(method="skipdecode", schedules=stored), {"prompt_layers": "max"})
-    assert shallow.schedule(2.0).deepest == 6
+    assert shallow.schedules[2.0].deepest == 6
 
 
 def test_a_slower_speed_than_those_stored_runs_prompts_as_deep_as_its_steps() -> None:
     """A number of layers that was stored for a fast schedule may be fewer than a slow one's first step runs."""
     stored = {"4.0": Schedule(LAYERS, 2, 2, horizon=1, decay="constant", prompt_layers=3).to_dict()}
-    serving = Serving(config(method="skipdecode", schedules=stored))
-    assert (serving.schedule(4.0).deepest, serving.schedule(4.0).max_depth) == (3, 2)
-    assert serving.schedule(1.25).deepest == serving.schedule(1.25).max_depth > 3
-
-
-@pytest.mark.parametrize("value", [0, 0.5, 9, -1, float("nan"), float("inf"), True, "fast", "3", None, [2], {}])
-def test_a_bad_speedup_is_refused_with_what_is_allowed(value: Any) -> None:
-    """Whatever JSON can hold."""
-    with pytest.raises(ScheduleError, match="speedup must be a number from 1 to 5, not "):
-        Serving(config(), {"max_speedup": 5}).speedup(value)
+    slow = Serving(config(method="skipdecode", schedules=stored), {"speedups": [1.25, 4]})
+    assert (slow.schedules[4.0].deepest, slow.schedules[4.0].max_depth) == (3, 2)
+    assert slow.schedules[1.25].deepest == slow.schedules[1.25].max_depth > 3
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"speedups": [2]}, "unknown options of skipdecode: speedups; known are"),
-        ({"speedup": 2, "max_speedup": 1.5}, "speedup must be a number from 1 to 1.5, not 2"),
-        ({"min_speedup": 3, "max_speedup": 2}, "max_speedup must be a number from 3 to 8, not 2"),
-        ({"max_speedup": 9}, "max_speedup must be a number from 1 to 8, not 9"),
+        ({"max_speedup": 2}, "unknown options of skipdecode: max_speedup; known are"),
+        ({"speedup": 2, "speedups": [1, 3]}, "speedup must be one of 1, 3, not 2"),
+        ({"speedup": 2, "speedups": [3]}, "speedup must be 3, not 2"),
+        ({"speedups": []}, "speedups must be a list of numbers"),
+        ({"speedups": 3}, "speedups must be a list of numbers"),
+        ({"speedups": [1, 9]}, "speedup must be a number from 1 to 8, not 9"),
+        ({"speedups": [1, True]}, "speedup must be a number from 1 to 8, not True"),
+        ({"speedup": "3"}, "speedup must be a number from 1 to 8, not '3'"),
         ({"speedup": 2, "prompt_layers": 99}, "prompt_layers must be a number from 1 to 8, or 'max', not 99"),
         ({"speedup": 2, "prompt_layers": 0}, "prompt_layers must be"),
         ({"speedup": 2, "prompt_layers": True}, "prompt_layers must be"),
@@ -324,13 +325,14 @@ def vllm_config(**changes: Any) -> Any:
             prefill_context_parallel_size=1,
             enable_dbo=False,
         ),
-        scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=False),
-        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False, kv_offloading_size=None),
+        aux_output_config=SimpleNamespace(enable_return_routed_experts=False),
         compilation_config=SimpleNamespace(mode=None),
-        additional_config={"skipdecode": {"admit_together": 4}},
+        additional_config={"skipdecode": {}},
         speculative_config=None,
         kv_transfer_config=None,
         lora_config=None,
+        weight_transfer_config=None,
     )
     for name, value in changes.items():
         *parts, field = name.split("__")
@@ -338,33 +340,36 @@ def vllm_config(**changes: Any) -> Any:
     return made
 
 
-def test_the_plugin_chooses_its_worker_and_scheduler_twice_alike() -> None:
+def test_the_plugin_chooses_its_worker_twice_alike() -> None:
     """vLLM checks a config where it is made, and again where it is copied."""
     made = vllm_config()
     for _ in range(2):
         choose_worker(made)
-        assert made.parallel_config.worker_cls == "skipdecode.serving.worker_cpu.SkipCPUWorker"
-        assert made.scheduler_config.scheduler_cls == SCHEDULER
+        assert made.parallel_config.worker_cls == "skipdecode.serving.worker.SkipCPUWorker"
 
 
 @pytest.mark.parametrize(
-    ("options", "change", "expected"),
+    ("entry", "options", "dtype", "said"),
     [
-        ({}, {}, SCHEDULER),
-        ({"max_slowdown": 2}, {}, SCHEDULER),
-        ({"admit_together": 1}, {}, None),
-        ({"admit_together": 1, "max_slowdown": 1}, {}, None),
-        ({}, {"scheduler_config__scheduler_cls": "mine.Scheduler"}, "mine.Scheduler"),
-        ({}, {"scheduler_config__async_scheduling": True}, None),
+        (None, {}, torch.float32, ["not trained to skip layers"]),
+        (None, {"speedups": [1]}, torch.float32, []),
+        (SCHEDULES[2.0], {}, torch.float32, []),
+        (SCHEDULES[2.0], {}, torch.bfloat16, ["float32 and runs in bfloat16"]),
     ],
 )
-def test_vllms_scheduler_stays_where_nothing_else_was_asked_for(
-    options: dict[str, Any], change: dict[str, Any], expected: str | None
+def test_what_an_operator_may_not_expect_is_said_once(
+    entry: Schedule | None, options: dict[str, Any], dtype: Any, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Groups by measurement are the default, and give way to a scheduler of the operator's or one that looks ahead."""
-    made = vllm_config(additional_config={"skipdecode": options}, **change)
-    choose_worker(made)
-    assert made.scheduler_config.scheduler_cls == expected
+    """An untrained model, and a type that is not the checkpoint's."""
+    stored: dict[str, Any] = {"method": "skipdecode", "schedules": {"2.0": entry.to_dict()}} if entry else {}
+    its = config(**stored)
+    its.dtype = torch.float32
+    changes = {"model_config__hf_config": its, "model_config__dtype": dtype}
+    made = vllm_config(additional_config={"skipdecode": options}, **changes)
+    for _ in range(2):
+        choose_worker(made)
+    assert len(caplog.messages) == len(said)
+    assert all(text in line for text, line in zip(said, caplog.messages, strict=True))
 
 
 def test_a_stock_model_keeps_vllms_worker_whatever_is_asked() -> None:
@@ -372,7 +377,6 @@ def test_a_stock_model_keeps_vllms_worker_whatever_is_asked() -> None:
     made = vllm_config(additional_config={}, speculative_config=object())
     choose_worker(made)
     assert made.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
-    assert made.scheduler_config.scheduler_cls is None
 
 
 @pytest.mark.parametrize(
@@ -393,16 +397,26 @@ def test_a_stock_model_keeps_vllms_worker_whatever_is_asked() -> None:
         ({"model_config__is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_config__uses_mrope": True}, "multimodal"),
         ({"cache_config__kv_sharing_fast_prefill": True}, "fast-prefill"),
-        ({"scheduler_config__scheduler_cls": "mine.Scheduler"}, "--scheduler-cls"),
+        ({"cache_config__kv_offloading_size": 1.0}, "--kv-offloading-size"),
+        ({"aux_output_config__enable_return_routed_experts": True}, "--enable-return-routed-experts"),
+        (INT8_HEAD | {"weight_transfer_config": object()}, "int8 head"),
         (INT8_HEAD | {"parallel_config__tensor_parallel_size": 2}, "tensor parallelism"),
         (INT8_HEAD | {"model_config__head_dtype": torch.float32}, "head_dtype"),
-        ({"scheduler_config__async_scheduling": True}, "--no-async-scheduling"),
     ],
 )
 def test_what_was_not_shown_to_be_exact_is_refused(change: dict[str, Any], message: str) -> None:
     """At the start, with the reason."""
     with pytest.raises(UnsupportedModel, match=message):
         choose_worker(vllm_config(**change))
+
+
+def test_vllms_rust_frontend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never asks the plugin what a request wants."""
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "0")
+    choose_worker(vllm_config())
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(UnsupportedModel, match="unset VLLM_USE_RUST_FRONTEND"):
+        choose_worker(vllm_config())
 
 
 def test_untested_releases_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,7 +439,7 @@ def test_an_engine_may_have_a_config_of_another_kind() -> None:
 def request(speedup: float | None, prompt: int, serving: Serving) -> Any:
     """A request as the scheduler has it."""
     params = SimpleNamespace(extra_args=None if speedup is None else {"speedup": speedup, "other": 1})
-    settle(params, serving)
+    assign_speedup(params, serving)
     return SimpleNamespace(sampling_params=params, num_prompt_tokens=prompt)
 
 
@@ -440,13 +454,13 @@ def test_a_request_without_a_speedup_gets_the_servers() -> None:
     found = request(3, 5, serving()).sampling_params
     assert speedup_of(found) == 3
     assert found.extra_args["other"] == 1
-    assert speedup_of(SimpleNamespace(extra_args=None)) == 1  # vLLM's own trial requests
+    assert speedup_of(SimpleNamespace(extra_args=None)) is None  # vLLM's own trial requests
 
 
 def test_a_clients_own_identity_is_refused() -> None:
     """It decides which blocks are shared."""
     with pytest.raises(ScheduleError, match="no argument of a request"):
-        settle(SimpleNamespace(extra_args={"skipdecode": {"prompt": ""}}), serving())
+        assign_speedup(SimpleNamespace(extra_args={"skipdecode": {"prompt": ""}}), serving())
 
 
 @pytest.mark.parametrize("forged", [1, "x", [1, 2]])
@@ -456,7 +470,7 @@ def test_an_argument_of_our_name_does_not_hurt_a_stock_server(forged: Any) -> No
     stock = SimpleNamespace(sampling_params=params, num_prompt_tokens=5)
     assert block_keys(stock, 0, 16) == []
     assert ends_of(stock) is None
-    assert speedup_of(params) == 1
+    assert speedup_of(params) is None
 
 
 @given(

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import skipdecode
-from serving import load, load_report, report, run, sharing
+from serving import load, load_report, report, run
 from serving.models import PRECISIONS, options, parse, prepare
 from serving.rounds import Rounds
 from serving.servers import had, plugin_options, words
@@ -113,7 +113,7 @@ def test_a_servers_name_says_its_options() -> None:
     assert plugin_options("3", 32, 100) == ["--speedup", "3"]
     limits = ["--load-waiting", "8", "--load-token-ms", "80.00"]
     assert plugin_options("1-5", 32, 100) == ["--speedup", "1", "--load-speedup", "5", *limits]
-    assert words({"admit_together": 8, "load_all": True}) == ["--admit-together", "8", "--load-all"]
+    assert words({"prompt_layers": 8, "load_all": True}) == ["--prompt-layers", "8", "--load-all"]
 
 
 def test_what_requests_had_is_what_metrics_grew_by() -> None:
@@ -156,27 +156,3 @@ def test_the_table_of_servers(tmp_path: Path) -> None:
     text = (rounds.folder / "table.md").read_text()
     assert "1x to 5x" in text
     assert "first token within 500 ms, each further one, on average within 50 ms" in text
-
-
-def test_the_table_of_switches(tmp_path: Path) -> None:
-    """Each queue beside its own plain row; slow and fast requests apart, without their first tokens."""
-    options = argparse.Namespace(groups=[4], slowdowns=[2.0])
-    requests = [[64, 3, 1.0], [64, 5, 5.0], [64, 5, 5.0]]
-    rounds = Rounds(tmp_path / "sharing", SETTINGS | {"slow": 1.0, "fast": 5.0})
-    for queue, faster in (("mixed", 2), ("fast", 1)):
-        rows = []
-        for place, switches in enumerate(sharing.settled(queue, options)):
-            step = 0.1 / (faster if place else 1)
-            times = [[1.0, 1.4], [2.0, 2.0 + 4 * step], [3.0, 3.0 + 4 * step]]
-            answer = {"tokens": 13, "seconds": 3.4, "requests": times}
-            rows.append({"queue": queue} | switches | sharing.summary(answer, requests, 5.0))
-        rounds.add(rows, **ABOUT)
-    sharing.save(rounds)
-    found = json.loads((rounds.folder / "table.json").read_text())["rows"]
-    kinds = [(row["queue"], row["admit_together"], row["max_slowdown"]) for row in found]
-    assert kinds == [("fast", 1, 1), ("fast", "auto", 1), ("fast", 4, 1), ("mixed", 1, 1), ("mixed", 1, 2)]
-    assert [round(row["fast_token_ms"]) for row in found] == [100, 100, 100, 100, 50]
-    assert {round(row["slow_token_ms"]) for row in found} == {200}
-    assert found[-1]["fast_token_ms_ratio"] == pytest.approx(2)
-    assert found[-1]["slow_token_ms_ratio"] == pytest.approx(1)
-    assert "1x and 5x in turn" in (rounds.folder / "table.md").read_text()

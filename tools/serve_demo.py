@@ -16,8 +16,11 @@ from typing import Any
 
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
-from skipdecode.serving.process import running
 from skipdecode.weights.loading import DEMO
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from serving.processes import running
 
 TEXTS = 3
 SPEEDUPS = (1, 5)

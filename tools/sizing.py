@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from skipdecode import Schedule
 from skipdecode.clock.model_shapes import SHAPES, shape_config
 from skipdecode.core.cache import layer_kv_bytes
-from skipdecode.planning.kv_bytes import LayerKV
 
 MODELS = ("opt-1.3b", "llama-3.2-1b", "llama-3.1-8b", "opt-6.7b")
 SPEEDUPS = (3, 5)
@@ -31,15 +30,14 @@ def row(name: str, prompt: int, new: int) -> list[str]:
         cache = DynamicCache(config=model.config)
         model(torch.zeros(1, prompt, dtype=torch.long), past_key_values=cache)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    layers = [LayerKV(per_position=layer_kv_bytes(layer) / prompt) for layer in cache.layers]
-    position = sum(layer.per_position for layer in layers)
+    layers = [layer_kv_bytes(layer) / prompt for layer in cache.layers]
+    position, held = sum(layers), prompt + new - 1  # the last token of a text is written and never read
     kept = [
-        # The last token of a text is written and never read: it leaves no keys.
-        sum(layers[layer].at(prompt, prompt + new - 1) for layer in schedule.layers(schedule.max_depth))
+        held * sum(layers[layer] for layer in schedule.layers(schedule.max_depth))
         for speedup in SPEEDUPS
         for schedule in [Schedule.for_speedup(speedup, len(layers), 64, decay="constant")]
     ]
-    full = position * (prompt + new - 1)
+    full = position * held
     return [
         name,
         str(len(layers)),

@@ -1,9 +1,8 @@
 """One vLLM engine in a process of its own, stepped by hand: lines of JSON in, lines of JSON out.
 
-First line in: ``{"model", "options"}``; then ``{"requests": [[prompt tokens, new tokens, speed-up], …], "sharing"}``,
-all waiting at the start; ``sharing`` is how the plugin's scheduler lets them share steps, where it runs. Each is
-answered by ``{"seconds", "steps": [[seconds, seconds of the forward pass, tokens, requests that got a token], …],
-"requests": [[seconds to the first token, seconds to the last], …], "layers"}``.
+First line in: ``{"model", "options"}``; then ``{"requests": [[prompt tokens, new tokens, speed-up], …]}``, all waiting
+at the start. Each is answered by ``{"seconds", "steps": [[seconds, seconds of the forward pass, tokens, requests that
+got a token], …], "requests": [[seconds to the first token, seconds to the last], …], "layers"}``.
 """
 
 from __future__ import annotations
@@ -47,14 +46,8 @@ class Engine:
 
         self.runner._model_forward = timed
 
-    def run(self, requests: list[list[float]], sharing: dict[str, Any]) -> dict[str, Any]:
-        """Serve the requests to their end; what the scheduler has learned from others is forgotten."""
-        scheduler = self.engine.engine_core.engine_core.scheduler
-        if hasattr(scheduler, "share"):
-            names = ("admit_together", "max_wait", "max_slowdown")
-            scheduler.share(**{name: getattr(scheduler.skip_serving, name) for name in names} | sharing)
-        elif sharing:
-            raise ValueError(f"vLLM's own scheduler runs, and knows nothing of {', '.join(sharing)}")
+    def run(self, requests: list[list[float]]) -> dict[str, Any]:
+        """Serve the requests to their end."""
         source = random.Random(0)
         first = self.count + 1
         for prompt, new, speedup in requests:
@@ -99,8 +92,7 @@ def main() -> None:
     versions = f"vLLM {vllm.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
     print(json.dumps({"plugin": engine.plugin, "versions": versions}), file=answers, flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        print(json.dumps(engine.run(asked["requests"], asked.get("sharing", {}))), file=answers, flush=True)
+        print(json.dumps(engine.run(json.loads(line)["requests"])), file=answers, flush=True)
 
 
 if __name__ == "__main__":

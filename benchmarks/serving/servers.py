@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.errors import UsageError
-from skipdecode.serving.process import Running, running
 
 from .models import longest
-from .processes import PLUGIN, awake, variables
+from .processes import PLUGIN, Running, awake, running, variables
 from .rounds import STOCK
 
 #: Of the slots: more requests than this share wait for their first token, and the load policy makes new ones faster.

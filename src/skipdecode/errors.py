@@ -28,11 +28,7 @@ class UnsupportedModel(ModelError):
 
 
 class TaskError(SkipDecodeError):
-    """Data that is missing or not in the task's form."""
-
-
-class InputError(SkipDecodeError):
-    """Input that holds nothing to generate from."""
+    """Data that is missing, cannot be read, or is not in the task's form."""
 
 
 class FileError(SkipDecodeError):

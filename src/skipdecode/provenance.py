@@ -1,12 +1,16 @@
-"""What makes two jobs the same: the model's files, and everything else by its hash."""
+"""Identities of models and jobs: two runs with the same ones continue each other."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+from .errors import UsageError
 
 #: Files of a checkpoint that decide what it writes. Whatever else lies in its folder does not.
 MATTERS = (
@@ -27,7 +31,7 @@ MATTERS = (
 
 
 def identity(model: str) -> list[Any]:
-    """A hub name; for a folder its real path, and the sizes and times of the files that decide what it writes."""
+    """Identify a model: a hub name, or a folder's real path with names, sizes and times of the files that matter."""
     folder = Path(model)
     if not folder.is_dir():
         return [model]
@@ -37,5 +41,27 @@ def identity(model: str) -> list[Any]:
 
 
 def fingerprint(*parts: Any) -> str:
-    """A hash of plain values, the same in every process."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    """A hash of values by what they hold, the same in every process.
+
+    Raises UsageError for an object of which only its place in memory is known, such as a function.
+    """
+    return hashlib.sha256(json.dumps(_plain(parts), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else json.dumps(_plain(key)): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(each) for each in value), key=json.dumps)
+    for method in ("tolist", "to_dict"):  # tensors and arrays; configs of transformers
+        if callable(getattr(value, method, None)):
+            return _plain(getattr(value, method)())
+    text = str(value)
+    if re.search(r" at 0x[0-9a-fA-F]+", text):
+        raise UsageError(f"a {type(value).__name__} does not say what it does, so two of them cannot be told apart")
+    return text

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skipdecode.serving.process import Running, running
+from serving.processes import Running, running
 
 #: What vLLM's own templates would do, for a checkpoint without one.
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

@@ -29,7 +29,7 @@ from skipdecode.core.checkpoint_config import to_config_entry
 from skipdecode.errors import UnsupportedModel
 from skipdecode.serving import plugin
 from skipdecode.serving.blocks import in_buckets
-from skipdecode.serving.requests import ends_of, settle
+from skipdecode.serving.requests import assign_speedup, ends_of
 from skipdecode.serving.settings import Serving
 from skipdecode.weights.loading import DEMO as DEMO_FOLDER
 
@@ -123,8 +123,7 @@ def requests_of(count: int, seed: int, speedups: tuple[float, ...]) -> list[Requ
     return [Request(source.choice(pool), source.choice(speedups), source.randint(30, 64)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("layers", [None, "max"])
+@pytest.mark.parametrize(("layers", "caching"), [(None, False), ("max", True)])
 def test_more_requests_run_in_the_same_memory(
     reference: Reference, watched: Any, caching: bool, layers: str | None
 ) -> None:
@@ -152,8 +151,7 @@ def test_more_requests_run_in_the_same_memory(
     assert len(seen[True].running) < len(seen[False].running)
 
 
-@pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("options", [{}, {"prompt_layers": 12}], ids=str)
+@pytest.mark.parametrize(("options", "caching"), [({}, True), ({"prompt_layers": 12}, False)], ids=str)
 def test_any_speeds_arrivals_and_ends(
     reference: Reference, watched: Any, options: dict[str, Any], caching: bool
 ) -> None:
@@ -219,7 +217,7 @@ def serving_of(**options: Any) -> Serving:
 
 def manager_of(count: int, caching: bool = False) -> tuple[KVCacheManager, Any]:
     """A scheduler's manager of three buckets and so many blocks, and what makes a request of flat 3x."""
-    serving = serving_of(min_speedup=3)
+    serving = serving_of(speedups=[3])
     specs = in_buckets(specs_of(FullAttentionSpec), serving, config_of())
     groups = [
         KVCacheGroupSpec([name for name, spec in specs.items() if spec.bucket == bucket], spec)
@@ -228,7 +226,7 @@ def manager_of(count: int, caching: bool = False) -> tuple[KVCacheManager, Any]:
     plugin.register()
     init_none_hash(sha256)
     params = SamplingParams(extra_args={"speedup": 3})
-    settle(params, serving)
+    assign_speedup(params, serving)
 
     hasher = get_request_block_hasher(BLOCK, sha256)
 
@@ -290,7 +288,7 @@ def test_a_replay_that_finds_what_it_wrote_needs_no_blocks_of_ended_buckets() ->
         (specs_of(SlidingWindowSpec, sliding_window=64), config_of(), {}, "full attention"),
         (specs_of(FullAttentionSpec, layers=LAYERS - 1), config_of(), {}, "23 layers keep keys and values, of 24"),
         (specs_of(FullAttentionSpec), config_of(disabled=True), {}, "--disable-hybrid-kv-cache-manager"),
-        (specs_of(FullAttentionSpec), config_of(), {"speedup": 1, "max_speedup": 1}, "no schedule served here"),
+        (specs_of(FullAttentionSpec), config_of(), {"speedups": [1]}, "no schedule served here"),
     ],
 )
 def test_where_blocks_cannot_be_freed(specs: Any, config: Any, options: dict[str, Any], reason: str) -> None:

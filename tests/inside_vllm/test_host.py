@@ -21,7 +21,7 @@ from helpers.engine import Request, engine, runner, scheduler, serve
 from skipdecode.errors import UnsupportedModel
 from skipdecode.serving import blocks
 from skipdecode.serving import runner as runners
-from skipdecode.serving.head import quantize_head
+from skipdecode.serving.head import quantize_head, why_no_int8
 from skipdecode.serving.narrow import Groups
 from skipdecode.weights.loading import DEMO
 
@@ -99,6 +99,18 @@ def test_the_log_says_at_the_start_what_becomes_of_blocks_and_then_what_steps_ru
         assert any("of full depth's layer-tokens run" in text for text in lines)
 
 
+def test_reloaded_weights_have_an_int8_head_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes the products of reloaded weights anew, or leaves ours of the old ones."""
+    made: list[Any] = []
+    monkeypatch.setattr(runners, "quantize_head", made.append)
+    with engine(DEMO, additional_config={"skipdecode": {"int8_head": True}}) as it:
+        texts = serve(it, requests_of(4)).tokens
+        runner(it).reload_weights()
+        assert made == [runner(it).model] * 2
+        assert serve(it, requests_of(4)).tokens == texts
+
+
+@pytest.mark.skipif(bool(why_no_int8()), reason=why_no_int8())
 def test_an_int8_head_is_near_the_one_it_was_made_of_and_its_rows_stay_alone() -> None:
     """Logits within the rounding of 8 bits; a request's text does not depend on who shares its steps."""
     options = {"skipdecode": {"int8_head": True}}

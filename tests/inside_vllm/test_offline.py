@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 from helpers.engine import runner
 from helpers.tiny import run, write_jsonl
 from skipdecode import Schedule
+from skipdecode.engines import vllm as offline
+from skipdecode.engines.vllm import VllmEngine
 from skipdecode.errors import JobError, ModelError
 from skipdecode.generation.jobs import GenerationJob, JobResult
 from skipdecode.generation.results import Cost
-from skipdecode.serving import offline
-from skipdecode.serving.offline import VllmEngine
 from skipdecode.weights.loading import DEMO
 
 

@@ -17,7 +17,7 @@ from helpers.server import Answer, Server, ask, chunks, together
 
 pytest_plugins = ["helpers.served"]
 COUNT, AT_ONCE, MOST_NEW = 1000, 32, 40
-SPEEDUPS = (None, 1.0, 2.0, 3.0, 3.75, 5.0)
+SPEEDUPS = (None, 1.0, 2.0, 3.0, 4.0, 5.0)
 #: Bytes by which all processes of the server may grow over the second half of the requests.
 GROWTH = 24 << 20
 

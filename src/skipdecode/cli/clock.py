@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,9 +18,6 @@ from .console import Bar, out, say
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..planning.planner import Prediction
-    from ..weights.offload import Offload
-
 Measured = Annotated[
     str | None,
     Argument(metavar="MODEL", help="Directory, hub name, or 'demo' for the embedded checkpoint; or give --shape."),
@@ -30,9 +27,6 @@ Shape = Annotated[
     Option(help="Random weights of a known shape instead: opt-1.3b, opt-6.7b, llama-3.2-1b, llama-3.1-8b, …"),
 ]
 Batches = Annotated[str, Option("--batch", help="Batch sizes.")]
-Rounds = Annotated[
-    int, Option("--repeats", min=1, max=1000, help="Rounds (profile: the fastest counts; bench: medians).")
-]
 PromptTokens = Annotated[int, Option(min=1, max=o.MOST, help="Prompt tokens of each row, padding included.")]
 NewTokens = Annotated[int, Option(min=2, max=o.MOST, help="New tokens of each row.")]
 
@@ -43,58 +37,40 @@ def profile(
     shape: Shape = None,
     batch: Batches = "1,8,32",
     context: Annotated[str, Option(help="Prompt lengths to measure at.")] = "64,256,1024,2000",
-    repeats: Rounds = 3,
+    repeats: Annotated[int, Option(min=1, max=1000, help="Rounds; the fastest counts.")] = 3,
     dtype: o.Dtype = "auto",
     device: o.Device = None,
     attention: o.Attention = None,
-    revision: o.Revision = None,
     quantization: o.Quantization = None,
-    compile: o.Compile = False,
     prepack: o.Prepack = False,
-    as_json: o.Json = False,
 ) -> None:
     """Measure what prompts and decode steps take on this machine: minutes, with nothing else computing.
 
     skipdecode profile --shape opt-1.3b --output opt.json
     """
-    from dataclasses import replace
-
     from ..clock.profiler import Profiler, check_lengths
     from ..files import check_target
     from ..planning.profile import is_profile
-    from ..weights.faster import faster_options
 
     sizes, lengths = _whole(batch, "--batch"), _whole(context, "--context")
     check_target(output, may_replace=is_profile)
-    faster = faster_options(quantization, compile, prepack)
-    if attention:
-        faster["attention"] = attention
-    loaded, tokenizer = _load(
-        model, shape, dtype, device, revision, faster, check=lambda config: check_lengths(config, lengths)
-    )
+    options = _options(attention, quantization, prepack)
+    loaded, tokenizer = _load(model, shape, dtype, device, options, lambda config: check_lengths(config, lengths))
     with Bar() as bar:
-        profiler = Profiler(loaded, tokenizer, repeats, lambda done, total: bar.show("measuring", done, total))
-        measured = replace(profiler.profile(sizes, lengths, shape or str(model)), options=faster)
+        profiler = Profiler(loaded, tokenizer, repeats, lambda done, total: bar.show("measuring", done, total), options)
+        measured = profiler.profile(sizes, lengths, shape or str(model))
     measured.save(output)
     say(f"wrote {output}")
-    from rich.table import Table
-
-    table = Table(title=f"{measured.model}, {measured.dtype}: milliseconds of a decode step")
-    for name in ("batch", "context", "full depth", "beyond layers", *(f"one {kind}" for kind in measured.kinds)):
-        table.add_column(name, justify="right")
+    rows = []
     for step in measured.steps:
-        whole = step.beyond + sum(step.layers[kind] for kind in measured.layers)
-        figures = (whole, step.beyond, *step.layers)
-        table.add_row(str(step.batch_size), str(step.length), *(f"{1e3 * figure:.2f}" for figure in figures))
-    out.print(table)
-    heads = ", ".join(f"{share:.0%} at batch {size}" for size, share in measured.head.items())
-    out.print(f"of what is beyond layers, the head takes {heads}", highlight=False)
-    off = {name: f"{value:.1%}" for name, value in measured.error.items()}
-    out.print(f"off by, on average: {off}\n{measured.machine}", highlight=False)
-    if measured.doubt:
-        say(measured.doubt)
-    if as_json:
-        print(json.dumps(json.loads(measured.to_json())))
+        whole = step.outside_layers + sum(step.layers[kind] for kind in measured.layers)
+        seconds = (whole, step.head, step.rest, *step.layers)
+        rows.append([str(step.batch_size), str(step.length), *(f"{1e3 * each:.2f}" for each in seconds)])
+    heads = ["batch", "context", "full depth", "the head", "the rest", *(f"one {kind}" for kind in measured.kinds)]
+    _show(f"{measured.model}, {measured.dtype}: milliseconds of a decode step", heads, rows)
+    out.print(f"rounds differ by {measured.noise:.1%}; {measured.machine}", highlight=False, soft_wrap=True)
+    if measured.warning:
+        say(measured.warning)
 
 
 def plan(
@@ -106,93 +82,77 @@ def plan(
     prompt_tokens: PromptTokens = 64,
     new_tokens: NewTokens = 128,
     prompt_layers: o.PromptLayers = None,
-    order: o.Order = None,
     decay: o.Decay = None,
-    serving: o.Serving = False,
-    png: Annotated[Path | None, Option(help="Draw it to this file.")] = None,
     as_json: o.Json = False,
 ) -> None:
-    """Show which depths give which speed-up on the clock, and what cannot be had.
+    """Show which depths give which speed-up on the clock, what cannot be had, and what to train a model with.
 
     skipdecode plan --profile opt.json --clock job --prompt-layers max
     """
-    from ..planning.planner import Predictor, Workload, predict
+    from ..planning.planner import Predictor, Workload
     from ..planning.planner import plan as plan_depths
     from ..planning.profile import Profile, shape_of
+    from ..planning.resolve import new_schedule
     from ..weights.device import machine
     from ..weights.loading import read_config
 
     targets, measured = o.parse_speedups(speedups), Profile.load(profile)
-    if png:
-        from ..evaluation.plots import check_picture
-
-        check_picture(png)
-    style = o.style_options(order=order, decay=o.decay_of(decay, serving), prompt_layers=prompt_layers)
-    if model is not None:
-        measured.check(shape=shape_of(read_config(model)))
+    style: dict[str, Any] = {**o.style_options(decay=decay, prompt_layers=prompt_layers)}
+    config = None if model is None else read_config(model)
+    if config is not None:
+        measured.check(shape=shape_of(config))
     rows: list[dict[str, Any]] = []
     for size in _whole(batch, "--batch"):
         predictor = Predictor(measured, [Workload(size, prompt_tokens, new_tokens)], clock)
         for target in targets:
             start = {"batch_size": size, "asked": target, "asked_of": clock}
             try:
-                rows.append(start | _row(predict(predictor, target, plan_depths(predictor, target, **style))))
+                schedule = (
+                    plan_depths(predictor, target, **style)
+                    if config is None
+                    else new_schedule(config, target, predictor, **style)
+                )
             except ScheduleError as error:
                 rows.append(start | {"refused": str(error)})
-    title = f"{measured.model}: {prompt_tokens} prompt tokens, {new_tokens} new; of full depth, predicted"
-    _print_plan(rows, title)
-    for row in rows:
-        if "refused" in row:
-            out.print(f"batch {row['batch_size']}: {row['refused']}", highlight=False, markup=False)
-    if measured.doubt:
-        say(measured.doubt)
+                continue
+            ratios = {f"{of}_ratio": round(ratio, 3) for of, ratio in predictor.ratios(schedule).items()}
+            seconds = round(predictor.seconds(schedule).job, 4)
+            rows.append(start | ratios | {"job_seconds": seconds, "schedule": schedule.to_dict()})
+    _show_plan(rows, f"{measured.model}: {prompt_tokens} prompt tokens, {new_tokens} new; of full depth, predicted")
+    if measured.warning:
+        say(measured.warning)
     here = machine(measured.device)
-    out.print(f"measured on: {measured.machine}", highlight=False)
+    out.print(f"measured on: {measured.machine}", highlight=False, soft_wrap=True)
     if here != measured.machine:
         say(f"this is another machine ({here}): what is planned holds there, not here")
-    if png and not any("schedule" in row for row in rows):
-        say(f"nothing can be had: {png} is not drawn")
-    elif png:
-        from ..clock.plots import draw_ratios
-
-        draw_ratios(rows, png, title)
-        say(f"wrote {png}")
     if as_json:
         print(json.dumps({"machine": measured.machine, "model": measured.model, "rows": rows}))
 
 
-def _row(found: Prediction) -> dict[str, Any]:
-    schedule = found.schedule
-    return {
-        "max_depth": schedule.max_depth,
-        "min_depth": schedule.min_depth,
-        "horizon": schedule.horizon,
-        "prompt_layers": schedule.deepest,
-        "layers_ratio": round(found.layers, 3),
-        "predicted_step_ratio": round(found.step, 3),
-        "predicted_job_ratio": round(found.job, 3),
-        "job_seconds": round(found.seconds.job, 4),
-        "kv_bytes": round(found.kv_bytes),
-        "schedule": schedule.to_dict(),
-    }
-
-
-def _print_plan(rows: list[dict[str, Any]], title: str) -> None:
-    from rich.table import Table
-
-    table = Table(title=title)
-    for name in ("batch", "asked", "depths", "prompt", "layers", "step", "job", "job s", "peak KV"):
-        table.add_column(name, justify="right")
+def _show_plan(rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """The table, why targets cannot be had, and the speed-ups of layers that a model is trained with for these."""
+    lines = []
     for row in rows:
-        start = (str(row["batch_size"]), f"{row['asked']:g}x {row['asked_of']}")
+        start = [str(row["batch_size"]), f"{row['asked']:g}x {row['asked_of']}"]
         if "refused" in row:
-            table.add_row(*start, "[yellow]cannot be had[/]")
+            lines.append([*start, "cannot be had", *[""] * 6])
             continue
-        ratios = (f"{row[name]:.2f}x" for name in ("layers_ratio", "predicted_step_ratio", "predicted_job_ratio"))
-        depths = f"{row['max_depth']} to {row['min_depth']}"
-        last = (f"{row['job_seconds']:.2f}", f"{row['kv_bytes'] / 1e6:.1f} MB")
-        table.add_row(*start, depths, str(row["prompt_layers"]), *ratios, *last)
-    out.print(table)
+        schedule = row["schedule"]
+        depths = f"{schedule['max_depth']} to {schedule['min_depth']}"
+        in_prompt = schedule.get("prompt_layers", schedule["num_layers"])
+        ratios = (f"{row[f'{of}_ratio']:.2f}x" for of in ("layers", "step", "job"))
+        lines.append([*start, depths, str(schedule["horizon"]), str(in_prompt), *ratios, f"{row['job_seconds']:.2f}"])
+    _show(title, ["batch", "asked", "depths", "over steps", "prompt", "layers", "step", "job", "job s"], lines)
+    refused = {row["batch_size"]: row["refused"] for row in reversed(rows) if "refused" in row}  # the first of each
+    for size in dict.fromkeys(row["batch_size"] for row in rows):
+        if size in refused:
+            out.print(f"batch {size}: {refused[size]}", highlight=False, markup=False, soft_wrap=True)
+        had = {row["layers_ratio"] for row in rows if row["batch_size"] == size and "schedule" in row}
+        if max(had, default=1) > 1:
+            layers = ",".join(f"{ratio:.3g}" for ratio in sorted(had | {1.0}))
+            out.print(
+                f"batch {size}: train a model for these with --speedups {layers}", highlight=False, soft_wrap=True
+            )
 
 
 def bench(
@@ -205,48 +165,35 @@ def bench(
     prompt_tokens: PromptTokens = 64,
     new_tokens: NewTokens = 128,
     prompt_layers: o.PromptLayers = None,
-    order: o.Order = None,
     decay: o.Decay = None,
-    repeats: Rounds = 3,
+    repeats: Annotated[int, Option(min=1, max=1000, help="Rounds; medians count.")] = 3,
     dtype: o.Dtype = "auto",
     device: o.Device = None,
     attention: o.Attention = None,
-    revision: o.Revision = None,
     quantization: o.Quantization = None,
-    compile: o.Compile = False,
     prepack: o.Prepack = False,
-    offload: o.OffloadTo = None,
-    max_memory: o.MaxMemory = None,
-    offload_folder: o.OffloadFolder = None,
-    output: Annotated[Path | None, Option(help="Folder for table.md, table.csv, table.json and a plot.")] = None,
+    output: Annotated[Path | None, Option(help="Folder for table.md, table.csv and table.json.")] = None,
     as_json: o.Json = False,
 ) -> None:
     """Time full depth and faster budgets alternately: what was asked for, and what is got, of layers, steps and jobs.
 
     skipdecode bench --shape opt-1.3b --speedups 1,2,3,5 --batch 1,8,32
     """
-    from ..clock.bench import BenchPlan, runs_of
-    from ..clock.bench_report import check_folder, run_bench
-    from ..planning.clock import warnings_of
-    from ..weights.faster import faster_options
+    from ..clock.bench import BenchPlan, check_folder
+    from ..clock.bench import bench as run
 
-    measured, away = o.load_profile(clock, profile), o.offload_of(locals())
-    style = o.style_options(order=order, decay=decay, prompt_layers=prompt_layers)
-    sizes = _whole(batch, "--batch")
+    measured, options = o.load_profile(clock, profile), _options(attention, quantization, prepack)
+    style, sizes = o.style_options(decay=decay, prompt_layers=prompt_layers), _whole(batch, "--batch")
     plan = BenchPlan(o.parse_speedups(speedups), sizes, prompt_tokens, new_tokens, clock, measured, repeats, style)
-    if measured is not None and away is not None:
-        raise UsageError("a profile knows no offload: leave one of --profile and --offload out")
     if output:
         check_folder(output)
-    options = faster_options(quantization, compile, prepack) | ({"attention": attention} if attention else {})
-    loaded, tokenizer = _load(model, shape, dtype, device, revision, options, away, plan.check)
-    for doubt in warnings_of(measured) if measured is not None else []:
-        say(doubt)
+    loaded, tokenizer = _load(model, shape, dtype, device, options, plan.check)
+    if measured is not None and measured.warning:
+        say(measured.warning)
     command = f"skipdecode {shlex.join(sys.argv[1:])}"
     with Bar() as bar:
-        bar.show("timing alternately", 0, runs_of(plan))
-        name = shape or str(model)
-        report = run_bench(loaded, tokenizer, plan, name, options=options, command=command, on_run=bar.advance)
+        bar.show("timing alternately", 0, plan.runs)
+        report = run(loaded, tokenizer, plan, shape or str(model), options=options, command=command, on_run=bar.advance)
     out.print(report.table, highlight=False, soft_wrap=True)
     for line in (*(f"{key}: {value}" for key, value in report.about.items()), *report.refusals):
         out.print(line, highlight=False, soft_wrap=True, markup=False)
@@ -265,17 +212,30 @@ def _whole(text: str, option: str) -> tuple[int, ...]:
     return tuple(map(int, values))
 
 
+def _show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table that no narrow terminal cuts."""
+    from ..clock.tables import markdown_table
+
+    out.print(f"{title}\n\n{markdown_table(heads, rows)}\n", highlight=False, soft_wrap=True, markup=False)
+
+
+def _options(attention: str | None, quantization: str | None, prepack: bool) -> dict[str, Any]:
+    """How the model is loaded beside type and device, as a profile says it."""
+    from ..weights.optimize import optimizations
+
+    faster = optimizations(quantization, prepack)
+    return faster | ({"attention": attention} if attention else {})
+
+
 def _load(
     model: str | None,
     shape: str | None,
     dtype: str,
     device: str | None,
-    revision: str | None,
-    faster: Mapping[str, Any],
-    offload: Offload | None = None,
-    check: Callable[[Any], object] = lambda config: None,
+    options: Mapping[str, Any],
+    check: Callable[[Any], object],
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The checkpoint, or random weights of the shape."""
+    """The checkpoint, or random weights of the shape; ``check`` is told the config before weights are read."""
     from ..clock.model_shapes import random_model, shape_config
     from ..weights.device import placement
     from ..weights.loading import load, read_config
@@ -283,11 +243,8 @@ def _load(
     if (model is None) == (shape is None):
         raise UsageError("give either MODEL or --shape")
     if shape is None:
-        check(read_config(str(model), revision))
-        placed: dict[str, Any] = {"dtype": dtype, "device": device, "revision": revision}
-        return load(str(model), offload=offload, **placed, **faster)
-    if offload is not None or revision is not None:
-        raise UsageError("random weights are made in memory, and have no revision: leave --offload and --revision out")
+        check(read_config(str(model)))
+        return load(str(model), dtype=dtype, device=device, **options)
     check(config := shape_config(shape))
-    rest = {"attn_implementation" if name == "attention" else name: value for name, value in faster.items()}
+    rest = {"attn_implementation" if name == "attention" else name: value for name, value in options.items()}
     return random_model(shape, dtype, placement(config, dtype, device)[1], **rest)

@@ -19,13 +19,11 @@ if TYPE_CHECKING:
 
 #: Options that go to ``model.generate`` under their own names.
 DECODING = (
-    "max_new_tokens min_new_tokens do_sample temperature top_p top_k num_beams length_penalty repetition_penalty "
-    "no_repeat_ngram_size"
+    "max_new_tokens min_new_tokens do_sample temperature top_p top_k num_beams repetition_penalty no_repeat_ngram_size"
 ).split()
 #: Options that are the job's own, under the same names.
 JOB = (
-    "format speedup full prompt_layers clock profile seed dtype device revision quantization compile prepack overwrite "
-    "chat"
+    "format speedup full prompt_layers clock profile seed dtype device revision quantization prepack overwrite chat"
 ).split()
 
 
@@ -55,7 +53,6 @@ def generate(
     top_k: o.TopK = None,
     seed: o.SamplingSeed = 0,
     num_beams: o.NumBeams = None,
-    length_penalty: o.LengthPenalty = None,
     min_new_tokens: o.MinNewTokens = None,
     repetition_penalty: o.RepetitionPenalty = None,
     no_repeat_ngram_size: o.NoRepeatNgramSize = None,
@@ -67,7 +64,6 @@ def generate(
     max_memory: o.MaxMemory = None,
     offload_folder: o.OffloadFolder = None,
     quantization: o.Quantization = None,
-    compile: o.Compile = False,
     prepack: o.Prepack = False,
     engine: o.EngineName = "transformers",
     ray: o.RayWorkers = None,
@@ -86,7 +82,7 @@ def generate(
             say=say,
         )
     if job.output is None:
-        _write_stream(output, "".join(f"{text}\n" for text in result.texts) if prompt else result.jsonl)
+        _print("".join(f"{text}\n" for text in result.texts) if prompt else result.jsonl)
     _show(result, as_json)
     if not result.summary["rows"]:
         raise Exit(1)
@@ -95,7 +91,6 @@ def generate(
 def _job(given: Mapping[str, Any]) -> GenerationJob:
     """What the options describe. Raises SkipDecodeError."""
     from ..core.schedule import Schedule
-    from ..files import is_stream
     from ..generation.jobs import GenerationJob
 
     output, schedule, stop = given["output"], given["schedule"], given["stop"]
@@ -107,7 +102,7 @@ def _job(given: Mapping[str, Any]) -> GenerationJob:
     return GenerationJob(
         given["model"],
         given["prompt"] or given["input"],
-        None if output == "-" or is_stream(output) else Path(output),
+        None if output == "-" else Path(output),
         task=o.task_of(given),
         schedule=Schedule.load(schedule) if schedule else None,
         batch_size=o.parse_batch_size(given["batch_size"]),
@@ -118,16 +113,11 @@ def _job(given: Mapping[str, Any]) -> GenerationJob:
     )
 
 
-def _write_stream(output: str, text: str) -> None:
-    """To standard output, a pipe or a device; a reader that has gone must not lose the texts without a word."""
-    from ..files import write
-
+def _print(text: str) -> None:
+    """Print to standard output; a reader that has gone must not lose the texts without a word."""
     try:
-        if output == "-":
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        else:
-            write(output, text)
+        sys.stdout.write(text)
+        sys.stdout.flush()
     except OSError as error:
         drop_output()
         raise FileError(f"the texts could not be written ({error.strerror}): give --output FILE to keep them") from None

@@ -39,7 +39,6 @@ Decay = Annotated[
     Literal["linear", "cosine", "exponential", "power", "step", "constant"] | None,
     Option(help="How the depth falls (default: the model's, else linear)."),
 ]
-Serving = Annotated[bool, Option("--serving", help="Flat schedules, which suit servers: the same as --decay constant.")]
 PromptLayers = Annotated[
     str | None, Option(help="Layers that the prompt runs: a number, or max for as many as step 0 (default: all).")
 ]
@@ -124,10 +123,9 @@ Revision = Annotated[str | None, Option(help="Branch, tag or commit of a hub mod
 Quantization = Annotated[
     Literal["int8"] | None, Option(help="Layers and head multiply in 8 bits (CPUs).", rich_help_panel=MACHINE)
 ]
-Compile = Annotated[bool, Option("--compile", help="Decode steps through torch.compile.", rich_help_panel=MACHINE)]
 Prepack = Annotated[
     bool,
-    Option("--prepack", help="Weights laid out once as the CPU reads them: more speed.", rich_help_panel=MACHINE),
+    Option("--prepack", help="Keep weights in the layout of the CPU's products: faster.", rich_help_panel=MACHINE),
 ]
 Attention = Annotated[
     str | None,
@@ -136,7 +134,7 @@ Attention = Annotated[
 
 OffloadTo = Annotated[
     Literal["auto", "disk", "cpu"] | None,
-    Option("--offload", help="Where layers wait that do not fit into memory.", rich_help_panel=MACHINE),
+    Option("--offload", help="Where layers are kept that do not fit into memory.", rich_help_panel=MACHINE),
 ]
 MaxMemory = Annotated[
     float | None, Option(min=0, help="GiB that the weights may take: offload the rest.", rich_help_panel=MACHINE)
@@ -164,13 +162,6 @@ def task_of(given: Mapping[str, Any]) -> TaskType:
     return task_from(given)
 
 
-def decay_of(decay: str | None, serving: bool) -> str | None:
-    """The decay asked for: none at all for a server, whose requests do not begin together. Raises UsageError."""
-    if serving and decay not in (None, "constant"):
-        raise UsageError(f"--serving is --decay constant: leave it or --decay {decay} out")
-    return "constant" if serving else decay
-
-
 def style_options(
     order: str | None = None, decay: str | None = None, prompt_layers: str | None = None
 ) -> dict[str, int | str]:
@@ -191,7 +182,7 @@ def load_profile(clock: str, path: Path | None) -> Profile | None:
 
 
 def offload_of(given: Mapping[str, Any]) -> Offload | None:
-    """Where a verb's options say that layers wait. Raises UsageError, MissingExtra."""
+    """Return where a verb's options offload layers to; None if all stay. Raises UsageError, MissingExtra."""
     place, memory, folder = given["offload"], given["max_memory"], given["offload_folder"]
     if place is None and memory is None:
         if folder is not None:
@@ -208,12 +199,12 @@ def engine_of(given: Mapping[str, Any]) -> Engine:
 
     engine: Engine = Transformers()
     if given["engine"] == "vllm":
-        from ..serving.offline import VllmEngine
+        from ..engines.vllm import VllmEngine
 
         engine = VllmEngine()
     if given["ray"] is None:
         return engine
-    from ..serving.ray import RayEngine
+    from ..engines.ray import RayEngine
 
     return RayEngine(engine, given["ray"])
 

@@ -16,25 +16,15 @@ def serve(
     vllm: Annotated[
         list[str] | None, Argument(metavar="VLLM OPTIONS", help="Any option of vLLM's API server: --port 8000 …")
     ] = None,
+    speedups: Annotated[
+        str | None,
+        Option(help="What requests may ask for: 1,2,3 (default: 1 and those trained for; of a stock model 1,2,3,5)."),
+    ] = None,
     speedup: Annotated[
         float | None,
         Option(help="Of requests that name none (default: the fastest that the model was trained for, else 1)."),
     ] = None,
-    min_speedup: Annotated[float | None, Option(help="What requests may ask for at least (default: 1).")] = None,
-    max_speedup: Annotated[
-        float | None, Option(help="What requests may ask for at most (default: the fastest trained for).")
-    ] = None,
     prompt_layers: o.PromptLayers = None,
-    admit_together: Annotated[
-        str | None, Option(help="Let new requests in by groups of so many, or auto: as steps' times say (default).")
-    ] = None,
-    max_wait: Annotated[
-        float | None, Option(help="Seconds that a slot stays free for a group at most (default: 1).")
-    ] = None,
-    max_slowdown: Annotated[
-        float | None,
-        Option(help="Deep rows may leave steps out, and take so many times as long a token at most (default: 1)."),
-    ] = None,
     int8_head: Annotated[
         bool, Option("--int8-head", help="LM head with weights of 8 bits (CPUs): steps are quicker, logits change.")
     ] = False,
@@ -47,10 +37,6 @@ def serve(
     load_token_ms: Annotated[
         float | None, Option(help="Load: tokens come further apart than this (ms).", rich_help_panel=LOAD)
     ] = None,
-    load_release: Annotated[
-        float | None,
-        Option(help="Load ends at this share of the limits (default: 0.5).", rich_help_panel=LOAD),
-    ] = None,
     load_all: Annotated[
         bool, Option("--load-all", help="Requests that named a speed-up too.", rich_help_panel=LOAD)
     ] = False,
@@ -61,21 +47,15 @@ def serve(
     """
     from ..core.schedule import parse_prompt_layers
     from ..serving.server import server_command
-    from ..serving.settings import parse_group
 
     options = {
+        "speedups": None if speedups is None else list(o.parse_speedups(speedups)),
         "speedup": speedup,
-        "min_speedup": min_speedup,
-        "max_speedup": max_speedup,
         "prompt_layers": parse_prompt_layers(prompt_layers),
-        "admit_together": parse_group(admit_together),
-        "max_wait": max_wait,
-        "max_slowdown": max_slowdown,
         "int8_head": int8_head or None,
         "load_speedup": load_speedup,
         "load_waiting": load_waiting,
         "load_token_ms": load_token_ms,
-        "load_release": load_release,
         "load_all": load_all or None,
     }
     given = {name: value for name, value in options.items() if value is not None}

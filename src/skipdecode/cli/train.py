@@ -35,7 +35,6 @@ def train(
     context: Context,
     config: Config = None,
     no_resume: NoResume = False,
-    serving: shared.Serving = False,
     **options: Any,
 ) -> None:
     """Fine-tune a model so that it writes well with layers skipped. The same command resumes after interruption.
@@ -48,8 +47,6 @@ def train(
 
     source = context.get_parameter_source
     given = {name: value for name, value in options.items() if getattr(source(name), "name", "DEFAULT") != "DEFAULT"}
-    if serving:
-        given["decay"] = shared.decay_of(given.get("decay"), serving)
     plan = TrainingPlan.load(config, **given) if config else TrainingPlan(**given)
     run(plan, resume=not no_resume, say=say)
 

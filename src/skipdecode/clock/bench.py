@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.checkpoint_config import layer_count
 from ..core.schedule import Schedule
-from ..core.stack import decoder_layers, text_config, with_lenders_first
+from ..core.stack import text_config
 from ..errors import ScheduleError, UsageError
+from ..files import check_target
 from ..generation.generate import generate_ids
-from ..planning.planner import CLOCKS, Prediction, Predictor, Workload, predict
-from ..planning.profile import Profile
+from ..planning.planner import CLOCKS, Predictor, Workload
+from ..planning.profile import Profile, shape_of
 from ..planning.resolve import new_schedule
-from ..weights.device import Peaks, resident_bytes
-from .timing import Clock, Timing, alternate, compare, forced
+from ..weights.device import machine
+from .profiler import dtype_of
+from .tables import Row, markdown_table, save_tables
+from .timing import Timing, alternate, compare, forced
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class BenchPlan:
         clock: what the targets are of: ``layers``, ``step`` (a decode step's seconds) or ``job`` (prompt and steps).
         profile: what the last two are planned with. With any clock, predictions stand beside what was measured.
         repeats: rounds timed, all speeds in turn; medians count.
-        style: fields of the schedules: ``order``, ``decay``, ``prompt_layers``, …
+        style: fields of the schedules: ``decay``, ``prompt_layers``, …
 
     Raises:
         UsageError: values that contradict each other or are out of range.
@@ -58,112 +60,110 @@ class BenchPlan:
         if not self.speedups or min(self.speedups) < 1 or not self.batch_sizes or self.repeats < 1:
             raise UsageError("speed-ups are numbers of at least 1, and a batch size and a round are needed")
         for size in self.batch_sizes:
-            self.workload(size)
+            self.predictor(size)
 
-    def workload(self, batch_size: int) -> Workload:
-        """What a batch of so many rows does."""
-        return Workload(batch_size, self.prompt_tokens, self.new_tokens)
+    @property
+    def runs(self) -> int:
+        """How many runs are made at most."""
+        return len({1.0, *self.speedups}) * len(self.batch_sizes) * (self.repeats + 1)
+
+    def predictor(self, batch_size: int) -> Predictor | None:
+        """Of a batch of so many rows; None without a profile. Raises UsageError: the profile does not reach it."""
+        work = Workload(batch_size, self.prompt_tokens, self.new_tokens)
+        clock = "step" if self.clock == "layers" else self.clock
+        return None if self.profile is None else Predictor(self.profile, [work], clock)
 
     def check(self, config: Any) -> None:
-        """Whether a model of this config has the positions, and the profile the batches. Raises UsageError."""
-        if self.profile is not None:
-            for size in self.batch_sizes:
-                Predictor(self.profile, [self.workload(size)])
+        """Whether a model of this config has the positions. Raises UsageError."""
         room = getattr(text_config(config), "max_position_embeddings", None)
         if room is not None and self.prompt_tokens + self.new_tokens > room:
             raise UsageError(f"{self.prompt_tokens} prompt tokens and {self.new_tokens} new ones: the model has {room}")
 
-    def schedule(self, config: Any, speedup: float, batch_size: int) -> Schedule:
-        """The schedule for one cell. Raises ScheduleError where the clock cannot give the speed-up."""
+    def schedule(self, config: Any, speedup: float, predictor: Predictor | None) -> Schedule:
+        """The schedule for a target. Raises ScheduleError where the clock cannot give it."""
         if speedup == 1:
             return Schedule.full(layer_count(config))
-        work = self.workload(batch_size)
-        if self.clock == "layers" or self.profile is None:
-            return new_schedule(config, speedup, [work.steps], **self.style)
-        return new_schedule(config, speedup, Predictor(self.profile, [work], self.clock), **self.style)
+        basis = [self.new_tokens - 1] if predictor is None or self.clock == "layers" else predictor
+        return new_schedule(config, speedup, basis, **self.style)
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One batch size at one target.
+class BenchReport:
+    """What was timed.
 
     Attributes:
-        batch_size, asked: which one.
-        schedule: None where the target cannot be had.
-        why: then, the reason.
-        timing, clock: measured; ``clock`` is against full depth of the same batch size.
-        prediction: of the profile, if there is one.
-        weight_bytes: bytes of weights that a decode step reads, on average.
-        parameters: weights that a decode step multiplies with, on average.
-        resident_bytes: memory of the process after a run, its cache freed; 0 where psutil is not installed.
+        rows: plain values of each batch size and target. Ratios are full depth's figure over the row's: of layers, of a
+            decode step, of the job.
+        about: what must stand below them.
     """
 
-    batch_size: int
-    asked: float
-    schedule: Schedule | None = None
-    why: str = ""
-    timing: Timing | None = None
-    clock: Clock | None = None
-    prediction: Prediction | None = None
-    weight_bytes: float = 0.0
-    parameters: float = 0.0
-    resident_bytes: int = 0
+    rows: Sequence[Row]
+    about: Mapping[str, str]
 
-    def row(self, plan: BenchPlan, peaks: Peaks) -> dict[str, Any]:
-        """Plain values. Ratios are full depth's figure over this one's: of layers, of a decode step, of the job."""
-        start = {"batch_size": self.batch_size, "asked": self.asked, "asked_of": plan.clock}
-        if self.schedule is None or self.timing is None or self.clock is None:
-            return start | {"refused": self.why}
-        cost, seconds = self.timing.cost, self.timing.step_ms / 1e3
-        read = (
-            self.weight_bytes + cost.peak_kv_bytes * cost.average_depth / self.schedule.max_depth
-        )  # about the average
-        predicted = self.prediction
-        row = start | {
-            "max_depth": self.schedule.max_depth,
-            "min_depth": self.schedule.min_depth,
-            "prompt_layers": self.schedule.deepest,
-            "average_depth": round(cost.average_depth, 3),
-            "layers_ratio": round(cost.layer_ratio, 3),
-            "step_ratio": round(self.clock.decode_ratio, 3),
-            "job_ratio": round(self.clock.ratio, 3),
-            "step_ms": round(self.timing.step_ms, 3),
-            "prompt_ms": round(1e3 * (self.timing.seconds - self.timing.decode_seconds), 1),
-            "job_seconds": round(self.timing.seconds, 4),
-            "tokens_per_second": round(cost.tokens / self.timing.seconds, 2),
-            "bandwidth_share": round(read / seconds / peaks.bandwidth, 3),
-            "matrix_share": round(2 * self.parameters * self.batch_size / seconds / peaks.matrix, 3),
-            "peak_kv_bytes": cost.peak_kv_bytes,
-            "resident_bytes": self.resident_bytes,
-        }
-        if predicted is not None:
-            row |= {"predicted_step_ratio": round(predicted.step, 3), "predicted_job_ratio": round(predicted.job, 3)}
-        return row
+    @property
+    def table(self) -> str:
+        """Markdown."""
+        return markdown_table(HEADS, [_cells(row) for row in self.rows])
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why targets cannot be had."""
+        return [f"batch {row['batch_size']}: {row['refused']}" for row in self.rows if "refused" in row]
+
+    def save(self, folder: Path) -> None:
+        """Write ``table.md``, ``table.csv`` and ``table.json``."""
+        refused = {f"refused {number}": text for number, text in enumerate(self.refusals, 1)}
+        save_tables(folder, self.rows, HEADS, [_cells(row) for row in self.rows], {**self.about, **refused})
+
+
+def check_folder(folder: Path) -> None:
+    """Whether a report can be written there, before hours of work. Raises FileError, UsageError."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file: give a folder")
+    if folder.is_dir():
+        check_target(folder / "table.json")
 
 
 def bench(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     plan: BenchPlan,
+    name: str,
+    *,
+    options: Mapping[str, Any] | None = None,
+    command: str = "",
     on_run: Callable[[], object] = lambda: None,
-) -> list[Cell]:
-    """Time every target at every batch size, full depth beside it. ``on_run``: called after each timed run."""
+) -> BenchReport:
+    """Time every target at every batch size, full depth beside it.
+
+    Args:
+        model, tokenizer: as loaded, or :func:`skipdecode.clock.model_shapes.random_model`.
+        plan: what to time.
+        name: of the model.
+        options: how it was loaded beside type and device, as the profile has them.
+        command: what made the report.
+        on_run: called after each timed run.
+
+    Raises:
+        UsageError: the model has not the positions, or the profile is of another machine, model, type or options.
+    """
+    here, kind, options = machine(str(model.device)), dtype_of(model), dict(options or {})
     plan.check(model.config)
-    cells = []
-    for size in plan.batch_sizes:
-        schedules: dict[float, Schedule | str] = {}
-        for asked in dict.fromkeys((1.0, *plan.speedups)):
-            try:
-                schedules[asked] = plan.schedule(model.config, asked, size)
-            except ScheduleError as error:
-                schedules[asked] = str(error)
-        cells += _batch(model, tokenizer, plan, size, schedules, on_run)
-    return cells
-
-
-def runs_of(plan: BenchPlan) -> int:
-    """How many runs are made at most."""
-    return len({1.0, *plan.speedups}) * len(plan.batch_sizes) * (plan.repeats + 1)
+    if plan.profile is not None:
+        shape = shape_of(model.config)
+        plan.profile.check(shape=shape, machine=here, device=model.device.type, dtype=kind, options=options)
+    rows = [row for size in plan.batch_sizes for row in _batch(model, tokenizer, plan, size, on_run)]
+    about = {
+        "model": name,
+        "command": command,
+        "machine": here,
+        "dtype": ", ".join([kind, *(f"{name} {value}" for name, value in options.items())]),
+        "job": f"{plan.prompt_tokens} prompt tokens and {plan.new_tokens} new ones in each row, end-of-sequence "
+        "suppressed",
+        "rounds": f"{plan.repeats} after one to warm up, all speeds of a batch size in turn, medians",
+        "ratios": "full depth's figure over the row's: layers per decode step, seconds of a step, seconds of the job",
+    }
+    return BenchReport(rows, about)
 
 
 def _batch(
@@ -171,56 +171,79 @@ def _batch(
     tokenizer: PreTrainedTokenizerBase,
     plan: BenchPlan,
     size: int,
-    schedules: Mapping[float, Schedule | str],
     on_run: Callable[[], object],
-) -> list[Cell]:
+) -> list[Row]:
+    """The rows of one batch size."""
+    predictor = plan.predictor(size)
+    schedules: dict[float, Schedule] = {}
+    refused: dict[float, str] = {}
+    for asked in dict.fromkeys((1.0, *plan.speedups)):
+        try:
+            schedules[asked] = plan.schedule(model.config, asked, predictor)
+        except ScheduleError as error:
+            refused[asked] = str(error)
     vocabulary = text_config(model.config).vocab_size
     generator = torch.Generator().manual_seed(size)
     ids = torch.randint(vocabulary // 8, vocabulary, (size, plan.prompt_tokens), generator=generator).tolist()
     options: dict[str, Any] = forced(plan.new_tokens - 1) | {"do_sample": False}
-    resident: dict[float, int] = {}
-
-    def run(asked: float, schedule: Schedule) -> Any:
-        result = generate_ids(model, tokenizer, ids, schedule, size, **options)
-        resident[asked] = max(resident.get(asked, 0), resident_bytes())
-        return result
-
-    had = {asked: schedule for asked, schedule in schedules.items() if isinstance(schedule, Schedule)}
-    timings = alternate({asked: partial(run, asked, s) for asked, s in had.items()}, plan.repeats, on_run)
-    predictor = Predictor(plan.profile, [plan.workload(size)]) if plan.profile else None
-    cells = []
-    for asked, schedule in schedules.items():
-        if isinstance(schedule, str):
-            cells.append(Cell(size, asked, why=schedule))
+    runs = {k: partial(generate_ids, model, tokenizer, ids, s, size, **options) for k, s in schedules.items()}
+    timings = alternate(runs, plan.repeats, on_run)
+    rows: list[Row] = []
+    for asked in dict.fromkeys((1.0, *plan.speedups)):
+        start = {"batch_size": size, "asked": asked, "asked_of": plan.clock}
+        if asked in refused:
+            rows.append(start | {"refused": refused[asked]})
             continue
-        timing = timings[asked]
-        depth = timing.cost.average_depth
-        cells.append(
-            Cell(
-                size,
-                asked,
-                schedule,
-                timing=timing,
-                clock=compare(timings[1.0], timing, plan.repeats),
-                prediction=predict(predictor, asked, schedule) if predictor else None,
-                weight_bytes=_per_step(model, schedule, depth, lambda p: p.numel() * p.element_size()),
-                parameters=_per_step(model, schedule, depth, lambda p: p.numel()),
-                resident_bytes=resident[asked],
-            )
-        )
-    return cells
+        row = _measured(schedules[asked], timings[asked], timings[1.0], plan.repeats)
+        if predictor is not None:
+            ratios = predictor.ratios(schedules[asked])
+            row |= {f"predicted_{of}_ratio": round(ratios[of], 3) for of in ("step", "job")}
+        rows.append(start | row)
+    return rows
 
 
-def _per_step(model: PreTrainedModel, schedule: Schedule, depth: float, count: Callable[[Tensor], int]) -> float:
-    """What the weights of the head and of the layers that run count together, in a step of average depth."""
-    layers = decoder_layers(model)
-    ranked = [layers[i] for i in with_lenders_first(schedule, model.config).ranking]
-    sums = [sum(map(count, _weights(layer))) for layer in ranked]
-    whole = int(depth)
-    running = sum(sums[:whole]) + (depth - whole) * (sums[whole] if whole < len(sums) else 0)
-    head = model.get_output_embeddings()
-    return running + (sum(map(count, _weights(head))) if head is not None else 0)
+def _measured(schedule: Schedule, timing: Timing, full: Timing, repeats: int) -> dict[str, Any]:
+    """Plain values of one timed run beside full depth's."""
+    cost, ratios = timing.cost, compare(full, timing, repeats)
+    return {
+        "max_depth": schedule.max_depth,
+        "min_depth": schedule.min_depth,
+        "prompt_layers": schedule.deepest,
+        "average_depth": round(cost.average_depth, 3),
+        "layers_ratio": round(cost.layer_ratio, 3),
+        "step_ratio": round(ratios.decode_ratio, 3),
+        "job_ratio": round(ratios.ratio, 3),
+        "step_ms": round(timing.step_ms, 3),
+        "prompt_ms": round(1e3 * (timing.seconds - timing.decode_seconds), 1),
+        "job_seconds": round(timing.seconds, 4),
+        "tokens_per_second": round(cost.tokens / timing.seconds, 2),
+        "peak_kv_bytes": cost.peak_kv_bytes,
+    }
 
 
-def _weights(module: nn.Module) -> Iterator[Tensor]:
-    return itertools.chain(module.parameters(), module.buffers())  # int8 weights are buffers
+#: Heads of the table that :func:`_cells` fills.
+HEADS = (
+    "batch", "asked", "depths", "prompt", "layers", "step predicted", "step got", "job predicted", "job got",
+    "ms / step", "ms prompt", "tokens / s", "peak KV",
+)  # fmt: skip
+
+
+def _cells(row: Row) -> list[str]:
+    """A row's figures as the table shows them."""
+    start = [str(row["batch_size"]), f"{row['asked']:g}x {row['asked_of']}" if row["asked"] != 1 else "full depth"]
+    if "refused" in row:
+        return [*start, "cannot be had", *[""] * (len(HEADS) - 3)]
+
+    def ratio(name: str) -> str:
+        return f"{row[name]:.2f}x" if name in row else ""
+
+    return [
+        *start,
+        f"{row['max_depth']} to {row['min_depth']}",
+        str(row["prompt_layers"]),
+        *map(ratio, ("layers_ratio", "predicted_step_ratio", "step_ratio", "predicted_job_ratio", "job_ratio")),
+        f"{row['step_ms']:.1f}",
+        f"{row['prompt_ms']:.0f}",
+        f"{row['tokens_per_second']:.1f}",
+        f"{row['peak_kv_bytes'] / 1e6:.1f} MB",
+    ]

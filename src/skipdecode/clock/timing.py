@@ -38,7 +38,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Clock:
+class Comparison:
     """A timed run beside the full model's of the same prompts and as many decode steps.
 
     Attributes:
@@ -76,14 +76,14 @@ def typical_steps(lengths: Sequence[int]) -> int:
     return max(statistics.median_low(lengths), 1)
 
 
-def compare(full: Timing, own: Timing, repeats: int) -> Clock:
-    """The clock of ``own`` beside ``full``'s. Raises ModelError if they did not take equal numbers of steps."""
+def compare(full: Timing, own: Timing, repeats: int) -> Comparison:
+    """``own`` beside ``full``. Raises ModelError if they did not take equal numbers of steps."""
     if full.result.lengths != own.result.lengths or full.cost.tokens != own.cost.tokens:
         raise ModelError(
             f"the timed texts came out at {full.cost.tokens} and {own.cost.tokens} tokens, where equal numbers were "
             "asked for: a model whose generation config stops texts early cannot be timed"
         )
-    return Clock(
+    return Comparison(
         ratio=full.seconds / own.seconds,
         decode_ratio=full.step_ms / own.step_ms,
         layer_ratio=full.cost.num_layers / own.cost.average_depth,

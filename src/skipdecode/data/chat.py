@@ -45,7 +45,8 @@ def parse_messages(value: Any) -> Chat:
 def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, answer: str | None = None) -> str:
     """The conversation as the tokenizer's chat template writes it, special tokens included.
 
-    Without ``answer`` it ends where the assistant's answer begins; with it, behind the answer.
+    Without ``answer`` it ends where the assistant's answer begins, or behind the words that the assistant has said of
+    it; with ``answer``, behind the whole answer.
 
     Raises ModelError for a tokenizer without a template, and for a conversation that the template refuses.
     """
@@ -56,11 +57,14 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, answer: str | None = 
             "the tokenizer has no chat template, so it cannot write messages: take a model made for chats, "
             "set tokenizer.chat_template, or give the prompts as text"
         )
-    messages = [message._asdict() for message in chat]
-    if answer is not None:
-        messages.append({"role": "assistant", "content": answer})
+    begun = chat[-1].content if chat[-1].role == "assistant" else None
+    messages = [message._asdict() for message in (chat if begun is None else chat[:-1])]
+    if begun is not None or answer is not None:
+        messages.append({"role": "assistant", "content": (begun or "") + (answer or "")})
+    goes_on = answer is None and begun is not None
+    kind = {"continue_final_message": goes_on, "add_generation_prompt": answer is None and not goes_on}
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer is None)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **kind)
     except (TemplateError, ValueError, TypeError) as problem:
         why = " ".join(str(problem).split())
         raise ModelError(f"the tokenizer's chat template does not take these messages: {why}") from None

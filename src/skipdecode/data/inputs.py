@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, TaskError
+from ..errors import TaskError
 from .chat import Prompt
 from .rows import guess_format, read_rows
 from .tasks import Task
+
+#: Columns that an output has of its own: an input's of these names are not repeated there.
+OUTPUT_COLUMNS = ("text", "tokens", "finish_reason", "error")
 
 
 @dataclass
@@ -30,7 +33,7 @@ def read_items(source: str, task: Task, form: str | None = None) -> list[Item]:
     Where the task says that inputs repeat (one row per reference), each distinct input is kept once.
 
     Raises:
-        InputError: no such file, an unknown format, a JSON array, a CSV without the task's columns or with quotes that
+        TaskError: no such file, an unknown format, a JSON array, a CSV without the task's columns or with quotes that
             do not match, or no rows at all.
     """
     data, name = _bytes(source), "standard input" if source == "-" else source
@@ -38,10 +41,10 @@ def read_items(source: str, task: Task, form: str | None = None) -> list[Item]:
     items: list[Item] = []
     seen: dict[Prompt, Item] = {}
     fits = False  # some row, or one that cannot be read, may have the columns
-    for line, row, error in read_rows(data, form, name=name, text_column=task.columns({})[0]):
-        has_columns = any(set(columns) <= set(row) for columns in task.prompt_forms)
+    for line, row, error in read_rows(data, form, name=name, text_column=task.prompt_columns[0][0]):
+        has_columns = any(set(columns) <= set(row) for columns in task.prompt_columns)
         if form == "csv" and not has_columns:
-            raise InputError(_no_column(name, row, task))
+            raise TaskError(_no_column(name, row, task))
         fits |= has_columns or error is not None
         item = to_item(line, row, task, error)
         if task.distinct and item.error is None:
@@ -51,35 +54,40 @@ def read_items(source: str, task: Task, form: str | None = None) -> list[Item]:
                 continue
         items.append(item)
     if not items:
-        raise InputError(f"{name} holds no rows")
+        raise TaskError(f"{name} holds no rows")
     if not fits:
-        raise InputError(_no_column(name, row, task))
+        raise TaskError(_no_column(name, row, task))
     return items
 
 
 def _no_column(name: str, row: dict[str, Any], task: Task) -> str:
-    columns = " or ".join(" and ".join(columns) for columns in task.prompt_forms)
+    columns = " or ".join(" and ".join(columns) for columns in task.prompt_columns)
     return f"{name} has no column {columns}; it has {', '.join(row)[:200] or 'none'}"
 
 
 def to_item(line: int, row: dict[str, Any], task: Task, error: str | None = None) -> Item:
-    """The item of one row; ``error`` is what is wrong with it already."""
-    item = Item(line, task.shown(row), error=error)
+    """The item of one row; ``error`` is what is wrong with it already.
+
+    It has all columns of the row. A prompt that is in a column of the output's own (``text``) stands as ``prompt``.
+    """
+    item = Item(line, {name: value for name, value in row.items() if name not in OUTPUT_COLUMNS}, error=error)
     if error is None:
         try:
             example = task.example(row)
             item.prompt, item.references = example.prompt, list(example.references)
         except TaskError as problem:
             item.error = str(problem)
+    if "text" in row and "prompt" not in item.columns:
+        item.columns = {"prompt": item.prompt or row["text"]} | item.columns
     return item
 
 
 def _bytes(source: str) -> bytes:
     if source == "-":
         if sys.stdin is None:
-            raise InputError("standard input is closed: give --input FILE")
+            raise TaskError("standard input is closed: give --input FILE")
         return sys.stdin.buffer.read()
     try:
         return Path(source).read_bytes()
     except OSError as error:
-        raise InputError(f"{source} cannot be read: {error.strerror}") from None
+        raise TaskError(f"{source} cannot be read: {error.strerror}") from None

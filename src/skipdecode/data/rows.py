@@ -11,7 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..errors import InputError, TaskError
+from ..errors import TaskError
 
 FORMATS = ("jsonl", "csv", "text")
 SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".txt": "text"}
@@ -45,16 +45,14 @@ def read_rows(
         and CSV are no rows.
 
     Raises:
-        InputError: the source cannot be read, has no such format, is a JSON array, or is a CSV with a column twice or
-            with quotes that do not match.
-        TaskError: the same if strict; also any error of a row.
+        TaskError: the source cannot be read, has no such format, is a JSON array, or is a CSV with a column twice or
+            with quotes that do not match; if strict, also any error of a row.
     """
     name = name or (str(source) if isinstance(source, Path) else "the input")
-    fault = TaskError if strict else InputError
     try:
         format = format or (guess_format(str(source)) if isinstance(source, Path) else guess_format("", source))
         if format not in FORMATS:
-            raise InputError(f"the input's format is {', '.join(FORMATS)}, not {format!r}")
+            raise TaskError(f"the input's format is {', '.join(FORMATS)}, not {format!r}")
         binary = source.open("rb") if isinstance(source, Path) else io.BytesIO(source)
         # surrogateescape lets a bad byte through as a lone surrogate, so that only its own row is lost.
         with io.TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
@@ -64,9 +62,7 @@ def read_rows(
                     raise TaskError(f"{name}, line {line}: {error}")
                 yield line, row, error
     except OSError as problem:
-        raise fault(f"{name} cannot be read: {problem.strerror}") from None
-    except InputError as problem:
-        raise fault(str(problem)) from None
+        raise TaskError(f"{name} cannot be read: {problem.strerror}") from None
 
 
 def guess_format(path: str, data: bytes = b"{") -> str:
@@ -99,7 +95,7 @@ def _jsonl(file: TextIO, name: str) -> Iterator[Row]:
         if not line.strip():
             continue
         if first and line.lstrip().startswith("["):
-            raise InputError(f"{name} is a JSON array: one object per line is wanted, as jq -c '.[]' writes them")
+            raise TaskError(f"{name} is a JSON array: one object per line is wanted, as jq -c '.[]' writes them")
         first = False
         yield number, *_object(line)
 
@@ -133,7 +129,7 @@ def _csv(file: TextIO, name: str) -> Iterator[Row]:
     _, header = next(records, (1, []))
     header = [_clean(column) for column in header]
     if len(set(header)) < len(header):
-        raise InputError(f"{name} has a column twice: {', '.join(header)}")
+        raise TaskError(f"{name} has a column twice: {', '.join(header)}")
     for line, fields in records:
         row = dict(zip_longest(header, map(_clean, fields[: len(header)])))
         if len(fields) > len(header):
@@ -151,7 +147,7 @@ def _records(file: TextIO, name: str) -> Iterator[tuple[int, list[str]]]:
         try:
             fields = next(reader, None)
         except csv.Error as problem:
-            raise InputError(
+            raise TaskError(
                 f"{name}, line {begin}: the row that begins here cannot be read: {problem} "
                 "(a quote that is not closed, or not doubled)"
             ) from None

@@ -8,12 +8,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     DynamicCache,
-    LogitsProcessor,
-    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )
@@ -22,29 +22,41 @@ from ..core.attach import attach
 from ..core.cache import SkipCache, total_kv_bytes
 from ..core.checkpoint_config import layer_count
 from ..core.schedule import Schedule
-from ..core.stack import decoder_layers
 from ..weights.device import synchronize
-from ..weights.faster import is_compiled
 from .finished_rows import track_finished_rows
+from .options import end_tokens, given, max_new_tokens, num_beams
 from .results import Completion, Cost
 
 #: How to decode: a schedule, None for the stock model, or what makes each batch's cache for methods of their own.
 Decoding = Schedule | Callable[[PreTrainedModel], DynamicCache] | None
 
 
-class _Clock(LogitsProcessor):
-    """Notes when the prompt's logits are there: ``generate`` calls it once per forward pass."""
+class Passes(StoppingCriteria):
+    """Counts the forward passes of a ``generate`` call and times them; ends no row.
 
-    def __init__(self) -> None:
-        self.first: float | None = None
-        self.calls = 0
+    ``generate`` asks its stopping criteria once a pass, whatever the mode of decoding. (Logits processors it asks once
+    a token, so several times in a pass that verifies looked-up tokens.)
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        if self.first is None:
-            synchronize(scores.device)
-            self.first = time.perf_counter()
-        self.calls += 1
-        return scores
+    Args:
+        every: time every pass, not just the first. The device is waited for at each pass that is timed.
+
+    Attributes:
+        count: passes so far; the pieces of a prompt that is prefilled in chunks are one.
+        times: when the tokens of the timed passes were there (``time.perf_counter``).
+    """
+
+    def __init__(self, every: bool = False) -> None:
+        self.every = every
+        self.count = 0
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """No row (rows,) has to end."""
+        if self.every or not self.count:
+            synchronize(input_ids.device)
+            self.times.append(time.perf_counter())
+        self.count += 1
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def generate_batch(
@@ -52,35 +64,31 @@ def generate_batch(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[int]],
     decoding: Decoding,
+    *,
+    passes: Passes | None = None,
     **options: Any,
 ) -> tuple[list[Completion], Cost]:
-    """One batch of token-id prompts; ``decoding`` None is the stock model with its ordinary cache.
+    """Decode one batch of token-id prompts.
 
-    ``options`` go to ``model.generate``; greedy unless ``do_sample`` is among them. Rows that have ended leave the
-    batch (:mod:`.finished_rows`).
+    Args:
+        decoding: None is the stock model with its ordinary cache.
+        passes: notes the passes of this call.
+        options: go to ``model.generate``; greedy unless ``do_sample`` is among them. Rows that have ended leave the
+            batch (:mod:`.finished_rows`).
     """
-    width = max(map(len, prompts))
-    pad = tokenizer.pad_token_id
+    passes = passes or Passes()
+    options, asked = given(options), model.generation_config
+    width, layers = max(map(len, prompts)), layer_count(model.config)
+    pad = options.setdefault("pad_token_id", _padding(model, tokenizer))
     ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    layers = layer_count(model.config)
     cache = _cache(model, decoding)
-    clock = _Clock()
-    # What a checkpoint says of its cache and outputs is for others: the cache is ours, texts are what is wanted.
-    defaults = {
-        "do_sample": False,
-        "num_return_sequences": 1,
-        "pad_token_id": pad,
-        "use_cache": True,
-        "cache_implementation": None,
-    }
-    options = defaults | options
-    options["logits_processor"] = LogitsProcessorList([*(options.get("logits_processor") or []), clock])
-    strings = options.get("stop_strings", model.generation_config.stop_strings)
-    eos = options.get("eos_token_id", model.generation_config.eos_token_id)
-    stops = {eos} if isinstance(eos, int) else set(eos or ())
+    strings, stops = options.get("stop_strings", asked.stop_strings), end_tokens(options, asked)
     finished = track_finished_rows(model, tokenizer, cache, len(prompts), stops, strings, options)
-    criteria = options.pop("stopping_criteria", None)
+    criteria = options.pop("stopping_criteria", [])
+    # What a checkpoint says of its cache and outputs is for others: the cache is ours, texts are what is wanted.
+    defaults = {"do_sample": False, "num_return_sequences": 1, "use_cache": True, "cache_implementation": None}
+    defaults |= {"max_new_tokens": max_new_tokens(options, asked)}
     start = time.perf_counter()
     with finished or nullcontext():
         output = model.generate(
@@ -88,14 +96,14 @@ def generate_batch(
             attention_mask=mask,
             past_key_values=cache,
             tokenizer=tokenizer if strings else None,
-            stopping_criteria=StoppingCriteriaList([finished]) if finished else criteria,
-            **options | {"return_dict_in_generate": True},
+            stopping_criteria=StoppingCriteriaList([passes, *([finished] if finished else criteria)]),
+            **defaults | options | {"return_dict_in_generate": True},
         )
     synchronize(model.device)
     end = time.perf_counter()
     sequences = output.sequences.where(output.sequences >= 0, pad)  # beams without an end are filled up with -1
     written = sequences[:, width:].tolist()
-    ends = _ends(written, stops)
+    ends = [next((n for n, token in enumerate(row, 1) if token in stops), None) for row in written]
     if strings:
         stop = StopStringCriteria(tokenizer, strings)
         for length in range(1, len(written[0]) + 1):
@@ -105,16 +113,18 @@ def generate_batch(
     if criteria:
         ends = [end or _unpadded(row, pad) for row, end in zip(written, ends, strict=True)]
     rows = [_completion(tokenizer, row, end) for row, end in zip(written, ends, strict=True)]
-    steps = clock.calls - 1
+    steps = passes.count - 1
+    if num_beams(options, asked) == 1:  # on MPS, transformers stops a pass late, and drops the token of that pass
+        steps = min(steps, len(written[0]) - 1)
     in_prompt = decoding.positions_per_layer(width, width) if isinstance(decoding, Schedule) else [width] * layers
     cost = Cost(
         layers,
         rows=len(prompts),
         tokens=sum(row.tokens for row in rows),
         seconds=end - start,
-        decode_seconds=end - (clock.first or end),
+        decode_seconds=end - passes.times[0],
         steps=steps,
-        layer_steps=sum(getattr(cache, "step_depths", [layers] * steps)),
+        layer_steps=sum(getattr(cache, "step_depths", [layers] * steps)[:steps]),
         row_layers=getattr(cache, "row_layers", 0),
         row_steps=getattr(cache, "row_steps", 0),
         prompt_positions=width,
@@ -126,17 +136,17 @@ def generate_batch(
     return rows, cost
 
 
+def _padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that stands where nothing is: any will do, since it is masked."""
+    ends = end_tokens({}, model.generation_config)
+    known = tokenizer.pad_token_id, model.generation_config.pad_token_id, min(ends, default=None)
+    return next((token for token in known if token is not None), 0)
+
+
 def _cache(model: PreTrainedModel, decoding: Decoding) -> DynamicCache:
-    if decoding is None and is_compiled(decoder_layers(model)[0]):
-        decoding = Schedule.full(layer_count(model.config))  # a stock cache would have each layer compiled apart
     if decoding is None:
         return DynamicCache(config=model.config)
     return SkipCache(attach(model), decoding) if isinstance(decoding, Schedule) else decoding(model)
-
-
-def _ends(written: Sequence[Sequence[int]], stops: set[int]) -> list[int | None]:
-    """How many of each row's tokens there are up to the first of ``stops``; None if there is none."""
-    return [next((n for n, token in enumerate(row, 1) if token in stops), None) for row in written]
 
 
 def _unpadded(row: Sequence[int], pad: int) -> int | None:

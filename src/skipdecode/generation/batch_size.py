@@ -1,42 +1,29 @@
-"""``batch_size="auto"``: rows of like length, as many at once as fit into memory.
-
-What a row takes is measured on this very model, not derived from its family: two short passes give the bytes per
-position of each layer (:mod:`skipdecode.planning.kv_bytes` counts positions), a pass over the longest prompt gives
-what its activations take. From the schedule follows how many layers hold how many positions at the worst moment of the
-job: freed layers make room for rows. (Buckets of like length with a batch size each: BucketServe, arXiv 2507.17120.)
-"""
+"""``batch_size="auto"``: rows of like length, as many at once as fit into memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel
 
-from ..core.attach import attach
-from ..core.cache import SkipCache, layer_kv_bytes
-from ..core.checkpoint_config import layer_count
-from ..core.growing import ROOM, GrowingLayer
-from ..core.schedule import Schedule
-from ..core.stack import with_lenders_first
 from ..errors import UsageError
-from ..planning.kv_bytes import LayerKV, peak_kv_bytes, positions_stored
-from ..weights.memory import PeakMeter, available_memory, mapped_bytes
-from .batch import Decoding, generate_batch
+from ..weights.memory import available_memory, mapped_bytes
 from .options import num_beams
+from .results import Cost
 
 BatchSize = int | Literal["auto"]
 
 #: The share of the free memory that a batch's tensors may take. Buffers of kernels and what malloc keeps come on top:
-#: processes grew by up to 1.44 times what is predicted of their tensors (docs/memory.md).
+#: processes grew by up to 1.44 times what their tensors take (docs/memory.md).
 SHARE = 0.6
+#: Rows of the first batch, in which it is measured what a row takes.
+FIRST_ROWS = 4
 #: The most rows at once: a job that is killed loses a batch, and a batch goes on for its longest text.
 MOST_ROWS = 256
-#: Lengths at which the bytes of a layer's positions are measured: shorter than any window.
-PROBES = (2, 3)
 
 
 def check_batch_size(batch_size: BatchSize, options: Mapping[str, Any], defaults: GenerationConfig) -> None:
@@ -48,153 +35,54 @@ def check_batch_size(batch_size: BatchSize, options: Mapping[str, Any], defaults
     available_memory("cpu")
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """What one row of a batch takes.
-
-    Attributes:
-        layers: keys, values and states of each layer, for one beam.
-        schedule: which layers keep theirs.
-        steps: decode steps at most.
-        beams: that a row is searched with.
-        step_bytes: a step over hardly any text: activations, logits, and what choosing a token takes.
-        width, prompt_bytes: tokens of the longest prompt, and most bytes at once in its pass.
-    """
-
-    layers: Sequence[LayerKV]
-    schedule: Schedule
-    steps: int
-    beams: int
-    step_bytes: int
-    width: int
-    prompt_bytes: int
-
-    def kv_bytes(self, width: int) -> float:
-        """Most keys, values and states that a prompt of ``width`` tokens and its steps hold at once, for one beam.
-
-        (A layer that stops after the prompt is part of what was measured of the prompt's pass.)
-        """
-        layers = self.layers
-        if self.beams > 1:  # put in order after each step, their layers move at each
-            layers = [replace(each, fixed=each.fixed + each.room * each.per_position) for each in layers]
-        return peak_kv_bytes(layers, self.schedule, width, self.steps)
-
-    def row_bytes(self, width: int) -> float:
-        """Most bytes that a row with a prompt of ``width`` tokens takes at once, all its beams together."""
-        # What a prompt takes grows with its length, and faster than it: it lies below the line between two lengths.
-        share = (width - 1) / max(self.width - 1, 1)
-        prompt = self.step_bytes + max(self.prompt_bytes - self.step_bytes, 0) * share
-        # A layer that grows is held twice for a moment, and so is one whose beams are put in order.
-        twice = max(layer.at(width, width + self.steps) for layer in self.layers)
-        return max(prompt, self.beams * (self.kv_bytes(width) + twice) + self.step_bytes)
-
-
 class BatchSizes:
-    """How many rows the next batch takes, for one job.
+    """How many rows each batch of a job takes.
+
+    The first batch is small, and the most that its tensors take at once is measured. Prompts come longest first, so
+    that no row after it takes more per position. A batch that does not fit after all is halved.
 
     Args:
-        row_bytes: of a prompt's width: what one row takes at most.
-        budget: bytes for a batch.
+        budget: bytes for the tensors of a batch.
+        new_tokens: that a text has at most.
     """
 
-    def __init__(self, row_bytes: Callable[[int], float], budget: float) -> None:
-        self._row_bytes = row_bytes
-        self._budget = budget
-        self._most = MOST_ROWS
+    def __init__(self, budget: float, new_tokens: int) -> None:
+        self.budget = budget
+        self.new_tokens = new_tokens
+        self.per_position: float | None = None  # bytes that a position of a row takes, once measured
+        self.most = FIRST_ROWS
 
-    def next(self, lengths: Sequence[int]) -> int:
-        """Rows of the next batch.
+    @classmethod
+    def of(cls, model: PreTrainedModel, new_tokens: int) -> BatchSizes:
+        """For the memory that there is now. Raises MissingExtra where it cannot be told."""
+        # Weights that are read as a file is, the system may drop and read again: nothing is gained by their room.
+        kept = mapped_bytes() if model.device.type == "cpu" else 0
+        return cls(SHARE * available_memory(model.device, kept=kept), new_tokens)
+
+    def next(self, lengths: Sequence[int], at: int) -> int:
+        """How many rows are decoded together, from row ``at`` on.
 
         Args:
-            lengths: prompt tokens of the rows to come, longest first.
+            lengths: tokens of each row's prompt, longest first.
         """
-        like = sum(2 * length > lengths[0] for length in lengths)  # at most half of a row is padding
-        fit = max(min(self._most, int(self._budget / max(self._row_bytes(lengths[0]), 1))), 1)
+        longest = lengths[at]
+        like = bisect_left(lengths, -longest / 2, lo=at, key=lambda length: -length) - at  # at most half is padding
+        fit = self.most
+        if self.per_position is not None:
+            fit = max(min(fit, int(self.budget / max(self.per_position * (longest + self.new_tokens), 1))), 1)
         return math.ceil(like / math.ceil(like / fit))  # batches of like size, not one of what is left
 
+    def measured(self, peak: int, width: int, cost: Cost) -> None:
+        """Note what the first batch took at most: ``peak`` bytes, its prompts padded to ``width`` tokens."""
+        self.per_position = peak / cost.rows / (width + cost.steps + 1)
+        self.most = MOST_ROWS
+
     def halve(self, rows: int) -> None:
-        """A batch of so many rows did not fit after all."""
-        self._most = max(rows // 2, 1)
-
-
-def batch_sizes(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
-    decoding: Decoding,
-    options: Mapping[str, Any],
-) -> BatchSizes:
-    """Measure what a row takes, and how much memory there is now.
-
-    Raises:
-        UsageError, MissingExtra: as :func:`check_batch_size`.
-    """
-    check_batch_size("auto", options, model.generation_config)
-    if len(prompts) == 1:
-        return BatchSizes(lambda width: 0.0, 0.0)
-    # Weights that are read as a file is, the system may drop and read again: nothing is gained by their room.
-    budget = SHARE * available_memory(model.device, kept=mapped_bytes() if model.device.type == "cpu" else 0)
-    return BatchSizes(footprint(model, tokenizer, max(prompts, key=len), decoding, options).row_bytes, budget)
-
-
-def footprint(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    longest: Sequence[int],
-    decoding: Decoding,
-    options: Mapping[str, Any],
-) -> Footprint:
-    """Measured with one row: four short passes and one over the longest prompt."""
-    schedule = decoding if isinstance(decoding, Schedule) else Schedule.full(layer_count(model.config))
-    beams = num_beams(options, model.generation_config)
-
-    def peak(prompt: Sequence[int], new_tokens: int) -> int:
-        greedy = {"do_sample": False, "num_beams": beams, "stop_strings": None}
-        # A meter on torch's stack would have dynamo give up for good the layers that it was to compile.
-        with torch.compiler.set_stance("force_eager"), PeakMeter() as meter:
-            length = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
-            generate_batch(model, tokenizer, [list(prompt)], decoding, **length, **greedy)
-        return meter.peak
-
-    new_tokens = options.get("max_new_tokens") or model.generation_config.max_new_tokens or 0
-    if not new_tokens:
-        new_tokens = max((options.get("max_length") or len(longest) + 20) - 1, 1)
-    return Footprint(
-        layers=measure_layer_kv(model, isinstance(decoding, Schedule)),
-        schedule=with_lenders_first(schedule, model.config),
-        steps=new_tokens - 1,
-        beams=beams,
-        step_bytes=peak(longest[-1:], min(3, new_tokens)),
-        width=len(longest),
-        prompt_bytes=peak(longest, 1),
-    )
-
-
-@torch.no_grad()
-def measure_layer_kv(model: PreTrainedModel, skips: bool = True) -> list[LayerKV]:
-    """What each layer of a model keeps for a row, measured over one row of two lengths.
-
-    Args:
-        model: as loaded.
-        skips: whether it decodes with a ``SkipCache``, whose layers have room ahead.
-    """
-    held, layers = [], []
-    for length in PROBES:
-        full = Schedule.full(layer_count(model.config))
-        cache = SkipCache(attach(model), full) if skips else DynamicCache(config=model.config)
-        ids = torch.full((1, length), 2, device=model.device)
-        model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True)
-        held.append([layer_kv_bytes(layer) for layer in cache.layers])
-        layers = list(cache.layers)
-    found = []
-    for layer, less, more in zip(layers, *held, strict=True):
-        window, room = getattr(layer, "sliding_window", None), ROOM * isinstance(layer, GrowingLayer)
-        short, long = (positions_stored(length, length, window, room) for length in PROBES)
-        slope = (more - less) / (long - short) if long > short else 0.0
-        found.append(LayerKV(less - slope * short, slope, window, room))
-    return found
+        """Note that a batch of so many rows did not fit."""
+        self.most = max(rows // 2, 1)
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether a device's or the system's memory did not suffice."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+    words = "DefaultCPUAllocator", "MPS backend out of memory"
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in words)

@@ -25,8 +25,6 @@ from transformers import (
 
 from ..core.cache import SkipCache, total_kv_bytes
 from ..core.patch import Patch, put
-from ..core.stack import decoder_layers
-from ..weights.faster import is_compiled
 from .options import num_beams
 
 #: Rows leave when at most this share of the rows in the cache goes on. What stays is copied: all cuts together copy no
@@ -61,7 +59,7 @@ def track_finished_rows(
     beams = num_beams(options, model.generation_config) > 1 or hasattr(model, "_reorder_cache")
     if rows == 1 or not stops or not ours or beams or options.get("stopping_criteria"):
         return None
-    if is_compiled(decoder_layers(model)[0]) or model._compiled_call_impl is not None:
+    if model._compiled_call_impl is not None:
         return None
     ends: list[StoppingCriteria] = [EosTokenCriteria(sorted(stops))]
     if strings:

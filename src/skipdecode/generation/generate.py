@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.checkpoint_config import layer_count, schedule_for
+from ..core.checkpoint_config import layer_count, schedule_for, trained_schedules
 from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..data.chat import Message, Prompt, parse_messages
 from ..data.tokenization import encode_prompts
 from ..errors import ModelError, TaskError, UsageError
+from ..weights.memory import PeakMeter
 from .batch import Decoding, generate_batch
-from .batch_size import BatchSize, batch_sizes, is_out_of_memory
-from .options import REFUSED, check_options, check_with_model, num_beams
+from .batch_size import BatchSize, BatchSizes, check_batch_size, is_out_of_memory
+from .options import check_budget, check_options, check_with_model, given, max_new_tokens, num_beams
 from .results import Completion, Cost, Generated
 from .sampling import Sampling, stable_hash
 
@@ -38,15 +40,15 @@ def generate(
 
     Args:
         prompts: a text, a conversation (a list of ``{"role": …, "content": …}``, to which the tokenizer's chat
-            template is applied), or a list of either. Batches are made of similar lengths; completions come back in the
-            order given.
-        speedup, schedule, full: one of them: a target layer reduction, a schedule or its file, the unmodified model. By
-            default the fastest schedule of the config.
+            template is applied; one that ends with the assistant's words is continued), or a list of either.
+            Batches are made of similar lengths; completions come back in the order given.
+        speedup, schedule, full: one of them: a target layer reduction, a schedule or its file, the unmodified model.
+            By default the schedule of the model's config.
         batch_size: rows per ``model.generate`` call; ``"auto"``: rows of like length, as many as fit into memory.
         seed: for sampling: a row's text then depends on it and on the row's place in ``prompts``, not on its batch
             (with beams: on the whole batch). None: torch's global generator.
-        options: as ``model.generate`` names them (``max_new_tokens``, ``do_sample``, ``num_beams``, …). Greedy unless
-            ``do_sample`` is given, whatever the checkpoint's generation_config says.
+        options: as ``model.generate`` names them (``max_new_tokens``, ``do_sample``, ``num_beams``, …); None means not
+            given. Greedy unless ``do_sample`` is given, whatever the checkpoint's generation_config says.
 
     Raises:
         ScheduleError: a schedule that does not fit the model.
@@ -59,14 +61,21 @@ def generate(
         >>> result.completions[0].text, result.cost.layer_ratio
     """
     texts = to_prompts(prompts)
+    check_budget(speedup, schedule, full)
     if isinstance(schedule, (str, Path)):
         schedule = Schedule.load(Path(schedule))
     elif not isinstance(schedule, (Schedule, type(None))):
         raise UsageError(f"schedule is a Schedule or the path of its JSON file, not {schedule!r}")
-    if full and (speedup is not None or schedule is not None):
-        raise UsageError("give one of speedup, schedule and full")
-    chosen = None if full else schedule_for(model.config, speedup, schedule)
-    return generate_ids(model, tokenizer, encode_prompts(tokenizer, texts), chosen, batch_size, seed=seed, **options)
+    decoding = None
+    if not full:
+        horizon = horizon_for(model.config, max_new_tokens(options, model.generation_config))
+        decoding = schedule_for(model.config, speedup, schedule, horizon=horizon)
+    return generate_ids(model, tokenizer, encode_prompts(tokenizer, texts), decoding, batch_size, seed=seed, **options)
+
+
+def horizon_for(config: Any, new_tokens: int) -> int | None:
+    """Over how many steps a schedule falls that has to be made anew; None where the model's own say it."""
+    return None if trained_schedules(config) else max(new_tokens - 1, 1)
 
 
 def to_prompts(given: Any) -> list[Prompt]:
@@ -104,31 +113,26 @@ def generate_ids(
     prompts: Sequence[list[int]],
     decoding: Decoding,
     batch_size: BatchSize,
-    on_batch: Callable[[Cost], object] | None = None,
+    on_batch: Callable[[Cost], object] = lambda cost: None,
     seed: int | None = None,
     **options: Any,
 ) -> Generated:
-    """The same for token-id prompts and any decoding; ``on_batch`` is told each batch's cost."""
+    """Generate a text for each token-id prompt with any decoding; ``on_batch`` is told each batch's cost."""
     empty = next((number for number, prompt in enumerate(prompts) if not len(prompt)), None)
     if empty is not None:
         raise UsageError(f"prompt {empty} has no token to go on from: the tokenizer puts none at the beginning")
-    room = max_positions(model.config)
-    new = options.get("max_new_tokens") or 0
-    if not new and options.get("max_length") is None:  # what the checkpoint asks for, else transformers' 20
-        new = model.generation_config.max_new_tokens or 0
-    longest = max(max(map(len, prompts), default=0) + new, 0 if new else options.get("max_length") or 0)
+    room = position_limit(model.config)
+    longest = max(map(len, prompts), default=0) + max_new_tokens(options, model.generation_config)
     if room is not None and longest > room:
         raise UsageError(f"the longest prompt and max_new_tokens need {longest} positions, the model has {room}")
     result = Generated(Cost(layer_count(model.config)))
     rows: dict[int, Completion] = {}
-    for indices, batch, cost in batches(
-        model, tokenizer, dict(enumerate(prompts)), decoding, batch_size, seed, **options
-    ):
-        rows.update(zip(indices, batch, strict=True))
+    numbered = dict(enumerate(prompts))
+    for keys, batch, cost in batches(model, tokenizer, numbered, decoding, batch_size, seed, **options):
+        rows.update(zip(keys, batch, strict=True))
         result.cost += cost
         result.lengths.append(cost.steps)
-        if on_batch:
-            on_batch(cost)
+        on_batch(cost)
     result.completions = [rows[i] for i in range(len(prompts))]
     return result
 
@@ -142,54 +146,59 @@ def batches(
     seed: int | None = None,
     **options: Any,
 ) -> Iterator[tuple[list[int], list[Completion], Cost]]:
-    """(keys, rows, cost) of token-id ``prompts`` by batch; with a ``seed``, a key samples the same when run again."""
-    options = {name: value for name, value in options.items() if value is not None or name not in REFUSED}
+    """Generate token-id ``prompts`` batch by batch.
+
+    Yields:
+        Keys, texts and cost of a batch. With a ``seed``, a key samples the same when it is run again.
+    """
+    defaults, options = model.generation_config, given(options)
     check_options(options, batch_size, seed)
-    check_with_model(options, model.generation_config, seed)
+    check_with_model(options, defaults, seed)
+    check_batch_size(batch_size, options, defaults)
     # Similar lengths share a batch, the longest first: what does not fit in memory shows at once.
-    order = sorted(prompts, key=lambda i: (-len(prompts[i]), i))
-    sizes = None
-    if not isinstance(batch_size, int) and order:
-        sizes = batch_sizes(model, tokenizer, [prompts[i] for i in order], decoding, options)
-    while order:
-        size = sizes.next([len(prompts[i]) for i in order]) if sizes else int(batch_size)
-        keys = order[:size]
+    order = sorted(prompts, key=lambda key: (-len(prompts[key]), key))
+    lengths = [len(prompts[key]) for key in order]
+    sizes = None if isinstance(batch_size, int) else BatchSizes.of(model, max_new_tokens(options, defaults))
+    sampled = seed is not None and bool(options.get("do_sample"))
+    at = 0
+    while at < len(order):
+        keys = order[at : at + (sizes.next(lengths, at) if sizes else int(batch_size))]
+        meter = PeakMeter() if sizes and sizes.per_position is None else None
+        own: dict[str, Any] = {}
+        if seed is not None and sampled and num_beams(options, defaults) == 1:  # beams are drawn for a whole batch
+            own = {"watermarking_config": Sampling(seed, keys)}
         try:
-            rows, cost = _batch(model, tokenizer, prompts, keys, decoding, seed, options)
+            with torch.random.fork_rng(_devices(model), enabled=sampled), meter or nullcontext():
+                if seed is not None and sampled:
+                    torch.manual_seed(stable_hash(seed, *keys))
+                texts = [prompts[key] for key in keys]
+                rows, cost = generate_batch(model, tokenizer, texts, decoding, **options | own)
         except Exception as error:
             if sizes is None or not is_out_of_memory(error):
                 raise
-            if size == 1:
-                raise ModelError(f"not even one row of {len(prompts[keys[0]])} tokens fits into memory") from error
-            sizes.halve(size)
+            if len(keys) == 1:
+                raise ModelError(f"not even one row of {lengths[at]} tokens fits into memory") from error
+            sizes.halve(len(keys))
             continue
         finally:
             if sizes and model.device.type == "cuda":
                 torch.cuda.empty_cache()  # batches of other shapes find no use for the pieces
-        order = order[size:]
+        if sizes and meter:
+            sizes.measured(meter.peak, lengths[at], cost)
+        at += len(keys)
         yield keys, rows, cost
 
 
-def _batch(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Mapping[int, list[int]],
-    keys: Sequence[int],
-    decoding: Decoding,
-    seed: int | None,
-    options: Mapping[str, Any],
-) -> tuple[list[Completion], Cost]:
-    """The rows of these keys, with random numbers of their own where a seed is given."""
-    chosen = [prompts[i] for i in keys]
-    if seed is None or not options.get("do_sample"):
-        return generate_batch(model, tokenizer, chosen, decoding, **options)
-    # Beams are drawn for all rows at once: there it is the batch that is the same when run again.
-    own = {} if num_beams(options, model.generation_config) > 1 else {"watermarking_config": Sampling(seed, keys)}
-    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-        torch.manual_seed(stable_hash(seed, *keys))
-        return generate_batch(model, tokenizer, chosen, decoding, **{**options, **own})
+def _devices(model: PreTrainedModel) -> list[torch.device]:
+    """The devices whose random numbers a call draws, beside the CPU's."""
+    return [model.device] if model.device.type == "cuda" else []
 
 
 def max_positions(config: Any) -> int | None:
-    """How many tokens, prompt and new ones together, a model has positions for; None if its config does not say."""
+    """How many tokens, prompt and new ones together, a model was made for; None if its config does not say."""
     return getattr(text_config(config), "max_position_embeddings", None)
+
+
+def position_limit(config: Any) -> int | None:
+    """How many tokens a model can be given at all: where positions are computed (RoPE), as many as one likes."""
+    return None if getattr(text_config(config), "rope_parameters", None) else max_positions(config)

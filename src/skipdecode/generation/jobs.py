@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,19 @@ from ..data.inputs import Item, read_items, to_item
 from ..data.tasks import Task, get_task
 from ..data.tokenization import encode_prompts
 from ..errors import MissingExtra, ModelError, UsageError
-from ..files import check_target
-from ..planning.clock import ClockOf
+from ..files import check_target, is_stream, write
+from ..planning.clock import Clock
 from ..planning.planner import Predictor
 from ..planning.profile import Profile
 from ..planning.resolve import new_schedule
 from ..provenance import fingerprint, identity
 from ..weights.device import placement
-from ..weights.faster import faster_options
 from ..weights.loading import load_tokenizer, read_config, read_generation_config, resolve
-from ..weights.offload import Offload
-from .batch_size import BatchSize, check_batch_size
-from .engine import Engine, Transformers
-from .generate import max_positions, to_prompts
+from .batch_size import check_batch_size
+from .engine import Engine, EngineConfig, Transformers
+from .generate import horizon_for, max_positions, position_limit, to_prompts
 from .journal import Journal
-from .options import check_options, check_with_model, num_beams
+from .options import check_budget, check_options, check_with_model, given, num_beams
 from .results import Completion, Cost
 
 
@@ -63,7 +61,7 @@ class JobResult:
 
     @property
     def jsonl(self) -> str:
-        """The output: one line per row of the input, in its order."""
+        """The output: one line per row of the input, in its order, with the row's own columns."""
         made = [
             {column: _plain(value) for column, value in item.columns.items()}
             | ({"error": f"line {item.line}: {item.error}"} if item.error else asdict(self.completions[index]))
@@ -73,33 +71,31 @@ class JobResult:
 
 
 @dataclass(frozen=True)
-class GenerationJob:
+class GenerationJob(EngineConfig):
     """A text for every row of an input. With an output file, a job that was killed goes on where it was.
 
     Args:
-        model: directory, hub name, or ``demo``.
+        model: directory, hub name, or ``demo``; the other fields of :class:`~.engine.EngineConfig` are taken by name.
         input: a file, ``-`` for standard input, or the prompts: texts, which the task prompts as it does the lines of a
             text file, or conversations.
-        output: the JSONL file to write; None: the result holds all.
+        output: the JSONL file to write; None: the result holds all. A pipe or a device is written to at the end.
         task: how rows are read and prompted; any JSONL by default.
         format: ``jsonl``, ``csv`` or ``text``, if the input's name does not tell.
         speedup, schedule, full: one of them: a target layer reduction, a schedule, the unmodified model. By default
             the schedule of the model's config.
         prompt_layers: layers that the prompt runs at most: a number, or ``max`` for as many as the first step. None: as
             trained, else all.
-        clock, profile: what ``speedup`` is of: ``layers``; or, with what ``skipdecode profile`` measured here, the
-            seconds of a decode ``step``, or of the whole ``job`` if every row writes ``max_new_tokens``.
-        batch_size: rows decoded together; ``auto``: rows of like length, as many as fit into memory.
-        seed: of sampling: a row's text depends on it and on the row's number, not on its batch.
-        dtype, device, revision, offload, quantization, compile, prepack: as :func:`skipdecode.load` takes them; of
-            offloaded layers, those stay in memory that the schedule runs most.
+        profile: what ``skipdecode profile`` measured here. With it, ``clock`` says what ``speedup`` is of: the seconds
+            of a decode ``step``, or of the whole ``job`` if every row writes ``max_new_tokens``.
         overwrite: replace an output, finished or not, that is already there.
         chat: each prompt that is a text is a user's message: the tokenizer's chat template is applied.
-        options: as ``model.generate`` names them; ``max_new_tokens`` is the task's if it is not among them.
-        engine: what writes the rows; the default is transformers' loop, others are in :mod:`skipdecode.serving`.
+        engine: what writes the rows; the default is transformers' loop, others are in :mod:`skipdecode.engines`.
+
+    ``options`` are those of ``model.generate``; ``max_new_tokens`` is the task's if it is not among them.
 
     Raises:
-        UsageError: arguments that contradict each other.
+        UsageError: arguments that contradict each other, or options that cannot be told from others when a killed job
+            goes on.
     """
 
     model: str
@@ -111,44 +107,35 @@ class GenerationJob:
     schedule: Schedule | str | Path | None = None
     full: bool = False
     prompt_layers: int | str | None = None
-    clock: str = "layers"
     profile: Profile | str | Path | None = None
-    batch_size: BatchSize = 32
-    seed: int = 0
-    dtype: str = "auto"
-    device: str | None = None
-    revision: str | None = None
-    offload: str | Offload | None = None
     overwrite: bool = False
     chat: bool = False
-    quantization: str | None = None
-    compile: bool = False
-    prepack: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
     engine: Engine = field(default_factory=Transformers)
 
     def __post_init__(self) -> None:
-        if sum((self.speedup is not None, self.schedule is not None, self.full)) > 1:
-            raise UsageError("give one of speedup, schedule and full")
+        check_budget(self.speedup, self.schedule, self.full)
         if (self.schedule is not None or self.full) and (self.prompt_layers is not None or self.clock != "layers"):
             raise UsageError("prompt_layers and clock go with a speedup, not with a schedule or full")
-        object.__setattr__(self, "prompt_layers", parse_prompt_layers(self.prompt_layers))
-        clock = ClockOf(self.clock, self.profile)
-        object.__setattr__(self, "profile", clock.profile)
         if self.clock != "layers" and (self.speedup is None or self.offload is not None):
             raise UsageError("a clock needs a speedup, and layers in memory: a profile knows no offload")
-        if isinstance(self.schedule, (str, Path)):
-            object.__setattr__(self, "schedule", Schedule.load(self.schedule))
-        if self.output is not None:
-            object.__setattr__(self, "output", Path(self.output))
-        if self.options.get("max_length") is not None:
-            raise UsageError("max_length counts the prompt too: give max_new_tokens")
-        options = {name: value for name, value in self.options.items() if value is not None}
-        object.__setattr__(self, "options", {"max_new_tokens": self.task.max_new_tokens} | options)
+        changed: dict[str, Any] = {
+            "prompt_layers": parse_prompt_layers(self.prompt_layers),
+            "profile": Clock(self.clock, self.profile).profile,
+            "schedule": Schedule.load(self.schedule) if isinstance(self.schedule, (str, Path)) else self.schedule,
+            "output": None if self.output is None else Path(self.output),
+            "options": {"max_new_tokens": self.task.max_new_tokens} | given(self.options),
+        }
+        for name, value in changed.items():
+            object.__setattr__(self, name, value)
         check_options(self.options, self.batch_size, self.seed)
-        if self.output is not None:
+        if isinstance(self.output, Path):
             check_target(self.output)
-            self._refuse_input(Path(self.output))
+            self._refuse_input(self.output)
+            for name, value in self.options.items() if not is_stream(self.output) else ():
+                try:
+                    fingerprint(value)
+                except UsageError as error:
+                    raise UsageError(f"{name}: {error}, and a killed job could not go on: leave output out") from None
 
     def _refuse_input(self, output: Path) -> None:
         """Neither the output nor its journal may be the file that is read."""
@@ -180,72 +167,73 @@ class GenerationJob:
         check_with_model(self.options, defaults, self.seed)
         check_batch_size(self.batch_size, self.options, defaults)
         self.engine.check(self, config, defaults)
-        clock = ClockOf(self.clock, self.profile)
+        clock = Clock(self.clock, self.profile)
         clock.check(config, self.dtype, self.device, **self.faster())
         items = self._items()
+        prompts = [item.prompt for item in items]
+        new_tokens = self.options["max_new_tokens"]
+        ids = encode_items(items, load_tokenizer(self.model, self.revision), config, new_tokens)
+        lengths = [len(row) for row in ids.values()]
+        if lengths and (made_for := max_positions(config)) is not None and max(lengths) + new_tokens > made_for:
+            say(f"some rows need more than the model's {made_for} positions: their texts may be poor")
+        predictor = clock.predictor(lengths, self.batch_size, new_tokens, num_beams(self.options, defaults))
+        schedule = self._schedule(config, predictor)
+        if schedule is not None and (warning := untrained_warning(config, schedule)):
+            say(warning)
+
+        def work(journal: Journal | None) -> JobResult:
+            return self._write(items, ids, config, schedule, journal, on_start, on_batch, say)
+
+        if not isinstance(self.output, Path):
+            return work(None)
+        if is_stream(self.output):
+            result = work(None)
+            write(self.output, result.jsonl)
+            return result
         # Another type or kind of device rounds otherwise; a hub name alone does not say which version it is.
         placed = [*map(str, placement(config, self.dtype, self.device)), getattr(config, "_commit_hash", None)]
         placed += [name if value is True else value for name, value in self.faster().items()]
         placed += [self.engine.name] if self.engine.name else []
-        new_tokens = self.options["max_new_tokens"]
-        rows = JobRows(items, load_tokenizer(self.model, self.revision), config, new_tokens)
-        lengths, beams = [len(ids) for ids in rows.ids.values()], num_beams(self.options, defaults)
-        predictor = clock.predictor(lengths, self.batch_size, new_tokens, beams)
-        schedule = self._schedule(config, predictor)
-        for warning in clock.warnings():
-            say(warning)
-        if schedule is not None and (untrained := untrained_warning(config, schedule)):
-            say(untrained)
-
-        def work(journal: Journal | None) -> JobResult:
-            return self._write(rows, config, schedule, journal, on_start, on_batch, say)
-
-        if not isinstance(self.output, Path):
-            return work(None)
-        prompts = [item.prompt for item in items]
         parts = (prompts, schedule.to_dict() if schedule else None, self.options, self.seed, placed, self.batch_size)
         job = fingerprint(identity(resolve(self.model)), *parts)
         with Journal(self.output, job, replace=self.overwrite) as journal:
             if journal.summary is not None:  # killed between its last two writes
                 journal.drop()
-                return JobResult(rows.items, journal.rows, journal.summary)
-            if self.output.exists() and not self.overwrite:
-                raise UsageError(f"{self.output} is already there: give --overwrite to replace it")
+                return JobResult(items, journal.rows, journal.summary)
+            journal.check_output()
             result = work(journal)
             journal.finish(result.jsonl, dict(result.summary))
             return result
 
-    def faster(self) -> dict[str, Any]:
-        """What makes layers faster, as :func:`~skipdecode.weights.loading.load` takes it."""
-        return faster_options(self.quantization, self.compile, self.prepack)
-
     def _schedule(self, config: Any, predictor: Predictor | None) -> Schedule | None:
-        given = self.schedule if isinstance(self.schedule, Schedule) else None
+        schedule = self.schedule if isinstance(self.schedule, Schedule) else None
         style: dict[str, Any] = {} if self.prompt_layers is None else {"prompt_layers": self.prompt_layers}
         if self.full:
             return None
+        horizon = horizon_for(config, self.options["max_new_tokens"])
         if predictor is not None:
             return new_schedule(config, self.speedup, predictor, **style)
-        return schedule_for(config, self.speedup, given, **style)
+        return schedule_for(config, self.speedup, schedule, horizon=horizon, **style)
 
     def _items(self) -> list[Item]:
         if isinstance(self.input, (str, Path)):
             items = read_items(str(self.input), self.task, self.format)
         else:
-            (column, *_) = self.task.columns({})
             items = [
-                to_item(number, {column: prompt}, self.task)
+                to_item(number, {self.task.prompt_columns[0][0]: prompt}, self.task)
                 if isinstance(prompt, str)
                 else Item(number, {"prompt": prompt}, prompt)
                 for number, prompt in enumerate(to_prompts(self.input), 1)
             ]
-        texts = [item for item in items if self.chat and isinstance(item.prompt, str) and not item.error]
-        asked = {id(item): replace(item, prompt=(Message("user", str(item.prompt)),)) for item in texts}
-        return [asked.get(id(item), item) for item in items]
+        for item in items:
+            if self.chat and isinstance(item.prompt, str) and not item.error:
+                item.prompt = (Message("user", item.prompt),)
+        return items
 
     def _write(
         self,
-        rows: JobRows,
+        items: Sequence[Item],
+        ids: Mapping[int, list[int]],
         config: Any,
         schedule: Schedule | None,
         journal: Journal | None,
@@ -260,12 +248,13 @@ class GenerationJob:
             cost += earlier
         if completions:
             say(f"{len(completions)} rows were done before")
-        todo = {index: ids for index, ids in rows.ids.items() if index not in completions}
+        todo = {index: row for index, row in ids.items() if index not in completions}
         if todo:
+            asked = EngineConfig(**{each.name: getattr(self, each.name) for each in fields(EngineConfig)})
             positions = max(map(len, todo.values())) + self.options["max_new_tokens"]
-            with self.engine.open(self, schedule, positions) as write:
-                on_start(len(rows.ids), len(completions))
-                for keys, batch, took in write(todo):
+            with self.engine.open(asked, schedule, positions) as write_rows:
+                on_start(len(ids), len(completions))
+                for keys, batch, took in write_rows(todo):
                     if journal:
                         journal.add(keys, batch, took)
                     completions.update(zip(keys, batch, strict=True))
@@ -273,12 +262,12 @@ class GenerationJob:
                     on_batch(took)
         figures = {name: value for name, value in cost.summary().items() if name not in self.engine.unknown}
         summary = figures | {
-            "bad_rows": len(rows.items) - len(rows.ids),
+            "bad_rows": len(items) - len(ids),
             "layers": cost.num_layers,
             "target_speedup": 1.0 if schedule is None else self.speedup or schedule.target,
             "target_of": self.clock,
         }
-        return JobResult(rows.items, completions, summary | self._scores(rows.items, completions, say))
+        return JobResult(items, completions, summary | self._scores(items, completions, say))
 
     def _scores(
         self, items: Sequence[Item], completions: Mapping[int, Completion], say: Callable[[str], object]
@@ -302,20 +291,23 @@ def _plain(value: Any) -> Any:
     return value
 
 
-class JobRows:
-    """The rows of a job, judged by the tokenizer: ``ids`` of those that can be written, ``items`` with all errors."""
-
-    def __init__(self, items: Sequence[Item], tokenizer: PreTrainedTokenizerBase, config: Any, new_tokens: int) -> None:
-        self.items = list(items)
-        self.ids: dict[int, list[int]] = {}
-        limit = max_positions(config)
-        good = [index for index, item in enumerate(items) if item.error is None]
-        for index, ids in zip(good, _encode(tokenizer, [items[index].prompt for index in good]), strict=True):
-            error = ids if isinstance(ids, str) else _too_long(len(ids), new_tokens, limit)
-            if error is None and not isinstance(ids, str):
-                self.ids[index] = ids
-            else:
-                self.items[index] = replace(items[index], error=error)
+def encode_items(
+    items: Sequence[Item], tokenizer: PreTrainedTokenizerBase, config: Any, new_tokens: int
+) -> dict[int, list[int]]:
+    """Token ids of the rows that can be written, by index; the others get the error that says why not."""
+    limit, found = position_limit(config), {}
+    good = [index for index, item in enumerate(items) if item.error is None]
+    for index, ids in zip(good, _encode(tokenizer, [items[index].prompt for index in good]), strict=True):
+        if isinstance(ids, str):
+            items[index].error = ids
+        elif not ids:
+            items[index].error = "the prompt has no token"
+        elif limit is not None and len(ids) + new_tokens > limit:
+            needs = f"{len(ids)} prompt tokens and {new_tokens} new ones"
+            items[index].error = f"too long: {needs}, but the model has {limit} positions"
+        else:
+            found[index] = ids
+    return found
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int] | str]:
@@ -332,11 +324,3 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> li
         except ModelError as error:
             found.append(str(error))
     return found
-
-
-def _too_long(length: int, new_tokens: int, limit: int | None) -> str | None:
-    if length == 0:
-        return "the prompt has no token"
-    if limit is not None and length + new_tokens > limit:
-        return f"too long: {length} prompt tokens and {new_tokens} new ones, but the model has {limit} positions"
-    return None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import FileError, JobError
-from ..files import locked, parse_json, sync_folder, write
+from ..files import locked, names_file, parse_json, sync_folder, write
 from .results import Completion, Cost
 
 #: How a journal begins; what begins otherwise is somebody else's file.
@@ -40,6 +40,7 @@ class Journal:
     Raises:
         JobError: another process works on ``output``, or the batches there are another job's.
         FileError: ``OUTPUT.partial`` is there and is no journal.
+        OSError: from what writes; it names the file.
     """
 
     def __init__(self, output: Path, job: str, *, replace: bool = False) -> None:
@@ -48,12 +49,12 @@ class Journal:
         self.rows: dict[int, Completion] = {}
         self.costs: list[Cost] = []
         self.summary: dict[str, Any] | None = None
-        self._job = job
+        self._job, self._replace = job, replace
         self._good = self._chain = 0  # how many bytes are right, and their checksum
         self._file: BinaryIO | None = None
         with ExitStack() as stack:
             stack.enter_context(locked(self.output))
-            self._read(replace)
+            self._read()
             self._lock = stack.pop_all()
 
     def __enter__(self) -> Journal:
@@ -68,7 +69,12 @@ class Journal:
             self._file.close()
         self._lock.close()
 
-    def _read(self, replace: bool) -> None:
+    def check_output(self) -> None:
+        """Raises FileError if the output is there and may not be replaced."""
+        if self.output.exists() and not self._replace:
+            raise FileError(f"{self.output} is already there: move it away, or give --overwrite to replace it")
+
+    def _read(self) -> None:
         """Take in the lines that are whole and right."""
         if not self.path.exists():
             return
@@ -78,7 +84,7 @@ class Journal:
         lines = _sealed(data, self.path)
         header, good, chain = next(lines, ({}, 0, 0))
         if header.get("job") != self._job:
-            if not replace and next(lines, None) is not None:
+            if not self._replace and next(lines, None) is not None:
                 raise JobError(
                     f"{self.path} belongs to a job with another input, model or options; "
                     "run that one to its end, or give --overwrite to drop it"
@@ -112,17 +118,22 @@ class Journal:
             lines += payload + b" %08x\n" % chain
         if self._file is None:
             self._file = self.path.open("r+b" if self._good else "wb")
-        self._file.seek(self._good)
-        self._file.truncate()
-        self._file.write(lines)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with names_file(self.path):
+            self._file.seek(self._good)
+            self._file.truncate()
+            self._file.write(lines)
+            self._file.flush()
+            os.fsync(self._file.fileno())
         if not self._good:
             sync_folder(self.path.parent)
         self._good, self._chain = self._good + len(lines), chain
 
     def finish(self, text: str, summary: dict[str, Any]) -> None:
-        """Write the output, whole, and drop the journal; killed in between, the next run finds ``summary``."""
+        """Write the output, whole, and drop the journal; killed in between, the next run finds ``summary``.
+
+        Raises FileError for an output that somebody else has written meanwhile; finished batches are kept.
+        """
+        self.check_output()
         self._append({"output": _digest(text.encode()), "summary": summary})
         write(self.output, text)
         self.drop()

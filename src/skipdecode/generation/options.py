@@ -1,4 +1,4 @@
-"""Which of ``model.generate``'s options are taken, and how greedy or sampling is chosen: one rule for all callers."""
+"""Which of ``model.generate``'s options are taken, and what they mean: one rule for all callers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from transformers import GenerationConfig, GenerationMixin
 from ..errors import UsageError
 
 _OURS = "it is made from the prompts"
+_CACHE = "each batch has a cache of its own, at full depth too"
 _MORE = "texts and their cost are returned; for more, give model.generate a SkipCache"
 _GONE = "transformers no longer has this way of decoding"
+_DRAFT = "what the draft costs would be missing from the cost; call model.generate"
+_PADDED = "it counts the prompt and its padding, so a text would depend on its batch"
 #: Options of ``model.generate`` that are not taken here, and why.
 REFUSED = {
     "inputs": _OURS,
     "input_ids": _OURS,
     "inputs_embeds": _OURS,
     "attention_mask": _OURS,
-    "past_key_values": "each batch has a cache of its own",
-    "cache_implementation": "each batch has a cache of its own",
+    "past_key_values": _CACHE,
+    "cache_implementation": _CACHE,
     "return_dict_in_generate": _MORE,
     "output_scores": _MORE,
     "output_logits": _MORE,
@@ -29,6 +32,12 @@ REFUSED = {
     "streamer": "texts come batch by batch; to stream one, give model.generate a SkipCache",
     "generation_config": "give its values as options",
     "guidance_scale": "it runs the model a second time in every step, with all its layers",
+    "assistant_model": _DRAFT,
+    "assistant_early_exit": _DRAFT,
+    "use_mtp": _DRAFT,
+    "speculation_type": _DRAFT,
+    "max_length": f"{_PADDED}: give max_new_tokens",
+    "min_length": f"{_PADDED}: give min_new_tokens",
     "penalty_alpha": _GONE,
     "dola_layers": _GONE,
     "num_beam_groups": _GONE,
@@ -36,55 +45,85 @@ REFUSED = {
     "force_words_ids": _GONE,
     "custom_generate": "it would replace the loop whose steps are counted",
 }
-
-
+#: Those of them that a checkpoint's generation_config cannot ask for either.
+NEVER = ("guidance_scale", *(name for name, reason in REFUSED.items() if reason in (_DRAFT, _GONE)))
 #: Options that say how to sample. Without ``do_sample`` they would say nothing.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+#: What transformers writes where neither the options nor the checkpoint say how much.
+NEW_TOKENS = 20
+
+
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are given: None means "not given", whichever option it is."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def check_options(options: Mapping[str, Any], batch_size: int | str = 1, seed: int | None = None) -> None:
-    """What can be said of options without a model. Decoding is greedy unless ``do_sample`` is among them.
+    """Check what can be checked without a model. Decoding is greedy unless ``do_sample`` is among the options.
 
     Raises:
         UsageError: an option that is not taken, or options that contradict each other.
     """
+    options = given(options)
     if batch_size != "auto" and (type(batch_size) is not int or batch_size < 1):
         raise UsageError(f"batch_size is a number of rows, 1 or more, or 'auto', not {batch_size!r}")
     if seed is not None and type(seed) is not int:
         raise UsageError(f"seed is a whole number, not {seed!r}")
     for name, reason in REFUSED.items():
-        if options.get(name) is not None and options[name] is not False:
+        if options.get(name, False) is not False:
             raise UsageError(f"{name}: {reason}")
     known = {*vars(GenerationConfig()), *signature(GenerationMixin.generate).parameters}
     if unknown := sorted({*options} - known - {*REFUSED}):
         raise UsageError(f"model.generate has no option {', '.join(unknown)}")
-    if "" in (options.get("stop_strings") or ()) or options.get("stop_strings") == "":
+    if "" in options.get("stop_strings", ()) or options.get("stop_strings") == "":
         raise UsageError("an empty stop string would end every text at once")
-    given = [name for name in SAMPLING if options.get(name) is not None]
-    if given and not options.get("do_sample"):
-        raise UsageError(f"sampling options ({', '.join(given)}) need do_sample as well (--do-sample)")
+    unsampled = [name for name in SAMPLING if name in options and not options.get("do_sample")]
+    if unsampled:
+        raise UsageError(f"sampling options ({', '.join(unsampled)}) need do_sample as well (--do-sample)")
     new, least = options.get("max_new_tokens"), options.get("min_new_tokens")
     if new is not None and least is not None and least > new:
         raise UsageError(f"min_new_tokens {least} is more than max_new_tokens {new}")
-    if options.get("use_cache", True) in (False, 0):  # the whole text would go to a cache that holds it already
-        raise UsageError("use_cache=False: each batch has a cache of its own, at full depth too; leave it out")
+    if not options.get("use_cache", True):  # the whole text would go to a cache that holds it already
+        raise UsageError(f"use_cache=False: {_CACHE}; leave it out")
     if options.get("num_return_sequences", 1) != 1:
         raise UsageError("one text per prompt is generated: repeat the prompt instead of num_return_sequences")
+    if "prompt_lookup_num_tokens" in options and batch_size != 1:
+        raise UsageError("prompt_lookup_num_tokens: transformers looks up one row at a time: give batch_size=1")
 
 
 def check_with_model(options: Mapping[str, Any], defaults: GenerationConfig, seed: int | None = None) -> None:
-    """What options mean with a checkpoint's generation_config, which may ask for the same. Raises UsageError."""
-    for name, reason in REFUSED.items():
-        asked = name not in options and getattr(defaults, name, None)
-        if asked and (reason == _GONE or name == "guidance_scale"):
-            raise UsageError(f"the checkpoint's generation_config asks for {name}: {reason}; give {name}=None")
-    if options.get("length_penalty") is not None and num_beams(options, defaults) == 1:
+    """Check what options mean with a checkpoint's generation_config, which may ask for more. Raises UsageError."""
+    options = given(options)
+    for name in NEVER:
+        if name not in options and getattr(defaults, name, None):
+            raise UsageError(
+                f"the checkpoint's generation_config asks for {name}: {REFUSED[name]}; set it to None there"
+            )
+    if "length_penalty" in options and num_beams(options, defaults) == 1:
         raise UsageError("length_penalty goes with num_beams")
     mark = options.get("watermarking_config", defaults.watermarking_config)
     if seed is not None and mark is not None and options.get("do_sample") and num_beams(options, defaults) == 1:
         raise UsageError("watermarking_config and seed: both would be the last to touch the scores; leave one out")
 
 
+def check_budget(speedup: float | None, schedule: object, full: bool) -> None:
+    """Raises UsageError for more than one of them."""
+    if (speedup is not None) + (schedule is not None) + full > 1:
+        raise UsageError("give one of speedup, schedule and full")
+
+
 def num_beams(options: Mapping[str, Any], defaults: GenerationConfig) -> int:
     """How many beams are searched: 1 is no beam search."""
-    return options.get("num_beams", defaults.num_beams) or 1
+    return options.get("num_beams") or defaults.num_beams or 1
+
+
+def max_new_tokens(options: Mapping[str, Any], defaults: GenerationConfig) -> int:
+    """How many tokens a text has at most."""
+    return options.get("max_new_tokens") or defaults.max_new_tokens or NEW_TOKENS
+
+
+def end_tokens(options: Mapping[str, Any], defaults: GenerationConfig) -> set[int]:
+    """The tokens that end a text."""
+    ends: Any = options.get("eos_token_id", defaults.eos_token_id)
+    ends = ends.flatten().tolist() if hasattr(ends, "flatten") else ends
+    return {ends} if isinstance(ends, int) else set(ends or ())

@@ -1,7 +1,6 @@
-"""SkipDecode and what it is compared with, all trained and run by the same code. One file per method.
+"""SkipDecode and what it is compared with, all trained and run by the same code.
 
-To add a method, write ``methods/NAME.py`` with a subclass of :class:`Method`, and add its name to METHODS and
-MethodName.
+To add a method, write a subclass of :class:`Method` in ``skipdecode/baselines``, and add it to METHODS and MethodName.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from .base import Method
 #: For command lines, which need the names and no torch.
 MethodName = Literal["full", "skipdecode", "multi_exit", "calm", "unified", "d3", "hsd", "static", "scratch"]
 
-#: Name -> class, in the file of that name, which is imported on first use.
-METHODS: dict[str, str] = {
-    "full": "Full",
-    "skipdecode": "SkipDecode",
-    "multi_exit": "MultiExit",
-    "calm": "Calm",
-    "unified": "Unified",
-    "d3": "D3",
-    "hsd": "HSD",
-    "static": "Static",
-    "scratch": "Scratch",
+#: Name -> (file, class); the file is imported on first use.
+METHODS: dict[str, tuple[str, str]] = {
+    "full": ("methods.base", "Full"),
+    "skipdecode": ("methods.base", "SkipDecode"),
+    "multi_exit": ("baselines.early_exit", "MultiExit"),
+    "calm": ("baselines.early_exit", "Calm"),
+    "unified": ("baselines.depth_rules", "Unified"),
+    "d3": ("baselines.depth_rules", "D3"),
+    "hsd": ("baselines.depth_rules", "HSD"),
+    "static": ("baselines.pruned", "Static"),
+    "scratch": ("baselines.pruned", "Scratch"),
 }
 
 
@@ -35,7 +34,8 @@ def get_method(name: str) -> Method:
     """The method called ``name``. Raises UsageError for a name that is none."""
     if name not in METHODS:
         raise UsageError(f"unknown method {name!r}; known are {', '.join(METHODS)}")
-    return getattr(import_module(f".{name}", __name__), METHODS[name])()
+    file, method = METHODS[name]
+    return getattr(import_module(f"skipdecode.{file}"), method)()
 
 
 __all__ = ["METHODS", "Method", "MethodName", "get_method"]

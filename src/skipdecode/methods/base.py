@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..core.checkpoint_config import DEFAULT_METHOD, UNTRAINED
 from ..core.schedule import Schedule
 from ..planning.fitting import fit
 from ..planning.resolve import method_schedule
@@ -35,18 +36,22 @@ class Method:
     label: str
     #: Layer order of its schedules, whose depths and horizon are fitted; None: :meth:`schedule` has a rule of its own.
     order: str | None = None
-    #: Whether the user may set horizon, order and decay, or give a schedule.
-    takes_style = False
-    #: Whether a schedule can be fitted to lengths, as ``calibrate`` does.
+    #: Whether it runs a schedule, which can be fitted to lengths as ``calibrate`` does.
     fits_depths = True
-    #: Whether one checkpoint serves every budget; else each budget has a model of its own.
-    one_checkpoint_for_all = True
-    #: Whether it leaves out layers of its model; else it always runs all that its model has.
-    skips = True
-    #: Whether it minimises a loss of its own over all layers in every step, whatever budget is drawn.
-    own_objective = False
-    #: Whether it is what the others are compared with.
-    is_reference = False
+    #: Whether training reads the exit of every layer in every step, whatever budget is drawn.
+    trains_exits = False
+    #: Whether each speed-up needs a model of its own; else one checkpoint serves all.
+    model_per_speedup = False
+
+    @property
+    def skips(self) -> bool:
+        """Whether it leaves out layers of its model; else it always runs all that its model has."""
+        return self.fits_depths or self.trains_exits
+
+    @property
+    def takes_style(self) -> bool:
+        """Whether the user may set horizon, order and decay, or give a schedule; baselines follow their papers."""
+        return self.name == DEFAULT_METHOD
 
     def is_trained_by(self, name: str) -> bool:
         """Whether a model trained by the method called ``name`` is trained for this method too."""
@@ -88,3 +93,27 @@ class Method:
             return None, {}
         schedule = method_schedule(self, model.config, speedup, lengths)
         return schedule, {"schedule": schedule.to_dict()}
+
+
+class SkipDecode(Method):
+    """SkipDecode (Del Corro et al., 2023): depth falls with the position, lower and middle layers go first."""
+
+    name = DEFAULT_METHOD
+    label = "SkipDecode"
+    order = "top"
+
+
+class Full(Method):
+    """The stock model, which the others are compared with: all layers at every step, whatever the target."""
+
+    name = UNTRAINED
+    label = "full model"
+    fits_depths = False
+
+    def is_trained_by(self, name: str) -> bool:
+        """It needs no training."""
+        return True
+
+    def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
+        """The full schedule."""
+        return Schedule.full(num_layers)

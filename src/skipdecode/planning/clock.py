@@ -1,22 +1,18 @@
-"""The machine's clock for a job: what its batches will take, so that a speed-up can be one of seconds."""
+"""What a job's speed-up is of: layers, or seconds as a profile of this machine predicts them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import UsageError
-from ..weights.device import machine, measure_peaks, placement
+from ..weights.device import machine, placement
 from .planner import CLOCKS, Predictor, workloads
 from .profile import Profile, shape_of
-
-#: A machine whose peaks are so many times those of a profile's day, or so much less, is not as it was. Shared machines
-#: drift by a quarter within the hour, which full depth and budgets share for the greater part.
-DRIFT = 1.5
 
 
 def check_profile(
@@ -39,27 +35,8 @@ def check_profile(
     )
 
 
-def warnings_of(profile: Profile) -> list[str]:
-    """What must be said before a profile decides what runs here: it contradicts itself, or this machine has changed.
-
-    The same name does not make it the same machine: its peaks are measured anew, in a second or two, where the profile
-    says what they were.
-    """
-    found = [profile.doubt] if profile.doubt else []
-    if profile.peaks and profile.machine == machine(profile.device):
-        now = asdict(measure_peaks(torch.device(profile.device), getattr(torch, profile.dtype), rounds=2))
-        ratios = {name: now[name] / then for name, then in profile.peaks.items()}
-        if max(ratios.values()) > DRIFT or min(ratios.values()) < 1 / DRIFT:
-            shares = ", ".join(f"{name} {ratio:.0%}" for name, ratio in ratios.items())
-            found.append(
-                f"this machine's peaks are not those of the profile's day ({shares} of them): something else computes "
-                "now, or did then, or it is another machine of that name; measure again: skipdecode profile"
-            )
-    return found
-
-
 @dataclass(frozen=True)
-class ClockOf:
+class Clock:
     """What a job's speed-up is of.
 
     Args:
@@ -86,10 +63,6 @@ class ClockOf:
         """Whether the profile is this machine's, for models of this config. Raises UsageError."""
         if isinstance(self.profile, Profile):
             check_profile(self.profile, config, dtype, device, **options)
-
-    def warnings(self) -> list[str]:
-        """What a user should know of the profile; a second or two."""
-        return warnings_of(self.profile) if isinstance(self.profile, Profile) else []
 
     def predictor(
         self, lengths: Sequence[int], batch_size: int | str, new_tokens: int, beams: int = 1

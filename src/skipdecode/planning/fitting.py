@@ -1,4 +1,4 @@
-"""Depths that achieve the layer ratio asked for, over the lengths that are really written. Pure Python."""
+"""Depths that achieve the speed-up asked for, over the lengths that are really written. Pure Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Protocol
 
-from ..core.decays import mix, remaining, round_half_up, share_of_max
+from ..core.decays import mix, remaining, share_of_max
 from ..core.schedule import MOST_TOKENS, Schedule
 from ..errors import ScheduleError
 
@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 class Measure(Protocol):
-    """What schedules are fitted to: layers over lengths (:class:`Lengths`), or seconds on a machine's clock."""
+    """What a speed-up is of: layers over lengths (:class:`Lengths`), or seconds
+    (:class:`~skipdecode.planning.planner.Predictor`).
+    """
 
     @property
     def typical(self) -> int:
@@ -36,9 +38,6 @@ class Measure(Protocol):
 
     def ratio(self, schedule: Schedule) -> float:
         """Times less than full depth takes; never less for fewer layers."""
-
-    def flat_depth(self, num_layers: int, speedup: float, **options: Any) -> float:
-        """The constant depth, between whole ones, that gives ``speedup``."""
 
 
 class Lengths:
@@ -80,10 +79,6 @@ class Lengths:
         )
         return schedule.num_layers * self.sums[-1] / (schedule.min_depth * self.sums[-1] + deeper)
 
-    def flat_depth(self, num_layers: int, speedup: float, **options: Any) -> float:
-        """``L / speedup``."""
-        return num_layers / speedup
-
 
 def fall(schedule: Schedule, depth: int) -> int:
     """The first step that runs fewer than ``depth`` layers, which is above ``min_depth``."""
@@ -111,19 +106,38 @@ def batch_lengths(tokens: Sequence[int], batch_size: int) -> list[int]:
     return [max(length - 1, 1) for length in longest]
 
 
-def fit(num_layers: int, speedup: float, lengths: Sequence[int] | Measure, **options: Any) -> Schedule:
-    """The schedule of the paper's form (max, min, linear decay) that achieves ``speedup`` over ``lengths``.
+def constant_schedules(num_layers: int, **style: Any) -> list[Schedule]:
+    """The schedules of one depth that this style can have, the shallowest first.
 
-    Form goes first. Among the falling depths and horizons that come within 1%, the one whose max has nearest to the
-    paper's share of max + min and whose horizon is nearest to the 90th percentile of lengths; else the falling one
-    that comes nearest. A constant depth is taken only with ``decay="constant"``, or (a logged warning says so) where
-    it is nearer and no falling one comes within 5%.
+    Raises ScheduleError: there are none, since the prompt runs fewer layers than the warm-up.
+    """
+    least = max(style.get("warmup", 1) if style.get("order", "top") == "top" else 1, 1)
+    in_prompt = style.get("prompt_layers")
+    deepest = in_prompt if isinstance(in_prompt, int) else num_layers
+    if least > deepest:
+        raise ScheduleError(f"a depth is at most {deepest} layers, and at least the warm-up's {least}")
+    return [Schedule(num_layers, depth, depth, 1, **style) for depth in range(least, deepest + 1)]
+
+
+def nearest(at: Callable[[int], Schedule], span: range, speedup: float, measure: Measure) -> Schedule:
+    """Of the schedules ``at(i)``, whose ratio never grows with ``i``, the one that comes nearest to ``speedup``."""
+    first = bisect_left(span, True, key=lambda i: measure.ratio(at(i)) < speedup)
+    return min((at(i) for i in span[max(first - 1, 0) : first + 1]), key=lambda s: _error(s, speedup, measure))
+
+
+def fit(num_layers: int, speedup: float, lengths: Sequence[int] | Measure, **style: Any) -> Schedule:
+    """The schedule in the paper's style (max, min, linear decay) that achieves ``speedup`` over ``lengths``.
+
+    Style goes first: of the falling depths that come within 1% over some horizon, those are taken whose max has nearest
+    to the paper's share of max + min and whose horizon is nearest to the 90th percentile of lengths; else the falling
+    ones that come nearest. A constant depth is taken only with ``decay="constant"``, or (a logged warning says so)
+    where it is nearer and no falling one comes within 5%.
 
     Args:
         num_layers: decoder layers of the model.
         speedup: 1 to ``num_layers``.
         lengths: decode steps of each batch, as generation reports them; or what else ``speedup`` is to be of.
-        options: further fields of the schedule, ``order`` and ``decay`` among them.
+        style: further fields of the schedule, ``order`` and ``decay`` among them.
 
     Raises:
         ScheduleError: a speed-up that the model has not the layers for, or no lengths.
@@ -133,73 +147,47 @@ def fit(num_layers: int, speedup: float, lengths: Sequence[int] | Measure, **opt
         raise ScheduleError(f"a speed-up is 1 to the number of layers ({num_layers}), not {speedup}")
     if speedup == 1:
         return Schedule.full(num_layers)
-    measured: Measure = Lengths(lengths) if isinstance(lengths, Sequence) else lengths
-    least = max(options.get("warmup", 1) if options.get("order", "top") == "top" else 1, 1)
-    in_prompt = options.get("prompt_layers")
-    deepest = in_prompt if isinstance(in_prompt, int) else num_layers
-
-    def error(schedule: Schedule) -> float:
-        return abs(measured.ratio(schedule) / speedup - 1)
-
-    if least > deepest:
-        raise ScheduleError(f"no depths of {deepest} layers come near {speedup}x with warm-up {least}")
-    flat = min((Schedule(num_layers, depth, depth, 1, **options) for depth in range(least, deepest + 1)), key=error)
-    bounds = (least, deepest)
-    falling = None if options.get("decay") == "constant" else _fit_fall(num_layers, speedup, measured, bounds, options)
-    if falling is not None and error(falling) <= max(NEAR, error(flat)):
+    measure: Measure = Lengths(lengths) if isinstance(lengths, Sequence) else lengths
+    flats = constant_schedules(num_layers, **style)
+    flat = nearest(flats.__getitem__, range(len(flats)), speedup, measure)
+    if style.get("decay") == "constant":
+        return flat
+    falling = _fit_falling(flats, flat, speedup, measure, style)
+    if falling is not None and _error(falling, speedup, measure) <= max(NEAR, _error(flat, speedup, measure)):
         return falling
-    if options.get("decay") != "constant":
-        logger.warning(
-            "at %gx, %d layers have no falling depths that come near: a constant depth of %d",
-            speedup,
-            num_layers,
-            flat.max_depth,
-        )
+    logger.warning(
+        "at %gx, %d layers have no falling depths that come near: a constant depth of %d",
+        speedup,
+        num_layers,
+        flat.max_depth,
+    )
     return flat
 
 
-def _fit_fall(
-    num_layers: int, speedup: float, lengths: Measure, bounds: tuple[int, int], options: dict[str, Any]
+def _fit_falling(
+    flats: Sequence[Schedule], flat: Schedule, speedup: float, measure: Measure, style: dict[str, Any]
 ) -> Schedule | None:
-    """The falling schedule of the best form within 1%, else the one that comes nearest."""
-    middle = lengths.flat_depth(num_layers, speedup, **options)
-    typical, wanted, (least, deepest) = lengths.typical, share_of_max(num_layers / middle), bounds
-    # Two dozen horizons at most: texts of a thousand tokens need no finer choice.
-    widest = round_half_up(1.2 * typical) + 1
-    horizons = range(max(typical // 3, 2), max(widest, 2) + 1, max(widest // 24, 1))
+    """The falling schedule of the best style within 1%, else the one that comes nearest; None of a single depth."""
+    middle, typical = flat.max_depth, measure.typical
+    wanted = share_of_max(flat.num_layers / middle)
+    horizons = range(max(typical // 3, 2), max(2 * typical, 2) + 1)
+
+    def off_style(pair: tuple[int, int]) -> float:
+        return abs(pair[0] / sum(pair) - wanted)
+
+    lows, mosts = range(flats[0].max_depth, middle + 1), range(middle, flats[-1].max_depth + 1)
+    pairs = sorted(((most, low) for low in lows for most in mosts if most > low), key=off_style)
     best: tuple[tuple[float, float], Schedule] | None = None
-    pairs = [
-        (most, low)
-        for most in range(max(int(middle), least + 1), min(int(2 * middle) + 2, deepest) + 1)
-        for low in range(least, most)
-        if abs((most + low) / 2 / middle - 1) <= 0.35
-    ]
-    for finest in (False, True):  # if none of them is within 1%, every horizon up to twice the texts
-        for most, low in pairs:
-            first = Schedule(num_layers, most, low, horizons[0], **options)
-            for schedule in (
-                _horizons(first, speedup, lengths, horizons[0], max(2 * typical, 2))
-                if finest
-                else [replace(first, horizon=horizon) for horizon in horizons]
-            ):
-                error = abs(lengths.ratio(schedule) / speedup - 1)
-                style = abs(most / (most + low) - wanted) + 0.5 * abs(schedule.horizon / typical - 1)
-                rank = (0, style) if error <= TOLERANCE else (error, style)
-                if best is None or rank < best[0]:
-                    best = rank, schedule
-        if best is not None and best[0][0] == 0:
-            break
+    for most, low in pairs:
+        if best is not None and best[0][0] == 0 and best[0][1] <= off_style((most, low)):
+            break  # no later pair is of a better style
+        schedule = _move_horizon(Schedule(flat.num_layers, most, low, 2, **style), horizons, speedup, measure)
+        error = _error(schedule, speedup, measure)
+        off = off_style((most, low)) + 0.5 * abs(schedule.horizon / typical - 1)
+        rank = (0.0, off) if error <= TOLERANCE else (error, off)
+        if best is None or rank < best[0]:
+            best = rank, schedule
     return best and best[1]
-
-
-def _horizons(schedule: Schedule, speedup: float, lengths: Measure, low: int, high: int) -> list[Schedule]:
-    """Of this schedule over ``low`` to ``high`` tokens, the two on either side of ``speedup``.
-
-    The longer the horizon, the less is saved: the ratio never grows with it.
-    """
-    span = range(low, high + 1)
-    at = bisect_left(span, True, key=lambda horizon: lengths.ratio(replace(schedule, horizon=horizon)) < speedup)
-    return [replace(schedule, horizon=span[i]) for i in (at - 1, at) if 0 <= i < len(span)]
 
 
 def refit(schedule: Schedule, speedup: float, lengths: Sequence[int] | Measure) -> Schedule | None:
@@ -210,27 +198,27 @@ def refit(schedule: Schedule, speedup: float, lengths: Sequence[int] | Measure) 
     Raises:
         ScheduleError: no lengths.
     """
-    measured: Measure = Lengths(lengths) if isinstance(lengths, Sequence) else lengths
-    moved = [schedule]
-    if schedule.depths is None and schedule.max_depth > schedule.min_depth:
-        moved += _horizons(schedule, speedup, measured, 2, 4 * measured.longest + 2)
-    errors = [abs(measured.ratio(each) / speedup - 1) for each in moved]
-    if errors[0] <= TOLERANCE:
+    measure: Measure = Lengths(lengths) if isinstance(lengths, Sequence) else lengths
+    if _error(schedule, speedup, measure) <= TOLERANCE:
         return schedule
-    best = min(range(len(moved)), key=errors.__getitem__)
-    return moved[best] if errors[best] <= TOLERANCE else None
+    if schedule.depths is not None or schedule.max_depth == schedule.min_depth:
+        return None
+    horizons = range(2, 4 * measure.longest + 3)
+    moved = _move_horizon(schedule, horizons, speedup, measure)
+    return moved if _error(moved, speedup, measure) <= TOLERANCE else None
+
+
+def _move_horizon(schedule: Schedule, horizons: range, speedup: float, measure: Measure) -> Schedule:
+    return nearest(lambda horizon: replace(schedule, horizon=horizon), horizons, speedup, measure)
 
 
 def bisect_ratio(
     at: Callable[[float], Schedule], low: float, high: float, speedup: float, lengths: Sequence[int]
 ) -> Schedule:
     """The schedule ``at(x)`` whose achieved ratio is nearest to ``speedup``, if the ratio grows with x."""
-    measured = Lengths(lengths)
-    tried: list[tuple[float, Schedule]] = []
-    for _ in range(40):
-        middle = (low + high) / 2
-        schedule = at(middle)
-        ratio = measured.ratio(schedule)
-        tried.append((abs(ratio / speedup - 1), schedule))
-        low, high = (middle, high) if ratio < speedup else (low, middle)
-    return min(tried, key=lambda pair: pair[0])[1]
+    parts = 2**30
+    return nearest(lambda i: at(high - (high - low) * i / parts), range(parts + 1), speedup, Lengths(lengths))
+
+
+def _error(schedule: Schedule, speedup: float, measure: Measure) -> float:
+    return abs(measure.ratio(schedule) / speedup - 1)

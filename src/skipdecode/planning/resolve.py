@@ -20,7 +20,10 @@ class Rule(Protocol):
 
     name: str
     order: str | None
-    takes_style: bool
+
+    @property
+    def takes_style(self) -> bool:
+        """Whether horizon, order and decay can be set."""
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
         """The method's schedule for this speed-up over these lengths."""

@@ -1,23 +1,24 @@
-"""Where a vLLM config is made: whether the plugin acts, which worker runs, and what it refuses."""
+"""Reads a vLLM config: whether the plugin acts, which worker runs, and what is refused."""
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
-from ..core.checkpoint_config import CONFIG_KEY
+from ..core.checkpoint_config import CONFIG_KEY, untrained_warning
 from ..errors import UnsupportedModel
-from .plugin import ALLOW
+from .release import ALLOW
 from .settings import Serving
 
-GPU = "skipdecode.serving.worker_gpu.SkipGPUWorker"
+GPU = "skipdecode.serving.worker.SkipGPUWorker"
 #: vLLM's worker -> ours.
 WORKERS = {
-    "vllm.v1.worker.cpu_worker.CPUWorker": "skipdecode.serving.worker_cpu.SkipCPUWorker",
+    "vllm.v1.worker.cpu_worker.CPUWorker": "skipdecode.serving.worker.SkipCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": GPU,
 }
 
-SCHEDULER = "skipdecode.serving.scheduler.SkipScheduler"
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM's handlers and level hold below its own name
 
 
 def serving_of(vllm_config: Any) -> Serving | None:
@@ -30,7 +31,7 @@ def serving_of(vllm_config: Any) -> Serving | None:
 
 
 def choose_worker(vllm_config: Any) -> None:
-    """Our worker in place of vLLM's, where the model has schedules.
+    """Put our worker in place of vLLM's, where the model has schedules.
 
     Raises:
         UnsupportedModel: the engine is asked for something that would not be exact, or was never tried.
@@ -39,32 +40,30 @@ def choose_worker(vllm_config: Any) -> None:
     serving = serving_of(vllm_config)
     if serving is None:
         return
-    for refused, reason in refusals(vllm_config, serving):
-        if refused:
-            raise UnsupportedModel(f"skipdecode in vLLM: {reason}")
+    refuse(vllm_config, serving)
     parallel = vllm_config.parallel_config
+    if parallel.worker_cls in WORKERS:  # vLLM checks a config again where it is copied
+        _warn(vllm_config.model_config, serving)
     parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
     if parallel.worker_cls == GPU:
         _without_graphs(vllm_config.compilation_config)
-    scheduler = vllm_config.scheduler_config
-    # Where nobody asked for ours, another one is kept, and so is scheduling ahead, for which ours has no class.
-    if serving.needs_scheduler or (
-        serving.wants_scheduler and scheduler.scheduler_cls is None and not _is_ahead(scheduler)
-    ):
-        scheduler.scheduler_cls = SCHEDULER
 
 
-def refusals(vllm_config: Any, serving: Serving) -> list[tuple[bool, str]]:
-    """What is refused, and why."""
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+def refuse(vllm_config: Any, serving: Serving) -> None:
+    """Raises UnsupportedModel for what would not be exact, or was never tried."""
+    parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
     worker = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
     mode = getattr(vllm_config.compilation_config.mode, "name", "")
-    return [
+    refusals = [
         (model.runner_type != "generate", "only models that generate have schedules"),
         (worker not in WORKERS.values(), f"there is no adapter for the worker {worker}"),
         (
             worker == GPU and not os.environ.get(ALLOW),
             f"GPUs were never tried: {ALLOW}=1 lets you (without CUDA graphs); compare the texts yourself",
+        ),
+        (
+            os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"),
+            "vLLM's Rust frontend reads no speed-ups: unset VLLM_USE_RUST_FRONTEND",
         ),
         (mode == "STOCK_TORCH_COMPILE", "stock torch.compile would compile the depth of its first step for good"),
         (vllm_config.speculative_config is not None, "speculation verifies at several depths: turn one of them off"),
@@ -75,26 +74,45 @@ def refusals(vllm_config: Any, serving: Serving) -> list[tuple[bool, str]]:
             "context parallelism is not supported",
         ),
         (parallel.enable_dbo, "dual batch overlap is not supported"),
-        (vllm_config.kv_transfer_config is not None, "KV connectors know nothing of depths"),
+        (
+            vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None,
+            "KV connectors and --kv-offloading-size know nothing of depths",
+        ),
         (vllm_config.lora_config is not None, "LoRA maps adapters by token: merge the adapter into the model"),
         (model.is_encoder_decoder, "encoder-decoder models have no schedules"),
         (model.uses_mrope, "multimodal positions are not supported"),
         (
-            serving.needs_scheduler and vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER),
-            "admit_together and max_slowdown bring a scheduler of their own: leave --scheduler-cls out",
+            vllm_config.aux_output_config.enable_return_routed_experts,
+            "--enable-return-routed-experts expects experts of every layer for every token",
         ),
-        (
-            serving.needs_scheduler and _is_ahead(vllm_config.scheduler_config),
-            "admit_together and max_slowdown were not tried with steps scheduled ahead: --no-async-scheduling",
-        ),
-        (vllm_config.cache_config.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill is not supported"),
+        (cache.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill is not supported"),
         (serving.int8_head and worker == GPU, "int8_head is for CPUs"),
         (serving.int8_head and parallel.tensor_parallel_size > 1, "int8_head was not tried with tensor parallelism"),
         (
             serving.int8_head and model.head_dtype != model.dtype,
             "head_dtype asks for a head of floats, int8_head for one of 8 bits: leave one of them out",
         ),
+        (
+            serving.int8_head and vllm_config.weight_transfer_config is not None,
+            "weights that change while the server runs would leave the int8 head as it was",
+        ),
     ]
+    for is_asked, reason in refusals:
+        if is_asked:
+            raise UnsupportedModel(f"skipdecode in vLLM: {reason}")
+
+
+def _warn(model: Any, serving: Serving) -> None:
+    """Say at the start what an operator may not expect of this model's texts."""
+    stored, runs = getattr(model.hf_config.get_text_config(decoder=True), "dtype", None), model.dtype
+    if "float32" in str(stored) and "float32" not in str(runs):
+        logger.warning(
+            "skipdecode: the checkpoint is float32 and runs in %s, so texts may differ from skipdecode generate's: "
+            "--dtype float32 keeps it",
+            str(runs).removeprefix("torch."),
+        )
+    if untrained := untrained_warning(model.hf_config, serving.schedules[max(serving.schedules)]):
+        logger.warning("skipdecode: %s", untrained)
 
 
 def _without_graphs(compilation: Any) -> None:
@@ -103,7 +121,3 @@ def _without_graphs(compilation: Any) -> None:
 
     compilation.cudagraph_mode = CUDAGraphMode.NONE
     compilation.max_cudagraph_capture_size, compilation.cudagraph_capture_sizes = 0, []
-
-
-def _is_ahead(scheduler_config: Any) -> bool:
-    return bool(scheduler_config.async_scheduling)

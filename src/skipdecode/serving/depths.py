@@ -1,11 +1,11 @@
-"""Which tokens of a step run which layers: a function of each request's schedule and of positions, never of phases.
+"""Plans which tokens of a step run which layers, from each request's schedule and its positions alone.
 
 No vLLM here, and no device: requests, counts and positions are numpy arrays on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,33 +43,27 @@ class Table:
 
 
 class Tables:
-    """The tables of the speed-ups that requests have had so far, one below the other.
+    """The tables of all schedules of a server, one below the other.
 
-    Speed-ups have two decimals (:meth:`Serving.speedup`), which bounds their number; room for rows doubles, so that
-    each is copied twice at most, on average.
+    Args:
+        schedules: by speed-up. None stands for full depth, of requests that have no schedule.
     """
 
-    def __init__(self, schedule: Callable[[float], Schedule]) -> None:
-        self._schedule = schedule
-        self._known: dict[float, Table] = {}
-        self._room: Flags | None = None
-        self._used = 0
+    def __init__(self, schedules: Mapping[float, Schedule]) -> None:
+        full = Schedule.full(next(iter(schedules.values())).num_layers)
+        tables: dict[float | None, Table] = {None: Table(full)}
+        tables |= {speedup: Table(schedule) for speedup, schedule in schedules.items()}
+        first = 0
+        for table in tables.values():
+            table.first, first = first, first + len(table.runs)
+        self._tables = tables
+        self._runs: Flags = np.concatenate([table.runs for table in tables.values()])
         self._batch: list[Table] = []
         self._facts: Whole = np.zeros((4, 0), dtype=np.int64)
 
-    def of(self, speedup: float) -> Table:
+    def of(self, speedup: float | None) -> Table:
         """The table of a speed-up; one object for each."""
-        if speedup not in self._known:
-            table = Table(self._schedule(speedup))
-            table.first, self._used = self._used, self._used + len(table.runs)
-            if self._room is None or self._used > len(self._room):
-                room = np.zeros((2 * self._used, table.runs.shape[1]), dtype=np.bool_)
-                if self._room is not None:
-                    room[: table.first] = self._room[: table.first]
-                self._room = room
-            self._room[table.first : self._used] = table.runs
-            self._known[speedup] = table
-        return self._known[speedup]
+        return self._tables[speedup]
 
     def step(self, tables: Sequence[Table], counts: Whole, computed: Whole, prompts: Whole) -> Step:
         """What one step runs.
@@ -92,8 +86,7 @@ class Tables:
             return Step(np.broadcast_to(np.True_, (int(starts[-1]), tables[0].runs.shape[1])), starts, is_full=True)
         rows = np.arange(starts[-1]) + np.repeat(rows - starts[:-1], counts)
         rows = np.minimum(np.maximum(rows, 0), np.repeat(last, counts)) + np.repeat(first, counts)
-        assert self._room is not None
-        return Step(self._room[rows], starts)
+        return Step(self._runs[rows], starts)
 
 
 @dataclass(frozen=True)

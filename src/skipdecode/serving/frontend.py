@@ -1,7 +1,7 @@
-"""In vLLM's API server: requests are followed from their start to their end, for metrics, responses and load.
+"""Follows requests in vLLM's API server from their start to their end, for metrics, responses and the load policy.
 
-``AsyncLLM`` and its output processor are objects of this process, so methods of these *instances* are stood in for;
-nothing is for a model without schedules. Imported by the plugin where an ``AsyncLLM`` is made.
+Patches methods of the ``AsyncLLM`` *instance* and its processors. The plugin imports this where one is made for a model
+with schedules.
 """
 
 from __future__ import annotations
@@ -11,19 +11,43 @@ from typing import Any
 
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.openai.chat_completion import serving as chat_completion
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion import serving as completion
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from .depths import Table
+from ..errors import ScheduleError
+from .depths import Tables
 from .metrics import Counters, Work
 from .policy import Load
-from .requests import OWN, SPEEDUP
+from .requests import OWN, SPEEDUP, refuse_look_alikes
 from .settings import Serving
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM's handlers and level hold below its own name
+
+
+def _logged_once(method: Any) -> Any:
+    """Guard a method that vLLM's loops call: a failure ends no request. The first one is logged."""
+    seen = False
+
+    @functools.wraps(method)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        nonlocal seen
+        try:
+            method(*args, **kwargs)
+        except Exception:
+            if not seen:
+                logger.exception("skipdecode: figures of requests are incomplete from here on")
+            seen = True
+
+    return guarded
 
 
 class Frontend:
-    """What one API server knows of its own requests.
+    """The requests of one API server.
 
     Args:
         serving: the server's settings.
@@ -34,7 +58,7 @@ class Frontend:
         self.serving = serving
         self.load = None if serving.limits is None else Load(serving.limits, self.requests)
         self._counters = Counters(model_name)
-        self._table = functools.cache(lambda speedup: Table(serving.schedule(speedup)))
+        self._tables = Tables(serving.schedules)
         #: By vLLM's own request id: its state, and our part of its parameters.
         self._followed: dict[str, tuple[Any, float, bool]] = {}
 
@@ -51,7 +75,7 @@ class Frontend:
         return [functools.partial(TokenTimes, self.load)]
 
     def follow(self, client: Any) -> None:
-        """Stand in for methods of an ``AsyncLLM``'s processors."""
+        """Patch an ``AsyncLLM``'s processors."""
         client.input_processor.skipdecode, client.input_processor.skipdecode_load = self.serving, self.load
         processor = client.output_processor
         add, end, abort = processor.add_request, processor._update_stats_from_finished, processor.abort_requests
@@ -59,10 +83,7 @@ class Frontend:
         @functools.wraps(add)
         def add_request(request: Any, *args: Any, **kwargs: Any) -> None:
             add(request, *args, **kwargs)
-            extra = getattr(request.sampling_params, "extra_args", None) or {}
-            if OWN in extra:
-                state = processor.request_states[request.request_id]
-                self._followed[request.request_id] = state, extra[SPEEDUP], extra[OWN]["moved"]
+            self._begin(request, processor.request_states)
 
         @functools.wraps(end)
         def update_stats_from_finished(state: Any, reason: Any, stats: Any) -> None:
@@ -78,8 +99,16 @@ class Frontend:
 
         processor.add_request, processor.abort_requests = add_request, abort_requests
         processor._update_stats_from_finished = update_stats_from_finished
-        _stand_in()
+        _patch_classes()
 
+    @_logged_once
+    def _begin(self, request: Any, states: Any) -> None:
+        """Follow a request of ours."""
+        extra = getattr(request.sampling_params, "extra_args", None) or {}
+        if OWN in extra:
+            self._followed[request.request_id] = states[request.request_id], extra[SPEEDUP], extra[OWN]["moved"]
+
+    @_logged_once
     def _end(self, name: str, reason: str) -> None:
         """Count a request once; its response finds the summary with vLLM's own figures."""
         if name not in self._followed:
@@ -87,8 +116,8 @@ class Frontend:
         state, speedup, moved = self._followed.pop(name)
         new = state.detokenizer.num_output_tokens()
         # Before its first token nobody here knows how much of the prompt was run, if any.
-        cached = state.prompt_len if state.is_prefilling else state.num_cached_tokens
-        work = Work.of(self._table(speedup), state.prompt_len, cached, new)
+        cached = state.num_cached_tokens if new else state.prompt_len
+        work = Work.of(self._tables.of(speedup), state.prompt_len, cached, new)
         self._counters.finished(speedup, reason, moved, work, self.serving.num_layers, new)
         if self.load is not None:
             self._counters.load(self.load)
@@ -102,6 +131,7 @@ class TokenTimes(StatLoggerBase):
     def __init__(self, load: Load, vllm_config: Any, engine_index: int = 0) -> None:
         self.load = load
 
+    @_logged_once
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
         """One step's outputs came."""
         if iteration_stats is not None:
@@ -112,19 +142,21 @@ class TokenTimes(StatLoggerBase):
 
 
 @functools.cache
-def _stand_in() -> None:
-    """What is no instance's: once per process."""
+def _patch_classes() -> None:
+    """Patch what belongs to no instance, once per process."""
+    for request in (CompletionRequest, ChatCompletionRequest, ResponsesRequest):
+        request.to_sampling_params = _patched_to_sampling_params(request.to_sampling_params)
     for module in (completion, chat_completion):
-        module.build_per_request_timing_metrics = _with_layers(module.build_per_request_timing_metrics)
-    BeamSearchOnlineMixin.beam_search = _without_beams(BeamSearchOnlineMixin.beam_search)
+        module.build_per_request_timing_metrics = _patched_timing_metrics(module.build_per_request_timing_metrics)
+    BeamSearchOnlineMixin.beam_search = _patched_beam_search(BeamSearchOnlineMixin.beam_search)
 
 
-def _with_layers(found: Any) -> Any:
+def _patched_timing_metrics(original: Any) -> Any:
     """The response's ``metrics``, with ours beside vLLM's."""
 
-    @functools.wraps(found)
+    @functools.wraps(original)
     def build_per_request_timing_metrics(metrics: Any, *args: Any, **kwargs: Any) -> Any:
-        made = found(metrics, *args, **kwargs)
+        made = original(metrics, *args, **kwargs)
         if (summary := getattr(metrics, "skipdecode", None)) is not None:
             made.skipdecode = summary
         return made
@@ -132,16 +164,30 @@ def _with_layers(found: Any) -> Any:
     return build_per_request_timing_metrics
 
 
-def _without_beams(found: Any) -> Any:
-    """vLLM makes every step of a beam a new request, whose whole text is a prompt: it would run no schedule."""
+def _patched_to_sampling_params(original: Any) -> Any:
+    """Refuse a ``speedup`` beside the request's own fields, which the OpenAI API would take and ignore."""
 
-    @functools.wraps(found)
+    @functools.wraps(original)
+    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            refuse_look_alikes(self.model_extra or ())
+        except ScheduleError as error:
+            raise VLLMValidationError(str(error), parameter=SPEEDUP) from None
+        return original(self, *args, **kwargs)
+
+    return to_sampling_params
+
+
+def _patched_beam_search(original: Any) -> Any:
+    """Refuse beams: each of their steps is a new request in vLLM, and would run no schedule."""
+
+    @functools.wraps(original)
     def beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.engine_client.input_processor.skipdecode is not None:
             raise VLLMValidationError(
                 "beam search runs no schedule in vLLM: leave it out, or use skipdecode generate --num-beams",
                 parameter="use_beam_search",
             )
-        return found(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     return beam_search

@@ -1,6 +1,6 @@
-"""The LM head with weights of 8 bits, by the products that vLLM has for int8 layers: steps of any depth are quicker.
+"""Replaces the LM head's weights by int8, with the products that vLLM has for int8 layers. All speeds get quicker.
 
-Logits change (a schedule's exactness does not: all speeds have the same head), so it is off unless asked for.
+Logits change, alike for all speeds, so it is off unless asked for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROWS = 8192
 
 
 class Int8Product:
-    """Stands in for the product that vLLM made for a head: ``(rows, width)`` to ``(rows, vocabulary)``, in float32.
+    """Replaces the product that vLLM made for a head: ``(rows, width)`` to ``(rows, vocabulary)``, in float32.
 
     Args:
         weight: (vocabulary, width), of floats; one scale per row of it, and one per row of what it is given.
@@ -39,6 +39,12 @@ class Int8Product:
         return logits.view(*x.shape[:-1], -1) if bias is None else logits.view(*x.shape[:-1], -1).add_(bias)
 
 
+def why_no_int8() -> str:
+    """Why this CPU has no int8 head; nothing where it has one."""
+    multiplies = any("vnni" in name or "int8" in name for name, has in torch.cpu.get_capabilities().items() if has)
+    return "" if multiplies else "int8_head needs a CPU that multiplies int8 (VNNI or AMX): leave it out"
+
+
 def quantize_head(model: nn.Module) -> None:
     """Give a loaded model's LM head int8 weights. An embedding that is tied to it keeps its own.
 
@@ -48,6 +54,6 @@ def quantize_head(model: nn.Module) -> None:
     heads: list[Any] = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
     if len(heads) != 1 or not isinstance(heads[0].quant_method, UnquantizedEmbeddingMethod):
         raise UnsupportedModel(f"int8_head: {type(model).__name__} has no LM head of floats; leave it out")
-    if not any("vnni" in name or "int8" in name for name, has in torch.cpu.get_capabilities().items() if has):
-        raise UnsupportedModel("int8_head needs a CPU that multiplies int8 (VNNI or AMX): leave it out")
+    if reason := why_no_int8():
+        raise UnsupportedModel(reason)
     heads[0].cpu_linear = Int8Product(heads[0].weight)

@@ -1,4 +1,4 @@
-"""Under load, new requests get a faster budget: the decision alone. No vLLM here; tests bring a clock of their own.
+"""Decides under load which new requests get a faster schedule. No vLLM here; tests bring a clock of their own.
 
 One checkpoint serves every speed, so a server need not turn anybody away or load a smaller model: while its limits are
 passed, requests that *begin* take fewer layers. What runs already keeps the schedule that it began with.
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 #: Seconds over which the time per token is averaged.
 WINDOW = 5.0
+#: Load ends when both figures are down to this share of their limits, so that it does not come and go.
+RELEASE = 0.5
 
 
 @dataclass(frozen=True)
@@ -23,14 +25,12 @@ class Limits:
         speedup: what new requests get under load, unless they are faster anyway.
         waiting: load begins when more requests than this wait for their first token; None: they do not count.
         token_ms: load begins when tokens come further apart than this, in milliseconds; None: that does not count.
-        release: load ends when both are down to this share of their limits, so that it does not come and go.
         everyone: requests that asked for a speed-up of their own are made faster too.
     """
 
     speedup: float
     waiting: float | None = None
     token_ms: float | None = None
-    release: float = 0.5
     everyone: bool = False
 
 
@@ -74,7 +74,7 @@ class Load:
         pairs = [(waiting, self.limits.waiting), (self.token_ms(), self.limits.token_ms)]
         limited = [(value, limit) for value, limit in pairs if limit is not None]
         if self.is_high:
-            self.is_high = any(value > limit * self.limits.release for value, limit in limited)
+            self.is_high = any(value > limit * RELEASE for value, limit in limited)
         else:
             self.is_high = any(value > limit for value, limit in limited)
         return self.is_high

@@ -1,7 +1,9 @@
-"""What a request says of its speed, from the client to the layers: ``speedup`` in its extra arguments."""
+"""A request's speed-up on its way from the client to the layers, in the extra arguments of its parameters."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from ..core.schedule import Schedule
@@ -14,25 +16,34 @@ from .settings import Serving
 SPEEDUP = "speedup"
 #: What we add where a request enters, for the processes that know neither config nor options.
 OWN = "skipdecode"
+#: Arguments of connectors that move keys and values, which are refused here.
+CONNECTORS = ("kv_transfer_params", "ec_transfer_params")
 
 
-def wanted(params: Any, serving: Serving) -> tuple[float, bool]:
+def requested_speedup(params: Any, serving: Serving) -> tuple[float, bool]:
     """The speed-up that a request gets where no load changes it, and whether the request itself named it.
 
     Raises:
         ScheduleError: a speed-up that the server does not offer, or arguments that are ours.
     """
     extra = params.extra_args or {}
-    if OWN in extra:
-        raise ScheduleError(f"{OWN} is no argument of a request: ask with {SPEEDUP}")
+    refuse_look_alikes(name for name in extra if name != SPEEDUP)
+    for name in CONNECTORS:  # vLLM itself would fail over it in the engine
+        if not isinstance(extra.get(name), dict | None):
+            raise ScheduleError(f"{name} must be an object, not {repr(extra[name])[:100]}")
     asked = extra.get(SPEEDUP)
-    speedup = serving.default if asked is None else serving.speedup(asked)
-    serving.schedule(speedup)
-    return speedup, asked is not None
+    return (serving.default if asked is None else serving.speedup(asked)), asked is not None
 
 
-def settle(params: Any, serving: Serving, load: Load | None = None) -> None:
-    """Put the speed-up that holds, and what its prompt's keys and values depend on, into a request's own parameters.
+def refuse_look_alikes(names: Iterable[str]) -> None:
+    """Raises ScheduleError for a name that its client must have meant for ours: full depth would be no answer."""
+    for name in names:
+        if re.sub("[^a-z]", "", name.lower()).removesuffix("s") in (SPEEDUP, OWN):
+            raise ScheduleError(f'{name} is no argument of a request: ask with "vllm_xargs": {{"{SPEEDUP}": 2}}')
+
+
+def assign_speedup(params: Any, serving: Serving, load: Load | None = None) -> None:
+    """Write the request's speed-up, and what its keys and values depend on, into its parameters.
 
     Args:
         params: vLLM's, this request's alone.
@@ -42,9 +53,9 @@ def settle(params: Any, serving: Serving, load: Load | None = None) -> None:
     Raises:
         ScheduleError: a speed-up that the server does not offer, or arguments that are ours.
     """
-    speedup, asked = wanted(params, serving)
+    speedup, asked = requested_speedup(params, serving)
     given = speedup if load is None else load.choose(speedup, asked)
-    schedule = serving.schedule(given)
+    schedule = serving.schedules[given]
     own = identity(schedule, given) | {"ends": retirements(schedule, serving.buckets), "moved": given != speedup}
     params.extra_args = {**(params.extra_args or {}), SPEEDUP: given, OWN: own}
 
@@ -62,13 +73,13 @@ def identity(schedule: Schedule, speedup: float) -> dict[str, Any]:
     }
 
 
-def speedup_of(params: Any) -> float:
-    """The speed-up of a request that :func:`settle` saw; full depth for any other (vLLM's own trial requests)."""
-    return 1.0 if (own := _own(params)) is None else float(own["speedup"])
+def speedup_of(params: Any) -> float | None:
+    """The speed-up of a request that :func:`assign_speedup` saw; None for any other (vLLM's own trial requests)."""
+    return None if (own := _own(params)) is None else float(own["speedup"])
 
 
 def _own(params: Any) -> dict[str, Any] | None:
-    """What :func:`settle` put there. A client of a stock server may name anything so, but HTTP brings it no mapping."""
+    """What :func:`assign_speedup` put there. Clients of a stock server may use our name too, but not for a mapping."""
     own = (getattr(params, "extra_args", None) or {}).get(OWN)
     return own if isinstance(own, dict) else None
 

@@ -1,4 +1,4 @@
-"""What vLLM's two model runners have in common: gates after loading, and a plan for each step.
+"""Common to the adapters of vLLM's two model runners: gates after loading, and a plan for each step.
 
 A class of ours stands before the class of the runner that vLLM made (:func:`adapted`), so that each adapter serves
 every runner of its interface, on CPUs and GPUs.
@@ -44,12 +44,19 @@ class Skipping(Runner):
         super().load_model(*args, **kwargs)
         serving = serving_of(self.vllm_config)
         assert serving is not None
-        self.skip_tables = Tables(serving.schedule)
+        self.skip_tables = Tables(serving.schedules)
         self.skip_plan = add_gates(self.model, serving.num_layers)
-        if serving.int8_head:
+        self.skip_int8_head = serving.int8_head
+        if self.skip_int8_head:
             quantize_head(self.model)
         say = logger.info if self.parallel_config.rank == 0 else logger.debug
         self.skip_log = LayerLog(self.skip_plan, VLLM_LOG_STATS_INTERVAL, say)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's; the head's int8 weights are made anew."""
+        super().reload_weights(*args, **kwargs)
+        if self.skip_int8_head:
+            quantize_head(self.model)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """What vLLM's says, in buckets. Raises UnsupportedModel where layers keep more than keys and values."""

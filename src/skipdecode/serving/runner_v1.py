@@ -22,6 +22,24 @@ class SkippingV1(Skipping):
         with self.following(self._step(positions), self._prepared):
             return super()._model_forward(input_ids, positions, *args, **kwargs)
 
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, where a prompt that is not read to its end takes no random number of its request's own.
+
+        vLLM throws away what such a row samples and sets its generator back, which generators of a CPU cannot do: the
+        engine would end.
+        """
+        generators = self.input_batch.generators
+        thrown_away = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs]).tolist()
+        self.skip_generators = {row: generators.pop(row) for row in thrown_away if row in generators}
+        return super()._sample(*args, **kwargs)
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's; then requests have their generators again."""
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            self.input_batch.generators.update(self.skip_generators)
+
     def _step(self, positions: Any) -> Step:
         batch = self.input_batch
         count = batch.num_reqs

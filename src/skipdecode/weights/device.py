@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import platform
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
 from ..errors import ModelError
 
 DTYPES = ("float32", "bfloat16", "float16")
-#: Bytes that are read to measure bandwidth: more than any cache holds.
-READ = 2**29
-#: Side of the matrices that are multiplied to measure the peak.
-SIDE = 2048
 
 
 def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tuple[str | torch.dtype, str]:
     """The type and the device that a model of this config is run in. Raises ModelError for what is not there."""
     if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        # (From torch 2.7 on, current_accelerator can check by itself that there is one.)
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device = "cpu" if accelerator is None else accelerator.type
     check_device(device)
     check_dtype(dtype)
@@ -79,45 +73,3 @@ def machine(device: str | None = None) -> str:
         device = f"{name}, {torch.get_num_threads()} threads"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return f"{device}; {versions}, Python {platform.python_version()}"
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM now; 0 where psutil is not installed."""
-    try:
-        import psutil
-    except ImportError:
-        return 0
-    return int(psutil.Process().memory_info().rss)
-
-
-@dataclass(frozen=True)
-class Peaks:
-    """What a device reaches at most, as torch measures it.
-
-    Attributes:
-        bandwidth: bytes per second that a product of one row with a matrix reads.
-        matrix: floating-point operations per second of a product of large matrices.
-    """
-
-    bandwidth: float
-    matrix: float
-
-
-@torch.inference_mode()
-def measure_peaks(device: torch.device, dtype: torch.dtype, rounds: int = 5) -> Peaks:
-    """Both peaks for weights of ``dtype`` on ``device``: the best of ``rounds``. A second or two."""
-    rows = READ // (SIDE * dtype.itemsize)
-    weight = torch.ones(rows, SIDE, dtype=dtype, device=device)
-    row = torch.ones(1, SIDE, dtype=dtype, device=device)
-    square = torch.ones(SIDE, SIDE, dtype=dtype, device=device)
-    read = min(_seconds(row, weight) for _ in range(rounds))
-    multiply = min(_seconds(square, square) for _ in range(rounds))
-    return Peaks(weight.numel() * dtype.itemsize / max(read, 1e-9), 2 * SIDE**3 / max(multiply, 1e-9))
-
-
-def _seconds(left: Tensor, right: Tensor) -> float:
-    synchronize(left.device)
-    start = time.perf_counter()
-    torch.nn.functional.linear(left, right)
-    synchronize(left.device)
-    return time.perf_counter() - start

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import TaskError
-from ..chat import Prompt, parse_messages
+from ..chat import parse_messages
 from .base import Example, Task, holds_text
-from .splits import find
+from .splits import file_rows, find
 
 NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
-#: Columns of an output: a row's own of this name would be written over.
-TAKEN = ("text", "tokens", "finish_reason", "error")
 
 
 @dataclass(frozen=True)
@@ -31,14 +29,13 @@ class Jsonl(Task):
             token alone. Rows of ``text`` without a response are plain text and need it.
     """
 
+    name: str = "jsonl"
+    max_new_tokens: int = 128
+    distinct: bool = False
+    options: tuple[str, ...] = ("prompt_column", "response_column", "prompt_share")
     prompt_column: str | None = None
     response_column: str | None = None
     prompt_share: float | None = None
-
-    name = "jsonl"
-    forms = ({"prompt": "prompt", "response": "response"}, {"prompt": "prompt", "completion": "response"})
-    reference = "response"
-    max_new_tokens = 128
 
     def __post_init__(self) -> None:
         if self.prompt_share is not None and not 0 <= self.prompt_share < 1:
@@ -49,7 +46,7 @@ class Jsonl(Task):
             raise TaskError("prompt_share is for plain text, which has no response_column: give one of them")
 
     @property
-    def prompt_forms(self) -> list[tuple[str, ...]]:
+    def prompt_columns(self) -> list[tuple[str]]:
         """One column each: the first that holds something is taken."""
         if self.prompt_column is not None:
             return [(self.prompt_column,)]
@@ -57,39 +54,25 @@ class Jsonl(Task):
 
     @property
     def described(self) -> str:
-        """The columns of a whole row, for messages."""
-        prompts = " or ".join(column for (column,) in self.prompt_forms)
+        """What is looked for, and which options name other columns."""
+        prompts = " or ".join(column for (column,) in self.prompt_columns)
         if self.prompt_share is not None:
             return f"{prompts} (prompt_share is for plain text)"
         responses = self.response_column or "response or completion"
         return f"{prompts} for the prompt, {responses} for the response (prompt_column, response_column name others)"
 
-    def columns(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+    def _column(self, row: Mapping[str, Any]) -> str:
         """The first column that holds a prompt; but messages go first in a row that has no response beside them."""
-        named = [columns for columns in self.prompt_forms if columns[0] in row]
-        there = [columns for columns in named if row[columns[0]] is not None]  # a blank one is a row's fault
-        filled = [columns for columns in there if _holds(row[columns[0]])]
-        if ("messages",) in filled and not any(_holds(row.get(name)) for name in self._response_columns):
-            return ("messages",)
-        return (there or named or self.prompt_forms)[0]
-
-    def shown(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The prompt's column as it is; called ``prompt`` where the output has a column of the same name."""
-        (column,) = self.columns(row)
-        if column not in TAKEN:
-            return {column: row.get(column)}
-        try:
-            return {"prompt": self.prompt(row)}
-        except TaskError:
-            return {"prompt": row.get(column)}
-
-    def prompt(self, row: Mapping[str, Any]) -> Prompt:
-        """The prompt itself, the messages before the answer, or the beginning of the text."""
-        return self.example(row).prompt
+        named = [column for (column,) in self.prompt_columns if column in row]
+        there = [column for column in named if row[column] is not None]  # a blank one is a row's fault
+        filled = [column for column in there if _holds(row[column])]
+        if "messages" in filled and not any(_holds(row.get(name)) for name in self._response_columns):
+            return "messages"
+        return (there or named or [self.prompt_columns[0][0]])[0]
 
     def example(self, row: Mapping[str, Any]) -> Example:
-        """The prompt of a row and its references, if it has any. Raises TaskError."""
-        (column,) = self.columns(row)
+        """The prompt itself, the messages before the answer, or the beginning of the text; and what follows it."""
+        column = self._column(row)
         value: Any = row.get(column)
         references = self._references(row)
         if not _holds(value):
@@ -153,7 +136,7 @@ class Jsonl(Task):
 
     def check_reference(self, row: Mapping[str, Any]) -> None:
         """Raises TaskError for a row without a reference."""
-        (column,) = self.columns(row)
+        column = self._column(row)
         if column == "messages":
             raise TaskError("the last message is not the assistant's: there is no response to learn or to compare with")
         if self._is_plain(row, column):
@@ -169,7 +152,7 @@ class Jsonl(Task):
         if split != "train" and not any((folder / name).exists() for name in files):
             return []
         path = folder if folder.is_file() else find(folder, files)
-        return self.examples(path.parent, split, [path.name])
+        return self.examples(file_rows(path, self.prompt_columns[0][0]), split)
 
 
 def split_text(text: str, share: float) -> Example:

@@ -38,9 +38,13 @@ def split_rows(
         for number, row in enumerate(_from_hub(name, split, config), 1):
             yield f"{name} ({split}), row {number}", row
     else:
-        path = find(source, files)
-        for line, row, _ in read_rows(path, strict=True, text_column=text_column):
-            yield f"{path}, line {line}", row
+        yield from file_rows(find(source, files), text_column)
+
+
+def file_rows(path: Path, text_column: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """As :func:`split_rows`, of one file."""
+    for line, row, _ in read_rows(path, strict=True, text_column=text_column):
+        yield f"{path}, line {line}", row
 
 
 def find(folder: Path, files: Sequence[str]) -> Path:

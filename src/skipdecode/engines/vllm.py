@@ -20,17 +20,17 @@ from ..core.checkpoint_config import CONFIG_KEY, layer_count
 from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..errors import MissingExtra, ModelError, SkipDecodeError, UsageError
-from ..generation.engine import Batch, Write
-from ..generation.jobs import GenerationJob
+from ..generation.engine import Batch, EngineConfig, Write
 from ..generation.results import Completion, Cost
 from ..generation.sampling import stable_hash
+from ..serving.configure import WORKERS
+from ..serving.plugin import register
+from ..serving.release import require_tested
 from ..weights.checkpoint_checks import check_tokenizer
 from ..weights.device import placement
 from ..weights.loading import load_tokenizer, read_config, read_generation_config, read_weights, resolve
 from ..weights.memory import available_memory
-from .configure import WORKERS
-from .decoding import sampling_params, stop_strings
-from .plugin import register, require_tested
+from .vllm_sampling import sampling_params, stop_strings
 
 #: Settings of vLLM's that hold unless the environment has others: texts leave through standard output, words do not;
 #: and the engine ends with this process, however that ends.
@@ -66,12 +66,11 @@ class VllmEngine:
     def __post_init__(self) -> None:
         require_tested(_version())
 
-    def check(self, job: GenerationJob, config: Any, defaults: Any) -> None:
+    def check(self, job: EngineConfig, config: Any, defaults: Any) -> None:
         """Raises UsageError for what vLLM does not do, or does otherwise than transformers."""
         refused = {
             "clock": job.clock != "layers" and "a profile is of transformers' loop",
             "quantization": job.quantization and "this int8 is of transformers' loop",
-            "compile": job.compile and "it compiles transformers' loop",
             "prepack": job.prepack and "this layout of weights is of transformers' loop",
             "offload": job.offload is not None and "layers that wait elsewhere are of transformers' loop",
             "batch_size": job.batch_size == "auto" and "vLLM fits rows into memory itself: give the most rows at once",
@@ -86,7 +85,7 @@ class VllmEngine:
             raise UsageError(f"the engine vllm was tried on CPUs only, so far, not on {device}: give device cpu")
 
     @contextmanager
-    def open(self, job: GenerationJob, schedule: Schedule | None, positions: int) -> Iterator[Write]:
+    def open(self, job: EngineConfig, schedule: Schedule | None, positions: int) -> Iterator[Write]:
         """vLLM's engine with the job's model. Raises ModelError for one that vLLM cannot run."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -114,7 +113,7 @@ class _Writer:
         self,
         engine: Any,
         tokenizer: PreTrainedTokenizerBase,
-        job: GenerationJob,
+        job: EngineConfig,
         config: Any,
         schedule: Schedule | None,
     ) -> None:
@@ -201,7 +200,7 @@ class _Writer:
         return [*done], [*done.values()], cost
 
 
-def _engine(job: GenerationJob, config: Any, schedule: Schedule | None, positions: int) -> Any:
+def _engine(job: EngineConfig, config: Any, schedule: Schedule | None, positions: int) -> Any:
     """vLLM's engine, following the schedule. Raises ModelError."""
     register()
     from vllm.engine.arg_utils import EngineArgs

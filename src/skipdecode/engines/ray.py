@@ -16,8 +16,7 @@ from typing import Any
 
 from ..core.schedule import Schedule
 from ..errors import MissingExtra, SkipDecodeError, UsageError
-from ..generation.engine import Batch, Engine, Transformers, Write
-from ..generation.jobs import GenerationJob
+from ..generation.engine import Batch, Engine, EngineConfig, Transformers, Write
 
 #: A worker whose engine fills its own batches gets so many batches of rows at a time.
 BATCHES = 8
@@ -58,14 +57,14 @@ class RayEngine:
         """Workers decode at the same time: their seconds do not add up."""
         return self.engine.unknown | {"decode_seconds"}
 
-    def check(self, job: GenerationJob, config: Any, defaults: Any) -> None:
+    def check(self, job: EngineConfig, config: Any, defaults: Any) -> None:
         """Raises what the engine raises, and UsageError for what depends on the machine that a row is written on."""
         self.engine.check(job, config, defaults)
         if job.batch_size == "auto":
             raise UsageError("batch_size auto depends on a machine's memory: with workers give a number")
 
     @contextmanager
-    def open(self, job: GenerationJob, schedule: Schedule | None, positions: int) -> Iterator[Write]:
+    def open(self, job: EngineConfig, schedule: Schedule | None, positions: int) -> Iterator[Write]:
         """A connection to the cluster that the environment names (``RAY_ADDRESS``), or a cluster of this machine."""
         import ray
 
@@ -79,8 +78,7 @@ class RayEngine:
             if self.workers > cpus:
                 raise UsageError(f"{self.workers} workers need a CPU each, and the cluster has {cpus}")
             resources = {"num_cpus": cpus // self.workers, "num_gpus": int(there.get("GPU", 0) >= self.workers)}
-            alone = replace(job, input="-", output=None, engine=self.engine)  # without the rows
-            yield partial(self._write, (alone, schedule, positions), resources)
+            yield partial(self._write, (self.engine, job, schedule, positions), resources)
         finally:
             if mine:
                 ray.shutdown()
@@ -91,7 +89,7 @@ class RayEngine:
         """Groups of rows, each written by one worker, as they are finished."""
         import ray
 
-        job: GenerationJob = opening[0]
+        job: EngineConfig = opening[1]
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         ray.data.DataContext.get_current().enable_progress_bars = False
         groups = [{"group": pickle.dumps(group)} for group in self._groups(prompts, int(job.batch_size))]
@@ -123,11 +121,11 @@ class Worker:
     What the user can mend is a result like any other: Ray would try again, and bury it in tracebacks.
     """
 
-    def __init__(self, job: GenerationJob, schedule: Schedule | None, positions: int) -> None:
+    def __init__(self, engine: Engine, job: EngineConfig, schedule: Schedule | None, positions: int) -> None:
         self._open = ExitStack()  # until the process ends
         self._error: SkipDecodeError | None = None
         try:
-            self._write = self._open.enter_context(job.engine.open(job, schedule, positions))
+            self._write = self._open.enter_context(engine.open(job, schedule, positions))
         except SkipDecodeError as error:
             self._error = error
 

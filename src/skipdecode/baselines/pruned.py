@@ -1,42 +1,54 @@
-"""Static depth pruning: the layers that SkipDecode skips are cut out, for the prompt too; fine-tuned alike."""
+"""Baselines with fewer layers in place of skipped ones: static pruning, and a small model from scratch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ..core.attach import attach, teacher_forced
 from ..core.checkpoint_config import CONFIG_KEY, layer_count
 from ..core.decays import flat_depth
 from ..core.schedule import Schedule
-from .base import Method
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from ..core.stack import decoder_layers
+from ..errors import UnsupportedModel
+from ..methods.base import Method
 
 
 class Static(Method):
-    """A model of ``L / speedup`` layers: the warm-up layer and the top ones of the given model."""
+    """The layers that SkipDecode's order skips are cut out, for the prompt too; the rest is fine-tuned alike."""
 
     name = "static"
     label = "static pruning"
-    skips = False
     fits_depths = False
-    one_checkpoint_for_all = False
+    model_per_speedup = True
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
         """Of the pruned model: all it has."""
         return Schedule.full(flat_depth(speedup, num_layers))
 
     def prepare(self, model: PreTrainedModel, speedup: float) -> PreTrainedModel:
-        """The pruned model, with the weights of the layers it keeps."""
+        """The pruned model, with the weights of the layers it keeps: the warm-up layer and the top ones."""
         count = layer_count(model.config)
-        return prune(model, Schedule.full(count).layers(count) if speedup == 1 else _layers(count, speedup))
+        depth = flat_depth(speedup, count)
+        return prune(model, Schedule(count, depth, depth, horizon=1, decay="constant").layers(depth))
 
 
-def _layers(num_layers: int, speedup: float) -> tuple[int, ...]:
-    depth = flat_depth(speedup, num_layers)
-    return Schedule(num_layers, depth, depth, horizon=1, decay="constant", order="top").layers(depth)
+class Scratch(Static):
+    """As many layers as static pruning keeps, with random weights."""
+
+    name = "scratch"
+    label = "small model from scratch"
+
+    def prepare(self, model: PreTrainedModel, speedup: float) -> PreTrainedModel:
+        """A new small model; nothing of the given one but its form. At 1x, such a model itself, to train on."""
+        if speedup == 1:
+            return model
+        count = layer_count(model.config)
+        return init_pruned(model, range(flat_depth(speedup, count)))
 
 
 def prune(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
@@ -45,12 +57,6 @@ def prune(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     Raises:
         UnsupportedModel: the rest of the model depends on how many layers there are, or a layer on its place.
     """
-    import torch
-
-    from ..core.attach import attach, teacher_forced
-    from ..core.stack import decoder_layers
-    from ..errors import UnsupportedModel
-
     stack = decoder_layers(model)
     prefix = next(name for name, module in model.named_modules() if module is stack)
     weights = {}
@@ -83,8 +89,6 @@ def prune(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
 
 def init_pruned(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """Random weights, in the form of ``model`` with only these layers."""
-    from transformers import AutoModelForCausalLM
-
     config = model.config
     values = {k: v for k, v in config.to_dict().items() if k not in (CONFIG_KEY, "_name_or_path")}
     count = config.num_hidden_layers

@@ -1,13 +1,9 @@
-"""CALM-DEC (Schuster et al., 2022): a token leaves at the first layer that is confident of it.
-
-The layers above write their keys and values from the state it left with, so later tokens can attend to it. In a batch
-each row leaves on its own, but the pass ends only when its last row has left: both counts are kept.
-"""
+"""Baselines that leave before the last layer: multi-layer exit and CALM, and how any layer's states are read out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,18 +13,61 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..core.attach import attach
 from ..core.patch import Patch, put
+from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from ..errors import ModelError, UsageError
-from .base import LayerCost
-from .exits import ReadOut, read_out
-from .multi_exit import MultiExit
+from ..methods.base import LayerCost, Method
+from ..methods.objectives import Objective, token_loss
 
-#: Temperature of the threshold's decay, the paper's.
+#: Temperature of the decay of CALM's threshold, the paper's.
 TAU = 4
+
+#: Hidden states (..., hidden size) to logits (..., vocabulary).
+ReadOut = Callable[[Tensor], Tensor]
+
+
+class MultiExit(Method):
+    """SkipDecode's depths counted from the bottom, with every layer's exit trained: the paper's first baseline."""
+
+    name = "multi_exit"
+    label = "multi-layer exit"
+    order = "bottom"
+    trains_exits = True
+
+    def is_trained_by(self, name: str) -> bool:
+        """CALM is trained by the same loss."""
+        return name in ("multi_exit", "calm")
+
+    def objective(self, model: PreTrainedModel, schedules: Mapping[float, Schedule]) -> Objective | None:
+        """Mean cross-entropy over all exits: no budget is favoured, and CALM may leave anywhere."""
+        return ExitLoss(model)
+
+
+class ExitLoss(Objective):
+    """All layers run on all columns, whatever was drawn: an exit at depth d only ever sees layers below d."""
+
+    hidden_states = True
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.count = len(decoder_layers(model))
+        self.schedule = Schedule.full(self.count)
+        self.reader = read_out(model)
+
+    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """The mean of the exits' losses, a scalar."""
+        width = labels.shape[1] - 1
+        early = [states[:, -width:] for states in outputs.hidden_states[1 : self.count]]
+        logits = [*map(self.reader, early), outputs.logits]
+        return torch.stack([token_loss(exit, labels, num_items_in_batch) for exit in logits]).mean()
 
 
 class Calm(MultiExit):
-    """Trained as multi-layer exit is. Its depths are not known before it runs: a threshold stands for a budget."""
+    """CALM-DEC (Schuster et al., 2022): a token leaves at the first layer that is confident of it.
+
+    Trained as multi-layer exit is. Its depths are not known before it runs: a threshold stands for a budget. The layers
+    above an exit write their keys and values from the state it left with, so that later tokens can attend to it. In a
+    batch each row leaves on its own, but the pass ends only when its last row has left: both counts are kept.
+    """
 
     name = "calm"
     label = "CALM-DEC"
@@ -65,7 +104,7 @@ class Calm(MultiExit):
         """Makes a cache per batch that exits by confidence.
 
         Args:
-            model: gets gates of its own, inert without such a cache.
+            model: gets gates that such a cache acts in, and that are inert without one.
             threshold: the paper's lambda, 0 to 1; nine tenths of it and a tenth that decays over ``horizon`` tokens is
                 what the margin must exceed (its equation 5).
             horizon: tokens.
@@ -141,19 +180,18 @@ class _Written(Exception):
 class _Exit(Patch):
     """Stands in for one layer's gate while a ConfidenceCache comes through."""
 
-    def __init__(self, layer: nn.Module, name: str, index: int, count: int) -> None:
+    def __init__(self, layer: nn.Module, name: str, index: int) -> None:
         super().__init__(layer, name)
         self.index = index
-        self.count = count
         self.extras: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = args[0] if args else kwargs["hidden_states"]
         cache = next((v for v in (*args, *kwargs.values()) if isinstance(v, ConfidenceCache)), None)
         if cache is None or cache.get_seq_length(self.index) == 0:  # the prompt runs whole
             output = self.original(*args, **kwargs)
             self.extras = len(output) - 1 if isinstance(output, tuple) else None
             return output
+        hidden = args[0] if args else kwargs["hidden_states"]
         if self.index == 0:
             rows = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
             cache.left = rows if cache.finished is None else cache.finished.clone()
@@ -173,7 +211,7 @@ class _Exit(Patch):
         ran = torch.where(cache.left[:, None, None], hidden, ran)
         cache.step_depths[-1] += 1
         cache._row_layers = cache._row_layers + (~cache.left).sum()
-        if self.index < self.count - 1:
+        if self.index < len(cache.layers) - 1:
             cache.left = cache.left | cache.confident(ran)
         return (ran, *output[1:]) if isinstance(output, tuple) else ran
 
@@ -191,7 +229,53 @@ class _Ends(Patch):
 
 def install_exits(model: nn.Module) -> None:
     """Let ConfidenceCaches act on this model until ``detach``; without one it runs as before."""
-    layers = decoder_layers(attach(model))
-    for index, layer in enumerate(layers):
-        put(_Exit, layer, "forward", index, len(layers))
+    for index, layer in enumerate(decoder_layers(attach(model))):
+        put(_Exit, layer, "forward", index)
     put(_Ends, model, "forward")
+
+
+def read_out(model: nn.Module) -> ReadOut:
+    """A function from hidden states (..., hidden size) to logits (..., vocabulary): final norm, projection, LM head.
+
+    The modules are those that a pass calls after its last decoder layer; a trial pass checks that they make its logits.
+
+    Raises:
+        ModelError: the model does more than that between its last layer and its logits (soft-capping, say).
+    """
+    last = decoder_layers(model)[-1]
+    tail: list[nn.Module] = []
+    seen: list[Tensor] = []
+
+    def layer_done(module: nn.Module, args: Any, output: Any) -> None:
+        seen.append(output[0] if isinstance(output, tuple) else output)
+
+    def called(module: nn.Module, args: Any, output: Any) -> None:
+        if seen:
+            tail.append(module)
+
+    inner = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+    leaves = [m for m in model.modules() if id(m) not in inner and not any(m.children())]
+    hooks = [leaf.register_forward_hook(called) for leaf in leaves] + [last.register_forward_hook(layer_done)]
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            ids = torch.arange(2, device=next(model.parameters()).device)[None]
+            logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.train(training)
+    with torch.no_grad():
+        recomputed = _through(tail, seen[0])
+    if recomputed.shape != logits.shape or not torch.allclose(recomputed, logits, rtol=1e-4, atol=1e-4):
+        raise ModelError(
+            f"{type(model).__name__} does more than norm and LM head after its last layer: early exits cannot read it"
+        )
+    return lambda hidden: _through(tail, hidden)
+
+
+def _through(tail: list[nn.Module], hidden: Tensor) -> Tensor:
+    for module in tail:
+        hidden = module(hidden)
+    return hidden

@@ -1,0 +1,74 @@
+"""Baselines with a rule of their own for the depth of each step: Unified Layer Skipping, D3 and HSD."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..core.decays import flat_depth
+from ..core.schedule import Schedule
+from ..methods.base import Method
+from ..planning.fitting import bisect_ratio
+
+
+class Unified(Method):
+    """Unified Layer Skipping (arXiv 2404.06954): a constant depth that the target alone decides, layers evenly spread.
+
+    Its layers are made nested (order ``even``), so that one cache serves them.
+    """
+
+    name = "unified"
+    label = "Unified Layer Skipping"
+
+    def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
+        """``L / speedup`` layers at every step."""
+        depth = flat_depth(speedup, num_layers)
+        return Schedule(num_layers, depth, depth, horizon=1, decay="constant", order="even")
+
+
+class D3(Method):
+    """Position-aware depth decay decoding (arXiv 2503.08524): step i runs ``floor(L * alpha ** i)`` layers.
+
+    Its paper needs no training. First and last layers are kept: the skipped block in the middle grows.
+    """
+
+    name = "d3"
+    label = "D3"
+
+    def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
+        """``alpha`` found by bisection; never fewer layers than the first and the last."""
+        if speedup == 1:
+            return Schedule.full(num_layers)
+        ends = [layer for pair in zip(range(num_layers), reversed(range(num_layers)), strict=True) for layer in pair]
+        order = tuple(dict.fromkeys(ends))
+        least = min(2, num_layers)
+
+        def at(fall: float) -> Schedule:
+            depths = [max(int(num_layers * (1 - fall) ** i + 1e-9), least) for i in range(max(lengths) + 1)]
+            return Schedule.from_depths(num_layers, depths, order=order)
+
+        return bisect_ratio(at, 0.0, 1.0, speedup, lengths)
+
+
+class HSD(Method):
+    """Hierarchical skip decoding (arXiv 2403.14919): the longer the text, the more levels of layers are skipped.
+
+    Its paper needs no training. Every level halves the depth and spreads what is left evenly over the model. The
+    lengths at which levels change are ours: equal spans, as long as the target allows.
+    """
+
+    name = "hsd"
+    label = "HSD"
+
+    def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
+        """The span of a level, in tokens, found by bisection; never fewer layers than the first and the last."""
+        if speedup == 1:
+            return Schedule.full(num_layers)
+        least = min(2, num_layers)
+
+        def at(fall: float) -> Schedule:
+            span = (1 - fall) * 2 * max(lengths)
+            levels = [int(step / span) if span > 0 else 60 for step in range(max(lengths) + 1)]
+            depths = [max(-(-num_layers // 2 ** min(level, 60)), least) for level in levels]
+            return Schedule.from_depths(num_layers, depths, order="even")
+
+        return bisect_ratio(at, 0.0, 1.0, speedup, lengths)
