@@ -24,15 +24,12 @@ from transformers.cache_utils import DynamicLayer
 
 from skipdecode import Schedule, SkipCache, attach, detach
 from skipdecode.weights.device import machine
-from skipdecode.weights.faster import make_faster
+from skipdecode.weights.optimize import optimize
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "prepacked": {"prepack": True},
-    "compile": {"compile": True},
-    "prepacked+compile": {"prepack": True, "compile": True},
     "int8": {"quantization": "int8"},
-    "int8+compile": {"quantization": "int8", "compile": True},
 }
 
 
@@ -95,7 +92,7 @@ def steps(args: argparse.Namespace) -> None:
     plain = build(args)
     shape = f"{args.family}, width {args.width}, {args.layers} layers, vocabulary {args.vocab}, {args.dtype}"
     print(json.dumps({"command": shlex.join(["python", *sys.argv]), "machine": machine(), "shape": shape}), flush=True)
-    models = {name: attach(make_faster(deepcopy(plain), **WAYS[name])) for name in args.ways}
+    models = {name: attach(optimize(deepcopy(plain), **WAYS[name])) for name in args.ways}
     del plain
     for batch in args.batch:
         for depth in (args.layers, max(args.layers // 5, 1)):
@@ -151,7 +148,7 @@ def gates(args: argparse.Namespace) -> None:
 
 def profiled(args: argparse.Namespace) -> None:
     """Where the time of ``model.generate`` goes, by part: self time of each is what its children do not take."""
-    model = attach(make_faster(build(args), quantization=None))
+    model = attach(optimize(build(args), quantization=None))
     base = model.base_model
     decoder = getattr(base, "decoder", base)
     head: Any = model.get_output_embeddings()

@@ -35,8 +35,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     from skipdecode import Schedule, SkipCache, generate, load
     from skipdecode.core.checkpoint_config import layer_count
     from skipdecode.generation.batch import generate_batch
-    from skipdecode.generation.batch_size import footprint
+    from skipdecode.generation.batch_size import FIRST_ROWS, BatchSizes
     from skipdecode.planning.resolve import new_schedule
+    from skipdecode.weights.memory import PeakMeter
 
     generate(*load("demo", device="cpu"), "first things first", max_new_tokens=2)  # what is only allocated once
     model, tokenizer = load(str(given.model), device="cpu", dtype=given.dtype)
@@ -49,7 +50,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     ids = torch.randint(vocabulary // 8, vocabulary, shape, generator=generator).tolist()
     options: dict[str, Any] = {"max_new_tokens": given.new_tokens, "min_new_tokens": given.new_tokens}
     generate_batch(model, tokenizer, [row[:4] for row in ids[:1]], schedule, max_new_tokens=2, min_new_tokens=2)
-    predicted = given.batch_size * footprint(model, tokenizer, ids[0], schedule, options).row_bytes(given.prompt_tokens)
+    with PeakMeter() as meter:
+        _, cost = generate_batch(model, tokenizer, ids[:FIRST_ROWS], schedule, **options)
+    sizes = BatchSizes(0, given.new_tokens)
+    sizes.measured(meter.peak, given.prompt_tokens, cost)
+    predicted = given.batch_size * (sizes.per_position or 0) * (given.prompt_tokens + given.new_tokens)
     process = psutil.Process()
 
     def own() -> int:

@@ -5,7 +5,7 @@
 
 Every cell runs in a process of its own, from files that the page cache does not hold (Linux): ``memory`` is that of
 this cell alone. ``place``: ``memory`` is an ordinary load, where the files are mapped into memory; ``disk`` the same
-layers offloaded; ``disk, next ahead`` with the next layer fetched while one computes.
+layers offloaded.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-PLACES = {"memory": None, "disk": False, "disk, next ahead": True}
+PLACES = ("memory", "disk")
 HEADS = (
-    "asked", "place", "layers / step", "loads", "GB read", "s prompt", "s / step", "s job", "step ratio", "job ratio",
+    "asked", "place", "layers / step", "GB read", "s prompt", "s / step", "s job", "step ratio", "job ratio",
     "GB in memory", "GB its own",
 )  # fmt: skip
 
@@ -35,18 +35,17 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     from skipdecode import Schedule, generate, load
     from skipdecode.clock.timing import forced
     from skipdecode.core.checkpoint_config import layer_count
+    from skipdecode.core.stack import decoder_layers
     from skipdecode.generation.generate import generate_ids
     from skipdecode.planning.resolve import new_schedule
     from skipdecode.weights.loading import read_config
     from skipdecode.weights.offload import Offload
-    from skipdecode.weights.streaming import streaming_of
 
     config = read_config(str(given.model))
     schedule = Schedule.full(layer_count(config))
     if given.speedup != 1:
         schedule = new_schedule(config, given.speedup, [given.new_tokens - 1])
-    prefetch = PLACES[given.place]
-    offload = None if prefetch is None else Offload("disk", given.max_memory, None, schedule.ranking, prefetch)
+    offload = Offload("disk", given.max_memory) if given.place == "disk" else None
     evict(given.model)
     process = psutil.Process()
     peak = [0, 0]
@@ -75,7 +74,6 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     finally:
         done.set()
         watcher.join()
-    streaming = streaming_of(model)
     cost = found.cost
     return {
         "asked": given.speedup,
@@ -83,8 +81,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "max_memory": given.max_memory,
         "batch_size": given.batch,
         "average_depth": round(cost.average_depth, 3),
-        "layers_offloaded": len(streaming.sources) if streaming else 0,
-        "loads": sum(streaming.loads.values()) if streaming else 0,
+        "layers_offloaded": sum(next(layer.parameters()).is_meta for layer in decoder_layers(model)),
         "bytes_read": process.io_counters().read_bytes - before,
         "prompt_seconds": round(seconds - cost.decode_seconds, 3),
         "step_seconds": round(cost.decode_seconds / cost.steps, 4),
@@ -113,7 +110,6 @@ def cells(row: dict[str, Any], full: dict[str, Any] | None) -> list[str]:
         f"{row['asked']:g}x",
         row["place"],
         f"{row['average_depth']:.2f}",
-        str(row["loads"]),
         f"{row['bytes_read'] / 1e9:.2f}",
         f"{row['prompt_seconds']:.2f}",
         f"{row['step_seconds']:.3f}",
@@ -130,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--speedups", default="1,5")
-    parser.add_argument("--places", default="disk;disk, next ahead", help=f"of {'; '.join(PLACES)}")
+    parser.add_argument("--places", default="disk", help=f"of {'; '.join(PLACES)}")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=5)

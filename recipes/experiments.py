@@ -18,13 +18,12 @@ import typer
 
 from skipdecode import load
 from skipdecode.data.metrics import DEFAULT
-from skipdecode.data.tasks import get_task
-from skipdecode.evaluation.arms import Arm
-from skipdecode.evaluation.bench import Bench
-from skipdecode.evaluation.layer_order import rank_layers
+from skipdecode.data.tasks import Example, get_task
+from skipdecode.evaluation.evaluate import Evaluation, EvaluationPlan
+from skipdecode.evaluation.layer_order import LayerOrder
 from skipdecode.evaluation.loss import batches_of
 from skipdecode.evaluation.report import save
-from skipdecode.evaluation.runner import Evaluation
+from skipdecode.evaluation.variants import Variant
 from skipdecode.methods import get_method
 from skipdecode.training.plan import TrainingPlan
 from skipdecode.training.run import train
@@ -39,7 +38,6 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "only-5x": ("one budget alone", {"speedup": 5}),
     "logits-0.5": ("distil logits, weight 0.5", {"distill_weight": 0.5}),
     "logits-0.9": ("distil logits, weight 0.9", {"distill_weight": 0.9}),
-    "hidden-0.5": ("distil hidden states, weight 0.5", {"distill_weight": 0.5, "distill_on": "hidden"}),
     "more-5x": ("5x drawn four times as often", {"weights": (1, 1, 1, 1, 4)}),
     "even": ("order even", {"order": "even"}),
     "flat": ("constant depth, as near to equal on average as whole layers come", {"decay": "constant"}),
@@ -61,32 +59,33 @@ def main(start: str, data: Path, runs: Path, results: Path, steps: int = 150, on
     """Train what is missing in RUNS, from START, score it, and write the tables to RESULTS."""
     task = get_task("e2e")
     validation = task.read(data, "validation")[:256]
-    bench = Bench(task, validation, validation, timing_rows=64, repeats=3)
+    plan = EvaluationPlan(start, data, task, output=results, batch_size=BATCH, repeats=3)
     names = only.split(",")
+    skipping = get_method("skipdecode")
+    variants = [Variant(get_method("full"), 1.0, start, "full-1x")]
+    variants += [Variant(skipping, k, str(runs / name), f"{name}-{k:g}x") for name in names for k in (1.0, 3.0, 5.0)]
+    evaluation = Evaluation(plan, validation, validation, variants, on_start=lambda variant: print(variant.key))
     missing = [name for name in names if not (runs / name / "model.safetensors").exists()]
     if missing:
         draw_rows(data, runs / "data", 2 * BATCH * steps)
-        lengths, order = measure(start, bench, "calibrated" in missing)
+        lengths = evaluation.held_out_lengths()
+        order = rank(start, validation[:64]) if "calibrated" in missing else None
     for name in missing:
         changes = ROWS[name][1] | ({"order": order} if name == "calibrated" else {})
         fixed = {"model": start, "data": runs / "data", "output": runs / name, "max_steps": steps, "lengths": lengths}
         train(TrainingPlan.load(BASE, **fixed | changes), say=print)
-    skipping = get_method("skipdecode")
-    arms = [Arm(get_method("full"), 1.0, start, "full-1x")]
-    arms += [Arm(skipping, k, str(runs / name), f"{name}-{k:g}x") for name in names for k in (1.0, 3.0, 5.0)]
-    evaluation = Evaluation(bench, arms, results, lambda arm: print(arm.key))
-    rows = []
-    for arm, row in zip(arms, evaluation.rows(), strict=True):
-        change = ROWS[arm.key.rpartition("-")[0]][0] if arm is not arms[0] else "before any of it"
-        rows.append({**row, "label": f"{Path(arm.model).name}: {change}" if arm is not arms[0] else f"START: {change}"})
+    rows: list[dict[str, Any]] = []
+    for variant, row in zip(variants, evaluation.rows(), strict=True):
+        name = variant.key.rpartition("-")[0]
+        rows.append(row | {"label": f"{name}: {ROWS[name][0]}" if rows else "START: before any of it"})
     about = {
         "runs": f"{steps} steps of {BATCH} from START, learning rate 1e-3 with cosine decay, one seed",
         "rows": f"{len(validation)} validation inputs of E2E, greedy, batch 32; losses on the same",
-        "clock": f"medians of {bench.repeats} rounds over {bench.timing_rows} inputs, each run alternating with START",
-        "vs full": f"START at full depth; paired bootstrap over inputs, {bench.samples} samples",
+        "clock": f"medians of {plan.repeats} rounds over {plan.timing_rows} inputs, each run alternating with START",
+        "vs full": "START at full depth; paired bootstrap over inputs, 1000 samples",
         "machine": machine(),
     }
-    save(rows, [(metric.name, metric.label) for metric in DEFAULT], about, results, evaluation.job(arms[0]))
+    save(rows, [(metric.name, metric.label) for metric in DEFAULT], about, results, evaluation.job(variants[0]))
 
 
 def draw_rows(data: Path, target: Path, count: int) -> None:
@@ -99,12 +98,10 @@ def draw_rows(data: Path, target: Path, count: int) -> None:
         csv.writer(file).writerows([header, *rows])
 
 
-def measure(start: str, bench: Bench, ranked: bool) -> tuple[Sequence[int], tuple[int, ...] | None]:
-    """Decode steps of START's batches at full depth, and its layers ranked by loss."""
+def rank(start: str, examples: Sequence[Example]) -> tuple[int, ...]:
+    """START's layers, ranked by loss."""
     model, tokenizer = load(start, attention="eager")
-    lengths = bench.generate(model, tokenizer, bench.examples, None).lengths
-    batches = batches_of(bench.held_out[:64], tokenizer, model, 64) if ranked else []
-    return lengths, rank_layers(model, batches).order if ranked else None
+    return LayerOrder(model, batches_of(examples, tokenizer, model, 64)).down_to(1)
 
 
 if __name__ == "__main__":

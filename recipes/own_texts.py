@@ -3,7 +3,8 @@
     python recipes/own_texts.py TRAIN OUTPUTS.jsonl REFERENCE TARGET TIMES OWN_TIMES
 
 OUTPUTS is what `skipdecode generate --full` wrote: sequence-level distillation (Kim & Rush, 2016). People's texts,
-TRAIN's column REFERENCE, go in TIMES times, the model's OWN_TIMES. CSV or JSONL, as the files' names say.
+TRAIN's column REFERENCE, go in TIMES times, the model's OWN_TIMES; of the other columns those that OUTPUTS has too.
+CSV or JSONL, as the files' names say.
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ from pathlib import Path
 
 import typer
 
+from skipdecode.data.inputs import OUTPUT_COLUMNS
 from skipdecode.data.rows import read_rows
 
 
 def main(train: Path, outputs: Path, reference: str, target: Path, times: int, own_times: int) -> None:
     """Write TARGET: the rows of TRAIN, TIMES over, and the texts of OUTPUTS as their REFERENCE, OWN_TIMES over."""
     people = [row for _, row, _ in read_rows(train, strict=True)]
-    columns = [name for name in people[0] if name in ("mr", "title", "post")]
+    texts = [row for _, row, _ in read_rows(outputs, strict=True) if (row.get("text") or "").strip()]
+    written = (reference, *OUTPUT_COLUMNS)
+    columns = [name for name in people[0] if name not in written and all(name in row for row in texts)]
+    if not texts or not columns or reference not in people[0]:
+        raise typer.BadParameter(
+            f"{train} needs the column {reference}, and one of the prompts that the rows of {outputs} have too"
+        )
     rows = [{name: row[name] for name in (*columns, reference)} for row in people] * times
-    texts = [row for _, row, _ in read_rows(outputs, strict=True) if row.get("text", "").strip()]
     rows += [{name: row[name] for name in columns} | {reference: row["text"]} for row in texts] * own_times
     with target.open("w", encoding="utf-8", newline="") as file:
         if target.suffix == ".csv":

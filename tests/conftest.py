@@ -16,6 +16,7 @@ from helpers import interpreted
 if interpreted.V2:
     interpreted.allow()  # before anything imports vLLM
 
+import hypothesis
 import pytest
 import torch
 import transformers
@@ -23,6 +24,16 @@ import transformers
 from helpers.tiny import save_checkpoint, write_examples
 
 GOLDEN = Path(__file__).parent / "golden"
+
+# The same examples at every run, however long each takes: chance is for `make torture`.
+hypothesis.settings.register_profile(
+    "fixed",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("fixed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, pipeline
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, pipeline
 
 import skipdecode
 from helpers.families import FAMILIES, SCHEDULES, TOP, build, distance, prompts, run
 from helpers.tiny import TEXTS, save_checkpoint
 from skipdecode import Schedule, SkipCache, attach, detach
+from skipdecode.core import checkpoint_config
 from skipdecode.core.checkpoint_config import to_config_entry
-from skipdecode.errors import CacheError, ModelError, ScheduleError, UsageError
+from skipdecode.errors import CacheError, ModelError, ScheduleError, UntrainedWarning, UsageError
 from skipdecode.evaluation.check import run_checks
 
 
@@ -62,6 +66,56 @@ def test_a_cache_that_is_given_goes_first() -> None:
     assert equal(logits_of(model, past_key_values=DynamicCache(config=model.config)), logits_of(build("llama")))
     given = logits_of(model, past_key_values=SkipCache(model, other))
     assert equal(given, run(build("llama"), prompts(), other).logits)
+
+
+@pytest.mark.parametrize("asked", [None, "static"])
+def test_a_generation_config_is_taken_without_a_word(asked: str | None, capfd: pytest.CaptureFixture[str]) -> None:
+    """As pipelines give one: transformers warns of options beside it, and none of ours is; by place and by name."""
+    model, inputs = attach(build("llama"), TOP), prompts()
+    expected = logits_of(model)
+    config = GenerationConfig(max_new_tokens=16, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    config.cache_implementation = asked
+    transformers.logging.set_verbosity_warning()
+    try:
+        mask = inputs["attention_mask"]
+        assert equal(model.generate(inputs["input_ids"], config, attention_mask=mask).logits, expected)
+        assert equal(model.generate(**inputs, generation_config=config).logits, expected)
+    finally:
+        transformers.logging.set_verbosity_error()
+    assert asked or "generation_config" not in capfd.readouterr().err
+
+
+def test_an_untrained_model_is_named_once_and_by_degree() -> None:
+    """Each schedule once, whatever calls come; nothing where the model was trained."""
+    model = build("llama")
+    model.config._name_or_path = "a-stock-model"
+    checkpoint_config._warn.cache_clear()
+
+    def said(*calls: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for call in calls:
+                call()
+        return [str(warning.message) for warning in found if warning.category is UntrainedWarning]
+
+    def cache() -> SkipCache:
+        return SkipCache(model, Schedule.for_speedup(1.5, 8, 64))
+
+    texts = [said(partial(attach, model, speedup=speedup), partial(logits_of, model)) for speedup in (1.1, 1.5, 4)]
+    assert [len(each) for each in texts] == [1, 1, 1]
+    assert all("a-stock-model was not trained to skip layers" in each[0] for each in texts)
+    for [text], word in zip(texts, ("calibrate", "poor", "no readable"), strict=True):
+        assert word in text
+    assert said(cache, cache, lambda: attach(model, speedup=4), lambda: SkipCache(model, Schedule.full(8))) == []
+    checkpoint_config._warn.cache_clear()
+    assert len(said(cache, cache)) == 1
+    checkpoint_config._warn.cache_clear()
+    own = Schedule.for_speedup(1.5, 8, 64)
+    model.config.skipdecode = {"schedules": {"1.5": own.to_dict()}, "calibrated": {"1.5": "skipdecode"}}
+    assert len(said(cache)) == 1, "calibrated is not trained"
+    checkpoint_config._warn.cache_clear()
+    model.config.skipdecode = to_config_entry({1.5: own})
+    assert said(cache, lambda: attach(model, speedup=5)) == []
 
 
 def test_beams_and_samples_follow_it() -> None:

@@ -14,7 +14,7 @@ from skipdecode import Schedule
 from skipdecode.errors import ScheduleError
 from skipdecode.serving.buckets import Buckets, choose_buckets, held_layers, retirements
 from skipdecode.serving.depths import Table
-from skipdecode.serving.requests import ends_of, settle
+from skipdecode.serving.requests import assign_speedup, ends_of
 from skipdecode.serving.settings import Serving
 
 LAYERS = 12
@@ -82,7 +82,7 @@ def request(speedup: float, prompt: int, **options: Any) -> Any:
     """A request of this speed-up, as the scheduler has it."""
     params = SimpleNamespace(extra_args={"speedup": speedup})
     config = Config(num_hidden_layers=LAYERS, skipdecode=None)
-    settle(params, Serving(config, {"speedups": [1, 3], "speedup": 3} | options))
+    assign_speedup(params, Serving(config, {"speedups": [1, 3], "speedup": 3} | options))
     return SimpleNamespace(sampling_params=params, num_prompt_tokens=prompt)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from skipdecode.core import checkpoint_config
 from skipdecode.data.metrics import Agreement
 from skipdecode.errors import FileError, UsageError
 from skipdecode.evaluation import calibration
-from skipdecode.evaluation.calibration import CalibrationPlan
-from skipdecode.evaluation.quality import POINTS, Quality, fallen
+from skipdecode.evaluation.calibration import POINTS, CalibrationPlan
 from skipdecode.planning.fitting import refit
 
 
@@ -169,10 +169,22 @@ def test_a_worse_schedule_is_saved_only_by_force(eight: Path, prompts: Path, tmp
 
 def test_scores_judge_where_there_are_references() -> None:
     """Agreement falls whenever a text changes, better ones too."""
-    worse, same = Quality(90, 60, 60 - POINTS - 0.1), Quality(90, 60, 60 - POINTS)
-    assert list(fallen({"BLEU": same, "ROUGE-L": worse, "agreement": worse})) == ["ROUGE-L"]
-    assert not fallen({"BLEU": same, "ROUGE-L": same, "agreement": worse})
-    assert list(fallen({"agreement": worse})) == ["agreement"]
+    worse = calibration.Quality(90, 60, 60 - POINTS - 0.1, (-2, -0.2), 50)
+    same = calibration.Quality(90, 60, 60 - POINTS, (-2, -0.2), 50)
+
+    nothing = calibration.Written(Schedule.full(2), 1.0, 1.0, 1.0, (), ())
+
+    def fallen(**quality: calibration.Quality) -> list[str]:
+        plan = CalibrationPlan("m", Path("d"))
+        return list(calibration.Calibration(plan, "skipdecode", nothing, nothing, nothing, quality).worse())
+
+    assert fallen(BLEU=same, ROUGE=worse, agreement=worse) == ["ROUGE"]
+    assert not fallen(BLEU=same, ROUGE=same, agreement=worse)
+    assert fallen(agreement=worse) == ["agreement"]
+    assert "chance" not in str(worse)
+    # Too few rows, or an interval around nothing: said.
+    for noise in (replace(worse, rows=4), replace(worse, interval=(-2, 0.3))):
+        assert "may be chance" in str(noise)
 
 
 def test_equal_texts_agree_whatever_their_script() -> None:
@@ -194,7 +206,7 @@ def test_a_config_that_others_share_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_calibrated_model_is_not_a_trained_one(eight: Path, prompts: Path, tmp_path: Path) -> None:
-    """F4: ``generate`` still says that its texts will be poor, and takes the calibrated schedule."""
+    """F4: ``generate`` still says that it is untrained, and takes the calibrated schedule."""
     model = shutil.copytree(eight, tmp_path / "model")
     assert calibrate(model, prompts, tmp_path, "--speedup", 2, "--save", "--force").returncode == 0
     config = AutoConfig.from_pretrained(model)
@@ -209,7 +221,7 @@ def test_a_calibrated_model_is_not_a_trained_one(eight: Path, prompts: Path, tmp
     assert checkpoint_config.schedules_of(config, "unified") == {}
     done = run("generate", model, "--speedup", 2, "--max-new-tokens", 3, stdin=b"the cat\n")
     assert done.returncode == 0
-    assert "not trained for skipping" in done.stderr
+    assert "not trained to skip layers" in done.stderr
     # Where it was trained, calibrating keeps that.
     model = trained_with(eight, tmp_path / "trained", {2.0: plan, 3.0: plan})
     assert calibrate(model, prompts, tmp_path, "--speedup", 3, "--save", "--force").returncode == 0
@@ -274,11 +286,8 @@ def test_a_file_that_is_no_schedule_is_not_replaced(eight: Path, prompts: Path, 
         (("--decay", "steep"), "--decay"),
         (("--order", "search"), "responses"),
         (("--order", "sideways"), "--order"),
-        (("--method", "magic"), "--method"),
-        (("--method", "calm"), "no depths to fit"),
         (("--force",), "--save"),
         (("--limit", 0), "limit"),
-        (("--method", "unified", "--decay", "linear"), "it has its own"),
     ],
 )
 def test_what_the_user_can_put_right_is_said_first(
@@ -289,6 +298,27 @@ def test_what_the_user_can_put_right_is_said_first(
     done = calibrate(eight, prompts, tmp_path, *more)
     assert done.returncode == 2
     assert words in done.stderr
+
+
+def test_the_method_is_the_one_that_trained_the_model(six: Path, prompts: Path, tmp_path: Path) -> None:
+    """Early exits have no depths; Unified Layer Skipping has its own style, and its own depths are fitted."""
+    calm = trained_with(six, tmp_path / "calm", {3.0: Schedule.full(6)}, "calm")
+    done = calibrate(calm, prompts, tmp_path, "--speedup", 3)
+    assert done.returncode == 2
+    assert "no depths to fit" in done.stderr
+    unified = trained_with(six, tmp_path / "unified", {3.0: Schedule(6, 2, 2, 1, order="even")}, "unified")
+    done = calibrate(unified, prompts, tmp_path, "--speedup", 2, "--decay", "linear")
+    assert done.returncode == 2
+    assert "it has its own" in done.stderr
+    assert calibrate(unified, prompts, tmp_path, "--speedup", 2).returncode == 0
+    assert Schedule.load(tmp_path / "schedule.json").order == "even"
+
+
+def test_nothing_is_written_unasked(six: Path, prompts: Path) -> None:
+    """Neither into the current folder nor into the model: one of both is asked for, or nothing is computed."""
+    done = run("calibrate", six, "--data", prompts)
+    assert done.returncode == 2
+    assert "--output FILE" in done.stderr
 
 
 def test_a_trained_list_of_depths_has_no_form_to_fit(eight: Path, prompts: Path, tmp_path: Path) -> None:
@@ -320,7 +350,7 @@ def test_python_does_all_that_the_verb_does(eight: Path, prompts: Path, tmp_path
     assert checkpoint_config.trained_schedules(AutoConfig.from_pretrained(model))[4.0] == result.schedule
 
 
-@pytest.mark.parametrize("values", [{"method": "calm"}, {"method": "d3", "order": "top"}, {"limit": 0}, {"order": "x"}])
+@pytest.mark.parametrize("values", [{"clock": "job"}, {"limit": 0}, {"order": "x"}])
 def test_a_plan_checks_itself(values: dict[str, Any]) -> None:
     """What cannot be calibrated is said when the plan is made."""
     with pytest.raises(UsageError, match=r"\w"):

@@ -202,6 +202,7 @@ def test_a_job_writes_what_the_conversations_are_answered_with(tmp_path: Path) -
     assert run("generate", model, "--input", tmp_path / "in.jsonl", *options).returncode == 0
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["messages"] for row in written] == [row["messages"] for row in rows]
+    assert written[1]["id"] == 3
     assert "no message for the assistant" in written[2]["error"]
     loaded = skipdecode.load(str(model), device="cpu")
     chats = [parse_messages(row["messages"]) for row in rows[:2]]
@@ -209,6 +210,20 @@ def test_a_job_writes_what_the_conversations_are_answered_with(tmp_path: Path) -
     for prompts in (chats, texts):
         answers = skipdecode.generate(*loaded, prompts, speedup=2, max_new_tokens=6).completions
         assert [answer.text for answer in answers] == [row["text"] for row in written[:2]]
+
+
+@ALL
+def test_words_of_the_assistant_are_continued(tokenizer: PreTrainedTokenizerBase) -> None:
+    """C14: as transformers' pipelines do, a conversation that ends with them gets no new turn; nor does training."""
+    begun = (*ASKED, Message("assistant", "on a"))
+    (ids,) = encode_prompts(tokenizer, [begun])
+    messages = [message._asdict() for message in begun]
+    assert ids == tokenizer.apply_chat_template(messages, continue_final_message=True, return_dict=False)
+    assert text_of(tokenizer, ids).endswith("on a")
+    (answer,) = encode_response(tokenizer, [(begun, " mat")])
+    (whole,) = encode_response(tokenizer, [(ASKED, "on a mat")])
+    spoken = text_of(tokenizer, encode_prompts(tokenizer, [ASKED])[0] + whole)
+    assert text_of(tokenizer, ids + answer) == spoken
 
 
 # --- what a row may hold
@@ -234,8 +249,7 @@ def test_conversations_are_read_in_the_forms_of_trl(tmp_path: Path, row: dict[st
     assert task.read(tmp_path, "train") == [Example(prompt, ("on a mat",))]
     (item,) = read_items(str(tmp_path / "train.jsonl"), task)
     assert (item.error, item.prompt, item.references) == (None, prompt, ["on a mat"])
-    ((column, value),) = item.columns.items()
-    assert value == row[column]
+    assert item.columns == row
 
 
 def test_the_users_word_may_be_the_last(tmp_path: Path) -> None:
@@ -282,7 +296,7 @@ def test_what_is_no_conversation_is_named(tmp_path: Path, row: dict[str, Any], m
     (item,) = read_items(str(tmp_path / "train.jsonl"), get_task("jsonl"))
     assert item.error is not None
     assert not item.prompt
-    assert set(item.columns) < {"messages", "prompt", "x"}
+    assert item.columns == row
 
 
 def test_messages_may_be_given_from_python() -> None:

@@ -38,7 +38,8 @@ def test_it_is_a_small_stock_opt_of_24_layers() -> None:
 def test_it_names_the_restaurant_at_every_speed() -> None:
     """A text at each speed ends by itself and says what was asked for."""
     model, tokenizer = skipdecode.load()
-    prompt = get_task("e2e").prompt({"mr": "name[The Mill], eatType[pub], food[English], area[riverside]"})
+    inputs = {"mr": "name[The Mill], eatType[pub], food[English], area[riverside]"}
+    prompt = str(get_task("e2e").example(inputs).prompt)
     for speedup in (1, 2, 3, 4, 5):
         row = skipdecode.generate(
             model, tokenizer, [prompt], speedup=speedup, max_new_tokens=60, do_sample=False

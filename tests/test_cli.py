@@ -277,7 +277,7 @@ def test_a_stopped_job_says_how_it_goes_on(
     assert done.returncode == code
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"skipdecode: stopped by {signal.Signals(number).name}")
-    assert ("the same command goes on from here" in last) == to_file
+    assert ("the same command goes on from what is saved" in last) == to_file
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     if to_file:
         again = run(*command)
@@ -358,9 +358,6 @@ def test_texts_that_nobody_takes_are_not_lost_in_silence(checkpoint: Path, strea
         (["--top-p", 0, "--do-sample"], "top-p"),
         (["--top-p", 1.5, "--do-sample"], "top-p"),
         (["--top-k", -1, "--do-sample"], "top-k"),
-        (["--length-penalty", "1e18"], "length-penalty"),
-        (["--length-penalty", 1e4, "--num-beams", 2], "length-penalty"),
-        (["--length-penalty", 2], "length_penalty goes with num_beams"),
         (["--repetition-penalty", 0], "repetition-penalty"),
         (["--repetition-penalty", -1], "repetition-penalty"),
         (["--num-beams", 0], "num-beams"),

@@ -108,7 +108,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> offline.VllmEngine:
     [
         ({"batch_size": "auto"}, "batch_size"),
         ({"quantization": "int8"}, "quantization"),
-        ({"compile": True}, "compile"),
         ({"offload": "disk"}, "offload"),
         ({"options": {"num_beams": 3}}, "num_beams"),
         ({"device": "meta"}, "device"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
+import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,20 +21,18 @@ from skipdecode import Schedule
 from skipdecode.core import checkpoint_config
 from skipdecode.core.growing import ROOM
 from skipdecode.data.tasks import Example
-from skipdecode.data.tasks.jsonl import Jsonl
-from skipdecode.errors import ScheduleError, UsageError
-from skipdecode.evaluation.arms import arms
-from skipdecode.evaluation.bench import Bench
-from skipdecode.evaluation.evaluate import EvaluationPlan, evaluate
-from skipdecode.evaluation.layer_order import rank_layers, trials
+from skipdecode.errors import UsageError
+from skipdecode.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
+from skipdecode.evaluation.layer_order import LayerOrder, passes, read_losses
 from skipdecode.evaluation.loss import batches_of, loss_by_position
-from skipdecode.evaluation.runner import Evaluation
+from skipdecode.evaluation.variants import variants
+from skipdecode.files import locked
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
 
 
 def options(data: Path, output: Any, *more: Any) -> Any:
-    common = ("--max-new-tokens", 12, "--repeats", 1, "--timing-rows", 4, "--batch-size", 4, "--samples", 20)
+    common = ("--max-new-tokens", 12, "--repeats", 1, "--timing-rows", 4, "--batch-size", 4)
     return ("--data", data, "--output", output, *common, *more)
 
 
@@ -94,9 +93,9 @@ def test_a_finished_row_is_not_run_again(
     path = tmp_path / "rows" / "full-1x.json"
     path.write_text(path.read_text()[:200])  # cut short by a kill
 
-    def noted(self: Evaluation, arm: Any) -> Any:
-        ran.append(arm.key)
-        return measure(self, arm)
+    def noted(self: Evaluation, variant: Any) -> Any:
+        ran.append(variant.key)
+        return measure(self, variant)
 
     monkeypatch.setattr(Evaluation, "_measure", noted)
     assert run(*common).returncode == 0
@@ -174,7 +173,6 @@ def test_early_exits_share_a_training(name: str, checkpoint: Path, data: Path, t
         (("--speedups", "nan"), "numbers"),
         (("--speedups", "inf"), "numbers"),
         (("--limit", 0), "limit"),
-        (("--samples", 10**9), "samples"),
         (("--repeats", -1), "repeats"),
         (("--max-source-words", 5), "only summaries"),
         (("--methods", "static"), "a checkpoint per speed-up"),
@@ -188,7 +186,7 @@ def test_early_exits_share_a_training(name: str, checkpoint: Path, data: Path, t
 def test_what_the_user_can_put_right_is_said_before_a_model_is_loaded(
     checkpoint: Path, data: Path, tmp_path: Path, more: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skipdecode.evaluation.runner.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("skipdecode.evaluation.evaluate.load", lambda *a, **k: pytest.fail("a model was loaded"))
     done = run("evaluate", checkpoint, *options(data, tmp_path, *more))
     assert done.returncode == 2
     assert words in " ".join(done.stderr.split())
@@ -204,7 +202,7 @@ def test_where_a_model_would_be_loaded(
         loaded.append(name)
         return skipdecode.load(name)
 
-    monkeypatch.setattr("skipdecode.evaluation.runner.load", noted)
+    monkeypatch.setattr("skipdecode.evaluation.evaluate.load", noted)
     assert run("evaluate", checkpoint, *options(data, tmp_path, "--speedups", "2")).returncode == 0
     assert loaded == [str(checkpoint)]
 
@@ -253,7 +251,7 @@ def test_a_schedule_file_that_cannot_be_a_row_is_refused_first(
     checkpoint: Path, data: Path, schedules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of another model, twice, or not there."""
-    monkeypatch.setattr("skipdecode.evaluation.runner.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("skipdecode.evaluation.evaluate.load", lambda *a, **k: pytest.fail("a model was loaded"))
     (tmp_path / "flat.json").write_bytes((schedules / "flat.json").read_bytes())
     for names, words in (
         (schedules / "six.json", "for 6 layers, the model has 8"),
@@ -276,7 +274,7 @@ def test_python_does_all_that_the_verb_does(
     table = json.loads((folder / "table.json").read_text())
     for name in ("table.md", "tradeoff.png", "losses.png"):
         (folder / name).unlink()
-    monkeypatch.setattr("skipdecode.evaluation.runner.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("skipdecode.evaluation.evaluate.load", lambda *a, **k: pytest.fail("a model was loaded"))
     progress = []
     plan = EvaluationPlan(
         str(checkpoint),
@@ -287,7 +285,6 @@ def test_python_does_all_that_the_verb_does(
         repeats=1,
         timing_rows=4,
         batch_size=4,
-        samples=20,
     )
     results = evaluate(plan, say=lambda line: None, on_progress=lambda *now: progress.append(now))
     again = json.loads((folder / "table.json").read_text())
@@ -300,7 +297,7 @@ def test_python_does_all_that_the_verb_does(
 
 @pytest.mark.parametrize(
     "values",
-    [{"split": "train"}, {"speedups": ()}, {"speedups": (2, 2)}, {"speedups": (0.5,)}, {"limit": 0}, {"samples": -1}],
+    [{"split": "train"}, {"speedups": ()}, {"speedups": (2, 2)}, {"speedups": (0.5,)}, {"limit": 0}, {"repeats": -1}],
 )
 def test_a_plan_checks_itself(values: dict[str, Any]) -> None:
     """What typer refuses on the command line is refused from Python too."""
@@ -386,39 +383,14 @@ def test_other_settings_replace_nothing_unasked(
     assert all(path.read_bytes() == before[path] for path in before if path.parent.name == "rows")
 
 
-def test_two_processes_fill_one_folder(
-    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """F16: a row is measured once; the other waits for it, says for whom, and takes it."""
-    measure, ran, held = Evaluation._measure, [], threading.Event()
-
-    def slow(self: Evaluation, arm: Any) -> Any:
-        ran.append(arm.key)
-        held.wait(60)
-        return measure(self, arm)
-
-    monkeypatch.setattr(Evaluation, "_measure", slow)
-    bench = Bench(Jsonl(), EXAMPLES[:4], EXAMPLES[:4], max_new_tokens=4, timing_rows=4, repeats=1, samples=5)
-    said, rows = [], {}
-
-    def work(name: str) -> None:
-        wanted = arms(name, str(checkpoint), (2,))
-
-        def say(line: Any) -> None:
-            said.append(line)
-            held.set()
-
-        rows[name] = list(Evaluation(bench, wanted, tmp_path, say=say).rows())
-
-    threads = [threading.Thread(target=work, args=(name,)) for name in ("d3", "unified")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(ran) == ["d3-2x", "full-1x", "unified-2x"]
-    assert f"process {os.getpid()}" in said[0]
-    assert rows["d3"][0] == rows["unified"][0]
-    assert not list(tmp_path.rglob("*.lock"))
+def test_one_process_at_a_time_fills_a_folder(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """F16: another one is refused with the holder's number, before a model is loaded."""
+    command = ("evaluate", checkpoint, *options(data, tmp_path, "--speedups", "2"))
+    with locked(tmp_path / "table.json"):
+        done = run(*command)
+    assert done.returncode == 2
+    assert f"in use by process {os.getpid()}" in " ".join(done.stderr.split())
+    assert not list(tmp_path.glob("rows/*"))
 
 
 def test_prompts_alone_are_evaluated_by_agreement(checkpoint: Path, tmp_path: Path) -> None:
@@ -455,10 +427,10 @@ def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
     assert "pip install 'skipdecode[cli]'" in done.stderr
 
 
-def test_arms_take_the_budget_into_their_paths() -> None:
-    found = arms("skipdecode,static=runs/static-{speedup},full", "m", (1, 2, 2.5))
-    assert len({arm.key for arm in found}) == 5
-    assert [(arm.name, arm.speedup, arm.model) for arm in found] == [
+def test_variants_take_the_budget_into_their_paths() -> None:
+    found = variants("skipdecode,static=runs/static-{speedup},full", "m", (1, 2, 2.5))
+    assert len({variant.key for variant in found}) == 5
+    assert [(variant.name, variant.speedup, variant.model) for variant in found] == [
         ("full", 1, "m"),
         ("skipdecode", 2, "m"),
         ("skipdecode", 2.5, "m"),
@@ -466,20 +438,9 @@ def test_arms_take_the_budget_into_their_paths() -> None:
         ("static", 2.5, "runs/static-2.5"),
     ]
     # Against another full model, SkipDecode's own full depth is a row too.
-    assert [arm.speedup for arm in arms("full=f,skipdecode=m", "m", (1, 2))] == [1, 1, 2]
+    assert [variant.speedup for variant in variants("full=f,skipdecode=m", "m", (1, 2))] == [1, 1, 2]
     # Untrained and trained, side by side.
-    assert [(a.key, a.model) for a in arms("d3,d3=t", "m", (2,))[1:]] == [("d3-2x", "m"), ("d3-2x-trained", "t")]
-
-
-def test_flat_schedules_stand_beside_the_others(checkpoint: Path) -> None:
-    """One for each speed-up that skips, in the model's own form but for the fall."""
-    found = arms("skipdecode", str(checkpoint), (1, 2, 4), serving=True)
-    assert [(arm.name, arm.speedup) for arm in found[3:]] == [("flat", 2), ("flat", 4)]
-    for arm, depth in zip(found[3:], (4, 2), strict=True):
-        assert arm.schedule is not None
-        assert (arm.schedule.max_depth, arm.schedule.min_depth, arm.schedule.order) == (depth, depth, "top")
-    with pytest.raises(ScheduleError, match="number of layers"):
-        arms("skipdecode", str(checkpoint), (9,), serving=True)
+    assert [(a.key, a.model) for a in variants("d3,d3=t", "m", (2,))[1:]] == [("d3-2x", "m"), ("d3-2x-trained", "t")]
 
 
 def test_loss_by_position_averages_to_the_loss(checkpoint: Path) -> None:
@@ -539,29 +500,77 @@ def test_a_saved_calibration_is_what_every_verb_then_takes(data: Path, tmp_path:
     assert "local" in done.stderr
 
 
-def test_the_search_ranks_every_layer_and_keeps_the_best_at_each_step(checkpoint: Path) -> None:
+def test_the_search_ranks_as_far_as_asked_and_keeps_the_best_at_each_step(checkpoint: Path) -> None:
     model, tokenizer = skipdecode.load(str(checkpoint))
     batches = batches_of(EXAMPLES, tokenizer, model, 8)
-    passes = []
-    ranking = rank_layers(model, batches, on_trial=lambda: passes.append(1))
-    assert sorted(ranking.order) == list(range(8))
-    assert ranking.order[0] == 0
-    assert len(passes) == trials(8)
-    for depth, loss in enumerate(ranking.losses, 1):
-        plan = Schedule(8, depth, depth, horizon=1, decay="constant", order=ranking.order)
+    done: list[tuple[int, int]] = []
+    order = LayerOrder(model, batches, on_pass=lambda *now: done.append(now))
+    some = order.down_to(6)
+    assert done[-1] == (7 + 6, passes(8, 6))
+    assert list(some[:6]) == sorted(some[:6])
+    ranking = order.down_to(1)
+    assert sorted(ranking) == list(range(8))
+    assert ranking[0] == 0
+    assert ranking[6:] == some[6:]
+    assert len(done) == passes(8, 1) == 28
+    assert sorted(order.losses) == list(range(1, 9))
+    for depth, loss in order.losses.items():
+        plan = Schedule(8, depth, depth, horizon=1, decay="constant", order=ranking)
         assert loss_by_position(model, batches, plan)[0] == pytest.approx(loss, rel=1e-5)
     # The first layer dropped was the best one to drop.
     for other in range(1, 8):
-        order = (*(i for i in range(8) if i != other), other)
-        plan = Schedule(8, 7, 7, horizon=1, decay="constant", order=order)
-        assert ranking.losses[6] <= loss_by_position(model, batches, plan)[0] + 1e-6
+        plan = Schedule(8, 7, 7, horizon=1, decay="constant", order=(*(i for i in range(8) if i != other), other))
+        assert order.losses[7] <= loss_by_position(model, batches, plan)[0] + 1e-6
 
 
-def test_calibrate_searches_the_order(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+def test_calibrate_searches_only_the_layers_that_it_drops(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """N12: 1.15x of eight layers drops one or two."""
     target = tmp_path / "schedule.json"
-    more = ("--order", "search", "--speedup", 3, "--output", target, "--max-new-tokens", 20, "--json")
-    done = run("calibrate", checkpoint, "--data", data, *more)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found["losses"]) == 8
-    assert sorted(Schedule.load(target).order) == list(range(8))
+    for speedup, least in ((1.15, 6), (3, 1)):
+        more = ("--order", "search", "--speedup", speedup, "--output", target, "--max-new-tokens", 20, "--json")
+        done = run("calibrate", checkpoint, "--data", data, *more)
+        assert done.returncode == 0, done.stderr
+        losses = json.loads(done.stdout.splitlines()[-1])["losses"]
+        schedule = Schedule.load(target)
+        assert sorted(schedule.order) == list(range(8))
+        assert min(map(int, losses)) >= least
+        assert min(map(int, losses)) <= schedule.min_depth
+
+
+def test_an_interrupted_search_goes_on(
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """N12: every loss that was measured is kept; what is damaged or of other data is measured again."""
+    target, passed = tmp_path / "schedule.json", list[int]()
+    common = ("--order", "search", "--speedup", 2, "--output", target, "--max-new-tokens", 12)
+
+    def noted(*arguments: Any) -> Any:
+        passed.append(1)
+        if len(passed) == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return loss_by_position(*arguments)
+
+    monkeypatch.setattr("skipdecode.evaluation.layer_order.loss_by_position", noted)
+    stopped = run("calibrate", checkpoint, "--data", data, *common)
+    assert stopped.returncode == 130
+    assert "the same command goes on from here" in stopped.stderr
+    assert len(json.loads((tmp_path / "schedule.losses.json").read_text())["losses_without"]) == 5
+    assert run("calibrate", checkpoint, "--data", data, *common).returncode == 0
+    whole = json.loads((tmp_path / "schedule.losses.json").read_text())
+    assert len(passed) == 1 + len(whole["losses_without"])
+    schedule = Schedule.load(target)
+    # A loss that is no number is measured again, and nothing else is.
+    first = next(iter(whole["losses_without"]))
+    (tmp_path / "schedule.losses.json").write_text(
+        json.dumps(whole | {"losses_without": whole["losses_without"] | {first: math.nan}})
+    )
+    before = len(passed)
+    assert run("calibrate", checkpoint, "--data", data, *common).returncode == 0
+    assert len(passed) == before + 1
+    assert Schedule.load(target) == schedule
+    assert read_losses(tmp_path / "schedule.losses.json", "another job") == {}
+    # A file of that name that is not ours stays.
+    (tmp_path / "schedule.losses.json").write_text("mine")
+    done = run("calibrate", checkpoint, "--data", data, *common)
+    assert done.returncode == 2
+    assert (tmp_path / "schedule.losses.json").read_text() == "mine"

@@ -104,9 +104,10 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
         "import resource, sys; from skipdecode.files import write\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "try: write(sys.argv[1], 'x' * 100_000)\n"
-        "except OSError: sys.exit(7)"
+        "except OSError as error: print(error.filename)"
     )
-    assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == 7
+    done = subprocess.run([sys.executable, "-c", code, str(path)], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == str(path), "A4: the error of a write names no file by itself"
     assert path.read_bytes() == b"old"
     assert names(tmp_path) == ["file"]
 

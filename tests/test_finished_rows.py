@@ -18,16 +18,17 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Pre
 import skipdecode
 from helpers.families import FAMILIES, SCHEDULES, TOP, build
 from helpers.tiny import TEXTS
-from skipdecode import Schedule, SkipCache, attach
+from skipdecode import Schedule, SkipCache, attach, detach
+from skipdecode.baselines.early_exit import install_exits
 from skipdecode.core.cache import total_kv_bytes
 from skipdecode.core.patch import patches_on
+from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import encode_prompts
 from skipdecode.generation import finished_rows
 from skipdecode.generation.batch import Decoding, generate_batch
 from skipdecode.generation.generate import generate_ids
 from skipdecode.generation.results import Completion, Cost
 from skipdecode.methods import get_method
-from skipdecode.weights.faster import make_faster
 
 PAD, END, NEW = 0, 1, 16
 LENGTHS = (9, 5, 2, 7, 3, 4, 8, 6)
@@ -244,14 +245,13 @@ def test_rows_stay_with_a_methods_own_cache() -> None:
     assert set(rows) == {len(LENGTHS)}
 
 
-def test_rows_stay_in_compiled_layers() -> None:
-    """Each number of rows may compile them anew."""
+def test_rows_stay_in_a_compiled_model() -> None:
+    """Each number of rows may compile it anew."""
     model = build("opt")
     asked: Any = Tokenizer(), DynamicCache(config=model.config), 8, {END}, None, {}
     assert finished_rows.track_finished_rows(model, *asked) is not None
-    assert finished_rows.track_finished_rows(make_faster(model, compile=True), *asked) is None
-    (whole := build("opt")).compile()
-    assert finished_rows.track_finished_rows(whole, *asked) is None
+    model.compile()
+    assert finished_rows.track_finished_rows(model, *asked) is None
 
 
 def test_rows_stay_where_a_pass_is_given_what_we_do_not_know() -> None:
@@ -301,6 +301,30 @@ def test_the_patch_stays_and_holds_nothing(ends: str) -> None:
         write(model, TOP, logits_processor=[Fails()])
     (patch,) = [patch for _, patch in patches_on(model) if isinstance(patch, finished_rows.RowsPatch)]
     assert not any(isinstance(value, (DynamicCache, finished_rows.FinishedRows)) for value in vars(patch).values())
+
+
+def test_detach_takes_all_off() -> None:
+    """Gates, guards, the patch of finished rows and CALM's exits, around an accelerate hook or within it."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = build("opt")
+    layers = decoder_layers(model)
+    hooks.add_hook_to_module(layers[0], hooks.ModelHook())
+
+    def state() -> dict[str, dict[str, Any]]:
+        return {
+            name: {key: list(value.items()) if isinstance(value, dict) else value for key, value in vars(part).items()}
+            for name, part in model.named_modules()
+        }
+
+    before = state()
+    write(model, None)
+    write(model, TOP)
+    install_exits(attach(model, TOP))
+    hooks.add_hook_to_module(layers[1], hooks.ModelHook())
+    detach(model)
+    hooks.remove_hook_from_module(layers[1])
+    vars(layers[1]).pop("forward", None)  # accelerate leaves the bound method
+    assert state() == before
 
 
 def test_threads_share_a_model_while_it_is_copied() -> None:

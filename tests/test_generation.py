@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import warnings
 from collections import Counter
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +17,32 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import (
     DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     StoppingCriteria,
 )
+from transformers.generation import utils
 
 import skipdecode
 from helpers.tiny import TEXTS, run
 from skipdecode import Schedule
+from skipdecode.core import checkpoint_config
 from skipdecode.core.cache import total_kv_bytes
-from skipdecode.errors import SkipDecodeError, UsageError
+from skipdecode.core.stack import decoder_layers
+from skipdecode.data.tokenization import train_tokenizer
+from skipdecode.errors import SkipDecodeError, UntrainedWarning, UsageError
+from skipdecode.generation import generate as generation
+from skipdecode.generation import options
 from skipdecode.generation.generate import batches, generate_ids
-from skipdecode.generation.results import Generated
+from skipdecode.generation.results import Completion, Cost, Generated
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -92,6 +105,7 @@ def test_prompts_that_are_none_are_refused_by_their_index(loaded: Loaded, prompt
         ({"schedule": "nowhere.json"}, "nowhere.json"),
         ({"seed": "x"}, "seed"),
         ({"full": True, "speedup": 2}, "one of speedup, schedule and full"),
+        ({"schedule": Schedule.full(8), "speedup": 2}, "one of speedup, schedule and full"),
         ({"num_return_sequences": 2}, "num_return_sequences"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate: texts and their cost are returned"),
         ({"output_scores": True}, "output_scores"),
@@ -106,7 +120,9 @@ def test_prompts_that_are_none_are_refused_by_their_index(loaded: Loaded, prompt
         ({"guidance_scale": 1.5}, "guidance_scale: it runs the model a second time"),
         ({"penalty_alpha": 0.6}, "penalty_alpha: transformers no longer has"),
         ({"max_new_tokens": 300}, "model has 256"),
-        ({"max_length": 300, "max_new_tokens": None}, "model has 256"),
+        ({"max_length": 30}, "max_length: it counts the prompt and its padding.*give max_new_tokens"),
+        ({"assistant_model": object(), "full": True}, "assistant_model: what the draft costs"),
+        ({"prompt_lookup_num_tokens": 3, "full": True}, "one row at a time: give batch_size=1"),
     ],
 )
 def test_options_that_cannot_be_are_refused_with_a_reason(loaded: Loaded, options: Any, words: str) -> None:
@@ -115,9 +131,173 @@ def test_options_that_cannot_be_are_refused_with_a_reason(loaded: Loaded, option
         skipdecode.generate(*loaded, ["the cat"], **({"max_new_tokens": 5} | options))
 
 
-def test_flags_that_ask_for_nothing_are_let_through(loaded: Loaded) -> None:
-    options: dict[str, Any] = {"output_scores": False, "return_dict_in_generate": None, "use_cache": True}
-    assert len(skipdecode.generate(*loaded, ["the cat"], max_new_tokens=2, **options).completions) == 1
+@pytest.mark.parametrize("full", [False, True])
+def test_none_is_not_given(loaded: Loaded, full: bool) -> None:
+    """C2, C20: whichever option it is, so that none of ours is taken back; flags that ask for nothing do nothing."""
+    plain = skipdecode.generate(*loaded, TEXTS[:3], full=full, max_new_tokens=6)
+    names = {*vars(GenerationConfig()), *options.REFUSED, *signature(GenerationMixin.generate).parameters}
+    none: dict[str, Any] = dict.fromkeys(names - {"self", "kwargs", "max_new_tokens"})
+    again = skipdecode.generate(*loaded, TEXTS[:3], full=full, max_new_tokens=6, **none)
+    assert again.completions == plain.completions
+    flags: dict[str, Any] = {"output_scores": False, "use_cache": True, "num_return_sequences": 1, "num_beams": 1}
+    assert texts(skipdecode.generate(*loaded, TEXTS[:3], full=full, max_new_tokens=6, **flags)) == texts(plain)
+
+
+def test_as_many_tokens_as_transformers_writes(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody says how many: the checkpoint's, else 20."""
+    model, tokenizer = loaded
+    assert skipdecode.generate(model, tokenizer, "the cat", eos_token_id=-1).completions[0].tokens == 20
+    monkeypatch.setattr(model.generation_config, "max_new_tokens", 7)
+    assert skipdecode.generate(model, tokenizer, "the cat", eos_token_id=-1).completions[0].tokens == 7
+
+
+@pytest.mark.parametrize("new", [5, 30])
+def test_a_new_schedule_falls_over_the_texts_to_come(loaded: Loaded, new: int) -> None:
+    """N8: an untrained model's text of full length runs the layers that were asked for."""
+    result = skipdecode.generate(*loaded, TEXTS[:2], speedup=2, max_new_tokens=new, eos_token_id=-1)
+    assert result.cost.layer_ratio == pytest.approx(2, rel=0.15)
+
+
+def test_an_untrained_model_is_named(loaded: Loaded) -> None:
+    """C4: once in a process, where layers are skipped."""
+    checkpoint_config._warn.cache_clear()
+    with pytest.warns(UntrainedWarning, match="was not trained to skip layers"):
+        skipdecode.generate(*loaded, "the cat", max_new_tokens=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UntrainedWarning)
+        skipdecode.generate(*loaded, "the cat", max_new_tokens=3)
+    checkpoint_config._warn.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UntrainedWarning)
+        skipdecode.generate(*loaded, "the cat", full=True, max_new_tokens=3)
+
+
+def test_a_tokenizer_needs_no_padding_token(loaded: Loaded) -> None:
+    """C6: padding is masked, so any token will do; also where no token ends a text."""
+    model, tokenizer = copy.deepcopy(loaded[0]), copy.deepcopy(loaded[1])
+    expected = texts(skipdecode.generate(*loaded, TEXTS[:3], speedup=2, max_new_tokens=6, eos_token_id=-1))
+    tokenizer.pad_token = None
+    for ends in (model.generation_config.eos_token_id, None):
+        model.generation_config.eos_token_id = ends
+        model.generation_config.pad_token_id = None
+        found = skipdecode.generate(model, tokenizer, TEXTS[:3], speedup=2, max_new_tokens=6, eos_token_id=-1)
+        assert texts(found) == expected
+
+
+def test_computed_positions_have_no_end(tmp_path: Path) -> None:
+    """C15: as transformers has it, RoPE goes on beyond the config's positions; a table of positions does not."""
+    config = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 320}
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+    kinds: list[dict[str, Any]] = [{}, {"rope_parameters": yarn}]
+    tokenizer = train_tokenizer(TEXTS * 20, 320)
+    for kind in kinds:
+        made = LlamaConfig(**config, intermediate_size=32, max_position_embeddings=16, eos_token_id=None, **kind)
+        model = LlamaForCausalLM(made).eval()
+        (row,) = skipdecode.generate(model, tokenizer, TEXTS[0], speedup=2, max_new_tokens=30).completions
+        assert row.tokens == 30
+    table = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=16, vocab_size=320)).eval()
+    with pytest.raises(UsageError, match="the model has 16"):
+        skipdecode.generate(table, tokenizer, TEXTS[0], speedup=2, max_new_tokens=30)
+
+
+# --- what is counted
+
+
+def passes_of(model: PreTrainedModel) -> list[int]:
+    """Positions of each forward pass over one of its layers, from now on."""
+    seen: list[int] = []
+    layer = decoder_layers(model)[0]
+    layer.register_forward_pre_hook(lambda module, args, kwargs: seen.append(_hidden(args, kwargs)), with_kwargs=True)
+    return seen
+
+
+def _hidden(args: Any, kwargs: Any) -> int:
+    return int((args[0] if args else kwargs["hidden_states"]).shape[1])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 1}, {"prompt_lookup_num_tokens": 5}]
+)
+def test_steps_are_the_forward_passes_after_the_prompts(loaded: Loaded, options: dict[str, Any]) -> None:
+    """C5: whatever the mode of decoding; looking tokens up makes fewer passes, and writes the same text."""
+    model, tokenizer = copy.deepcopy(loaded[0]), loaded[1]
+    seen = passes_of(model)
+    common: dict[str, Any] = {"full": True, "max_new_tokens": 40, "min_new_tokens": 40, "batch_size": 1}
+    result = skipdecode.generate(model, tokenizer, "the cat the cat the cat", **common | options)
+    assert result.cost.steps == len(seen) - 1
+    assert result.lengths == [len(seen) - 1]
+    assert result.cost.layer_steps == 8 * (len(seen) - 1)
+    if "prompt_lookup_num_tokens" in options:
+        assert len(seen) < 40
+        assert texts(result) == texts(skipdecode.generate(*loaded, "the cat the cat the cat", **common))
+
+
+@pytest.mark.parametrize("budget", [{"full": True}, {"speedup": 1}, {"speedup": 3}])
+def test_a_stop_that_is_seen_late_is_no_step(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, budget: dict[str, Any]
+) -> None:
+    """C17: on MPS transformers makes one pass more and drops its token; texts and costs are those of other devices."""
+    options: dict[str, Any] = {"max_new_tokens": 80, "exponential_decay_length_penalty": (4, 9.0)} | budget
+    expected = skipdecode.generate(*loaded, TEXTS, **options)
+
+    class Event:
+        def __init__(self, **_: Any) -> None: ...
+
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+    def is_supported(device: Any, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
+        return bool(cache.is_croppable or not cache_is_returned)
+
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(utils.DeferredStopCheck, "is_supported", staticmethod(is_supported))
+    late = passes_of(model := copy.deepcopy(loaded[0]))
+    found = skipdecode.generate(model, loaded[1], TEXTS, **options)
+    assert found.completions == expected.completions
+    assert found.lengths == expected.lengths
+    assert found.cost.layer_steps == expected.cost.layer_steps
+    assert len(late) - 1 == found.cost.steps + ("full" in budget or budget["speedup"] == 1)
+
+
+@pytest.mark.parametrize("kind", [int, list, torch.tensor])
+def test_ends_may_be_given_in_every_form_of_transformers(loaded: Loaded, kind: Any) -> None:
+    """C20: a number, a list or a tensor."""
+    free = skipdecode.generate(*loaded, TEXTS, full=True, max_new_tokens=12, eos_token_id=-1)
+    tokens = loaded[0].generate(**loaded[1](TEXTS[0], return_tensors="pt"), max_new_tokens=12, eos_token_id=-1)
+    end = int(tokens[0, -3])
+    given = kind(end) if kind is int else kind([end])
+    rows = skipdecode.generate(*loaded, TEXTS[:1], full=True, max_new_tokens=12, eos_token_id=given).completions
+    assert rows[0].finish_reason == "stop"
+    assert rows[0].tokens <= 10
+    assert free.completions[0].text.startswith(rows[0].text)
+
+
+def test_scheduling_takes_no_time_of_its_own(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C10: for twice the rows, twice the looks at their lengths, with ``auto`` too."""
+    counts = []
+    for rows in (500, 1000):
+        looks = 0
+
+        class Prompt(list[int]):
+            def __len__(self) -> int:
+                nonlocal looks
+                looks += 1
+                return super().__len__()
+
+        def write(model: Any, tokenizer: Any, prompts: Any, *args: Any, **options: Any) -> Any:
+            cost = Cost(8, rows=len(prompts), steps=1)
+            return [Completion("", 1, "stop")] * len(prompts), cost
+
+        monkeypatch.setattr(generation, "generate_batch", write)
+        prompts: dict[int, list[int]] = {key: Prompt([1] * (1 + key % 50)) for key in range(rows)}
+        written = [len(keys) for keys, _, _ in batches(*loaded, prompts, None, "auto", max_new_tokens=3)]
+        assert sum(written) == rows
+        counts.append(looks)
+    assert counts[1] <= 2.1 * counts[0]
+
+
+# --- schedules
 
 
 def test_a_schedule_may_be_a_file(loaded: Loaded, tmp_path: Path) -> None:
@@ -158,7 +338,7 @@ def test_greedy_unless_asked(checkpoint: Path, loaded: Loaded, monkeypatch: pyte
 def test_a_stop_string_ends_a_text(loaded: Loaded, pad_is_end: bool, options: dict[str, Any]) -> None:
     """F10: it works; a row has reason ``stop`` if and only if it holds the string, in its last token, unpadded."""
     model, tokenizer = loaded
-    options = {"max_new_tokens": 12, "eos_token_id": None, "speedup": 2} | options
+    options = {"max_new_tokens": 12, "eos_token_id": -1, "speedup": 2} | options
     if pad_is_end:  # as GPT-2's: padding after a text then looks like an end of its own
         end = tokenizer.eos_token_id
         options |= {"eos_token_id": end, "pad_token_id": end, "min_new_tokens": 12}
@@ -203,7 +383,7 @@ def test_padding_after_a_rule_of_the_users_own_is_not_counted(loaded: Loaded) ->
 # --- sampling
 
 
-SAMPLED: dict[str, Any] = {"do_sample": True, "max_new_tokens": 10, "eos_token_id": None}
+SAMPLED: dict[str, Any] = {"do_sample": True, "max_new_tokens": 10, "eos_token_id": -1}
 
 
 @pytest.mark.slow

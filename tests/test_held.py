@@ -23,7 +23,7 @@ from skipdecode.core.stack import decoder_layers
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.errors import ScheduleError
-from skipdecode.evaluation import runner as evaluation
+from skipdecode.evaluation import evaluate as evaluation
 from skipdecode.files import write
 from skipdecode.generation.jobs import JobResult
 from skipdecode.generation.journal import Journal
@@ -51,7 +51,7 @@ class KilledError(BaseException):
     """Stands for SIGKILL: nothing catches it."""
 
 
-SHORT = ("--max-new-tokens", 4, "--batch-size", 4, "--repeats", 1, "--timing-rows", 2, "--samples", 5)
+SHORT = ("--max-new-tokens", 4, "--batch-size", 4, "--repeats", 1, "--timing-rows", 2)
 
 
 def timeless(folder: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from skipdecode.data.inputs import Item, read_items
 from skipdecode.data.rows import FORMATS, read_rows
 from skipdecode.data.tasks import TASKS, get_task
-from skipdecode.errors import InputError, TaskError
+from skipdecode.data.tasks.datasets import DataSet
+from skipdecode.errors import TaskError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
 
@@ -35,7 +36,7 @@ def read(folder: Path, content: bytes, name: str, task: str = "jsonl") -> list[I
 @pytest.mark.parametrize("name", ["in.json", "in.jsonl"])
 def test_a_json_array_is_refused(tmp_path: Path, content: bytes, name: str) -> None:
     """B11: it would be one error per line."""
-    with pytest.raises(InputError, match="is a JSON array: one object per line"):
+    with pytest.raises(TaskError, match="is a JSON array: one object per line"):
         read(tmp_path, content, name)
 
 
@@ -44,12 +45,17 @@ def test_lines_of_text_may_begin_with_a_bracket(tmp_path: Path) -> None:
     assert [item.prompt for item in read(tmp_path, b"[INST] hello\n[]\n", "in.txt")] == ["[INST] hello", "[]"]
 
 
+FORMS = {name: [*task.forms] for name, task in TASKS.items() if isinstance(task, DataSet)}
+FORMS["jsonl"] = [{"prompt": "prompt", response: "reference"} for response in ("response", "completion")]
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_every_form_of_a_task_can_be_generated_from(tmp_path: Path, name: str) -> None:
-    """B12: the columns that training and evaluation take, as JSONL and as CSV; the output repeats the row's own."""
+    """B12, N6: the columns that training and evaluation take, as JSONL and as CSV; the output repeats all of a row."""
     task = get_task(name)
-    for form in task.forms:
+    for form in FORMS[name]:
         row = {column: "name[Aromi], food[English]" if own == "mr" else f"some {own}" for column, own in form.items()}
+        row["id"] = "17"
         table = io.StringIO()
         writer = csv.DictWriter(table, row)
         writer.writeheader()
@@ -57,14 +63,14 @@ def test_every_form_of_a_task_can_be_generated_from(tmp_path: Path, name: str) -
         for file, content in (("in.jsonl", json.dumps(row)), ("in.csv", table.getvalue())):
             (item,) = read(tmp_path, content.encode(), file, name)
             assert item.error is None
-            assert item.prompt == task.prompt({own: row[column] for column, own in form.items()})
-            assert item.references == [f"some {task.reference}"]
-            assert item.columns == {column: row[column] for column, own in form.items() if own != task.reference}
+            assert item.prompt == task.example(row).prompt
+            assert item.references == ["some reference"]
+            assert item.columns == row
 
 
 def test_a_csv_of_no_form_names_what_is_wanted_and_what_is_there(tmp_path: Path) -> None:
     """B12, H: both, so that it can be put right."""
-    with pytest.raises(InputError, match=r"mr or meaning_representation.*has text, label"):
+    with pytest.raises(TaskError, match=r"mr or meaning_representation.*has text, label"):
         read(tmp_path, b"text,label\nx,y\n", "in.csv", "e2e")
 
 
@@ -79,7 +85,7 @@ def test_a_csv_of_no_form_names_what_is_wanted_and_what_is_there(tmp_path: Path)
 )
 def test_a_stray_quote_swallows_no_rows(tmp_path: Path, content: bytes, line: int) -> None:
     """F16: what is between two stray quotes, or after the last, is not one long prompt."""
-    with pytest.raises(InputError, match=rf"in\.csv, line {line}: the row that begins here cannot be read: .*quote"):
+    with pytest.raises(TaskError, match=rf"in\.csv, line {line}: the row that begins here cannot be read: .*quote"):
         read(tmp_path, content, "in.csv")
 
 
@@ -97,7 +103,7 @@ def test_reading_leaves_the_csv_library_as_it_was(tmp_path: Path) -> None:
     before = csv.field_size_limit(1234)
     try:
         assert len(read(tmp_path, b"prompt\n" + b"x" * 1_000_000, "in.csv")[0].prompt) == 1_000_000
-        with pytest.raises(InputError):
+        with pytest.raises(TaskError):
             read(tmp_path, b'prompt\n"x', "in.csv")
     finally:
         after = csv.field_size_limit(before)
@@ -117,11 +123,11 @@ def test_csv_rows_come_back_as_they_were_written(folder: Path, rows: list[tuple[
 
 @given(st.lists(st.binary(max_size=12).filter(lambda line: not {10, 13} & set(line))))
 def test_any_bytes_are_a_row_or_an_error_per_line(folder: Path, lines: list[bytes]) -> None:
-    """No input raises anything but InputError, and no line of JSONL or text goes missing."""
+    """No input raises anything but TaskError, and no line of JSONL or text goes missing."""
     for name, blank in (("in.jsonl", False), ("in.txt", True)):
         try:
             items = read(folder, b"\n".join(lines), name)
-        except InputError:
+        except TaskError:
             continue
         assert [item.line for item in items] == sorted({item.line for item in items})
         if blank:
@@ -143,7 +149,7 @@ def test_reading_is_a_row_per_line_or_one_refusal(data: bytes, format: str | Non
     """Strictly it is the same rows, as long as none has an error; the first one ends it, as TaskError."""
     try:
         rows, refused = list(read_rows(data, format)), False
-    except InputError:
+    except TaskError:
         rows, refused = [], True
     lines = [line for line, _, _ in rows]
     assert lines == sorted(set(lines))
@@ -167,11 +173,11 @@ def test_a_file_is_read_as_its_content_is(tmp_path: Path, name: str) -> None:
     assert rows[-1][2] == "not UTF-8"
     with pytest.raises(TaskError, match=rf"{name}, line \d: "):
         list(read_rows(tmp_path / name, strict=True))
-    with pytest.raises(InputError, match="gone cannot be read: No such file"):
+    with pytest.raises(TaskError, match="gone cannot be read: No such file"):
         list(read_rows(tmp_path / "gone"))
     with pytest.raises(TaskError, match="gone cannot be read: No such file"):
         list(read_rows(tmp_path / "gone", strict=True))
-    with pytest.raises(InputError, match="format is jsonl, csv, text, not 'xml'"):
+    with pytest.raises(TaskError, match="format is jsonl, csv, text, not 'xml'"):
         list(read_rows(data, "xml"))
 
 
@@ -190,7 +196,7 @@ def test_a_csv_row_begins_at_its_own_line(tmp_path: Path) -> None:
 
 def test_a_column_twice_is_refused(tmp_path: Path) -> None:
     """One of the two would be lost."""
-    with pytest.raises(InputError, match="has a column twice: prompt, x, prompt"):
+    with pytest.raises(TaskError, match="has a column twice: prompt, x, prompt"):
         read(tmp_path, b"prompt,x,prompt\na,b,c\n", "in.csv")
 
 
@@ -220,7 +226,19 @@ def test_a_reference_that_is_no_text_makes_its_row_bad(tmp_path: Path) -> None:
 def test_jsonl_of_other_columns_is_refused_in_one_line(tmp_path: Path) -> None:
     """As a CSV is; where one row has a prompt, or cannot be read, the others are bad rows."""
     other, good = b'{"question": "a", "id": 1}\n', b'{"prompt": "b"}\n'
-    with pytest.raises(InputError, match="no column prompt or messages or text; it has question, id"):
+    with pytest.raises(TaskError, match="no column prompt or messages or text; it has question, id"):
         read(tmp_path, other * 3, "in.jsonl")
     assert [item.error is None for item in read(tmp_path, other + good, "in.jsonl")] == [False, True]
     assert [item.error is None for item in read(tmp_path, other + b"{\n", "in.jsonl")] == [False, False]
+
+
+def test_a_bad_row_keeps_its_columns(tmp_path: Path) -> None:
+    """N6: so that it can be found again; what the output has of its own is not repeated, but for the prompt."""
+    rows = b'{"prompt": " ", "id": 3}\n{"prompt": "the cat", "id": 4, "tokens": 9}\n{"text": "the dog", "id": 5}\n'
+    items = read(tmp_path, rows, "in.jsonl")
+    assert [item.columns for item in items] == [
+        {"prompt": " ", "id": 3},
+        {"prompt": "the cat", "id": 4},
+        {"prompt": "the dog", "id": 5},
+    ]
+    assert [item.error is None for item in items] == [False, True, False]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, set_seed
 from transformers.generation import BaseStreamer
@@ -217,7 +218,7 @@ def test_the_cache_holds_what_will_still_run_and_nothing_else(name: str, schedul
             do_sample=False,
             logits_processor=LogitsProcessorList([probe]),
         )
-    held, peak = [0] * LAYERS, 0
+    held = [0] * LAYERS
     plan = cache.schedule  # lenders of keys may stand before their borrowers in it
     for number in range(NEW):
         runs = range(LAYERS) if number == 0 else plan.layers(plan.depth(number - 1))
@@ -226,12 +227,43 @@ def test_the_cache_holds_what_will_still_run_and_nothing_else(name: str, schedul
             held[layer] = probes[1].measure_layer_kv[number][layer] if layer in keeps else 0
             if grows[layer]:
                 held[layer] = held[layer] // (WIDTH + number) * (WIDTH + ROOM)
-            peak = max(peak, sum(held))
         assert probes[0].measure_layer_kv[number] == held
     assert cache.kv_bytes == sum(held) == total_kv_bytes(cache)
-    assert cache.peak_kv_bytes == peak
     assert cache.get_seq_length() == WIDTH + STEPS
     assert cache.step_depths == [schedule.depth(g) for g in range(STEPS)]
+
+
+class Watch(TorchDispatchMode):
+    """Measures after every operation how much memory the tensors occupy that can be reached from a cache."""
+
+    def __init__(self, cache: SkipCache) -> None:
+        super().__init__()
+        self.cache = cache
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **kwargs or {})
+        reached: list[Any] = [vars(layer) for layer in self.cache.layers]
+        storages = {}
+        while reached:
+            value = reached.pop()
+            reached += value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            if isinstance(value, Tensor) and value.ndim > 1:
+                storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        self.peak = max(self.peak, sum(storages.values()))
+        return output
+
+
+@pytest.mark.parametrize("name", [name for name in ("opt", "gpt-neo", "qwen3.5") if name in FAMILIES])
+@pytest.mark.parametrize("schedule", ["top", "bottom", "constant", "prompt-wide"])
+def test_the_peak_of_bytes_is_that_of_memory(name: str, schedule: str) -> None:
+    """Watched from outside, operation by operation: a layer that is retired when it has run counts while it runs."""
+    model = attach(build(name))
+    cache = SkipCache(model, SCHEDULES[schedule])
+    with Watch(cache) as watch:
+        for _ in decode(model, prompts(), cache, STEPS):
+            pass
+    assert cache.peak_kv_bytes == watch.peak
 
 
 @pytest.mark.parametrize("name", DENSE)

@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from helpers.families import FAMILIES, build
 from helpers.tiny import TEXTS, run, save_checkpoint
-from skipdecode import Schedule, ScheduleError, SkipDecodeError, load
+from skipdecode import Schedule, ScheduleError, SkipDecodeError, load, provenance
 from skipdecode.core import checkpoint_config
 from skipdecode.errors import ModelError
+from skipdecode.weights import device as device_module
 from skipdecode.weights import loading
 
 WEIGHTS = "model.safetensors"
@@ -408,43 +409,15 @@ def test_layers_are_counted_before_they_are_made(model: Path, layers: Any) -> No
         loading.read_config(str(model))
 
 
-@pytest.mark.parametrize("name", ["attention_dropout", "layerdrop"])
-@pytest.mark.parametrize("share", [-1.0, 1.5, float("nan")])
-def test_dropout_is_a_share(model: Path, name: str, share: float) -> None:
-    """G: it generates, and ended in torch's RuntimeError at the first step of training."""
-    edit(model / "config.json", **{name: share})
-    with pytest.raises(ModelError, match=rf"{name} is between 0 and 1"):
-        loading.read_config(str(model))
-
-
-BAD_GENERATION: list[dict[str, Any]] = [
-    {"max_length": "x"},
-    {"max_new_tokens": 1.5},
-    {"eos_token_id": "a"},
-    {"eos_token_id": [1, "b"]},
-    {"eos_token_id": {"a": 1}},
-    {"bos_token_id": 1.5},
-    {"pad_token_id": 1.5},
-    {"temperature": "hot"},
-    {"top_p": [1]},
-    {"top_k": 2.5},
-    {"do_sample": "yes"},
-    {"num_beams": "2"},
-    {"repetition_penalty": {}},
-    {"suppress_tokens": "x"},
-    {"bad_words_ids": [1]},
-    {"cache_implementation": "foo"},
-    {"output_hidden_states": 3.5},
-    {"output_scores": "yes"},
-    {"return_dict_in_generate": [1]},
-]
-
-
-@pytest.mark.parametrize("values", BAD_GENERATION, ids=str)
-def test_a_generation_config_of_wrong_types_is_named(model: Path, values: dict[str, Any]) -> None:
-    """G: TypeError in the first step of generating."""
+@pytest.mark.parametrize(
+    "values",
+    [{"cache_implementation": "foo"}, {"max_new_tokens": 0}, {"pad_token_id": "x"}, {"max_new_tokens": "x"}],
+    ids=str,
+)
+def test_a_generation_config_that_transformers_refuses_is_named(model: Path, values: dict[str, Any]) -> None:
+    """G: before weights are read, in one line."""
     edit(model / "generation_config.json", **values)
-    assert next(iter(values)) in refused(model, "generation_config")
+    refused(model, "generation_config")
 
 
 @pytest.mark.parametrize(
@@ -531,6 +504,59 @@ def test_attentions_that_are_not_there(model: Path, attention: str) -> None:
     """transformers' words, in one line."""
     if attention:
         refused(model, str(model), attention=attention)
+
+
+@pytest.mark.parametrize("name", ["demo", "./demo", "absolute"])
+def test_everything_of_a_name_is_read_from_one_place(
+    model: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C1: a checkpoint in ./demo mixed its tokenizer with the embedded weights. Now `demo` is refused beside one."""
+    readers: list[Callable[[str], Any]] = [
+        lambda name: loading.read_config(name).vocab_size,
+        lambda name: loading.read_generation_config(name).max_length,
+        lambda name: len(loading.load_tokenizer(name)),
+        lambda name: loading.read_weights(loading.resolve(name)).config.vocab_size,
+        lambda name: load(name, device="cpu")[0].generation_config.max_length,
+        lambda name: provenance.identity(loading.resolve(name)),
+    ]
+    edit(model / "generation_config.json", max_length=77)
+    embedded = [read("demo") for read in readers]
+    expected = [read(str(model)) for read in readers]
+    assert all(one != other for one, other in zip(embedded, expected, strict=True))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "notes.txt").write_text("no checkpoint")
+    assert [read("demo") for read in readers] == embedded
+    (tmp_path / "demo" / "notes.txt").unlink()
+    (tmp_path / "demo").rmdir()
+    model.rename(tmp_path / "demo")
+    if name == "demo":
+        for read in readers:
+            with pytest.raises(ModelError, match=r"demo is the embedded checkpoint, and a folder here: give \./demo"):
+                read(name)
+        (tmp_path / "demo" / "config.json").unlink()  # what is left is a tokenizer
+        with pytest.raises(ModelError, match="a folder here"):
+            loading.load_tokenizer(name)
+    else:
+        given = str(tmp_path / "demo") if name == "absolute" else name
+        assert [read(given) for read in readers[:-1]] == expected[:-1]
+        assert provenance.identity(loading.resolve(given)) != embedded[-1]
+        assert loading.resolve(loading.resolve(given)) == str(tmp_path / "demo")
+
+
+def test_an_accelerator_is_found_and_its_weights_are_read_straight_onto_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C7, C21, simulated: torch 2.6's two questions alone are asked; no weight passes through host memory."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    monkeypatch.setattr(device_module, "check_device", lambda name: None)
+    monkeypatch.setattr(loading, "check_tokenizer", lambda *_: None)
+    read: list[torch.device] = []
+    monkeypatch.setattr(loading, "check_weights", lambda _, m, __: read.extend(p.device for p in m.parameters()))
+    loaded, _ = load(str(model))
+    assert {place.type for place in read} == {"meta"}, "before anything was moved"
+    assert loaded.device.type == "meta"
 
 
 # --- what the config says of its training

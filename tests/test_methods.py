@@ -151,7 +151,7 @@ def test_a_small_model_from_scratch_has_the_form_alone(model: tuple[Any, Any]) -
 
 def decode(model: tuple[Any, Any], tokenizer: PreTrainedTokenizerBase, plan: Any) -> Any:
     ids = encode_prompts(tokenizer, TEXTS[:4])
-    return generate_ids(model, tokenizer, ids, plan, 4, max_new_tokens=10, do_sample=False, eos_token_id=None)
+    return generate_ids(model, tokenizer, ids, plan, 4, max_new_tokens=10, do_sample=False, eos_token_id=-1)
 
 
 def test_nobody_confident_is_the_full_model(model: tuple[Any, Any]) -> None:
@@ -186,7 +186,7 @@ def test_a_batch_runs_at_least_what_its_rows_do_and_rows_do_not_depend_on_it(mod
     with torch.no_grad():  # as sure of its random tokens as a trained model is of its own
         network.model.decoder.final_layer_norm.weight.mul_(60)
     maker = Calm().decoder(network, 0.5, 10)
-    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": -1}
     together = generate_ids(network, tokenizer, ids, maker, 4, **options)
     alone = generate_ids(network, tokenizer, ids, maker, 1, **options)
     assert [row.text for row in together.completions] == [row.text for row in alone.completions]
@@ -198,7 +198,7 @@ def test_rows_end_where_generation_ends_them(model: tuple[Any, Any]) -> None:
     """B16: with another end-of-sequence, a row that has met it holds no batch up, and one that has not does."""
     network, tokenizer = model
     ids = encode_prompts(tokenizer, TEXTS[:4])
-    free: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    free: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": -1}
     generated = network.generate(
         **tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt"),
         **free,
@@ -310,15 +310,14 @@ def test_multi_exit_averages_the_losses_of_the_models_cut_there(model: tuple[Any
     torch.testing.assert_close(objective(outputs, labels), torch.stack(parts).mean())
 
 
-@pytest.mark.parametrize("what", ["logits", "hidden"])
-def test_distillation_from_oneself_at_full_depth_adds_nothing_at_full_depth(model: tuple[Any, Any], what: str) -> None:
+def test_distillation_from_oneself_at_full_depth_adds_nothing_at_full_depth(model: tuple[Any, Any]) -> None:
     network, _ = model
-    outputs, labels, inputs = outputs_of(network, output_hidden_states=True)
+    outputs, labels, inputs = outputs_of(network)
     plain = Objective()(outputs, labels)
-    mine = Distillation(0.5, what)
-    mine.prepare(network, inputs | {"output_hidden_states": True}, Schedule.full(8))
+    mine = Distillation(0.5)
+    mine.prepare(network, inputs, Schedule.full(8))
     torch.testing.assert_close(mine(outputs, labels), plain)
-    mine.prepare(network, inputs | {"output_hidden_states": True}, Schedule.for_speedup(2, 8, 6))
+    mine.prepare(network, inputs, Schedule.for_speedup(2, 8, 6))
     # The outputs are the teacher's own here: the distance is 0, and half of the loss is left.
     torch.testing.assert_close(mine(outputs, labels), plain / 2, rtol=1e-4, atol=1e-5)
 
@@ -330,7 +329,7 @@ def test_distillation_pulls_towards_the_teacher(model: tuple[Any, Any], checkpoi
         for parameter in teacher.parameters():
             parameter.mul_(1.1)
     outputs, labels, inputs = outputs_of(network)
-    objective = Distillation(1.0, "logits", teacher)
+    objective = Distillation(1.0, teacher)
     objective.prepare(network, inputs, Schedule.full(8))
     loss = objective(outputs, labels)
     assert loss > 0

@@ -61,7 +61,7 @@ def test_a_plan_goes_through_files_unchanged(values: dict[str, Any], tmp_path: P
         "run.json": json.dumps(plain),
         "run.yaml": yaml.safe_dump(plain),
         "run.yml": json.dumps(plain),  # JSON is YAML
-        RECORD: json.dumps({"author": AUTHOR, "run": {}, "checkpoints": {}, "saving": [], "plan": plain}),
+        RECORD: json.dumps({"author": AUTHOR, "plan": plain}),
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -219,8 +219,8 @@ def test_python_the_command_line_and_a_file_make_the_same_run(checkpoint: Path, 
 
 
 def test_a_plan_of_a_run_that_was_never_started_is_refused(tmp_path: Path) -> None:
-    """A training.json without a plan, as one that holds checkpoints only."""
-    (tmp_path / RECORD).write_text(json.dumps({"author": AUTHOR, "run": {}, "checkpoints": {}, "saving": []}))
+    """A training.json without a plan."""
+    (tmp_path / RECORD).write_text(json.dumps({"author": AUTHOR}))
     done = run("train", "--config", tmp_path / RECORD)
     assert done.returncode == 2
     assert RECORD in done.stderr
@@ -276,7 +276,7 @@ def test_what_a_stopped_run_says_is_true(tmp_path: Path, monkeypatch: pytest.Mon
     for options, resumes in (((), True), (("--no-resume",), False)):
         done = run("train", "demo", "--output", tmp_path / "out", *options)
         assert done.returncode == 130
-        assert ("goes on from here" in done.stderr) == resumes
+        assert ("goes on from what is saved" in done.stderr) == resumes
 
 
 @pytest.mark.parametrize(

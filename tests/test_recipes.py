@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import typer
 
+from helpers.tiny import write_jsonl
 from skipdecode.cli.app import app
+from skipdecode.data.tasks import get_task
 from skipdecode.training.plan import TrainingPlan
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -70,6 +72,22 @@ def test_own_texts_stand_beside_peoples_as_often_as_asked(tmp_path: Path) -> Non
         run("own_texts.py", tmp_path / "trainset.csv", tmp_path / "texts.jsonl", "ref", target, times, own)
         rows = [(row["mr"], row["ref"]) for row in read(target)]
         assert rows == [(row, f"text of {row}") for row in seen] * times + [("new", "mine")] * own
+
+
+@pytest.mark.parametrize("prompt", ["name[A]", [{"role": "user", "content": "name[A]"}]])
+def test_own_texts_of_jsonl_can_be_trained_on(prompt: Any, tmp_path: Path) -> None:
+    """N3: the prompts stay, as texts or as messages; without a column of them the recipe says so."""
+    people = [{"id": 1, "prompt": prompt, "response": "a place"}]
+    texts = [{"prompt": prompt, "text": "mine", "tokens": 1, "finish_reason": "stop"}]
+    for name, rows in (("train", people), ("texts", texts)):
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    files = (tmp_path / "train.jsonl", tmp_path / "texts.jsonl")
+    run("own_texts.py", *files, "response", tmp_path / "own.jsonl", 1, 2)
+    examples = get_task("jsonl").read(tmp_path / "own.jsonl", "train")
+    assert [example.references for example in examples] == [("a place",), ("mine",), ("mine",)]
+    assert len({repr(example.prompt) for example in examples}) == 1
+    done = subprocess.run([sys.executable, RECIPES / "own_texts.py", *files, "ref", "no.jsonl", "0", "1"], check=False)
+    assert done.returncode == 2
 
 
 def test_whole_posts_lose_no_word(tmp_path: Path) -> None:

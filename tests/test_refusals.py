@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers.generation import utils as generation
 
-from helpers.families import LAYERS, NEW, TOP, WIDTH, build, prompts, row, run, uncached
+from helpers.families import LAYERS, NEW, TOP, WIDTH, build, distance, positions, prompts, row, run, uncached
 from skipdecode import Schedule, ScheduleError, SkipCache, attach, teacher_forced
+from skipdecode.errors import CacheError, UsageError
 
 FULL = Schedule.full(LAYERS)
 FAMILIES = pytest.mark.parametrize("name", ["opt", "gpt2", "llama", "gemma3"])
@@ -80,7 +83,114 @@ def test_cropping_is_refused_and_not_advertised(model: PreTrainedModel) -> None:
         cache.crop(-1)
 
 
+# --- a cache that holds everything goes on
+
+WHOLE = Schedule(LAYERS, LAYERS, 2, horizon=6)  # its first step runs all layers
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "gemma3"])
+@pytest.mark.parametrize("read", [[5], [WIDTH - 1], [1, 5]], ids=str)
+def test_a_prompt_may_come_in_parts_while_no_layer_is_retired(name: str, read: list[int]) -> None:
+    """Of any width, one position too: logits are those of the prompt read at once, and depths begin behind it."""
+    model, inputs = attach(build(name)), prompts()
+    ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], SkipCache(model, WHOLE)
+    for start, end in pairwise([0, *read]):
+        known = {"attention_mask": mask[:, :end], "past_key_values": cache}
+        part = model.prepare_inputs_for_generation(ids[:, start:end], is_first_iteration=True, **known)
+        part |= {"attention_mask": mask[:, :end], "position_ids": positions(mask)[:, start:end]}
+        with torch.no_grad():
+            model(**part)
+    parts, whole = run(model, inputs, past_key_values=cache), run(model, inputs, WHOLE)
+    assert torch.equal(parts.sequences, whole.sequences)
+    assert distance(torch.stack(parts.logits, 1), torch.stack(whole.logits, 1)) < 1e-5
+    assert cache.step_depths == whole.past_key_values.step_depths
+
+
+def test_a_second_turn_may_come_while_no_layer_is_retired(model: PreTrainedModel) -> None:
+    """What was written at full depth is prompt to what follows; afterwards, layers are retired and it is refused."""
+    plan, inputs = Schedule.from_depths(LAYERS, [LAYERS] * 4 + [3]), prompts()
+    cache = SkipCache(model, plan)
+    first = run(model, inputs, past_key_values=cache, max_new_tokens=3).sequences
+    turn = torch.cat([first, first[:, :4]], dim=1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(turn[:, :7])], dim=1)
+    inputs = {"input_ids": turn, "attention_mask": mask}
+    again = run(model, inputs, past_key_values=cache)
+    assert torch.equal(again.sequences, run(model, inputs, plan).sequences)
+    assert cache.step_depths == [8, 8] + [plan.depth(step) for step in range(NEW - 1)]
+    with pytest.raises(CacheError, match="retired"):
+        run(model, inputs, past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [("jamba", WHOLE), ("llama", WHOLE.replace(max_depth=7)), ("llama", TOP.replace(prompt_decay=3))],
+    ids=["recurrent", "retired", "decay-in-the-prompt"],
+)
+def test_a_prompt_in_parts_is_refused_where_it_is_not_exact(name: str, plan: Schedule) -> None:
+    """States that transformers does not go on from, layers that are gone."""
+    model, inputs = attach(build(name)), prompts((6, 6))
+    cache = SkipCache(model, plan)
+    model(inputs["input_ids"][:, :4], past_key_values=cache)
+    with pytest.raises(CacheError, match=r"retired, or hold a recurrent state.*new SkipCache"):
+        model(inputs["input_ids"][:, 4:], past_key_values=cache)
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_a_step_that_mps_runs_too_many_changes_nothing(returned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Apple's GPUs ``generate`` learns a step late that all rows have ended; simulated on a CPU."""
+    monkeypatch.setattr(
+        getattr(generation, "DeferredStopCheck", None) or pytest.skip("this transformers learns it in time"),
+        "is_supported",
+        lambda device, cache, is_returned, is_assistant: cache is None or cache.is_croppable or not is_returned,
+    )
+    for plan in (TOP, FULL):
+        model, cpu = attach(build("llama")), run(build("llama"), prompts(), plan).sequences
+        ends = cpu[:, WIDTH + 4].tolist()
+        options: dict[str, Any] = {"eos_token_id": ends, "return_dict_in_generate": returned, "output_logits": returned}
+        found = run(model, prompts(), plan, **options)
+        tokens = (found.sequences if returned else found)[:, WIDTH:].tolist()
+        for row_tokens, free in zip(tokens, cpu[:, WIDTH:].tolist(), strict=True):
+            length = next(n for n, token in enumerate(free, 1) if token in ends)
+            assert row_tokens[:length] == free[:length]
+            assert set(row_tokens[length:]) <= {0}
+
+
+# --- caches in a teacher-forced pass
+
+
+@FAMILIES
+def test_a_teacher_forced_pass_fills_no_cache(name: str) -> None:
+    """``generate`` inside, as sampling in a training step does, would store parts of the positions: refused."""
+    model, inputs = attach(build(name)), prompts()
+    ids = torch.randint(2, 128, (2, 14))
+    with torch.no_grad(), teacher_forced(model, TOP, 5):
+        with pytest.raises(CacheError, match="teacher-forced"):
+            run(model, inputs)
+        for options in ({"use_cache": True}, {"past_key_values": DynamicCache(config=model.config)}):
+            with pytest.raises(CacheError, match="teacher-forced"):
+                model(ids, **options)
+        output, expected = model(ids), model(ids, use_cache=False)
+        assert output.past_key_values is None
+        assert torch.equal(output.logits, expected.logits)
+        inside = run(model, inputs, TOP)
+    assert torch.equal(inside.sequences, run(model, inputs, TOP).sequences), "a SkipCache follows its own schedule"
+
+
 # --- batches without a column prefix
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_continuous_batching_is_stock_or_refused(model: PreTrainedModel) -> None:
+    """transformers' own: with gates alone the stock model's tokens; with a schedule, that it cannot be followed."""
+    texts = [[5, 6, 7, 8], [9, 10, 11], [3, 4]]
+    options = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    found = model.generate_batch(texts, generation_config=options)
+    stock = build("llama")
+    for text, name in zip(texts, sorted(found), strict=True):
+        assert found[name].generated_tokens == stock.generate(torch.tensor([text]), options)[0, len(text) :].tolist()
+    attach(model, TOP)
+    with pytest.raises(UsageError, match=r"continuous batching.*skipdecode serve"):
+        model.generate_batch(texts, generation_config=options)
 
 
 @pytest.mark.parametrize("name", ["opt", "gpt2", "gpt-neox", "llama", "gemma3", "phi"])

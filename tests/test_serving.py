@@ -20,7 +20,7 @@ from skipdecode.serving.configure import choose_worker, serving_of
 from skipdecode.serving.depths import Part, Step, Tables
 from skipdecode.serving.gate import Cut, add_gates
 from skipdecode.serving.release import require_tested
-from skipdecode.serving.requests import block_keys, ends_of, settle, speedup_of
+from skipdecode.serving.requests import assign_speedup, block_keys, ends_of, speedup_of
 from skipdecode.serving.settings import Serving
 
 LAYERS = 8
@@ -439,7 +439,7 @@ def test_an_engine_may_have_a_config_of_another_kind() -> None:
 def request(speedup: float | None, prompt: int, serving: Serving) -> Any:
     """A request as the scheduler has it."""
     params = SimpleNamespace(extra_args=None if speedup is None else {"speedup": speedup, "other": 1})
-    settle(params, serving)
+    assign_speedup(params, serving)
     return SimpleNamespace(sampling_params=params, num_prompt_tokens=prompt)
 
 
@@ -460,7 +460,7 @@ def test_a_request_without_a_speedup_gets_the_servers() -> None:
 def test_a_clients_own_identity_is_refused() -> None:
     """It decides which blocks are shared."""
     with pytest.raises(ScheduleError, match="no argument of a request"):
-        settle(SimpleNamespace(extra_args={"skipdecode": {"prompt": ""}}), serving())
+        assign_speedup(SimpleNamespace(extra_args={"skipdecode": {"prompt": ""}}), serving())
 
 
 @pytest.mark.parametrize("forged", [1, "x", [1, 2]])

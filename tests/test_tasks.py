@@ -19,8 +19,6 @@ from hypothesis import strategies as st
 from skipdecode.data.chat import Message
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import TASKS, Example, Task, get_task
-from skipdecode.data.tasks.cnn_dm import CnnDm
-from skipdecode.data.tasks.reddit_tldr import RedditTldr
 from skipdecode.errors import MissingExtra, SkipDecodeError, TaskError
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -34,6 +32,11 @@ needs_summaries = pytest.mark.skipif(
 )
 
 
+def prompt(task: str, row: dict[str, Any], **options: Any) -> str:
+    """What the model is given for one row."""
+    return str(get_task(task, **options).example(row).prompt)
+
+
 @pytest.mark.slow
 @needs_e2e
 @pytest.mark.parametrize(("system", "bleu", "rouge_l"), [("tgen", 65.93, 68.10), ("slug", 66.19, 67.56)])
@@ -41,10 +44,10 @@ def test_scorer_gives_the_challenges_official_bleu(system: str, bleu: float, rou
     """ROUGE-L has no official figure to meet: the challenge's own scorer counts it otherwise. Ours is held fast."""
     task = get_task("e2e")
     with (DATA / "challenge_outputs" / f"{system}.tsv").open(encoding="utf-8") as file:
-        outputs = {task.prompt({"mr": row["MR"]}): row["output"] for row in csv.DictReader(file, delimiter="\t")}
+        outputs = {prompt("e2e", {"mr": row["MR"]}): row["output"] for row in csv.DictReader(file, delimiter="\t")}
     examples = task.read(DATA, "test")
     assert len(examples) == 630
-    score = task.score([outputs[e.prompt] for e in examples], [e.references for e in examples])
+    score = task.score([outputs[str(e.prompt)] for e in examples], [e.references for e in examples])
     assert score["bleu"] == pytest.approx(bleu, abs=0.005)
     assert score["rouge_l"] == pytest.approx(rouge_l, abs=0.005)
 
@@ -58,18 +61,18 @@ def test_e2e_splits_have_the_releases_size() -> None:
     assert sum(len(e.references) for e in task.read(DATA, "test")) == 4693
 
 
-@pytest.mark.parametrize("mr", ["", "hello", "name[Aromi", "name[Aromi] food", "Aromi]"])
+@pytest.mark.parametrize("mr", ["hello", "name[Aromi", "name[Aromi] food", "Aromi]"])
 def test_what_is_no_meaning_representation_is_named(mr: str) -> None:
     """It is never turned into half a prompt."""
     with pytest.raises(TaskError, match="meaning representation"):
-        get_task("e2e").prompt({"mr": mr})
+        prompt("e2e", {"mr": mr})
 
 
 def test_e2e_prompt_keeps_every_attribute() -> None:
     """In their order, with their values."""
     mr = "name[The Rice Boat], priceRange[£20-25], customer rating[5 out of 5], familyFriendly[no]"
     expected = "name The Rice Boat, priceRange £20-25, customer rating 5 out of 5, familyFriendly no ->"
-    assert get_task("e2e").prompt({"mr": mr}) == expected
+    assert prompt("e2e", {"mr": mr}) == expected
 
 
 def test_jsonl_gathers_references_outside_training(tmp_path: Path) -> None:
@@ -121,15 +124,17 @@ def test_summaries_have_their_size_and_no_prompt_is_long() -> None:
 def test_summarization_prompts_are_cut_in_words() -> None:
     """Line breaks become spaces; words of links are cut."""
     row = {"title": "Weird  crash", "post": "GPU\nis fried \n\nand so am I", "summary": "x"}
-    assert RedditTldr().prompt(row) == "Post: Weird crash. GPU is fried and so am I TL;DR:"
-    assert RedditTldr(max_source_words=3).prompt(row) == "Post: Weird crash. GPU is fried TL;DR:"
-    assert CnnDm(max_source_words=2).prompt({"article": "(CNN)Share,  and your gift"}) == "(CNN)Share, and\n\nTL;DR:"
+    assert prompt("reddit_tldr", row) == "Post: Weird crash. GPU is fried and so am I TL;DR:"
+    assert prompt("reddit_tldr", row, max_source_words=3) == "Post: Weird crash. GPU is fried TL;DR:"
+    assert (
+        prompt("cnn_dm", {"article": "(CNN)Share,  and your gift"}, max_source_words=2) == "(CNN)Share, and\n\nTL;DR:"
+    )
     link = {"article": "see http://" + "long/" * 100}
     assert (
-        len(CnnDm(max_source_words=2).prompt(link)) < 60
+        len(prompt("cnn_dm", link, max_source_words=2)) < 60
     )  # a path of hundreds of tokens would take a model's positions
-    assert len(RedditTldr().prompt(row | {"post": "w " * 500}).split()) == 120 + 4
-    assert len(CnnDm().prompt({"article": "w " * 500}).split()) == 400 + 1
+    assert len(prompt("reddit_tldr", row | {"post": "w " * 500}).split()) == 120 + 4
+    assert len(prompt("cnn_dm", {"article": "w " * 500}).split()) == 400 + 1
 
 
 def write(path: Path, *rows: Any) -> None:
@@ -177,7 +182,7 @@ def test_an_incomplete_row_is_named(tmp_path: Path, task: str, good: dict[str, s
 
 
 @pytest.mark.parametrize(
-    ("task", "name", "row", "prompt"),
+    ("task", "name", "row", "written"),
     [
         ("e2e", "tuetschek/e2e_nlg", {"meaning_representation": "name[A]", "human_reference": "r  r"}, "name A ->"),
         ("e2e", "GEM/e2e_nlg", {"meaning_representation": "name[A]", "target": "r r", "references": []}, "name A ->"),
@@ -187,7 +192,7 @@ def test_an_incomplete_row_is_named(tmp_path: Path, task: str, good: dict[str, s
     ],
 )
 def test_hub_data_sets_are_read_by_name(
-    monkeypatch: pytest.MonkeyPatch, task: str, name: str, row: dict[str, Any], prompt: str
+    monkeypatch: pytest.MonkeyPatch, task: str, name: str, row: dict[str, Any], written: str
 ) -> None:
     """Tests have no network: ``load_dataset`` is replaced, and the columns are those the hub's cards give."""
     import datasets
@@ -200,7 +205,7 @@ def test_hub_data_sets_are_read_by_name(
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     examples = get_task(task).read(Path(name), "validation")
-    assert [(e.prompt, e.references) for e in examples] == [(prompt, ("r r",))]
+    assert [(e.prompt, e.references) for e in examples] == [(written, ("r r",))]
     assert asked == [((name, "3.0.0" if task == "cnn_dm" else None), {"split": "validation"})]
 
 
@@ -349,13 +354,12 @@ def test_an_option_that_does_not_fit_its_task_is_refused(name: str, option: dict
 
 def test_options_make_a_task_and_leave_the_others_alone() -> None:
     """`TASKS` holds the defaults."""
-    assert get_task("cnn_dm", max_source_words=5) == CnnDm(max_source_words=5)
-    assert get_task("cnn_dm") == TASKS["cnn_dm"] == CnnDm()
-    assert get_task("jsonl", prompt_share=0).prompt({"text": "the cat"}) == ""
+    assert get_task("cnn_dm", max_source_words=5) != get_task("cnn_dm") == TASKS["cnn_dm"]
+    assert prompt("jsonl", {"text": "the cat"}, prompt_share=0) == ""
 
 
 @pytest.mark.parametrize(
-    ("share", "prompt", "rest"),
+    ("share", "begin", "rest"),
     [
         (0.5, "  The cat\n sat", "  on\ta mat. \n"),
         (0, "", "  The cat\n sat  on\ta mat. \n"),
@@ -363,14 +367,14 @@ def test_options_make_a_task_and_leave_the_others_alone() -> None:
         (0.99, "  The cat\n sat  on\ta", " mat. \n"),
     ],
 )
-def test_a_plain_text_is_cut_behind_a_word(tmp_path: Path, share: float, prompt: str, rest: str) -> None:
+def test_a_plain_text_is_cut_behind_a_word(tmp_path: Path, share: float, begin: str, rest: str) -> None:
     """H: a corpus of texts can be used; what share of a text is the prompt has to be stated."""
     text = "  The cat\n sat  on\ta mat. \n"
     task = get_task("jsonl", prompt_share=share)
-    assert both_ways(tmp_path, task, {"text": text}) == [(prompt, (rest,))]
-    assert prompt + rest == text
+    assert both_ways(tmp_path, task, {"text": text}) == [(begin, (rest,))]
+    assert begin + rest == text
     (item,) = read_items(str(tmp_path / "test.jsonl"), task)
-    assert item.columns == {"prompt": prompt}  # the output's own `text` is what was generated
+    assert item.columns == {"prompt": begin or text}  # the output's own `text` is what was generated
 
 
 def test_lines_of_a_text_file_may_be_plain_text(tmp_path: Path) -> None:

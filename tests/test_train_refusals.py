@@ -8,7 +8,6 @@ import os
 import random
 import re
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from skipdecode.data.collation import Collator, encode
 from skipdecode.data.tokenization import for_decoding
 from skipdecode.errors import CacheError, DivergedError, FileError
 from skipdecode.files import locked
-from skipdecode.training.checkpoints import RECORD, STAGE, RunFolder
+from skipdecode.training.checkpoints import RECORD, SEAL, STAGE, RunFolder
 from skipdecode.training.plan import TrainingPlan
 from skipdecode.training.trainer import SkipTrainer, fine_tune, training_args
 from skipdecode.weights import loading
@@ -68,8 +67,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "options",
     [
-        ["--max-train-samples", -1],
-        ["--max-train-samples", 0],
         ["--max-eval-samples", -1],
         ["--eval-steps", -1],
         ["--num-train-epochs", 0],
@@ -263,24 +260,22 @@ def test_two_runs_in_one_folder(checkpoint: Path, data: Path, tmp_path: Path) ->
         st.none() | st.booleans() | st.integers() | st.text(max_size=9),
         lambda x: (
             st.lists(x, max_size=2)
-            | st.dictionaries(
-                st.sampled_from(["author", "run", "checkpoints", "saving", "checkpoint-1", "../x"]), x, max_size=4
-            )
+            | st.dictionaries(st.sampled_from(["author", "run", "files", "plan", "../x"]), x, max_size=4)
         ),
     )
 )
 def test_a_damaged_record_is_named(tmp_path: Path, content: object) -> None:
-    """G: whatever stands in training.json is read, or refused with its name and what to do; nothing is removed."""
+    """G: whatever stands in training.json or in a seal is refused or passed over with its name; nothing is removed."""
     folder = RunFolder(tmp_path / "run")
-    (tmp_path / "run" / "checkpoint-1").mkdir(parents=True, exist_ok=True)
-    if isinstance(content, dict):
-        content = {"author": "skipdecode train", "run": {}, "checkpoints": {}, "saving": []} | content
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    checkpoint.mkdir(parents=True, exist_ok=True)
     text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (checkpoint / SEAL).write_bytes(text)
     (tmp_path / "run" / RECORD).write_bytes(text)
-    with suppress(FileError):
-        folder.claim()
-        assert folder.newest({}, lambda line: None) is None
-        return
+    lines: list[str] = []
+    found = folder.newest({}, lines.append)
+    assert [found, len(lines)] in ([checkpoint, 0], [None, 1])
+    assert all(str(checkpoint) in line for line in lines)
     with pytest.raises(FileError, match=f"{RECORD}.*another --output"):
         folder.claim()
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig
 
 import skipdecode
-from helpers.tiny import EXAMPLES, TEXTS, run, save_checkpoint
+from helpers.tiny import EXAMPLES, TEXTS, run, save_checkpoint, write_examples
 from skipdecode import Schedule, SkipCache
 from skipdecode.core.attach import teacher_forced
 from skipdecode.core.checkpoint_config import default_schedule, schedule_for, to_config_entry, trained_schedules
@@ -24,15 +28,12 @@ from skipdecode.data.tasks import Example, Task
 from skipdecode.data.tasks.jsonl import Jsonl
 from skipdecode.methods.objectives import Distillation, Objective
 from skipdecode.training import trainer as training
+from skipdecode.training.checkpoints import SEAL
 from skipdecode.training.trainer import SkipTrainer, training_args
 
 MANY = EXAMPLES * 3
-
-
-class ShortTask(Jsonl):
-    """Texts that leave room on a model of 96 positions."""
-
-    max_new_tokens = 12
+#: Texts that leave room on a model of 96 positions.
+SHORT = Jsonl(max_new_tokens=12)
 
 
 def trainer_of(
@@ -101,6 +102,17 @@ def test_no_batch_is_wider_than_the_models_positions() -> None:
         assert batch["labels"][0, 1:].tolist()[: 30 - longest] == [3] * (30 - longest)
 
 
+def test_responses_that_lose_their_ends_are_counted(checkpoint: Path, tmp_path: Path) -> None:
+    """Only beside a longer prompt: each row alone fits, and longer ones are left out with a line that counts them."""
+    rows = [Example("the " * 70, ("the cat",)), Example("the", (" ".join(["the cat"] * 35),))]
+    data = write_examples(tmp_path / "rows.jsonl", [*rows, Example("the", ("the cat " * 100,))])
+    options = ("--data", data, "--batch-size", 2, "--max-steps", 2, "--output", tmp_path / "out", "--speedup", 2)
+    done = run("train", checkpoint, *options)
+    assert done.returncode == 0, done.stderr
+    assert "1 training rows are left out: they have over 96 tokens" in done.stderr
+    assert "2 responses lost their ends" in done.stderr
+
+
 #: Of the prompt: all layers, as many as the first step runs, and a number in between that falls.
 PROMPTS: list[dict[str, Any]] = [{}, {"prompt_layers": "max"}, {"prompt_layers": 6, "prompt_decay": 4}]
 
@@ -160,7 +172,7 @@ def test_the_prompts_layers_go_into_every_schedule(checkpoint: Path, data: Path,
     assert {k: schedule.deepest for k, schedule in schedules.items()} == {k: s.max_depth for k, s in schedules.items()}
     other = schedule_for(model.config, 3)
     assert other.deepest == other.max_depth < 8
-    result = skipdecode.generate(model, tokenizer, TEXTS[:3], speedup=4, max_new_tokens=12, eos_token_id=None)
+    result = skipdecode.generate(model, tokenizer, TEXTS[:3], speedup=4, max_new_tokens=12, eos_token_id=-1)
     assert result.cost.prompt_depth == schedules[4].max_depth
     width = max(len(tokenizer(text).input_ids) for text in TEXTS[:3])
     assert 8 / result.cost.job_depth == pytest.approx(schedules[4].job_ratio(width, 11))
@@ -186,10 +198,10 @@ def test_the_result_is_a_stock_directory_that_carries_its_schedule(
     assert list(trained_schedules(stock.config)) == [1, 2, 4]
     model, tokenizer = skipdecode.load(str(target))
     assert stock.state_dict().keys() == model.state_dict().keys()
-    result = skipdecode.generate(model, tokenizer, TEXTS[:3], max_new_tokens=12, eos_token_id=None)
+    result = skipdecode.generate(model, tokenizer, TEXTS[:3], max_new_tokens=12, eos_token_id=-1)
     schedule = Schedule.for_speedup(4, 8, horizon=10)
     assert result.cost.average_depth == pytest.approx(schedule.average_depth(11))
-    other = skipdecode.generate(model, tokenizer, TEXTS[:3], speedup=2, max_new_tokens=12, eos_token_id=None)
+    other = skipdecode.generate(model, tokenizer, TEXTS[:3], speedup=2, max_new_tokens=12, eos_token_id=-1)
     assert other.cost.average_depth == pytest.approx(Schedule.for_speedup(2, 8, horizon=10).average_depth(11))
 
 
@@ -235,7 +247,7 @@ def test_the_fastest_budget_is_the_checkpoints_default() -> None:
         (["--method", "unified"], "method"),
         (["--learning-rate", 1e-3], "learning rate"),
         (["--seed", 1], "seed"),
-        (["--max-train-samples", 3], "data"),
+        (["--prompt-share", 0.5], "data"),
         (["--distill-weight", 0.5], "distillation"),
         (["--gradient-accumulation-steps", 2], "batch"),
     ],
@@ -263,6 +275,42 @@ def test_another_model_does_not_get_the_weights_of_the_last_one(checkpoint: Path
 
 
 @pytest.mark.slow
+def test_two_processes_train_like_one(checkpoint: Path, tmp_path: Path) -> None:
+    """With the same rows a step: the same budgets on both, resumed in the middle of an epoch, equal to rounding."""
+    for name in ("train", "validation"):
+        write_examples(tmp_path / f"{name}.jsonl", (EXAMPLES * 2)[:24])
+    common: tuple[object, ...] = ("--speedups", "1,2,4", "--horizon", 4, "--lr-scheduler-type", "constant", "--seed", 2)
+    common += ("--data", tmp_path, "--learning-rate", 1e-3, "--warmup-steps", 0, "--save-steps", 2, "--eval-steps", 4)
+    done = run("train", checkpoint, *common, "--batch-size", 8, "--max-steps", 5, "--output", tmp_path / "one")
+    assert done.returncode == 0, done.stderr
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # --multi_gpu is torchrun; without a GPU the processes talk by gloo.
+    launch = f"-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --main_process_port {port}"
+    launch += " --mixed_precision no --dynamo_backend no -m skipdecode train"
+    said = []
+    for steps in (2, 5):
+        options = [checkpoint, *common, "--batch-size", 4, "--max-steps", steps, "--output", tmp_path / "two"]
+        command = [sys.executable, *launch.split(), *map(str, options)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        two = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert two.returncode == 0, two.stderr
+        said.append(two.stderr)
+    assert [text.count("saved to") for text in said] == [1, 1]
+    assert [text.count(f"going on from {tmp_path / 'two' / 'checkpoint-2'}") for text in said] == [0, 1]
+    record = json.loads((tmp_path / "two" / "checkpoint-5" / SEAL).read_text(encoding="utf-8"))["run"]
+    assert record["batch"] == [4, 1, 2]  # two processes they were
+    before, one, two_in_one = (
+        AutoModelForCausalLM.from_pretrained(path) for path in (checkpoint, tmp_path / "one", tmp_path / "two")
+    )
+    assert trained_schedules(one.config) == trained_schedules(two_in_one.config)
+    moved = (weights(one) - weights(before)).abs()
+    assert moved.max() > 1e-3
+    assert (weights(one) - weights(two_in_one)).abs().max() < 0.01 * moved.max()
+
+
+@pytest.mark.slow
 def test_training_at_full_depth_takes_an_old_schedule_out(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     """A model that runs all layers again does not claim to skip."""
     common = ("--data", data, "--max-steps", 1, "--eval-steps", 0)
@@ -279,7 +327,7 @@ def test_validation_reports_each_budget_and_the_score(checkpoint: Path, tmp_path
         tokenizer,
         tmp_path,
         {k: Schedule.for_speedup(k, 8, horizon=6) for k in (1, 2)},
-        task=ShortTask(),
+        task=SHORT,
         eval_examples=EXAMPLES[:5],
         eval_dataset=encode(EXAMPLES[:5], tokenizer, 96),
     )
@@ -386,6 +434,11 @@ def test_ways_to_train(checkpoint: Path, data: Path, tmp_path: Path, options: li
     done = run("train", checkpoint, "--data", data, "--output", target, "--speedup", 4, *common, *options)
     assert done.returncode == 0, done.stderr
     before, after = (AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for p in (checkpoint, target))
+    if "--lora-rank" in options:  # the adapter lies beside the weights that it is merged into
+        from peft import PeftModel
+
+        adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), target / "adapter")
+        torch.testing.assert_close(weights(adapted.merge_and_unload()), weights(after))
     assert before.state_dict().keys() == after.state_dict().keys()
     assert torch.isfinite(weights(after)).all()
     assert not torch.equal(weights(before), weights(after))
@@ -425,7 +478,7 @@ def test_from_scratch_trains_its_own_tokenizer(data: Path, tmp_path: Path) -> No
         (["--method", "static", "--speedups", "2,4"], "a model per budget"),
         (["--method", "static", "--distill-weight", 0.5], "--teacher"),
         (["--method", "multi_exit", "--distill-weight", 0.5], "loss of its own"),
-        (["--distill-on", "hidden"], "go with --distill-weight"),
+        (["--teacher", "demo"], "goes with --distill-weight"),
         (["--speedups", "2,0.5"], "at least 1"),
         (["--speedups", "2,2"], "distinct"),
         (["--speedups", "2,4", "--weights", "1"], "each of 2"),
@@ -440,7 +493,6 @@ def test_from_scratch_trains_its_own_tokenizer(data: Path, tmp_path: Path) -> No
         (["--lr-scheduler-type", "x"], "'--lr-scheduler-type'"),
         (["--horizon", 0], "horizon"),
         (["--batch-size", 0], "batch-size"),
-        (["--distill-weight", 0.5, "--distill-on", "x"], "'--distill-on'"),
     ],
 )
 def test_wrong_options_are_refused_before_a_model_is_loaded(
@@ -453,11 +505,10 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(
     assert words in done.stderr
 
 
-@pytest.mark.parametrize("options", [["--distill-on", "logits"], ["--distill-on", "hidden"], ["--teacher"]])
-def test_distillation_trains(checkpoint: Path, data: Path, tmp_path: Path, options: list[Any]) -> None:
-    """From full depth or from a teacher, on logits or hidden states: the weights change and stay finite."""
-    if options == ["--teacher"]:
-        options = ["--teacher", checkpoint]
+@pytest.mark.parametrize("teacher", [False, True])
+def test_distillation_trains(checkpoint: Path, data: Path, tmp_path: Path, teacher: bool) -> None:
+    """From full depth or from a teacher: the weights change and stay finite."""
+    options = ["--teacher", checkpoint] if teacher else []
     common = ("--max-steps", 3, "--batch-size", 4, "--eval-steps", 0, "--speedups", "1,2,4", "--distill-weight", 0.5)
     target = tmp_path / "trained"
     done = run("train", checkpoint, "--data", data, "--output", target, *common, *options, "--learning-rate", 1e-2)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import skipdecode
 from helpers.tiny import TEXTS, run, save_checkpoint
-from skipdecode.errors import JobError, ModelError, UsageError
+from skipdecode.errors import FileError, JobError, ModelError, UsageError
 from skipdecode.generation import engine, options
 from skipdecode.generation.jobs import GenerationJob
 from skipdecode.generation.journal import Journal
@@ -156,7 +156,7 @@ def test_a_job_from_python_is_that_of_the_command_line(folder: Path, tmp_path: P
     assert summary["bad_rows"] == 1
     assert "too long: " in str(result.items[-1].error)
     assert [item.error for item in result.items[:-1]] == [None] * 6
-    with pytest.raises(UsageError, match="already there"):
+    with pytest.raises(FileError, match="already there"):
         job.run()
     with Journal(ours, "other"), pytest.raises(JobError, match="in use"):
         job.run()

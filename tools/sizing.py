@@ -31,14 +31,13 @@ def row(name: str, prompt: int, new: int) -> list[str]:
         model(torch.zeros(1, prompt, dtype=torch.long), past_key_values=cache)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     layers = [layer_kv_bytes(layer) / prompt for layer in cache.layers]
-    position = sum(layers)
+    position, held = sum(layers), prompt + new - 1  # the last token of a text is written and never read
     kept = [
-        # The last token of a text is written and never read: it leaves no keys.
-        sum(layers[layer] for layer in schedule.layers(schedule.max_depth)) * (prompt + new - 1)
+        held * sum(layers[layer] for layer in schedule.layers(schedule.max_depth))
         for speedup in SPEEDUPS
         for schedule in [Schedule.for_speedup(speedup, len(layers), 64, decay="constant")]
     ]
-    full = position * (prompt + new - 1)
+    full = position * held
     return [
         name,
         str(len(layers)),

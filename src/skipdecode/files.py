@@ -25,7 +25,7 @@ HOUR = 3600
 
 
 def write(path: str | Path, content: str | bytes, *, may_replace: Callable[[bytes], bool] | None = None) -> None:
-    """All of ``content`` or none of it, on the disk when this returns.
+    """Write all of ``content`` or none of it; it is on the disk when this returns.
 
     A temporary file beside ``path`` is filled, flushed to the disk and renamed over it. A symbolic link stays one: its
     target is written. Pipes and devices are written to as they are.
@@ -33,7 +33,7 @@ def write(path: str | Path, content: str | bytes, *, may_replace: Callable[[byte
     Args:
         path: the file; its folder must be there.
         content: text is written as UTF-8.
-        may_replace: given what is there now, says whether it may be replaced; None: anything may.
+        may_replace: tells from the bytes that are there now whether they may be replaced; None: anything may.
 
     Raises:
         FileError: ``path`` is a folder, its folder is missing, or what is there is not ours.
@@ -42,14 +42,29 @@ def write(path: str | Path, content: str | bytes, *, may_replace: Callable[[byte
     target = Path(os.path.realpath(path))
     data = content.encode("utf-8") if isinstance(content, str) else content
     check_target(path, may_replace=may_replace)
-    if is_stream(path):
-        with _open_stream(path) as stream:
-            stream.write(data)
-        return
+    with names_file(path):
+        if is_stream(path):
+            with _open_stream(path) as stream:
+                stream.write(data)
+        else:
+            _replace(target, data)
+
+
+@contextmanager
+def names_file(path: str | Path) -> Iterator[None]:
+    """Give an OSError of the block the file's name: those of a full disk, met in a write or a flush, have none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def _replace(target: Path, data: bytes) -> None:
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666
     temporary = _temporary(target)
     try:
-        with naming(path), open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -62,19 +77,8 @@ def write(path: str | Path, content: str | bytes, *, may_replace: Callable[[byte
     sync_folder(target.parent)
 
 
-@contextmanager
-def naming(path: str | Path) -> Iterator[None]:
-    """An OSError that names no file, as those of a full disk, names this one."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
-
-
 def _temporary(target: Path) -> Path:
-    """A name of this thread's own beside ``target``, and never longer than it may be; those of killed processes go."""
+    """Return a short name of this thread's own beside ``target``, and delete those that killed processes left."""
     prefix = f".skipdecode-{zlib.crc32(target.name.encode(errors='surrogateescape')):08x}-"
     for left in target.parent.glob(f"{prefix}*.tmp"):
         with suppress(OSError):  # another process may have taken it away
@@ -84,7 +88,7 @@ def _temporary(target: Path) -> Path:
 
 
 def check_target(path: str | Path, *, may_replace: Callable[[bytes], bool] | None = None) -> None:
-    """What :func:`write` would refuse, said before the work is done. Raises FileError."""
+    """Raises FileError for a path that :func:`write` would refuse: to be called before the work is done."""
     if is_stream(path):
         return
     target = Path(os.path.realpath(path))
@@ -102,7 +106,7 @@ def is_stream(path: str | Path) -> bool:
 
 
 def _number(path: str | Path) -> int | None:
-    """The descriptor that a name like ``/dev/stdout`` or ``/dev/fd/3`` means."""
+    """Return the descriptor that a name like ``/dev/stdout`` or ``/dev/fd/3`` stands for; None for other names."""
     named = re.fullmatch(r"/(?:dev|proc/self)/(?:(stdin|stdout|stderr)|fd/(\d+))", os.path.abspath(path))
     if named is None:
         return None
@@ -116,7 +120,7 @@ def _open_stream(path: str | Path) -> BinaryIO:
 
 
 def sync_folder(folder: Path) -> None:
-    """Names in ``folder``, new and gone, are on the disk when this returns (where the system can say so)."""
+    """Flush new and deleted names in ``folder`` to the disk, where the system can."""
     with suppress(OSError):  # Windows opens no folders
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -127,7 +131,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(path: str | Path, what: str | None = None, timeout: float = 0) -> Iterator[None]:
-    """Hold ``path`` against other processes; the lock goes with the process, however it ends.
+    """Lock ``path`` against other processes and threads; the lock goes with the process, however it ends.
 
     Args:
         path: the file; the lock lies beside it while it is held.
@@ -155,7 +159,7 @@ def locked(path: str | Path, what: str | None = None, timeout: float = 0) -> Ite
 
 
 def _owner(note: Path, patience: float = 1.0) -> str:
-    """Who holds a lock; the holder writes its name just after it has taken it."""
+    """Say who holds a lock, waiting for it to write so: it does just after it has taken it."""
     until = time.monotonic() + patience
     while time.monotonic() < until:
         with suppress(OSError):
@@ -166,7 +170,7 @@ def _owner(note: Path, patience: float = 1.0) -> str:
 
 
 def parse_json(text: str | bytes, what: str | Path) -> Any:
-    """The value that ``text`` holds; ``what`` names it in the message.
+    """Parse JSON; ``what`` names it in the message.
 
     Raises:
         FileError: it is not JSON, not UTF-8, or nested so deep that it cannot be read.
@@ -180,7 +184,7 @@ def parse_json(text: str | bytes, what: str | Path) -> Any:
 
 
 def read_json(path: str | Path) -> Any:
-    """The value in a JSON file. Raises FileError, which names the file."""
+    """Read a JSON file. Raises FileError, which names the file."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:

@@ -29,7 +29,7 @@ from skipdecode.core.checkpoint_config import to_config_entry
 from skipdecode.errors import UnsupportedModel
 from skipdecode.serving import plugin
 from skipdecode.serving.blocks import in_buckets
-from skipdecode.serving.requests import ends_of, settle
+from skipdecode.serving.requests import assign_speedup, ends_of
 from skipdecode.serving.settings import Serving
 from skipdecode.weights.loading import DEMO as DEMO_FOLDER
 
@@ -123,8 +123,7 @@ def requests_of(count: int, seed: int, speedups: tuple[float, ...]) -> list[Requ
     return [Request(source.choice(pool), source.choice(speedups), source.randint(30, 64)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("layers", [None, "max"])
+@pytest.mark.parametrize(("layers", "caching"), [(None, False), ("max", True)])
 def test_more_requests_run_in_the_same_memory(
     reference: Reference, watched: Any, caching: bool, layers: str | None
 ) -> None:
@@ -152,8 +151,7 @@ def test_more_requests_run_in_the_same_memory(
     assert len(seen[True].running) < len(seen[False].running)
 
 
-@pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("options", [{}, {"prompt_layers": 12}], ids=str)
+@pytest.mark.parametrize(("options", "caching"), [({}, True), ({"prompt_layers": 12}, False)], ids=str)
 def test_any_speeds_arrivals_and_ends(
     reference: Reference, watched: Any, options: dict[str, Any], caching: bool
 ) -> None:
@@ -228,7 +226,7 @@ def manager_of(count: int, caching: bool = False) -> tuple[KVCacheManager, Any]:
     plugin.register()
     init_none_hash(sha256)
     params = SamplingParams(extra_args={"speedup": 3})
-    settle(params, serving)
+    assign_speedup(params, serving)
 
     hasher = get_request_block_hasher(BLOCK, sha256)
 

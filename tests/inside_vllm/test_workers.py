@@ -21,7 +21,7 @@ from skipdecode.serving import frontend as frontend_module
 from skipdecode.serving import plugin, runner
 from skipdecode.serving.configure import WORKERS, _without_graphs
 from skipdecode.serving.frontend import Frontend
-from skipdecode.serving.plugin import _settled
+from skipdecode.serving.plugin import _patched_process_inputs
 from skipdecode.serving.settings import Serving
 from skipdecode.serving.worker import SkipCPUWorker
 from skipdecode.weights.loading import DEMO, read_config
@@ -39,9 +39,9 @@ def test_requests_of_other_kinds_are_bad_requests(change: dict[str, Any]) -> Non
     """Pictures, and prompts that go on growing."""
     fields = {"sampling_params": SamplingParams(), "mm_features": None, "resumable": False}
     processor = SimpleNamespace(skipdecode=Serving(read_config(str(DEMO))))
-    _settled(lambda *_: SimpleNamespace(**fields))(processor)
+    _patched_process_inputs(lambda *_: SimpleNamespace(**fields))(processor)
     with pytest.raises(VLLMValidationError):
-        _settled(lambda *_: SimpleNamespace(**fields | change))(processor)
+        _patched_process_inputs(lambda *_: SimpleNamespace(**fields | change))(processor)
 
 
 @pytest.mark.parametrize("name", WORKERS)
@@ -78,7 +78,7 @@ def test_a_release_with_some_of_our_places_refuses_models_with_schedules(monkeyp
             vllm_config.checked = True
 
     monkeypatch.setattr(platforms, "current_platform", Platform())
-    monkeypatch.setattr(plugin, "_stand_in", lambda: AsyncLLM.no_such_place)
+    monkeypatch.setattr(plugin, "_patch", lambda: AsyncLLM.no_such_place)
     plugin.register()
     model = SimpleNamespace(hf_config=SimpleNamespace())
     stock = SimpleNamespace(model_config=model, additional_config=None)

@@ -20,7 +20,7 @@ from skipdecode.cli.app import main
 for name in "accelerate datasets peft sacrebleu rouge_score.rouge_scorer matplotlib.pyplot".split():
     import_module(name)
 for name in (
-    "evaluation.calibration evaluation.check evaluation.runner evaluation.plots evaluation.report generation.jobs "
+    "evaluation.calibration evaluation.check evaluation.evaluate evaluation.plots evaluation.report generation.jobs "
     "training.trainer"
 ).split():
     import_module(f"skipdecode.{name}")

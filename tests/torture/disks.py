@@ -97,7 +97,7 @@ def train(kind: str, attempt: Attempt) -> None:
 
 def evaluate(kind: str, attempt: Attempt) -> None:
     """The table is that of an evaluation with room enough."""
-    options = ["--data", attempt.data, "--limit", 4, "--repeats", 1, "--timing-rows", 2, "--samples", 5]
+    options = ["--data", attempt.data, "--limit", 4, "--repeats", 1, "--timing-rows", 2]
     options += ["--max-new-tokens", 5, "--speedups", "1,2,4"]
 
     def check(target: Path, whole: Path) -> None:

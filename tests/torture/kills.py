@@ -46,7 +46,7 @@ def _until_done(attempt: Attempt, arguments: list[object], whole: float, watched
             attempt.counts["stops"] += 1
             # Without the second half where it came before the verb had begun.
             if not re.search(
-                r"skipdecode: stopped by SIG(INT|TERM)(; the same command goes on from here)?$", done.line
+                r"skipdecode: stopped by SIG(INT|TERM)(; the same command goes on from what is saved)?$", done.line
             ):
                 raise Found(f"stopped without a word:\n{done.stderr[-2000:]}")
             done.sound(130, 143)
@@ -158,7 +158,7 @@ def evaluate(attempt: Attempt) -> None:
     random = attempt.random
     methods = ",".join(["skipdecode", *random.sample(["unified", "d3", "hsd", "multi_exit", "calm"], 2)])
     options = ["evaluate", attempt.model, "--data", attempt.data, "--limit", random.randint(3, 8), "--methods", methods]
-    options += ["--speedups", "1,2,4", "--repeats", 1, "--timing-rows", 2, "--samples", 10, "--max-new-tokens", 6]
+    options += ["--speedups", "1,2,4", "--repeats", 1, "--timing-rows", 2, "--max-new-tokens", 6]
     options += ["--batch-size", 4]
     began = time.monotonic()
     attempt.run(*options, "--output", attempt.folder / "whole").sound(0)

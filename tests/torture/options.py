@@ -11,7 +11,7 @@ from skipdecode.cli.app import app
 from torture.attempt import Attempt, Done, rows, write_jsonl
 
 #: Numbers that mean work for hours, rightly; and what must not be made odd, or everything ends there.
-LONG = {"--num-train-epochs", "--max-steps", "--repeats", "--samples", "--num-beams", "--horizon", "--lengths"}
+LONG = {"--num-train-epochs", "--max-steps", "--repeats", "--num-beams", "--horizon", "--lengths"}
 WORDS = [
     *(
         "",
@@ -59,7 +59,7 @@ def command(verb: str, attempt: Attempt, given: dict[str, object]) -> list[objec
     folder, model, data = attempt.folder, attempt.model, attempt.data
     source = write_jsonl(folder / "prompts.jsonl", rows(Random(0), 5))
     texts = {"--max-new-tokens": 4, "--batch-size": 4}
-    timing = {"--repeats": 1, "--timing-rows": 2, "--samples": 5, "--limit": 4, "--speedups": "1,2"}
+    timing = {"--repeats": 1, "--timing-rows": 2, "--limit": 4, "--speedups": "1,2"}
     plans: dict[str, dict[str, object]] = {
         "generate": {"--input": source, "--output": folder / "texts", "--speedup": 2, **texts},
         "train": {"--data": data, "--output": folder / "run", "--max-steps": 2, "--batch-size": 4, "--speedup": 2},

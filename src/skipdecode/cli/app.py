@@ -83,8 +83,8 @@ def _run(verb: Callable[..., None]) -> Callable[..., None]:
         try:
             verb(**values)
         except Stopped as stop:
-            resumes = verb in (generate, train, evaluate) and not values.get("no_resume")
-            stop.goes_on = resumes and str(values["output"]) != "-"
+            resumes = verb in (generate, train, evaluate) or values.get("order") == "search"
+            stop.goes_on = resumes and not values.get("no_resume") and str(values["output"]) != "-"
             raise
 
     return checked
@@ -118,7 +118,7 @@ def main() -> None:
                 raise
             _end(line, 2)
         except Stopped as stop:
-            _end(f"stopped by {stop.name}" + "; the same command goes on from here" * stop.goes_on, stop.code)
+            _end(f"stopped by {stop.name}" + "; the same command goes on from what is saved" * stop.goes_on, stop.code)
 
 
 def _line(error: Exception) -> str | None:

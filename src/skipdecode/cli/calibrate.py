@@ -9,48 +9,48 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from typer import Option
 
 from ..errors import UsageError
-from ..methods import MethodName
 from . import options as o
-from .console import Bar, out, say
+from .console import Bar, out, print_table, say
 
 if TYPE_CHECKING:
     from ..evaluation.calibration import Calibration
 
 Rows = Annotated[Path, Option(help="Rows like those to come: a file (prompts are enough), or the task's folder.")]
 Target = Annotated[float, Option(help="Target: times fewer layers, or of --clock.")]
-Method = Annotated[MethodName, Option(help="Whose depths to fit; full, calm, static and scratch have none.")]
 Limit = Annotated[int, Option(min=1, max=o.MOST, help="Use so many inputs, evenly drawn.")]
 Order = Annotated[
     Literal["top", "bottom", "even", "search"] | None,
-    Option(help="Layer order (default: as trained, else top). search finds one from the loss on the responses."),
+    Option(
+        help="Layer order (default: as trained, else top). search measures which layers the model can spare, on rows "
+        "with responses."
+    ),
 ]
-SearchRows = Annotated[int, Option(min=1, max=o.MOST, help="Rows that the search computes its losses on.")]
-File = Annotated[Path, Option(help="The schedule, for --schedule.")]
-Save = Annotated[bool, Option("--save", help="Also save it in MODEL's config: --speedup of every verb then uses it.")]
+File = Annotated[
+    Path | None, Option(help="The schedule, for --schedule. A search keeps its losses in FILE.losses.json.")
+]
+Save = Annotated[bool, Option("--save", help="Save it in MODEL's config: --speedup of every verb then uses it.")]
 Force = Annotated[bool, Option("--force", help="Save it even if the texts get worse.")]
 
 #: What goes into the plan under its own name.
-PLAN = "limit batch_size max_new_tokens decay order search_rows prompt_layers clock output save device".split()
+PLAN = "limit batch_size max_new_tokens decay order prompt_layers clock output save device".split()
 
 
 def calibrate(
     model: o.Model,
     data: Rows,
     speedup: Target = 2.0,
+    output: File = None,
+    save: Save = False,
+    force: Force = False,
     task: o.Task = "jsonl",
-    method: Method = "skipdecode",
     limit: Limit = 256,
     batch_size: o.BatchSize = 32,
     max_new_tokens: o.MaxNewTokens = None,
     decay: o.Decay = None,
     order: Order = None,
-    search_rows: SearchRows = 64,
     prompt_layers: o.PromptLayers = None,
     clock: o.Clock = "layers",
     profile: o.ProfileFile = None,
-    output: File = Path("schedule.json"),
-    save: Save = False,
-    force: Force = False,
     prompt_column: o.PromptColumn = None,
     response_column: o.ResponseColumn = None,
     prompt_share: o.PromptShare = None,
@@ -61,21 +61,27 @@ def calibrate(
     """Fit the schedule to the lengths of the texts that MODEL writes, so that it skips as much as --speedup asks.
 
     What was trained stays: order, decay, warm-up, the prompt's layers, and the depths if a horizon fits them.
-    Quality before and after stands beside the ratio.
+    Quality before and after stands beside the ratio. On a model that was not trained to skip, --order search costs
+    minutes and saves much of the quality.
 
-    skipdecode calibrate demo --task e2e --data e2e-dataset --speedup 5
+    skipdecode calibrate demo --task e2e --data e2e-dataset --speedup 5 --output schedule.json
     """
     given = locals()
+    if output is None and not save:
+        raise UsageError("give --output FILE for the schedule, --save to put it into MODEL's config, or both")
     if force and not save:
         raise UsageError("--force goes with --save")
+    if order == "search" and output is None:
+        raise UsageError("--order search keeps what it has measured beside --output: give one")
     from ..evaluation.calibration import CalibrationPlan
     from ..evaluation.calibration import calibrate as run
 
     options = {name: given[name] for name in PLAN} | {"profile": o.load_profile(clock, profile)}
-    plan = CalibrationPlan(model, data, speedup, o.task_of(given), method, **options)
+    plan = CalibrationPlan(model, data, speedup, o.task_of(given), **options)
     with Bar() as bar:
         calibration = run(plan, say=say, on_progress=bar.show)
-    say(f"wrote {output}")
+    if output:
+        say(f"wrote {output}")
     _show(calibration)
     if as_json:
         print(json.dumps(calibration.summary()))
@@ -85,12 +91,11 @@ def calibrate(
 
 def _show(calibration: Calibration) -> None:
     """The schedule, and full depth, the schedule there was and the fitted one side by side."""
-    from rich.table import Table
-
     schedule, plan, after = calibration.schedule, calibration.plan, calibration.after
+    order = schedule.order if isinstance(schedule.order, str) else "as found by the search"
     out.print(
         f"{schedule.max_depth} to {schedule.min_depth} of {schedule.num_layers} layers over {schedule.horizon} steps, "
-        f"{schedule.decay} decay, order {schedule.order}\n"
+        f"{schedule.decay} decay, order {order}\n"
         + (
             f"[bold]{after.ratio:.2f}x[/] faster {plan.clock}s are predicted"
             if plan.clock != "layers"
@@ -100,14 +105,11 @@ def _show(calibration: Calibration) -> None:
         f"in batches of {plan.batch_size}, {min(after.lengths)} to {max(after.lengths)} steps each",
         highlight=False,
     )
-    table = Table(box=None, pad_edge=False)
-    for number, head in enumerate(("", "full depth", "before", "after")):
-        table.add_column(head, justify="right" if number else "left")
     columns = (calibration.full, calibration.before, after)
-    table.add_row("step layers", *(f"{each.step_layer_ratio:.2f}x" for each in columns))
-    table.add_row("job layers", *(f"{each.job_layer_ratio:.2f}x" for each in columns))
+    rows = [["step layers", *(f"{each.step_layer_ratio:.2f}x" for each in columns), ""]]
+    rows += [["job layers", *(f"{each.job_layer_ratio:.2f}x" for each in columns), ""]]
     for label, each in calibration.quality.items():
-        table.add_row(label, *(f"{value:.2f}" for value in (each.full, each.before, each.after)))
-    out.print(table)
+        rows.append([label, *(f"{value:.2f}" for value in (each.full, each.before, each.after)), each.change])
+    print_table(["", "full depth", "before", "after", "after - before (95%)"], rows)
     for line in calibration.remarks():
         say(line)

@@ -221,9 +221,9 @@ def _show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> No
 
 def _options(attention: str | None, quantization: str | None, prepack: bool) -> dict[str, Any]:
     """How the model is loaded beside type and device, as a profile says it."""
-    from ..weights.faster import faster_options
+    from ..weights.optimize import optimizations
 
-    faster = faster_options(quantization=quantization, prepack=prepack)
+    faster = optimizations(quantization, prepack)
     return faster | ({"attention": attention} if attention else {})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 
 from rich.console import Console
@@ -19,9 +20,25 @@ def say(message: str) -> None:
 
 
 def drop_output() -> None:
-    """What standard output still holds back goes nowhere: Python would try, and fail, once more at its end."""
+    """Discard what standard output still holds back: Python would try to write it, and fail, once more at its end."""
     with suppress(OSError, ValueError, AttributeError):  # closed, or no real file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_table(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    """Print a table of which a narrow terminal wraps the words and never cuts a number."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for number, head in enumerate(heads):
+        widest = max(len(line) for row in cells for line in row[number].splitlines() or [""])
+        if number == 0:
+            table.add_column(head, overflow="fold", min_width=min(widest, 10))
+        else:
+            table.add_column(head, justify="right", overflow="fold", min_width=widest)
+    for row in cells:
+        table.add_row(*row)
+    out.print(table, highlight=False)
 
 
 class Bar:
@@ -46,7 +63,7 @@ class Bar:
             self._progress.stop()
 
     def show(self, what: str, done: int, total: int, rate: str = "") -> None:
-        """So much of ``total`` is done of what is under way."""
+        """Show what is under way, and how much of ``total`` is done."""
         if not self._progress.task_ids:
             self._progress.start()
             self._progress.add_task(what, rate=rate)
@@ -56,5 +73,5 @@ class Bar:
         self._progress.update(task, description=what, completed=done, total=total, rate=rate)
 
     def advance(self, count: int = 1, rate: str = "") -> None:
-        """So much more of it is done."""
+        """Add to what is done."""
         self._progress.update(self._progress.task_ids[0], advance=count, rate=rate)

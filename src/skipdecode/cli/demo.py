@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from ..errors import UsageError
 from . import options as o
-from .console import Bar, out, say
+from .console import Bar, out, print_table, say
 
 if TYPE_CHECKING:
-    from ..evaluation.speeds import Speeds
+    from ..clock.timing import Timing
+    from ..generation.results import Generated
 
 
 def demo(
     model: o.Model = "demo",
     speedups: Annotated[str, Option(help="Target layer reductions, 1 among them.")] = "1,2,3,4,5",
     input: Annotated[Path | None, Option(help="CSV with an mr column (default: 32 inputs of our own).")] = None,
-    batch_size: o.BatchSize = 32,
     repeats: Annotated[int, Option(min=1, help="Rounds timed alternately; medians are shown.")] = 5,
     png: Annotated[Path, Option(help="The picture.")] = Path("skipdecode-demo.png"),
-    show: Annotated[int, Option(min=0, help="Inputs whose texts are shown.")] = 3,
     as_json: o.Json = False,
 ) -> None:
     """Write the same inputs at 1x to 5x, time them alternately, and draw what it gave.
@@ -31,11 +31,12 @@ def demo(
     The texts are those that the model ends by itself. All speeds are then timed over as many decode steps as the
     median batch takes at 1x, so that a speed whose texts are shorter does not look faster for it.
     """
+    from ..clock.timing import alternate, forced, typical_steps
     from ..core.checkpoint_config import schedule_for
     from ..data.inputs import read_items
     from ..data.tasks import get_task
     from ..evaluation.plots import check_picture, draw_demo
-    from ..evaluation.speeds import compare_speeds
+    from ..generation.generate import generate
     from ..weights.device import machine
     from ..weights.loading import DEMO, load, read_config
 
@@ -45,69 +46,57 @@ def demo(
     check_picture(png)
     task = get_task("e2e")
     items = [item for item in read_items(str(input or DEMO / "inputs.csv"), task) if item.error is None]
-    prompts = [item.prompt for item in items]
-    config = read_config(model)
-    schedules = {k: schedule_for(config, k) for k in targets}
+    schedules = {speedup: schedule_for(read_config(model), speedup) for speedup in targets}
     loaded, tokenizer = load(model)
-    decoding = {"batch_size": batch_size, "max_new_tokens": task.max_new_tokens}
+    write = partial(generate, loaded, tokenizer, [item.prompt for item in items], batch_size=32)
+    written: dict[float, Generated] = {}
     with Bar() as bar:
         bar.show("writing, then timing alternately", 0, (repeats + 2) * len(schedules))
-        speeds = compare_speeds(loaded, tokenizer, prompts, schedules, repeats=repeats, on_run=bar.advance, **decoding)
-    for i, item in enumerate(items[:show]):
-        _print_texts(item.columns["mr"], {k: own.completions[i].text for k, own in speeds.written.items()})
-    _print_table(speeds, len(items), batch_size, repeats)
-    out.print(f"[dim]{machine()}[/]", highlight=False)
-    draw_demo(schedules, speeds.timings, png, machine())
-    say(f"wrote {png}")
-    if as_json:
-        print(json.dumps({"machine": machine(), "batch_size": batch_size, "repeats": repeats, "rows": speeds.rows()}))
-
-
-def _print_texts(source: str, texts: dict[float, str]) -> None:
-    from rich.markup import escape
-
-    out.print(f"\n[bold]{escape(source)}[/]", highlight=False)
-    for speedup, text in texts.items():
-        out.print(f"  [cyan]{speedup:g}x[/]  {escape(text)}", highlight=False)
-
-
-def _print_table(speeds: Speeds, rows: int, batch_size: int, repeats: int) -> None:
-    """Ratios are against 1x; what an asterisk means stands below."""
-    from rich.table import Table
-
-    from ..clock.timing import remarks, shown
-
-    table = Table(
-        title=f"\n{rows} inputs, batch {batch_size}, {speeds.steps} decode steps at every speed, "
+        for speedup, schedule in schedules.items():
+            written[speedup] = write(schedule=schedule, max_new_tokens=task.max_new_tokens)
+            bar.advance()
+        same = forced(typical_steps(written[1].lengths))
+        runs = {speedup: partial(write, schedule=schedule, **same) for speedup, schedule in schedules.items()}
+        timings = alternate(runs, repeats, on_run=bar.advance)
+    for i, item in enumerate(items[:3]):
+        out.print(f"\n{item.columns['mr']}", style="bold", highlight=False, markup=False)
+        for speedup, result in written.items():
+            out.print(f"  {speedup:g}x  {result.completions[i].text}", highlight=False, markup=False)
+    out.print(
+        f"\n{len(items)} inputs, batch 32, {same['max_new_tokens'] - 1} decode steps at every speed, "
         f"medians of {repeats} rounds"
     )
-    for name in (
-        "target",
-        "layers/step",
-        "layer reduction",
-        "ms/step",
-        "step faster",
-        "seconds",
-        "all faster",
-        "peak KV",
-    ):
-        table.add_column(name, justify="right")
-    figures = []
-    for speedup, timing in speeds.timings.items():
-        cost, clock = timing.cost, speeds.clocks[speedup]
+    rows = _rows(written, timings, repeats)
+    out.print(f"[dim]{machine()}[/]", highlight=False)
+    draw_demo(schedules, timings, png, machine())
+    say(f"wrote {png}")
+    if as_json:
+        print(json.dumps({"machine": machine(), "repeats": repeats, "rows": rows}))
+
+
+def _rows(written: dict[float, Generated], timings: dict[float, Timing], repeats: int) -> list[dict[str, Any]]:
+    """Print the table, with what its marks mean below, and return its numbers. Ratios are against 1x."""
+    from ..clock.timing import compare, remarks, shown
+
+    rows, cells, figures = [], [], []
+    clocks = {speedup: compare(timings[1], timing, repeats) for speedup, timing in timings.items()}
+    for speedup, timing in timings.items():
+        cost, clock = timing.cost, clocks[speedup]
         step, whole = (shown(ratio, clock.layer_ratio) for ratio in (clock.decode_ratio, clock.ratio))
         figures += [step, whole]
-        table.add_row(
-            f"{speedup:g}x",
-            f"{cost.average_depth:.2f}",
-            f"{cost.layer_ratio:.2f}x",
-            f"{timing.step_ms:.2f}",
-            f"[bold]{step}[/]",
-            f"{timing.seconds:.3f}",
-            whole,
-            f"{cost.peak_kv_bytes / 1e6:.1f} MB",
-        )
-    out.print(table)
+        layers = (f"{speedup:g}x", f"{cost.average_depth:.2f}", f"{cost.layer_ratio:.2f}x")
+        clock_cells = (f"{timing.step_ms:.2f}", step, f"{timing.seconds:.3f}", whole)
+        cells.append([*layers, *clock_cells, f"{cost.peak_kv_bytes / 1e6:.1f} MB"])
+        row = {"target": speedup, "average_depth": cost.average_depth, "layer_ratio": cost.layer_ratio}
+        row |= {"tokens": cost.tokens, "steps": cost.steps, "seconds": timing.seconds, "step_ms": timing.step_ms}
+        row |= {"wall_clock_ratio": clock.ratio, "decoding_ratio": clock.decode_ratio}
+        texts = written[speedup].cost
+        row |= {"texts_layer_ratio": texts.layer_ratio, "texts_tokens": texts.tokens}
+        row |= {"peak_kv_bytes": cost.peak_kv_bytes}
+        rows.append({name: round(value, 4) for name, value in row.items()})
+    heads = "target layers/step layer_reduction ms/step step_faster seconds all_faster peak_KV".split()
+    print_table([head.replace("_", " ") for head in heads], cells)
     out.print("step: one decode step; all: the whole run, prompts included", highlight=False)
-    for name, remark in remarks(figures, rows, speeds.clocks[1].batches).items():
+    for name, remark in remarks(figures, clocks[1].rows, clocks[1].batches).items():
         out.print(f"{name}: {remark}", highlight=False, markup=False)
+    return rows

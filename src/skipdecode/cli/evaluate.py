@@ -6,18 +6,15 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from typer import Option
 
 from ..methods import METHODS
 from . import options as o
-from .console import Bar, out, say
+from .console import Bar, print_table, say
 
-if TYPE_CHECKING:
-    from ..evaluation.evaluate import Results
-
-Speedups = Annotated[str, Option(help="Targets of every method: times fewer layers, or of --clock.")]
+Speedups = Annotated[str, Option(help="Targets of every method: times fewer layers.")]
 Methods = Annotated[
     str,
     Option(
@@ -31,23 +28,8 @@ Schedules = Annotated[
 ]
 Folder = Annotated[Path, Option(help="Folder for tables, plots and finished rows.")]
 Split = Annotated[Literal["test", "validation"], Option(help="The split that is scored.", rich_help_panel=o.DATA)]
-HeldOutRows = Annotated[
-    int,
-    Option(
-        min=1,
-        max=o.MOST,
-        help="Validation inputs for lengths, CALM's threshold and the loss by position.",
-        rich_help_panel=o.DATA,
-    ),
-]
-_CLOCK = "Clock and intervals"
-TimingRows = Annotated[int, Option(min=1, max=o.MOST, help="Inputs that are timed.", rich_help_panel=_CLOCK)]
-Repeats = Annotated[
-    int, Option(min=1, max=1000, help="Rounds timed, the full model and the method in turn.", rich_help_panel=_CLOCK)
-]
-Samples = Annotated[
-    int, Option(min=1, max=100_000, help="Bootstrap samples of the inputs for the intervals.", rich_help_panel=_CLOCK)
-]
+TimingRows = Annotated[int, Option(min=1, max=o.MOST, help="Inputs that are timed.")]
+Repeats = Annotated[int, Option(min=1, max=1000, help="Rounds timed, the full model and the method in turn.")]
 BertScore = Annotated[str | None, Option(help="Add BERTScore with this encoder: directory or hub name.")]
 Overwrite = Annotated[
     bool, Option("--overwrite", help="Replace rows and tables of other settings or models in OUTPUT.")
@@ -55,8 +37,7 @@ Overwrite = Annotated[
 
 #: What goes into the plan under its own name.
 PLAN = (
-    "methods serving output split limit held_out_rows batch_size max_new_tokens timing_rows repeats samples "
-    "bert_score dtype device clock profile overwrite"
+    "methods output split limit batch_size max_new_tokens timing_rows repeats bert_score dtype device overwrite"
 ).split()
 
 
@@ -65,29 +46,23 @@ def evaluate(
     data: o.Data = Path("."),
     task: o.Task = "jsonl",
     speedups: Speedups = "1,2,3,4,5",
-    clock: o.Clock = "layers",
-    profile: o.ProfileFile = None,
     methods: Methods = "skipdecode",
     schedule: Schedules = None,
-    serving: Annotated[bool, Option("--serving", help="Add rows of flat schedules, which suit servers.")] = False,
     output: Folder = Path("evaluation"),
     limit: o.Limit = None,
     batch_size: o.BatchSize = 32,
     max_new_tokens: o.MaxNewTokens = None,
+    timing_rows: TimingRows = 64,
+    repeats: Repeats = 5,
     bert_score: BertScore = None,
     split: Split = "test",
-    held_out_rows: HeldOutRows = 256,
     prompt_column: o.PromptColumn = None,
     response_column: o.ResponseColumn = None,
     prompt_share: o.PromptShare = None,
     max_source_words: o.MaxSourceWords = None,
-    timing_rows: TimingRows = 64,
-    repeats: Repeats = 5,
-    samples: Samples = 1000,
     dtype: o.Dtype = "auto",
     device: o.Device = None,
     quantization: o.Quantization = None,
-    compile: o.Compile = False,
     prepack: o.Prepack = False,
     overwrite: Overwrite = False,
     as_json: o.Json = False,
@@ -102,36 +77,23 @@ def evaluate(
     targets = o.parse_speedups(speedups)
     from ..evaluation.evaluate import EvaluationPlan
     from ..evaluation.evaluate import evaluate as run
-    from ..weights.faster import faster_options
+    from ..evaluation.report import brief
+    from ..weights.optimize import optimizations
 
     files = [Path(name) for names in schedule or () for name in names.split(",")]
-    rest = {name: given[name] for name in PLAN} | {"faster": faster_options(quantization, compile, prepack)}
+    rest = {name: given[name] for name in PLAN}
+    rest["faster"] = optimizations(quantization, prepack)
     plan = EvaluationPlan(model, data, o.task_of(given), targets, schedules=files, **rest)
     command = shlex.join(["skipdecode", *(_short(part) for part in sys.argv[1:])])
     with Bar() as bar:
         results = run(plan, command=command, say=say, on_progress=bar.show)
-    _show(results)
-    if as_json:
-        print(json.dumps({"about": results.about, "rows": results.rows}))
-
-
-def _show(results: Results) -> None:
-    """The table, what its marks mean, and where everything is."""
-    from rich.table import Table
-
-    from ..evaluation.report import brief
-
-    heads, cells = brief(results.rows, results.metrics)
-    table = Table(box=None, pad_edge=False)
-    for number, head in enumerate(heads):
-        table.add_column(head, justify="right" if number else "left")
-    for line in cells:
-        table.add_row(*line)
-    out.print(table)
+    print_table(*brief(results.rows, results.metrics))
     for mark in ("*", "rough"):
         if mark in results.about:
             say(f"{mark}: {results.about[mark]}")
-    say(f"wrote {', '.join(path.name for path in results.files)} to {results.files[0].parent}")
+    say(f"wrote {', '.join(path.name for path in results.files)} to {output}")
+    if as_json:
+        print(json.dumps({"about": results.about, "rows": results.rows}))
 
 
 def _short(argument: str) -> str:

@@ -123,10 +123,9 @@ Revision = Annotated[str | None, Option(help="Branch, tag or commit of a hub mod
 Quantization = Annotated[
     Literal["int8"] | None, Option(help="Layers and head multiply in 8 bits (CPUs).", rich_help_panel=MACHINE)
 ]
-Compile = Annotated[bool, Option("--compile", help="Decode steps through torch.compile.", rich_help_panel=MACHINE)]
 Prepack = Annotated[
     bool,
-    Option("--prepack", help="Weights laid out once as the CPU reads them: more speed.", rich_help_panel=MACHINE),
+    Option("--prepack", help="Keep weights in the layout of the CPU's products: faster.", rich_help_panel=MACHINE),
 ]
 Attention = Annotated[
     str | None,
@@ -135,7 +134,7 @@ Attention = Annotated[
 
 OffloadTo = Annotated[
     Literal["auto", "disk", "cpu"] | None,
-    Option("--offload", help="Where layers wait that do not fit into memory.", rich_help_panel=MACHINE),
+    Option("--offload", help="Where layers are kept that do not fit into memory.", rich_help_panel=MACHINE),
 ]
 MaxMemory = Annotated[
     float | None, Option(min=0, help="GiB that the weights may take: offload the rest.", rich_help_panel=MACHINE)
@@ -183,7 +182,7 @@ def load_profile(clock: str, path: Path | None) -> Profile | None:
 
 
 def offload_of(given: Mapping[str, Any]) -> Offload | None:
-    """Where a verb's options say that layers wait. Raises UsageError, MissingExtra."""
+    """Return where a verb's options offload layers to; None if all stay. Raises UsageError, MissingExtra."""
     place, memory, folder = given["offload"], given["max_memory"], given["offload_folder"]
     if place is None and memory is None:
         if folder is not None:

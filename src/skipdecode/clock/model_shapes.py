@@ -10,9 +10,9 @@ from transformers.initialization import no_init_weights
 
 from ..core.attach import attach
 from ..errors import ModelError, UsageError
-from ..weights.device import check_device, check_dtype, cpu_capabilities
-from ..weights.faster import check_faster, faster_options, make_faster
+from ..weights.device import check_device, check_dtype
 from ..weights.loading import DEMO, load_tokenizer
+from ..weights.optimize import check_optimizations, optimizations, optimize
 
 
 def _opt(layers: int, width: int, heads: int, **rest: Any) -> dict[str, Any]:
@@ -92,8 +92,8 @@ def random_model(
     check_device(device)
     check_dtype(dtype)
     kind = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
-    faster = faster_options(quantization=quantization, prepack=prepack)
-    check_faster(name, config, kind, device, cpu_capabilities(), **faster)
+    faster = optimizations(quantization, prepack)
+    check_optimizations(name, config, kind, device, **faster)
     torch.manual_seed(seed)
     try:
         with torch.device(device), no_init_weights():  # their own distributions take a minute, and time no better
@@ -104,4 +104,4 @@ def random_model(
     except (RuntimeError, MemoryError) as error:
         raise ModelError(f"{name} in {kind} does not fit on {device!r}: {error}") from error
     model.generation_config.eos_token_id = None  # nothing ends a text early
-    return attach(make_faster(model.eval(), **faster)), load_tokenizer(str(DEMO))
+    return attach(optimize(model.eval(), **faster)), load_tokenizer(str(DEMO))

@@ -65,8 +65,9 @@ class SkipCache(DynamicCache):
                 "chunked prefill hides where the prompt ends: set generation_config.prefill_chunk_size to None"
             )
         warn_untrained(config, schedule)
-        # transformers does not go on from every recurrent state with more than one position (Jamba's).
-        self._is_whole = not any(isinstance(layer, RECURRENT) for layer in self.layers)  # all layers hold all positions
+        # Whether the text may go on with a further prompt: all layers run yet, and none holds a recurrent state, from
+        # which transformers does not always go on with more than one position (Jamba's).
+        self._is_whole = not any(isinstance(layer, RECURRENT) for layer in self.layers)
         self.layers: list[Any] = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
         self.step_depths: list[int] = []
         self.peak_kv_bytes = 0
@@ -95,9 +96,9 @@ class SkipCache(DynamicCache):
     def _check_whole(self, what: str) -> None:
         if not (self._is_whole or self.schedule.is_full):
             raise CacheError(
-                f"{what} came after the prompt, but some layers of this cache are retired, or hold no more than a part "
-                "of the text. A second turn, a reused prefix, chunked prefill or speculative verification has to start "
-                "with a new SkipCache and the whole text."
+                f"{what} came after the prompt, but some layers of this cache are retired, or hold a recurrent state. "
+                "A second turn, a reused prefix, chunked prefill or speculative verification has to start with a new "
+                "SkipCache and the whole text."
             )
 
     # --- the pass: the gates ask, in network order, what each layer has to do
@@ -109,20 +110,15 @@ class SkipCache(DynamicCache):
         return self._positions[index]
 
     def _begin_pass(self, width: int) -> None:
-        schedule, length, count = self.schedule, self._length + width, len(self.layers)
+        schedule, count = self.schedule, len(self.layers)
         if self.passes == 0 or (not schedule.is_full and (self._begins_prompt or width != 1)):
             if self.passes:
                 self._check_whole(f"{width} new positions")
-            # Where layers hold all that was seen, all of it is prompt: the schedule begins anew behind this pass.
-            ran = schedule.positions_per_layer(length, length)
-            self._positions = [most - self._length for most in ran]
-            if min(self._positions) < 0:
-                raise CacheError(
-                    "the prompt's decay would begin in positions that have run whole: make a new SkipCache"
-                )
+            # Where all layers hold all that was seen, it is prompt: the schedule begins anew behind this pass.
+            self._positions = schedule.positions_per_layer(width, width)
             self._step, upcoming = 0, schedule.depth(0)
             for layer in range(count):
-                if ran[layer] == 0:
+                if self._positions[layer] == 0:
                     self._retire(layer)
         else:
             running = schedule.layers(schedule.depth(self._step))
@@ -130,10 +126,11 @@ class SkipCache(DynamicCache):
             self._step, upcoming = self._step + 1, schedule.depth(self._step + 1)
             self.step_depths.append(len(running))
         self._keep = frozenset(schedule.layers(upcoming))
-        self._is_whole = self._is_whole and upcoming == count and min(self._positions) == width
+        self._is_whole = self._is_whole and upcoming == count
         self._begins_prompt = False
         self.passes += 1
-        self.width, self._length = width, length
+        self.width = width
+        self._length += width
 
     def upcoming(self, index: int) -> list[int]:
         """Layers that run after layer ``index``: those left in the pass under way, then those of the next step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ except ImportError:
     raise MissingExtra("batches of text need datasets: pip install 'skipdecode[train]'") from None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Collator:
     """Left-pads prompts and right-pads responses, so that the prompt edge is one column of the batch.
 
@@ -30,6 +30,8 @@ class Collator:
     multiple: int = 8
     #: Positions of the model: a batch is never wider, so the ends of its longest responses may be left out.
     max_length: int | None = None
+    #: Responses whose ends were left out so far.
+    cut: int = field(default=0, init=False)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Batch rows of ``prompt_ids`` and ``response_ids``.
@@ -49,6 +51,7 @@ class Collator:
         labels = torch.full((len(rows), 1 + fed + 1), -100)
         for i, row in enumerate(rows):
             response = row["response_ids"][: fed + 1]
+            self.cut += len(response) < len(row["response_ids"])
             text = torch.tensor([*row["prompt_ids"], *response[:-1]])
             start = prompt - len(row["prompt_ids"])
             ids[i, start : start + len(text)] = text

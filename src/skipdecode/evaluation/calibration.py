@@ -1,4 +1,4 @@
-"""Fit a schedule to a model and its data, from Python as ``skipdecode calibrate`` does it.
+"""Fit a schedule to a model and its data, as ``skipdecode calibrate`` does it.
 
 The horizon follows the lengths that the model really writes, and the layer order may follow from the loss:
 
@@ -10,33 +10,194 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-from ..core.checkpoint_config import layer_count, save_calibrated, schedule_for
-from ..core.schedule import Schedule
-from ..data.metrics import Agreement
-from ..data.tasks import Example, subsample
+from ..core.checkpoint_config import (
+    DEFAULT_METHOD,
+    is_trained,
+    layer_count,
+    save_calibrated,
+    schedule_for,
+    schedules_of,
+    trained_method,
+)
+from ..core.decays import ORDERS
+from ..core.schedule import Schedule, is_schedule, parse_prompt_layers
+from ..data.metrics import DEFAULT, Agreement, bootstrap
+from ..data.tasks import Example, Task, get_task, subsample
 from ..data.tokenization import encode_prompts
 from ..errors import UsageError
-from ..methods import get_method
-from ..planning.fitting import Measure, fit, refit
-from ..planning.planner import Predictor
+from ..files import check_target, is_stream
+from ..generation.generate import generate_ids
+from ..generation.results import Cost
+from ..methods import Method, get_method
+from ..planning.clock import check_profile
+from ..planning.fitting import Lengths, Measure, fit, refit
+from ..planning.planner import CLOCKS, Predictor, workloads
 from ..planning.planner import plan as plan_depths
-from ..weights.loading import load, load_tokenizer, read_config, resolve
-from .achieve import TOLERANCE, Written, achieve
-from .calibration_plan import CalibrationPlan, check, trained_form
-from .examples import read_examples
-from .layer_order import LayerRanking, rank_layers, trials
+from ..planning.profile import Profile
+from ..provenance import fingerprint, identity
+from ..weights.loading import DEMO, load, load_tokenizer, read_config, resolve
+from .inputs import read_examples
+from .layer_order import LayerOrder, is_losses
 from .loss import batches_of
-from .quality import Quality, fallen, quality_of
 
-__all__ = ["Calibration", "CalibrationPlan", "calibrate"]
+#: How far the achieved ratio may be off, as a share of the target.
+TOLERANCE = 0.03
+#: How many fitted schedules are tried at most.
+ROUNDS = 3
+#: How far a score may fall by calibration before it is not saved unasked.
+POINTS = 1.0
+#: Rows that the search for a layer order computes its losses on.
+SEARCH_ROWS = 64
+#: The interval of a score's difference over fewer rows than this says little.
+FEW_ROWS = 10
 
 OnProgress = Callable[[str, int, int], object]
+#: Decode steps of batches -> the schedule for them.
+Fit = Callable[[Sequence[int]], Schedule]
+
+
+@dataclass(frozen=True)
+class CalibrationPlan:
+    """What to fit a schedule to, and how.
+
+    The depths fitted are those of the method that the model was trained by; SkipDecode's, if it was not trained.
+
+    Args:
+        model: directory, hub name or ``demo``.
+        data: rows like those to come: a file, in which prompts are enough, or the task's folder or hub name.
+        speedup: the ratio of ``clock`` that decode steps, or jobs, are to achieve.
+        task: how rows are prompted and scored.
+        limit: use so many inputs, evenly drawn.
+        batch_size: as it will be used: a batch runs until its longest row ends.
+        max_new_tokens: None: the task's.
+        decay: None: as trained, else linear.
+        order: ``top``, ``bottom``, ``even``, or ``search``: from the loss on the data's responses. None: as trained,
+            else ``top``.
+        prompt_layers: layers that the prompt runs: a number, or ``max`` for as many as the first step runs. None: as
+            trained, else all.
+        clock: ``layers`` that decode steps run; or with a profile the seconds of a ``step`` or of the whole ``job``.
+        profile: what ``skipdecode profile`` measured on this machine, with the options of the jobs to come.
+        output: gets the schedule as JSON; a search keeps its losses beside it.
+        save: whether :meth:`Calibration.save` will be called: that it can be is then checked first.
+        device: as :func:`skipdecode.load` takes it.
+
+    Raises:
+        UsageError: values that contradict each other or are out of range.
+        ScheduleError: prompt_layers that say nothing.
+    """
+
+    model: str
+    data: Path
+    speedup: float = 2.0
+    task: Task = field(default_factory=lambda: get_task("jsonl"))
+    limit: int = 256
+    batch_size: int = 32
+    max_new_tokens: int | None = None
+    decay: str | None = None
+    order: str | None = None
+    prompt_layers: int | str | None = None
+    clock: str = "layers"
+    profile: Profile | None = None
+    output: Path | None = None
+    save: bool = False
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("data", "output"):  # strings are paths too
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, Path(getattr(self, name)))
+        object.__setattr__(self, "prompt_layers", parse_prompt_layers(self.prompt_layers))
+        if self.clock not in CLOCKS or (self.clock == "layers") != (self.profile is None):
+            raise UsageError(f"clock is layers, or step or job with a profile, not {self.clock!r}")
+        if self.clock != "layers" and self.save:
+            raise UsageError(
+                "a config has schedules for speed-ups of layers: a clock's schedule stays in its file, for --schedule"
+            )
+        if self.order not in (None, *ORDERS, "search"):
+            raise UsageError(f"order is {', '.join(ORDERS)} or search, not {self.order!r}")
+        for name in ("limit", "batch_size", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is at least 1, not {value}")
+
+    @property
+    def losses_file(self) -> Path | None:
+        """Where a search keeps its losses."""
+        return None if self.output is None or is_stream(self.output) else self.output.with_suffix(".losses.json")
+
+    def measure(self, prompt_tokens: Sequence[int]) -> Callable[[Sequence[int]], Measure]:
+        """Decode steps of batches -> what ``speedup`` is a ratio of: layers, or seconds as the profile predicts them.
+
+        ``prompt_tokens``: of each row, in any order; batches are made of like ones, the longest first.
+        """
+        profile = self.profile
+        if profile is None:
+            return Lengths
+        works = workloads(prompt_tokens, self.batch_size, self.max_new_tokens or self.task.max_new_tokens)
+        Predictor(profile, works, self.clock)  # what it does not reach shows before anything is written
+
+        def predicted(lengths: Sequence[int]) -> Measure:
+            batches = [replace(work, new_tokens=max(n, 1) + 1) for work, n in zip(works, lengths, strict=False)]
+            return Predictor(profile, batches, self.clock)
+
+        return predicted
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a model wrote with a schedule.
+
+    Attributes:
+        schedule: the one it wrote with.
+        ratio: what was fitted to the target; over its own lengths, times less than at full depth.
+        step_layer_ratio: the full model's layers divided by those that a decode step ran.
+        job_layer_ratio: the same over the whole job, the prompt's positions and the decode steps.
+        lengths: decode steps of each batch.
+        texts: in the order of the prompts.
+    """
+
+    schedule: Schedule
+    ratio: float
+    step_layer_ratio: float
+    job_layer_ratio: float
+    lengths: tuple[int, ...]
+    texts: tuple[str, ...]
+
+    def ratios(self) -> dict[str, float]:
+        """The layer ratios, as JSON has them."""
+        return {name: round(getattr(self, name), 3) for name in ("step_layer_ratio", "job_layer_ratio")}
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One score, 0 to 100, of three schedules, and the 95% interval of ``after - before`` over ``rows`` inputs."""
+
+    full: float
+    before: float
+    after: float
+    interval: tuple[float, float]
+    rows: int
+
+    @property
+    def falls(self) -> bool:
+        """Whether the fitted schedule scores less, by more than POINTS."""
+        return self.before - self.after > POINTS
+
+    @property
+    def change(self) -> str:
+        """The difference and its interval."""
+        return f"{self.after - self.before:+.2f} ({self.interval[0]:+.2f} to {self.interval[1]:+.2f})"
+
+    def __str__(self) -> str:
+        chance = self.rows < FEW_ROWS or self.interval[0] <= 0 <= self.interval[1]
+        return (
+            f"from {self.before:.2f} to {self.after:.2f} on {self.rows} rows, 95% interval {self.interval[0]:+.2f} to "
+            f"{self.interval[1]:+.2f}" + ", which may be chance: more rows would tell" * chance
+        )
 
 
 @dataclass(frozen=True)
@@ -45,19 +206,21 @@ class Calibration:
 
     Attributes:
         plan: what was asked for.
+        method: whose depths were fitted.
         before, after, full: texts of the schedule there was, of the fitted one, and of the full model.
         quality: each score by its label; agreement with full depth comes last.
-        trained: the schedule that was trained for this speed-up, in the form asked for; None if there is none.
-        ranking: the layer order that was searched for, if it was.
+        trained: the schedule that was trained for this speed-up, in the style asked for; None if there is none.
+        losses: of a search for the layer order: loss in nats per token by the number of layers left.
     """
 
     plan: CalibrationPlan
+    method: str
     before: Written
     after: Written
     full: Written
     quality: Mapping[str, Quality]
     trained: Schedule | None = None
-    ranking: LayerRanking | None = None
+    losses: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def schedule(self) -> Schedule:
@@ -65,7 +228,7 @@ class Calibration:
         return self.after.schedule
 
     def remarks(self) -> list[str]:
-        """What the user should know: depths other than the trained ones, a ratio that is not achieved."""
+        """What the user should know: depths other than the trained ones, a ratio that is not achieved, worse scores."""
         new, old, target = self.schedule, self.trained, f"{self.plan.speedup:g}x"
         lines = []
         if old and (new.max_depth, new.min_depth) != (old.max_depth, old.min_depth):
@@ -74,13 +237,22 @@ class Calibration:
                 f"that were trained: the depths moved to {new.max_depth} to {new.min_depth}"
             )
         if abs(self.after.ratio / self.plan.speedup - 1) > TOLERANCE:
-            lines.append(f"{self.plan.method} comes no nearer to {target} with {new.num_layers} layers")
-        return lines
+            lines.append(f"{self.method} comes no nearer to {target} with {new.num_layers} layers")
+        return lines + [f"{label} falls {quality}" for label, quality in self.worse().items()]
+
+    def worse(self) -> dict[str, Quality]:
+        """Scores that fall by more than POINTS; agreement counts only where there are no references."""
+        judged = list(self.quality)[: max(len(self.quality) - 1, 1)]
+        return {label: self.quality[label] for label in judged if self.quality[label].falls}
 
     def summary(self) -> dict[str, Any]:
         """Plain values, as JSON has them."""
-        losses = {"losses": [round(loss, 4) for loss in self.ranking.losses]} if self.ranking else {}
-        old = {"schedule": self.before.schedule.to_dict(), **self.before.ratios()}
+        losses = {"losses": {n: round(loss, 4) for n, loss in self.losses.items()}} if self.losses else {}
+        quality = {
+            name: {k: round(v, 2) for k, v in asdict(each).items() if k != "interval"}
+            | {"interval": [round(end, 2) for end in each.interval]}
+            for name, each in self.quality.items()
+        }
         return losses | {
             "schedule": self.schedule.to_dict(),
             "speedup": self.plan.speedup,
@@ -88,8 +260,8 @@ class Calibration:
             "ratio": round(self.after.ratio, 3),
             **self.after.ratios(),
             "lengths": list(self.after.lengths),
-            "before": old,
-            "quality": {name: {k: round(v, 2) for k, v in vars(each).items()} for name, each in self.quality.items()},
+            "before": {"schedule": self.before.schedule.to_dict(), **self.before.ratios()},
+            "quality": quality,
         }
 
     def save(self, force: bool = False) -> Path:
@@ -98,16 +270,15 @@ class Calibration:
         Raises:
             UsageError: a score falls by more than POINTS, and ``force`` is not set; nothing is written.
         """
-        if (worse := fallen(self.quality)) and not force:
-            falls = ", ".join(f"{name} falls from {q.before:.2f} to {q.after:.2f}" for name, q in worse.items())
+        if (worse := self.worse()) and not force:
+            train = f"train with --schedule {self.plan.output}, or " if self.plan.output else ""
             raise UsageError(
-                f"{falls} (a step's layer ratio is {self.before.step_layer_ratio:.2f}x before, "
-                f"{self.after.step_layer_ratio:.2f}x after): "
-                f"{self.plan.model} stays as it was. Train with --schedule {self.plan.output}, or give --force to save "
-                "it all the same"
+                f"{'; '.join(f'{label} falls {quality}' for label, quality in worse.items())} (a step's layer ratio is "
+                f"{self.before.step_layer_ratio:.2f}x before, {self.after.step_layer_ratio:.2f}x after): "
+                f"{self.plan.model} stays as it was; {train}give --force to save it all the same"
             )
         folder = Path(resolve(self.plan.model))
-        save_calibrated(folder, self.plan.speedup, self.schedule, self.plan.method)
+        save_calibrated(folder, self.plan.speedup, self.schedule, self.method)
         return folder / "config.json"
 
 
@@ -130,9 +301,9 @@ def calibrate(
         SkipDecodeError: data, model or options that cannot be used; said before the model is loaded.
     """
     config = read_config(plan.model)
-    check(plan, config)
+    method = _check(plan, config)
     before = schedule_for(config, plan.speedup)
-    trained, style = trained_form(plan, config)
+    trained, style = _style(plan, config, method)
     examples = read_examples(plan.task, plan.data, "validation", say)
     if not examples and not plan.data.is_file():
         examples = plan.task.read(plan.data, "train")
@@ -145,61 +316,152 @@ def calibrate(
     prompts = [example.prompt for example in examples]
     measure = plan.measure([len(ids) for ids in encode_prompts(load_tokenizer(plan.model), prompts)])
     model, tokenizer = load(plan.model, device=plan.device)
-    ranking = None
+    order = None
     if plan.order == "search":
-        ranking = _search(plan, model, tokenizer, examples, on_progress)
-        style["order"] = ranking.order
-        trained = trained and trained.replace(order=ranking.order)
-    texts = achieve(
-        model,
-        tokenizer,
-        prompts,
-        _rule(plan, before.num_layers, trained, style, measure),
-        plan.speedup,
-        before,
-        measure,
-        keep=trained == before,
-        batch_size=plan.batch_size,
-        on_rows=lambda done, total: on_progress("texts (rows)", done, total),
-        max_new_tokens=plan.max_new_tokens or plan.task.max_new_tokens,
-        do_sample=False,
-    )
-    if plan.output is not None:
-        texts[1].schedule.save(plan.output)
-    return Calibration(plan, *texts, quality_of(*texts, examples), trained, ranking)
+        rows = subsample(examples, SEARCH_ROWS)
+        weights = [part for part in identity(resolve(plan.model)) if part[0] != "config.json"]  # --save writes it
+        order = LayerOrder(
+            model,
+            batches_of(rows, tokenizer, model, plan.batch_size),
+            file=plan.losses_file,
+            job=fingerprint(weights, getattr(config, "_commit_hash", None), [asdict(row) for row in rows]),
+            on_pass=lambda done, total: on_progress("layer order (passes)", done, total),
+        )
 
-
-def _rule(
-    plan: CalibrationPlan,
-    num_layers: int,
-    trained: Schedule | None,
-    style: Mapping[str, Any],
-    measure: Callable[[Sequence[int]], Measure],
-) -> Callable[[Sequence[int]], Schedule]:
-    """Decode steps of batches -> schedule: the trained depths over another horizon if that will do, else new ones."""
-    method = get_method(plan.method)
-
-    def with_lenders_first(lengths: Sequence[int]) -> Schedule:
+    def fit_to(lengths: Sequence[int]) -> Schedule:
         if method.order is None:
-            return method.schedule(num_layers, plan.speedup, lengths)
-        measured = measure(lengths)
-        kept = trained and refit(trained, plan.speedup, measured)
-        if kept is None and isinstance(measured, Predictor):
-            return plan_depths(measured, plan.speedup, **style)  # says what cannot be had
-        return kept or fit(num_layers, plan.speedup, measured, **style)
+            return method.schedule(before.num_layers, plan.speedup, lengths)
+        measured, changes = measure(lengths), dict[str, Any]()
+        while True:
+            schedule = _fit(plan, measured, trained and trained.replace(**changes), style | changes, before.num_layers)
+            if order is None or changes.get("order") == (ranked := order.down_to(schedule.min_depth)):
+                return schedule
+            changes["order"] = ranked
 
-    return with_lenders_first
+    ids = encode_prompts(tokenizer, prompts)
+    texts_of: dict[Schedule, Written] = {}
+    done = 0
+
+    def count(cost: Cost) -> None:
+        nonlocal done
+        done += cost.rows
+        on_progress("texts (rows)", done, max(3 * len(prompts), done))
+
+    def generate(schedule: Schedule) -> Written:
+        if schedule not in texts_of:
+            most = plan.max_new_tokens or plan.task.max_new_tokens
+            options = {"max_new_tokens": most, "do_sample": False}
+            result = generate_ids(model, tokenizer, ids, schedule, plan.batch_size, count, **options)
+            texts = tuple(" ".join(completion.text.split()) for completion in result.completions)
+            ratio = measure(result.lengths).ratio(schedule) if sum(result.lengths) else 1.0
+            layers = result.cost.layer_ratio, result.cost.num_layers / result.cost.job_depth
+            texts_of[schedule] = Written(schedule, ratio, *layers, tuple(result.lengths), texts)
+        return texts_of[schedule]
+
+    full, old = generate(Schedule.full(before.num_layers)), generate(before)
+    new = _achieve(plan.speedup, generate, fit_to, full, old if trained == before else None)
+    if plan.output is not None:
+        new.schedule.save(plan.output)
+    losses = order.losses if order else {}
+    return Calibration(plan, method.name, old, new, full, _quality(old, new, full, examples), trained, losses)
 
 
-def _search(
-    plan: CalibrationPlan,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Sequence[Example],
-    on_progress: OnProgress,
-) -> LayerRanking:
-    """The layer order found from the loss on the examples' responses."""
-    batches = batches_of(subsample(examples, plan.search_rows), tokenizer, model, plan.batch_size)
-    passes = iter(range(1, trials(layer_count(model.config)) + 1))
-    total = trials(layer_count(model.config))
-    return rank_layers(model, batches, on_trial=lambda: on_progress("layer order (passes)", next(passes), total))
+def _achieve(
+    speedup: float, generate: Callable[[Schedule], Written], fit_to: Fit, full: Written, kept: Written | None
+) -> Written:
+    """Fit to the lengths, write again, fit again; of several fitted schedules the nearest one counts.
+
+    ``kept`` is the answer if it is near enough, so that nothing trained is moved without need.
+    """
+
+    def off(written: Written) -> float:
+        return abs(written.ratio / speedup - 1)
+
+    if kept and off(kept) <= TOLERANCE:
+        return kept
+    tried = [generate(fit_to(full.lengths))]
+    while len(tried) < ROUNDS and off(tried[-1]) > TOLERANCE:
+        schedule = fit_to(tried[-1].lengths)
+        if schedule in [each.schedule for each in tried]:
+            break  # it would write the same again
+        tried.append(generate(schedule))
+    return min(tried, key=off)
+
+
+def _fit(
+    plan: CalibrationPlan, measured: Measure, trained: Schedule | None, style: Mapping[str, Any], num_layers: int
+) -> Schedule:
+    """The trained depths over another horizon if that will do, else new ones."""
+    kept = trained and refit(trained, plan.speedup, measured)
+    if kept is None and isinstance(measured, Predictor):
+        return plan_depths(measured, plan.speedup, **style)  # says what cannot be had
+    return kept or fit(num_layers, plan.speedup, measured, **style)
+
+
+def _check(plan: CalibrationPlan, config: Any) -> Method:
+    """The method whose depths are fitted. Raises UsageError, FileError for what config and disk rule out."""
+    layers = layer_count(config)
+    method = get_method(trained_method(config) if is_trained(config) else DEFAULT_METHOD)
+    if not method.fits_depths:
+        raise UsageError(f"{plan.model} was trained by {method.name}, which has no depths to fit")
+    if not method.takes_style and (plan.order or plan.decay or plan.prompt_layers):
+        raise UsageError(f"order, decay and prompt_layers cannot be set for {method.name}: it has its own")
+    if plan.profile is not None:
+        if method.order is None:
+            raise UsageError(f"{method.name} has its own rule for depths: it fits layers only")
+        # Its options are those of the jobs to come: here nothing is timed.
+        check_profile(plan.profile, config, device=plan.device, **plan.profile.options)
+    if not 1 < plan.speedup <= layers:
+        raise UsageError(f"a speed-up is above 1 and at most the number of layers ({layers}), not {plan.speedup:g}")
+    if plan.save and (resolve(plan.model) == str(DEMO) or not Path(resolve(plan.model)).is_dir()):
+        raise UsageError(f"the schedule can only be saved into a local model directory, which {plan.model} is not")
+    if plan.output is not None:
+        check_target(plan.output, may_replace=is_schedule)
+    if plan.order == "search" and plan.losses_file is not None:
+        check_target(plan.losses_file, may_replace=is_losses)
+    return method
+
+
+def _style(plan: CalibrationPlan, config: Any, method: Method) -> tuple[Schedule | None, dict[str, Any]]:
+    """The schedule whose depths are kept if they can be, and the style of a new one.
+
+    Raises UsageError, ScheduleError: no schedule can have this style.
+    """
+    layers = layer_count(config)
+    known = {k: s for k, s in schedules_of(config, method.name).items() if not s.is_full}
+    trained = known.get(plan.speedup)
+    if method.order is None:
+        return trained, {}
+    source = trained or (known[max(known)] if known else None)
+    if source and source.decay == "list" and plan.decay is None:
+        raise UsageError(f"{plan.model} was trained with a list of depths, which has no form to fit: give a --decay")
+    order = tuple(range(layers)) if plan.order == "search" else plan.order
+    given: dict[str, Any] = {"decay": plan.decay, "order": order, "prompt_layers": plan.prompt_layers}
+    asked = {name: value for name, value in given.items() if value is not None}
+    style: dict[str, Any] = {"order": method.order, "decay": "linear", **(source.style if source else {}), **asked}
+    in_prompt = style.get("prompt_layers")
+    deepest = in_prompt if isinstance(in_prompt, int) else layers
+    Schedule(layers, deepest, deepest, 1, **style)  # contradictions show before the weights are loaded
+    if plan.clock == "layers" and deepest * plan.speedup < layers:
+        raise UsageError(f"{plan.speedup:g}x runs more than {deepest} layers at a step: depths never rise")
+    if trained and ("list" in (trained.decay, style["decay"]) or "constant" in {trained.decay} ^ {style["decay"]}):
+        trained = None  # such depths are no use in the style asked for
+    if trained and trained.max_depth > deepest:
+        trained = None
+    return trained and trained.replace(**asked), style
+
+
+def _quality(before: Written, after: Written, full: Written, examples: Sequence[Example]) -> dict[str, Quality]:
+    """Each score by its label: those of the rows that have references, and agreement of all rows with full depth."""
+    scored = [i for i, example in enumerate(examples) if example.references]
+    everything = range(len(examples))
+    found = {}
+    for metric in (*(DEFAULT if scored else ()), Agreement()):
+        against_full = isinstance(metric, Agreement)
+        rows: Sequence[int] = everything if against_full else scored
+        references = [[full.texts[i]] if against_full else examples[i].references for i in rows]
+        stats = [metric.rows([each.texts[i] for i in rows], references) for each in (full, before, after)]
+        own, old, new = (metric.corpus(each.sum(0), len(rows)) for each in stats)
+        label = "agreement with full depth" if against_full else metric.label
+        found[label] = Quality(own, old, new, bootstrap(metric, stats[2], stats[1]), len(rows))
+    return found

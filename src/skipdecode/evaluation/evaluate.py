@@ -1,4 +1,4 @@
-"""A whole evaluation from Python, as ``skipdecode evaluate`` runs it: read, check, measure, write tables and plots.
+"""A whole evaluation, as ``skipdecode evaluate`` runs it: quality, layers, wall clock and memory, one row per variant.
 
 from skipdecode.evaluation.evaluate import EvaluationPlan, evaluate
 
@@ -8,30 +8,43 @@ results.rows[1]["step_layer_ratio"]
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..core.checkpoint_config import layer_count, schedule_for
-from ..data.metrics import DEFAULT, Agreement, BertScore, Metric
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .. import __version__
+from ..clock.timing import alternate, compare, forced, typical_steps
+from ..core.checkpoint_config import layer_count, schedule_for, trained_method
+from ..core.schedule import Schedule
+from ..data.metrics import DEFAULT, Agreement, BertScore, Metric, bootstrap
 from ..data.tasks import Example, Task, get_task, subsample
-from ..errors import FileError, UsageError
-from ..files import locked
-from ..planning.clock import Clock
-from ..planning.profile import Profile
-from ..weights.device import cpu_capabilities, machine, placement
-from ..weights.faster import check_faster, faster_options
-from ..weights.loading import read_config
+from ..data.tokenization import encode_prompts
+from ..errors import FileError, JobError, UsageError
+from ..files import check_target, locked, read_json, write
+from ..generation.batch import Decoding
+from ..generation.generate import generate_ids
+from ..generation.results import Cost, Generated
+from ..provenance import fingerprint, identity
+from ..weights.device import machine, placement
+from ..weights.loading import load, read_config, resolve
+from ..weights.optimize import check_optimizations, optimizations
 from . import report
-from .arms import Arm, arms
-from .bench import Bench
-from .examples import read_examples
+from .inputs import read_examples
+from .loss import batches_of, loss_by_position
 from .plots import draw_losses, draw_tradeoff
-from .runner import Evaluation
+from .variants import Variant, variants
 
 Say = Callable[[str], object]
+
+#: Changes whenever the keys of a row do: rows of another version are measured again.
+ROW_VERSION = 3
+#: Validation inputs for lengths, CALM's threshold and the loss by position.
+HELD_OUT_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -42,25 +55,20 @@ class EvaluationPlan:
         model: directory, hub name or ``demo``: the full model, and the checkpoint of methods without one of their own.
         data: folder with the task's files, hub name, or one file of rows, in which prompts are enough.
         task: how rows are prompted and scored.
-        speedups: targets of every method.
-        methods: as :func:`skipdecode.evaluation.arms.arms` takes them.
+        speedups: targets of every method: times fewer layers.
+        methods: as :func:`skipdecode.evaluation.variants.variants` takes them.
         schedules: JSON files, each of which gets a row.
-        serving: the model's flat schedules, which suit servers, get rows beside the others.
         output: folder for tables, plots and finished rows.
         split: ``test`` or ``validation``.
-        limit: score only the first so many inputs.
-        held_out_rows: inputs of the validation split for lengths, CALM's threshold and the loss.
+        limit: score (and hold out) only so many inputs.
         batch_size: rows decoded together.
         max_new_tokens: None: the task's.
-        timing_rows: inputs that are timed.
-        repeats: rounds timed, the full model and each arm in turn.
-        samples: corpora resampled for the confidence intervals.
+        timing_rows: inputs that are timed, evenly drawn.
+        repeats: rounds timed, the full model and each variant in turn.
         bert_score: directory or hub name of an encoder, to add BERTScore.
         dtype, device: as :func:`skipdecode.load` takes them.
-        faster: what makes layers faster, as :func:`skipdecode.load` takes it (``quantization``, ``compile``,
-            ``prepack``): of every row's model, the full one's too.
-        clock, profile: what speed-ups are of: ``layers``; or, with what ``skipdecode profile`` measured here (or its
-            file), the seconds of a decode ``step`` or of the ``job`` in the runs that are timed.
+        faster: options of :func:`skipdecode.load` that make layers faster (``quantization``, ``prepack``): they hold
+            for every row's model, the full one's too.
         overwrite: replace rows and tables of other settings or models.
 
     Raises:
@@ -73,36 +81,28 @@ class EvaluationPlan:
     speedups: Sequence[float] = (1, 2, 3, 4, 5)
     methods: str = "skipdecode"
     schedules: Sequence[Path] = ()
-    serving: bool = False
     output: Path = Path("evaluation")
     split: str = "test"
     limit: int | None = None
-    held_out_rows: int = 256
     batch_size: int = 32
     max_new_tokens: int | None = None
     timing_rows: int = 64
     repeats: int = 5
-    samples: int = 1000
     bert_score: str | None = None
     dtype: str = "auto"
     device: str | None = None
     faster: Mapping[str, Any] = field(default_factory=dict)
-    clock: str = "layers"
-    profile: Profile | str | Path | None = None
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "profile", Clock(self.clock, self.profile).profile)
-        object.__setattr__(self, "faster", faster_options(**self.faster))
+        object.__setattr__(self, "faster", optimizations(**self.faster))
         for name in ("data", "output"):  # strings are paths too
             object.__setattr__(self, name, Path(getattr(self, name)))
         if self.split not in ("test", "validation"):
             raise UsageError(f"split is test or validation, not {self.split!r}")
-        if not self.speedups or min(self.speedups) < 1 or len(set(self.speedups)) < len(self.speedups):
+        if not self.speedups or not min(self.speedups) >= 1 or len(set(self.speedups)) < len(self.speedups):
             raise UsageError(f"speedups are distinct numbers of at least 1, not {self.speedups}")
-        if self.serving and self.clock != "layers":
-            raise UsageError("serving compares flat schedules for speed-ups of layers: leave the clock out")
-        for name in ("limit", "held_out_rows", "batch_size", "max_new_tokens", "timing_rows", "repeats", "samples"):
+        for name in ("limit", "batch_size", "max_new_tokens", "timing_rows", "repeats"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} is at least 1, not {value}")
@@ -113,7 +113,7 @@ class Results:
     """A finished evaluation.
 
     Attributes:
-        rows: one per arm, the full model's first, with the keys of ``table.json`` and the texts.
+        rows: one per variant, the full model's first, with the keys of ``table.json`` and the texts.
         metrics: (key in the rows, name for people) of each score.
         about: how the rows were measured, as it stands below the tables.
         files: what was written.
@@ -132,7 +132,7 @@ def evaluate(
     say: Say = warnings.warn,
     on_progress: Callable[[str, int, int], object] = lambda what, done, total: None,
 ) -> Results:
-    """Measure quality, layers, wall clock and memory of every arm, and write tables and plots to ``plan.output``.
+    """Measure quality, layers, wall clock and memory of every variant, and write tables and plots to ``plan.output``.
 
     It resumes after an interruption: finished rows are kept in ``plan.output``.
 
@@ -140,7 +140,7 @@ def evaluate(
         plan: what to evaluate.
         command: stands in the tables as what made them.
         say: called with a line about anything the user should know.
-        on_progress: called with the arm under way, how many arms are finished, and how many there are.
+        on_progress: called with the variant under way, how many are finished, and how many there are.
 
     Raises:
         SkipDecodeError: data, models or options that cannot be used, or an output of other settings. All of this is
@@ -149,45 +149,25 @@ def evaluate(
     if plan.output.exists() and not plan.output.is_dir():
         raise FileError(f"{plan.output} is a file: give a folder for --output")
     examples, held_out = _read(plan, say)
-    selected = _arms(plan)
+    selected = _select(plan)
     metrics = _metrics(plan, examples, say)
-    bench = Bench(
-        plan.task,
-        examples,
-        held_out,
-        batch_size=plan.batch_size,
-        max_new_tokens=plan.max_new_tokens or 0,
-        timing_rows=plan.timing_rows,
-        repeats=plan.repeats,
-        samples=plan.samples,
-        metrics=metrics,
-        dtype=plan.dtype,
-        device=plan.device,
-        faster=plan.faster,
-        clock=Clock(plan.clock, plan.profile),
-    )
-    _check_clock(bench, selected)
     plan.output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    evaluation = Evaluation(
-        bench,
-        selected,
-        plan.output,
-        lambda arm: on_progress(arm.key, len(rows), len(selected)),
-        overwrite=plan.overwrite,
-        say=say,
-    )
-    job, names = evaluation.job(selected[0]), [(arm.name, arm.speedup) for arm in selected]
-    report.check(plan.output, job, names, plan.overwrite)
-    evaluation.check()
-    for arm, row in zip(selected, evaluation.rows(), strict=True):
-        rows.append(row)
-        on_progress(arm.key, len(rows), len(selected))
-    labels = [(metric.name, metric.label) for metric in metrics]
-    about = _about(plan, len(examples), command) | report.notes(rows)
-    own = {arm.name for arm in selected if arm.method.takes_style}
-    with locked(plan.output / "table.json", timeout=60):
+
+    def on_start(variant: Variant) -> None:
+        on_progress(variant.key, len(rows), len(selected))
+
+    evaluation = Evaluation(plan, examples, held_out, selected, metrics, on_start=on_start, say=say)
+    job, names = evaluation.job(selected[0]), [(variant.name, variant.speedup) for variant in selected]
+    with locked(plan.output / "table.json", str(plan.output)):
         report.check(plan.output, job, names, plan.overwrite)
+        evaluation.check()
+        for variant, row in zip(selected, evaluation.rows(), strict=True):
+            rows.append(row)
+            on_progress(variant.key, len(rows), len(selected))
+        labels = [(metric.name, metric.label) for metric in metrics]
+        about = _about(plan, len(examples), command) | report.notes(rows)
+        own = {variant.name for variant in selected if variant.method.takes_style}
         report.save(rows, labels, about, plan.output, job)
         draw_tradeoff(rows, labels, plan.output / "tradeoff.png", about["machine"], own)
         draw_losses(rows, plan.output / "losses.png", about["machine"], own)
@@ -200,37 +180,26 @@ def _read(plan: EvaluationPlan, say: Say) -> tuple[list[Example], list[Example]]
     examples = read_examples(plan.task, plan.data, plan.split, say)[: plan.limit]
     if not examples:
         raise UsageError(f"{plan.data} holds no {plan.split} rows")
-    held_out = [] if plan.data.is_file() else subsample(plan.task.read(plan.data, "validation"), plan.held_out_rows)
+    count = min(plan.limit or HELD_OUT_ROWS, HELD_OUT_ROWS)
+    held_out = [] if plan.data.is_file() else subsample(plan.task.read(plan.data, "validation"), count)
     if not held_out or plan.split == "validation":
         say("there is no other split to hold out: lengths and thresholds come from the scored rows")
-    return examples, held_out or subsample(examples, plan.held_out_rows)
+    return examples, held_out or subsample(examples, count)
 
 
-def _arms(plan: EvaluationPlan) -> list[Arm]:
-    """The arms, whose models are there and have the layers for them."""
-    selected = arms(plan.methods, plan.model, plan.speedups, plan.schedules, plan.serving)
+def _select(plan: EvaluationPlan) -> list[Variant]:
+    """The variants, whose models are there and have the layers for them."""
+    selected = variants(plan.methods, plan.model, plan.speedups, plan.schedules)
     layers = layer_count(read_config(selected[0].model))
     if max(plan.speedups) > layers:
         raise UsageError(f"speed-ups go up to the model's number of layers, {layers}: {max(plan.speedups):g} is more")
-    for arm in selected:
-        config = read_config(arm.model)
-        check_faster(arm.model, config, *placement(config, plan.dtype, plan.device), cpu_capabilities(), **plan.faster)
-        if arm.schedule is not None:
-            schedule_for(config, schedule=arm.schedule)
+    for variant in selected:
+        config = read_config(variant.model)
+        where = placement(config, plan.dtype, plan.device)
+        check_optimizations(variant.model, config, *where, **plan.faster)
+        if variant.schedule is not None:
+            schedule_for(config, schedule=variant.schedule)
     return selected
-
-
-def _check_clock(bench: Bench, selected: Sequence[Arm]) -> None:
-    """Whether the arms' models run as they are to, and can have their speed-ups on the clock.
-
-    Texts of the most tokens are looked at: what a job cannot have over them, it cannot have over shorter ones.
-
-    Raises UsageError, ScheduleError.
-    """
-    for arm in selected:
-        if bench.faster.get("compile") and arm.method.skips and not arm.method.fits_depths:
-            raise UsageError(f"{arm.method.name} decides by token which layers run: its steps cannot be compiled")
-        bench.planned(arm, max(bench.max_new_tokens - 1, 1))
 
 
 def _metrics(plan: EvaluationPlan, examples: Sequence[Example], say: Say) -> list[Metric]:
@@ -254,7 +223,235 @@ def _about(plan: EvaluationPlan, count: int, command: str | None) -> dict[str, s
         "rows": f"{count} {plan.split} inputs of {plan.task.name}, greedy, batch {plan.batch_size}",
         "machine": machine(plan.device),
         **({"made faster": str(dict(plan.faster))} if plan.faster else {}),
-        **({"targets": f"of a {plan.clock}'s seconds in the timed runs"} if plan.clock != "layers" else {}),
         "rounds": f"{plan.repeats}, the full model and the method in turn",
-        "vs full": f"paired bootstrap over inputs, {plan.samples} samples",
+        "vs full": "paired bootstrap over inputs, 1000 samples",
     }
+
+
+class Evaluation:
+    """Measure variants, and keep each finished row in ``plan.output``: after a kill only the rest is measured.
+
+    Args:
+        plan: settings. ``rows/KEY.json`` in its output folder gets each variant's row, with the texts in it.
+        examples: these are scored.
+        held_out: lengths, CALM's threshold and losses come from these.
+        variants: what to measure. The first is the reference, which all are paired with.
+        metrics: each becomes a score with its difference from the reference's.
+        on_start: called with each variant that is not already finished.
+        say: called with a line about each row that is damaged.
+    """
+
+    def __init__(
+        self,
+        plan: EvaluationPlan,
+        examples: Sequence[Example],
+        held_out: Sequence[Example],
+        variants: Sequence[Variant],
+        metrics: Sequence[Metric] = DEFAULT,
+        *,
+        on_start: Callable[[Variant], object] = lambda variant: None,
+        say: Say = lambda line: None,
+    ) -> None:
+        self.plan = plan
+        self.examples, self.held_out = examples, held_out
+        self.variants = list(variants)
+        self.reference = self.variants[0]
+        self.metrics = metrics
+        self.on_start = on_start
+        self.say = say
+        self._loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
+        self._versions: dict[str, list[Any]] = {}  # of models, looked up once
+        self._lengths: list[int] = []
+        self._reference_texts: list[str] = []
+        self._steps = 1
+
+    def job(self, variant: Variant) -> str:
+        """What makes two rows the same: inputs, settings, machine, variant, and the models' files."""
+        plan = self.plan
+        for name in {variant.model, self.reference.model} - {*self._versions}:
+            # A hub name alone does not say which version it is.
+            self._versions[name] = [identity(resolve(name)), getattr(read_config(name), "_commit_hash", None)]
+        models = [self._versions[name] for name in (variant.model, self.reference.model)]
+        texts = [asdict(example) for example in (*self.examples, *self.held_out)]
+        most = plan.max_new_tokens or plan.task.max_new_tokens
+        numbers = [plan.batch_size, most, plan.timing_rows, plan.repeats]
+        where = [plan.dtype, plan.device, dict(plan.faster), machine(plan.device), __version__]
+        scores = [repr(vars(metric) | {"name": metric.name}) for metric in self.metrics]
+        return fingerprint(ROW_VERSION, texts, numbers, where, scores, variant.identity(), models)
+
+    def check(self) -> None:
+        """Say what :meth:`rows` would refuse before a model is loaded.
+
+        Raises:
+            FileError: a row cannot be written.
+            JobError: a finished row of other settings is there, and ``overwrite`` is not set.
+        """
+        if (self.plan.output / "rows").is_dir():
+            for variant in self.variants:
+                check_target(self._path(variant))
+                self._finished(variant, self.job(variant))
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield one finished row per variant, in their order."""
+        for variant in self.variants:
+            path, job = self._path(variant), self.job(variant)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            row = self._finished(variant, job)
+            if row is None:
+                self.on_start(variant)
+                text = json.dumps(_with_checksum({"job": job} | self._measure(variant)), ensure_ascii=False)
+                write(path, text + "\n")
+                row = json.loads(text)
+            if variant is self.reference:
+                self._reference_texts, self._steps = row["texts"], row["timed_steps"]
+            yield row
+
+    def _path(self, variant: Variant) -> Path:
+        return self.plan.output / "rows" / f"{variant.key}.json"
+
+    def _finished(self, variant: Variant, job: str) -> dict[str, Any] | None:
+        """The row of this very job, if it is there and whole. Raises JobError for another job's."""
+        path = self._path(variant)
+        if not path.exists():
+            return None
+        try:
+            row = read_json(path)
+        except FileError:
+            row = None
+        if not isinstance(row, dict) or row != _with_checksum(row):
+            self.say(f"{path} is damaged or of an earlier version: it is measured again")
+            return None
+        if row["job"] != job and not self.plan.overwrite:
+            raise JobError(
+                f"{path} was measured with other settings or another model: give another --output, or --overwrite"
+            )
+        return row if row["job"] == job else None
+
+    def _model(self, name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Load a checkpoint when it is first asked for. The reference's stays; of the others only the last one does."""
+        if name not in self._loaded:
+            self._loaded = {k: v for k, v in self._loaded.items() if k == self.reference.model}
+            self._loaded[name] = load(name, dtype=self.plan.dtype, device=self.plan.device, **self.plan.faster)
+        return self._loaded[name]
+
+    def generate(self, name: str, examples: Sequence[Example], decoding: Decoding, **options: Any) -> Generated:
+        """Write greedy texts for these examples' prompts with the checkpoint called ``name``."""
+        model, tokenizer = self._model(name)
+        ids = encode_prompts(tokenizer, [example.prompt for example in examples])
+        most = self.plan.max_new_tokens or self.plan.task.max_new_tokens
+        options = {"max_new_tokens": most, "do_sample": False} | options
+        return generate_ids(model, tokenizer, ids, decoding, self.plan.batch_size, **options)
+
+    def held_out_lengths(self) -> list[int]:
+        """Decode steps of the full model's batches on the held-out prompts."""
+        if not self._lengths:
+            self._lengths = self.generate(self.reference.model, self.held_out, None).lengths
+        return self._lengths
+
+    def _decoding(self, variant: Variant) -> tuple[Decoding, dict[str, Any]]:
+        """How the variant decodes, and what of it to write down."""
+        if variant.schedule is not None:
+            return variant.schedule, {"schedule": variant.schedule.to_dict()}
+        some = subsample(self.held_out, 2 * self.plan.batch_size)
+        return variant.method.decoding(
+            self._model(variant.model)[0],
+            variant.speedup,
+            self.held_out_lengths,
+            lambda decoding: self.generate(variant.model, some, decoding).cost,
+            do_sample=False,
+        )
+
+    def _measure(self, variant: Variant) -> dict[str, Any]:
+        """Everything that stands in the variant's row."""
+        full, _ = self._model(self.reference.model)
+        model, tokenizer = self._model(variant.model)
+        decoding, notes = self._decoding(variant)
+        result = self.generate(variant.model, self.examples, decoding)
+        texts = [" ".join(completion.text.split()) for completion in result.completions]
+        if variant is self.reference:
+            self._steps = typical_steps(result.lengths)
+        trained = variant.method.is_trained_by(trained_method(model.config))
+        return {
+            "method": variant.name,
+            "label": variant.label if trained else f"{variant.label}, untrained",
+            "model": variant.model,
+            "target": variant.speedup,
+            **_layers(result.cost, layer_count(full.config)),
+            **self._scores(texts),
+            **notes,
+            **self._loss(model, tokenizer, decoding),
+            **self._clock(variant, decoding),
+            "texts": texts,
+        }
+
+    def _scores(self, texts: Sequence[str]) -> dict[str, Any]:
+        """Each metric, its difference from the reference's, and the 95% interval of that difference."""
+        full_texts = self._reference_texts or texts
+        result: dict[str, Any] = {}
+        for metric in self.metrics:
+            agreement = isinstance(metric, Agreement)
+            references = [[t] for t in full_texts] if agreement else [example.references for example in self.examples]
+            own, full = metric.rows(texts, references), metric.rows(full_texts, references)
+            score, base = (metric.corpus(rows.sum(0), len(texts)) for rows in (own, full))
+            low, high = bootstrap(metric, own, full)
+            result |= {
+                metric.name: round(score, 2),
+                f"{metric.name}_difference": round(score - base, 2),
+                f"{metric.name}_interval": [round(low, 2), round(high, 2)],
+            }
+        return result
+
+    def _loss(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, decoding: Decoding) -> dict[str, Any]:
+        """Teacher-forced loss on held-out responses; nothing where there are none, or depths are not known before."""
+        answered = [example for example in self.held_out if example.references]
+        if not answered or callable(decoding):
+            return {}
+        batches = batches_of(answered, tokenizer, model, self.plan.batch_size)
+        schedule = decoding or Schedule.full(layer_count(model.config))
+        loss, by_position = loss_by_position(model, batches, schedule)
+        return {"loss_by_position": by_position, "loss": round(loss, 4)}
+
+    def _clock(self, variant: Variant, decoding: Decoding) -> dict[str, Any]:
+        """The variant and the full model, timed in turn over equal numbers of decode steps."""
+        timed, same = subsample(self.examples, self.plan.timing_rows), forced(self._steps)
+        runs: dict[str, Callable[[], Generated]] = {
+            "full": lambda: self.generate(self.reference.model, timed, None, **same),
+            "own": lambda: self.generate(variant.model, timed, decoding, **same),
+        }
+        if variant is self.reference:
+            del runs["own"]
+        timing = alternate(runs, self.plan.repeats)
+        own = timing.get("own", timing["full"])
+        clock = compare(timing["full"], own, self.plan.repeats)
+        return {
+            "timed_steps": self._steps,
+            "timed_rows": clock.rows,
+            "timed_batches": clock.batches,
+            "timed_step_layer_ratio": round(clock.layer_ratio, 3),
+            "timed_job_layer_ratio": round(timing["full"].cost.num_layers / own.cost.job_depth, 3),
+            "job_seconds_per_1k_tokens": round(clock.seconds_per_1k, 4),
+            "full_job_seconds_per_1k_tokens": round(clock.full_seconds_per_1k, 4),
+            "job_clock_ratio": round(clock.ratio, 3),
+            "step_ms": round(clock.step_ms, 3),
+            "full_step_ms": round(clock.full_step_ms, 3),
+            "step_clock_ratio": round(clock.decode_ratio, 3),
+        }
+
+
+def _layers(cost: Cost, full_layers: int) -> dict[str, Any]:
+    """What the texts took; ratios are the full model's layers over these."""
+    return {
+        "step_layers": round(cost.average_depth, 3),
+        "prompt_layers": round(cost.prompt_depth, 3),
+        "step_layer_ratio": round(full_layers / cost.average_depth, 3),
+        "token_layer_ratio": round(full_layers / cost.row_depth, 3),
+        "job_layer_ratio": round(full_layers / cost.job_depth, 3),
+        "tokens": cost.tokens,
+        "steps": cost.steps,
+        "peak_kv_bytes": cost.peak_kv_bytes,
+    }
+
+
+def _with_checksum(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with a checksum: a kill, a full disk or a stray edit shows."""
+    return row | {"checksum": fingerprint({name: value for name, value in row.items() if name != "checksum"})}

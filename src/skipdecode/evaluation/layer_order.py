@@ -2,67 +2,106 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
+from ..errors import FileError
+from ..files import parse_json, read_json, write
 from .loss import loss_by_position
 
 
-@dataclass(frozen=True)
-class LayerRanking:
-    """A layer order and what it costs.
+class LayerOrder:
+    """Rank layers: drop the one whose removal raises the loss on ``batches`` least, then the next, as far as asked.
 
-    Attributes:
-        order: all layers, from the most to the least important.
-        losses: ``losses[i]`` is the loss in nats per token with the ``i + 1`` most important layers.
-    """
-
-    order: tuple[int, ...]
-    losses: tuple[float, ...]
-
-
-def rank_layers(
-    model: PreTrainedModel,
-    batches: Sequence[Mapping[str, Any]],
-    warmup: int = 1,
-    on_trial: Callable[[], object] | None = None,
-) -> LayerRanking:
-    """Drop layers one by one, each time the one whose removal raises the loss on ``batches`` least, until one is left.
-
-    The prompt keeps all layers, as in decoding. The search costs about ``L**2 / 2`` passes over the batches.
+    The prompt keeps all layers, as in decoding. Dropping one of ``n`` layers costs ``n - warmup`` passes over the
+    batches, all of them ``L**2 / 2``.
 
     Args:
         model: with gates or without.
         batches: as :func:`skipdecode.evaluation.loss.batches_of` makes them.
-        warmup: bottom layers that are never candidates.
-        on_trial: called after each pass.
+        warmup: bottom layers that are never dropped.
+        file: keeps every loss that was measured, so that an interrupted search goes on from there.
+        job: identifies model and data; losses of another job in ``file`` are replaced.
+        on_pass: called with the passes done and in all, for the depth asked for.
+
+    Attributes:
+        losses: loss in nats per token by the number of layers left.
     """
-    count = len(decoder_layers(model))
-    left = list(range(count))
-    full = loss_by_position(model, batches, Schedule.full(count))[0]
-    dropped: list[int] = []
-    losses = [full]
-    while len(left) > max(warmup, 1):
-        trials = {}
-        for layer in left[warmup:]:
-            order = (*(i for i in left if i != layer), layer, *reversed(dropped))
-            depth = len(left) - 1
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batches: Sequence[Mapping[str, Any]],
+        warmup: int = 1,
+        *,
+        file: Path | None = None,
+        job: str = "",
+        on_pass: Callable[[int, int], object] = lambda done, total: None,
+    ) -> None:
+        self._model, self._batches, self._warmup = model, batches, warmup
+        self._file, self._job, self._on_pass = file, job, on_pass
+        self._known = read_losses(file, job) if file is not None else {}
+        self._left = list(range(len(decoder_layers(model))))
+        self._dropped: list[int] = []
+        self.losses = {len(self._left): self._loss(())}
+
+    def down_to(self, depth: int) -> tuple[int, ...]:
+        """Rank until ``depth`` layers are left, and return all layers: those first, in network order."""
+        done, total = 0, passes(len(self._left), max(depth, 1), self._warmup)
+        while len(self._left) > max(depth, self._warmup, 1):
+            trials = {}
+            for layer in self._left[self._warmup :]:
+                trials[layer] = self._loss((*self._dropped, layer))
+                done += 1
+                self._on_pass(done, total)
+            best = min(trials, key=lambda layer: trials[layer])
+            self._left.remove(best)
+            self._dropped.append(best)
+            self.losses[len(self._left)] = trials[best]
+        return (*self._left, *reversed(self._dropped))
+
+    def _loss(self, dropped: tuple[int, ...]) -> float:
+        """The loss without these layers, measured once."""
+        key = ",".join(map(str, sorted(dropped)))
+        if key not in self._known:
+            count = len(decoder_layers(self._model))
+            order = (*(i for i in range(count) if i not in dropped), *dropped)
+            depth = count - len(dropped)
             schedule = Schedule(count, depth, depth, horizon=1, decay="constant", order=order)
-            trials[layer] = loss_by_position(model, batches, schedule)[0]
-            if on_trial:
-                on_trial()
-        best = min(trials, key=lambda layer: trials[layer])
-        left.remove(best)
-        dropped.append(best)
-        losses.append(trials[best])
-    return LayerRanking((*left, *reversed(dropped)), tuple(reversed(losses)))
+            self._known[key] = loss_by_position(self._model, self._batches, schedule)[0]
+            if self._file is not None:
+                write(self._file, json.dumps({"job": self._job, "losses_without": self._known}) + "\n")
+        return self._known[key]
 
 
-def trials(num_layers: int, warmup: int = 1) -> int:
-    """How many passes :func:`rank_layers` makes after the first."""
-    return sum(n - warmup for n in range(max(warmup, 1) + 1, num_layers + 1))
+def passes(layers: int, depth: int, warmup: int = 1) -> int:
+    """How many passes it takes to go from so many layers down to ``depth``."""
+    return sum(n - warmup for n in range(max(depth, warmup, 1) + 1, layers + 1))
+
+
+def read_losses(file: Path, job: str) -> dict[str, float]:
+    """The losses of this job in ``file`` by the layers left out; none if it is missing, damaged or of another job."""
+    try:
+        values = read_json(file)
+    except (FileError, FileNotFoundError):
+        return {}
+    losses = values.get("losses_without") if isinstance(values, dict) and values.get("job") == job else None
+    if not isinstance(losses, dict):
+        return {}
+    return {key: loss for key, loss in losses.items() if type(loss) is float and math.isfinite(loss)}
+
+
+def is_losses(data: bytes) -> bool:
+    """Whether these are the bytes of a file of losses, which may be replaced."""
+    try:
+        values = parse_json(data, "losses")
+    except FileError:
+        return False
+    return isinstance(values, dict) and "losses_without" in values

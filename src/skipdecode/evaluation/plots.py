@@ -48,10 +48,10 @@ def _save(figure: Figure, path: Path, dpi: int) -> None:
     write(path, content.getvalue())
 
 
-def draw_schedule(schedule: Schedule, path: Path, length: int | None = None) -> None:
+def draw_schedule(schedule: Schedule, path: Path) -> None:
     """Which layers run at each step: the picture of ``skipdecode schedule``."""
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    length = length or schedule.horizon + max(schedule.horizon // 4, 2)
+    length = schedule.horizon + max(schedule.horizon // 4, 2)
     _grid(axes, schedule, length)
     ratio = schedule.layer_ratio(length)
     axes.set_title(

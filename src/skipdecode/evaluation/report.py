@@ -18,17 +18,20 @@ Row = Mapping[str, Any]
 
 
 def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
-    """Heads and cells of what fits a terminal."""
-    heads = ["method", "target", "step layers", "job layers", *(label for _, label in metrics)]
-    heads += ["timed step layers", "step clock", "job clock", "peak KV"]
+    """Heads and cells of what fits a terminal of 80 columns: below each score its difference's 95% interval."""
+    heads = ["method", "target", "step layers", *(label for _, label in metrics), "step clock", "job clock", "peak KV"]
+
+    def score(row: Row, name: str) -> str:
+        low, high = row[f"{name}_interval"]
+        paired = f"\n{low:+.2f} to {high:+.2f}" if row is not rows[0] else ""
+        return f"{row[name]:.2f} ({row[f'{name}_difference']:+.2f}){paired}"
+
     cells = [
         [
             row["label"],
             f"{row['target']:g}x",
             f"{row['step_layer_ratio']:.2f}x",
-            f"{row['job_layer_ratio']:.2f}x",
-            *(f"{row[name]:.2f} ({row[f'{name}_difference']:+.2f})" for name, _ in metrics),
-            f"{row['timed_step_layer_ratio']:.2f}x",
+            *(score(row, name) for name, _ in metrics),
             shown(row["step_clock_ratio"], row["timed_step_layer_ratio"]),
             shown(row["job_clock_ratio"], row["timed_step_layer_ratio"]),
             f"{row['peak_kv_bytes'] / 1e6:.1f} MB",
@@ -107,14 +110,14 @@ def markdown(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], note: str)
 FILES = ("table.md", "table.csv", "table.json", "tradeoff.png", "losses.png")
 
 
-def check(folder: Path, job: str, arms: Iterable[tuple[str, float]], overwrite: bool) -> None:
-    """Whether the tables in ``folder`` may be written anew: they are of ``job``, and lose none of their rows.
+def check(folder: Path, job: str, variants: Iterable[tuple[str, float]], overwrite: bool) -> None:
+    """Refuse to replace tables in ``folder`` that are of another job, or that would lose rows.
 
     Args:
         folder: where the tables are, or will be.
         job: as :func:`save` is given it.
-        arms: (method, target) of each row to come.
-        overwrite: whatever is there.
+        variants: (method, target) of each row to come.
+        overwrite: replace whatever is there.
 
     Raises:
         FileError: one of them cannot be written.
@@ -134,8 +137,9 @@ def check(folder: Path, job: str, arms: Iterable[tuple[str, float]], overwrite: 
             "give another --output, or --overwrite"
         )
     rows = table.get("rows")
-    there = {(row.get("method"), row.get("target")) for row in rows if isinstance(row, dict)} if rows else set()
-    if lost := sorted(f"{method} at {target:g}x" for method, target in there - set(arms)):
+    asked = {f"{method} at {target}x" for method, target in variants}
+    there = {f"{row.get('method')} at {row.get('target')}x" for row in rows if isinstance(row, dict)} if rows else set()
+    if lost := sorted(there - asked):
         raise JobError(
             f"{folder} holds rows that this command would leave out ({', '.join(lost)}): name their methods and "
             "speed-ups too, or give another --output, or --overwrite"

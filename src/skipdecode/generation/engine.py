@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from ..core.schedule import Schedule
-from ..weights.faster import faster_options
 from ..weights.loading import load
 from ..weights.offload import Offload
+from ..weights.optimize import optimizations
 from .batch_size import BatchSize
 from .generate import batches
 from .results import Completion, Cost
@@ -50,7 +50,7 @@ class EngineConfig:
 
     def faster(self) -> dict[str, Any]:
         """What makes layers faster, as :func:`skipdecode.load` takes it."""
-        return faster_options(quantization=self.quantization, prepack=self.prepack)
+        return optimizations(self.quantization, self.prepack)
 
 
 class Engine(Protocol):
@@ -99,9 +99,8 @@ class Transformers:
     @contextmanager
     def open(self, job: EngineConfig, schedule: Schedule | None, positions: int) -> Iterator[Write]:
         """The model of :func:`~skipdecode.weights.loading.load`."""
-        offload = Offload.of(job.offload, None if schedule is None else schedule.ranking)
         where: dict[str, Any] = {"dtype": job.dtype, "device": job.device, "revision": job.revision}
-        model, tokenizer = load(job.model, offload=offload, **where, **job.faster())
+        model, tokenizer = load(job.model, offload=job.offload, **where, **job.faster())
         yield partial(
             batches, model, tokenizer, decoding=schedule, batch_size=job.batch_size, seed=job.seed, **job.options
         )

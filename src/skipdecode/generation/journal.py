@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import FileError, JobError
-from ..files import locked, naming, parse_json, sync_folder, write
+from ..files import locked, names_file, parse_json, sync_folder, write
 from .results import Completion, Cost
 
 #: How a journal begins; what begins otherwise is somebody else's file.
@@ -118,7 +118,7 @@ class Journal:
             lines += payload + b" %08x\n" % chain
         if self._file is None:
             self._file = self.path.open("r+b" if self._good else "wb")
-        with naming(self.path):
+        with names_file(self.path):
             self._file.seek(self._good)
             self._file.truncate()
             self._file.write(lines)

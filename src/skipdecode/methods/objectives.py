@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, kl_div, log_softmax, mse_loss
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from ..core.attach import attach, teacher_forced
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from ..errors import UsageError
-
-DISTILLED = ("logits", "hidden")
 
 
 def response_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
@@ -46,25 +44,19 @@ class Objective:
 
 
 class Distillation(Objective):
-    """``(1 - weight)`` times cross-entropy, ``weight`` times the distance from a model that runs all its layers.
+    """``(1 - weight)`` times cross-entropy, ``weight`` times the KL divergence from a model that runs all its layers.
 
     Args:
         weight: 0 to 1.
-        what: ``logits``, the KL divergence from the teacher's next-token distribution; ``hidden``, the mean squared
-            error of the last hidden states, in units of the teacher's mean square.
-        teacher: another model of the same vocabulary (and width, for ``hidden``); None: the trained one itself at full
-            depth, without dropout. Steps drawn at full depth then have nothing to learn from and are plain.
+        teacher: another model of the same vocabulary; None: the trained one itself at full depth, without dropout.
+            Steps drawn at full depth then have nothing to learn from and are plain.
     """
 
-    def __init__(self, weight: float, what: str = "logits", teacher: nn.Module | None = None) -> None:
-        if what not in DISTILLED:
-            raise UsageError(f"what is distilled is {' or '.join(DISTILLED)}, not {what!r}")
+    def __init__(self, weight: float, teacher: nn.Module | None = None) -> None:
         if not 0 < weight <= 1:
             raise UsageError(f"a distillation weight is above 0 and at most 1, not {weight}")
         self.weight = weight
-        self.what = what
         self.teacher = None if teacher is None else attach(teacher.eval())
-        self.hidden_states = what == "hidden"
         self._target: Tensor | None = None
 
     def prepare(self, model: nn.Module, inputs: dict[str, Any], schedule: Schedule) -> None:
@@ -74,15 +66,12 @@ class Distillation(Objective):
             return
         teacher = model if self.teacher is None else self.teacher.to(inputs["input_ids"].device)
         full = Schedule.full(len(decoder_layers(teacher)))
-        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        inputs = {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
         training = teacher.training
         teacher.eval()
         with torch.no_grad(), teacher_forced(teacher, full, 1):
-            self._target = self._read(teacher(**inputs, use_cache=False))
+            self._target = teacher(**inputs).logits
         teacher.train(training)
-
-    def _read(self, outputs: Any) -> Tensor:
-        return outputs.hidden_states[-1] if self.what == "hidden" else outputs.logits
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Cross-entropy and distance, both means per response token."""
@@ -91,11 +80,7 @@ class Distillation(Objective):
             return loss
         learned = labels[:, 1:] != -100
         width = learned.shape[1]
-        student = self._read(outputs)[:, -width:][learned].float()
-        target = self._target[:, -width:][learned].float()
-        if self.what == "hidden":
-            distance = mse_loss(student, target) / target.square().mean() * len(target)
-        else:
-            distance = kl_div(log_softmax(student, -1), log_softmax(target, -1), log_target=True, reduction="sum")
+        student, target = (log_softmax(x[:, -width:][learned].float(), -1) for x in (outputs.logits, self._target))
+        distance = kl_div(student, target, log_target=True, reduction="sum")
         count = len(target) if num_items_in_batch is None else num_items_in_batch
         return (1 - self.weight) * loss + self.weight * distance / count

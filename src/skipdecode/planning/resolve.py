@@ -72,7 +72,7 @@ def new_schedule(
 def method_schedule(
     method: Rule, config: Any, speedup: float, measure: Callable[[], Sequence[int]], **style: Any
 ) -> Schedule:
-    """The config's schedule for this method and speed-up; else a new one, fitted to what ``measure`` returns.
+    """The config's own schedule for this method and speed-up; else a new one, fitted to what ``measure`` returns.
 
     ``measure`` is called only if it is needed. A style (but ``prompt_layers`` alone, which leaves the depths) always
     means a new one. Raises ScheduleError as :func:`new_schedule` does.

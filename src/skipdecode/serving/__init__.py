@@ -1,1 +1,1 @@
-"""A depth per request inside vLLM: the plugin, and what runs where."""
+"""The plugin that gives each request of a vLLM server its own depth, and ``skipdecode serve``."""

@@ -1,4 +1,4 @@
-"""Blocks of layers that a request will not run again are free at once: for others, or to stay in the prefix cache.
+"""Frees the blocks of layers that a request will not run again, for others or to stay in the prefix cache.
 
 vLLM keeps one list of blocks per request and *group* of layers. Ours are the buckets (:mod:`.buckets`), told apart by
 the spec that the worker gives each layer. Blocks are taken for the positions that run a bucket, and no others; vLLM's

@@ -1,4 +1,4 @@
-"""Which layers keep their keys and values together, and from which position on a request needs them no more.
+"""Chooses which layers share blocks of keys and values, and says from where on a request needs them no more.
 
 No vLLM here. A layer reads and writes keys and values for the positions that run it: a prefix of the text, since
 depths never increase. Behind that prefix its blocks serve nobody but the prefix cache.

@@ -1,4 +1,4 @@
-"""Where a vLLM config is made: whether the plugin acts, which worker runs, and what it refuses."""
+"""Reads a vLLM config: whether the plugin acts, which worker runs, and what is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def serving_of(vllm_config: Any) -> Serving | None:
 
 
 def choose_worker(vllm_config: Any) -> None:
-    """Our worker in place of vLLM's, where the model has schedules.
+    """Put our worker in place of vLLM's, where the model has schedules.
 
     Raises:
         UnsupportedModel: the engine is asked for something that would not be exact, or was never tried.

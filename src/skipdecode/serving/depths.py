@@ -1,4 +1,4 @@
-"""Which tokens of a step run which layers: a function of each request's schedule and of positions, never of phases.
+"""Plans which tokens of a step run which layers, from each request's schedule and its positions alone.
 
 No vLLM here, and no device: requests, counts and positions are numpy arrays on the host.
 """

@@ -1,7 +1,7 @@
-"""In vLLM's API server: requests are followed from their start to their end, for metrics, responses and load.
+"""Follows requests in vLLM's API server from their start to their end, for metrics, responses and the load policy.
 
-``AsyncLLM`` and its output processor are objects of this process, so methods of these *instances* are stood in for;
-nothing is for a model without schedules. Imported by the plugin where an ``AsyncLLM`` is made.
+Patches methods of the ``AsyncLLM`` *instance* and its processors. The plugin imports this where one is made for a model
+with schedules.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM's handlers and level hold below
 
 
 def _logged_once(method: Any) -> Any:
-    """A method of ours inside vLLM's loops: what fails in it ends no request. The first failure is logged."""
+    """Guard a method that vLLM's loops call: a failure ends no request. The first one is logged."""
     seen = False
 
     @functools.wraps(method)
@@ -47,7 +47,7 @@ def _logged_once(method: Any) -> Any:
 
 
 class Frontend:
-    """What one API server knows of its own requests.
+    """The requests of one API server.
 
     Args:
         serving: the server's settings.
@@ -75,7 +75,7 @@ class Frontend:
         return [functools.partial(TokenTimes, self.load)]
 
     def follow(self, client: Any) -> None:
-        """Stand in for methods of an ``AsyncLLM``'s processors."""
+        """Patch an ``AsyncLLM``'s processors."""
         client.input_processor.skipdecode, client.input_processor.skipdecode_load = self.serving, self.load
         processor = client.output_processor
         add, end, abort = processor.add_request, processor._update_stats_from_finished, processor.abort_requests
@@ -99,7 +99,7 @@ class Frontend:
 
         processor.add_request, processor.abort_requests = add_request, abort_requests
         processor._update_stats_from_finished = update_stats_from_finished
-        _stand_in()
+        _patch_classes()
 
     @_logged_once
     def _begin(self, request: Any, states: Any) -> None:
@@ -142,21 +142,21 @@ class TokenTimes(StatLoggerBase):
 
 
 @functools.cache
-def _stand_in() -> None:
-    """What is no instance's: once per process."""
+def _patch_classes() -> None:
+    """Patch what belongs to no instance, once per process."""
     for request in (CompletionRequest, ChatCompletionRequest, ResponsesRequest):
-        request.to_sampling_params = _without_look_alikes(request.to_sampling_params)
+        request.to_sampling_params = _patched_to_sampling_params(request.to_sampling_params)
     for module in (completion, chat_completion):
-        module.build_per_request_timing_metrics = _with_layers(module.build_per_request_timing_metrics)
-    BeamSearchOnlineMixin.beam_search = _without_beams(BeamSearchOnlineMixin.beam_search)
+        module.build_per_request_timing_metrics = _patched_timing_metrics(module.build_per_request_timing_metrics)
+    BeamSearchOnlineMixin.beam_search = _patched_beam_search(BeamSearchOnlineMixin.beam_search)
 
 
-def _with_layers(found: Any) -> Any:
+def _patched_timing_metrics(original: Any) -> Any:
     """The response's ``metrics``, with ours beside vLLM's."""
 
-    @functools.wraps(found)
+    @functools.wraps(original)
     def build_per_request_timing_metrics(metrics: Any, *args: Any, **kwargs: Any) -> Any:
-        made = found(metrics, *args, **kwargs)
+        made = original(metrics, *args, **kwargs)
         if (summary := getattr(metrics, "skipdecode", None)) is not None:
             made.skipdecode = summary
         return made
@@ -164,30 +164,30 @@ def _with_layers(found: Any) -> Any:
     return build_per_request_timing_metrics
 
 
-def _without_look_alikes(found: Any) -> Any:
-    """A ``speedup`` beside the request's own fields is HTTP 400: the OpenAI API would take and ignore it."""
+def _patched_to_sampling_params(original: Any) -> Any:
+    """Refuse a ``speedup`` beside the request's own fields, which the OpenAI API would take and ignore."""
 
-    @functools.wraps(found)
+    @functools.wraps(original)
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             refuse_look_alikes(self.model_extra or ())
         except ScheduleError as error:
             raise VLLMValidationError(str(error), parameter=SPEEDUP) from None
-        return found(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     return to_sampling_params
 
 
-def _without_beams(found: Any) -> Any:
-    """vLLM makes every step of a beam a new request, whose whole text is a prompt: it would run no schedule."""
+def _patched_beam_search(original: Any) -> Any:
+    """Refuse beams: each of their steps is a new request in vLLM, and would run no schedule."""
 
-    @functools.wraps(found)
+    @functools.wraps(original)
     def beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.engine_client.input_processor.skipdecode is not None:
             raise VLLMValidationError(
                 "beam search runs no schedule in vLLM: leave it out, or use skipdecode generate --num-beams",
                 parameter="use_beam_search",
             )
-        return found(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     return beam_search

@@ -1,7 +1,7 @@
-"""Each decoder layer of vLLM's model runs for the tokens that need it, and passes the others on. No vLLM here.
+"""Gates on the decoder layers of vLLM's model: each runs for the tokens that need it, and passes the others on.
 
-One class for native layers, which hand a residual beside the hidden states, and for those of the Transformers
-backend. The gate sits on the layer instance, as ours for transformers does.
+No vLLM here. One class serves native layers, which hand a residual beside the hidden states, and those of the
+Transformers backend. The gate sits on the layer instance, as ours for transformers does.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Plan:
 
 
 class Gate:
-    """Stands in for one layer's ``forward``."""
+    """Replaces one layer's ``forward``."""
 
     def __init__(self, layer: nn.Module, plan: Plan, index: int) -> None:
         self.original: Callable[..., Any] = layer.forward

@@ -1,6 +1,6 @@
-"""The LM head with weights of 8 bits, by the products that vLLM has for int8 layers: steps of any depth are quicker.
+"""Replaces the LM head's weights by int8, with the products that vLLM has for int8 layers. All speeds get quicker.
 
-Logits change (a schedule's exactness does not: all speeds have the same head), so it is off unless asked for.
+Logits change, alike for all speeds, so it is off unless asked for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROWS = 8192
 
 
 class Int8Product:
-    """Stands in for the product that vLLM made for a head: ``(rows, width)`` to ``(rows, vocabulary)``, in float32.
+    """Replaces the product that vLLM made for a head: ``(rows, width)`` to ``(rows, vocabulary)``, in float32.
 
     Args:
         weight: (vocabulary, width), of floats; one scale per row of it, and one per row of what it is given.

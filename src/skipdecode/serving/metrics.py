@@ -1,4 +1,4 @@
-"""What schedules left out: layers times tokens, for a request's response, for Prometheus and for the log. No vLLM."""
+"""Counts layers times tokens, for a request's response, for Prometheus and for the log. No vLLM here."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Work:
 
 
 class LayerLog:
-    """A line now and then of how much of the model the steps ran, as vLLM has one of its own figures.
+    """Logs now and then how much of the model the steps ran, beside vLLM's own line of figures.
 
     Args:
         plan: counts.

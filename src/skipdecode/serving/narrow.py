@@ -1,4 +1,4 @@
-"""Attention narrowed to the tokens of a part: what it reads of a step, made for a layer when that layer asks.
+"""Narrows attention to some tokens of a step: makes its metadata for a layer when that layer asks.
 
 A part's metadata differ by group of layers (their blocks), and one layer asks for those of its group alone.
 """

@@ -1,15 +1,13 @@
-"""vLLM's entry point ``vllm.general_plugins``: called in every process that vLLM starts, before it reads a config.
+"""Patches vLLM. It is an entry point of ``vllm.general_plugins``: vLLM calls it in every process that it starts.
 
-Places of vLLM are stood in for, each by a function that calls what it found there:
+Each patch calls the original, and does nothing else for a model without schedules:
 
-- the platform's ``check_and_update_config``, where a config is complete: our worker, or a refusal;
-- ``InputProcessor.process_inputs``, where a request enters: its speed-up, checked, or made faster under load;
-- ``generate_block_hash_extra_keys``, what tells blocks of the prefix cache apart: depths do;
-- of servers, ``AsyncLLM.__init__``: requests are followed to their end (``frontend.py``); and ``AsyncLLM.generate``,
-  called before a response begins: a bad speed-up is HTTP 400 for streams too.
-- ``KVCacheManager.__init__``, where the scheduler keeps its blocks: ours, if the worker put layers into buckets.
-
-They do nothing for a model without schedules.
+- the platform's ``check_and_update_config`` chooses our worker, or refuses the config;
+- ``InputProcessor.process_inputs`` checks a request's speed-up, or raises it under load;
+- ``AsyncLLM.generate`` checks it before a response begins, so that a bad one is HTTP 400 for streams too;
+- ``AsyncLLM.__init__`` follows requests to their end (``frontend.py``);
+- ``generate_block_hash_extra_keys`` tells blocks of the prefix cache apart by their depths;
+- ``KVCacheManager.__init__`` takes our manager of blocks where the worker put layers into buckets.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ logger = logging.getLogger("vllm.skipdecode")  # vLLM's handlers and level hold 
 
 
 def register() -> None:
-    """Stand in for these places, once per process.
+    """Patch vLLM, once per process.
 
-    A release that has other places leaves models without schedules alone; those with schedules are refused.
+    Where a release lacks what is patched, models without schedules run as ever and those with schedules are refused.
     """
     import vllm
     from vllm.platforms import current_platform
@@ -44,36 +42,37 @@ def register() -> None:
         if getattr(platform.check_and_update_config, "skipdecode", False):
             return
         failures: list[Exception] = []
-        platform.check_and_update_config = classmethod(_checked(platform.check_and_update_config.__func__, failures))
+        original = platform.check_and_update_config.__func__
+        platform.check_and_update_config = classmethod(_patched_check(original, failures))
     except Exception as error:
-        logger.error("skipdecode: vLLM %s has no place for it; no model skips layers: %r", vllm.__version__, error)
+        logger.error("skipdecode: vLLM %s cannot be patched, so no model skips layers: %r", vllm.__version__, error)
         return
-    # In a release that was not tested the check refuses models with schedules, and all else stays as it is.
+    # In an untested release the check refuses models with schedules; nothing else is patched.
     if is_tested(vllm.__version__):
         try:
-            _stand_in()
+            _patch()
         except Exception as error:
             failures.append(error)
 
 
-def _stand_in() -> None:
+def _patch() -> None:
     from vllm.v1.core import block_pool, kv_cache_utils
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
-    InputProcessor.process_inputs = _settled(InputProcessor.process_inputs)
-    AsyncLLM.__init__ = _followed(AsyncLLM.__init__)
-    AsyncLLM.generate = _refusing(AsyncLLM.generate)
-    keys = _with_depths(kv_cache_utils.generate_block_hash_extra_keys)
+    InputProcessor.process_inputs = _patched_process_inputs(InputProcessor.process_inputs)
+    AsyncLLM.__init__ = _patched_init(AsyncLLM.__init__)
+    AsyncLLM.generate = _patched_generate(AsyncLLM.generate)
+    keys = _patched_block_keys(kv_cache_utils.generate_block_hash_extra_keys)
     kv_cache_utils.generate_block_hash_extra_keys = block_pool.generate_block_hash_extra_keys = keys
-    KVCacheManager.__init__ = _in_buckets(KVCacheManager.__init__)
+    KVCacheManager.__init__ = _patched_manager_init(KVCacheManager.__init__)
 
 
-def _checked(found: Any, failures: list[Exception]) -> Any:
-    @functools.wraps(found)
+def _patched_check(original: Any, failures: list[Exception]) -> Any:
+    @functools.wraps(original)
     def check_and_update_config(cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        found(cls, vllm_config, *args, **kwargs)
+        original(cls, vllm_config, *args, **kwargs)
         import vllm
 
         from .configure import choose_worker, serving_of
@@ -90,13 +89,13 @@ def _checked(found: Any, failures: list[Exception]) -> Any:
     return check_and_update_config
 
 
-def _settled(found: Any) -> Any:
-    @functools.wraps(found)
+def _patched_process_inputs(original: Any) -> Any:
+    @functools.wraps(original)
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from .requests import settle
+        from .requests import assign_speedup
 
         serving = _serving(self)
-        request = found(self, *args, **kwargs)
+        request = original(self, *args, **kwargs)
         if serving is not None and request.sampling_params is not None:
             with _bad_request():
                 if request.mm_features:
@@ -104,37 +103,37 @@ def _settled(found: Any) -> Any:
                 if request.resumable:
                     raise ScheduleError("a prompt that goes on growing has no place where a schedule begins")
                 # The request's own copy.
-                settle(request.sampling_params, serving, getattr(self, "skipdecode_load", None))
+                assign_speedup(request.sampling_params, serving, getattr(self, "skipdecode_load", None))
         return request
 
     return process_inputs
 
 
-def _refusing(found: Any) -> Any:
-    @functools.wraps(found)
+def _patched_generate(original: Any) -> Any:
+    @functools.wraps(original)
     def generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        from .requests import wanted
+        from .requests import requested_speedup
 
         if (serving := _serving(self.input_processor)) is not None:
             with _bad_request():
-                wanted(sampling_params, serving)
-        return found(self, prompt, sampling_params, *args, **kwargs)
+                requested_speedup(sampling_params, serving)
+        return original(self, prompt, sampling_params, *args, **kwargs)
 
     return generate
 
 
-def _followed(found: Any) -> Any:
-    @functools.wraps(found)
+def _patched_init(original: Any) -> Any:
+    @functools.wraps(original)
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         from .configure import serving_of
 
         if (serving := serving_of(vllm_config)) is None:
-            return found(self, vllm_config, *args, **kwargs)
+            return original(self, vllm_config, *args, **kwargs)
         from .frontend import Frontend
 
         frontend = Frontend(serving, vllm_config.model_config.served_model_name)
         kwargs["stat_loggers"] = [*(kwargs.get("stat_loggers") or ()), *frontend.stat_loggers()]
-        found(self, vllm_config, *args, **kwargs)
+        original(self, vllm_config, *args, **kwargs)
         frontend.follow(self)
 
     return __init__
@@ -151,7 +150,7 @@ def _serving(input_processor: Any) -> Serving | None:
 
 @contextmanager
 def _bad_request() -> Iterator[None]:
-    """What a request cannot have is HTTP 400."""
+    """Turn a ScheduleError into HTTP 400."""
     from vllm.exceptions import VLLMValidationError
 
     try:
@@ -161,43 +160,43 @@ def _bad_request() -> Iterator[None]:
 
 
 def _refuse_beams() -> None:
-    """vLLM makes every step of a beam a new request, whose whole text is a prompt: offline, it would run no schedule.
+    """Make ``LLM.beam_search`` an error: each step of a beam is a new request there, and would run no schedule.
 
     Importing that module where plugins are loaded would import half of vLLM in every process; whoever has an ``LLM``
     has imported it.
     """
     if (offline := sys.modules.get("vllm.entrypoints.generate.beam_search.offline")) is None:
         return
-    mixin, found = offline.BeamSearchOfflineMixin, offline.BeamSearchOfflineMixin.beam_search
-    if getattr(found, "skipdecode", False):
+    mixin, original = offline.BeamSearchOfflineMixin, offline.BeamSearchOfflineMixin.beam_search
+    if getattr(original, "skipdecode", False):
         return
 
-    @functools.wraps(found)
+    @functools.wraps(original)
     def beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _serving(self.llm_engine.input_processor) is not None:
             raise ScheduleError("beam search runs no schedule in vLLM: use skipdecode generate --num-beams")
-        return found(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     beam_search.skipdecode = True  # type: ignore[attr-defined]
     mixin.beam_search = beam_search
 
 
-def _with_depths(found: Any) -> Any:
-    @functools.wraps(found)
+def _patched_block_keys(original: Any) -> Any:
+    @functools.wraps(original)
     def generate_block_hash_extra_keys(request: Any, start: int, end: int, start_mm_idx: int) -> Any:
         from .requests import block_keys
 
-        keys, index = found(request, start, end, start_mm_idx)
+        keys, index = original(request, start, end, start_mm_idx)
         own = block_keys(request, start, end)
         return ((*(keys or ()), *own) if own else keys), index
 
     return generate_block_hash_extra_keys
 
 
-def _in_buckets(found: Any) -> Any:
-    @functools.wraps(found)
+def _patched_manager_init(original: Any) -> Any:
+    @functools.wraps(original)
     def __init__(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        found(self, kv_cache_config, *args, **kwargs)
+        original(self, kv_cache_config, *args, **kwargs)
         if any(hasattr(group.kv_cache_spec, "bucket") for group in kv_cache_config.kv_cache_groups):
             from .blocks import adopt
 

@@ -1,4 +1,4 @@
-"""Under load, new requests get a faster budget: the decision alone. No vLLM here; tests bring a clock of their own.
+"""Decides under load which new requests get a faster schedule. No vLLM here; tests bring a clock of their own.
 
 One checkpoint serves every speed, so a server need not turn anybody away or load a smaller model: while its limits are
 passed, requests that *begin* take fewer layers. What runs already keeps the schedule that it began with.

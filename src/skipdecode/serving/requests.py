@@ -1,4 +1,4 @@
-"""What a request says of its speed, from the client to the layers: ``speedup`` in its extra arguments."""
+"""A request's speed-up on its way from the client to the layers, in the extra arguments of its parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OWN = "skipdecode"
 CONNECTORS = ("kv_transfer_params", "ec_transfer_params")
 
 
-def wanted(params: Any, serving: Serving) -> tuple[float, bool]:
+def requested_speedup(params: Any, serving: Serving) -> tuple[float, bool]:
     """The speed-up that a request gets where no load changes it, and whether the request itself named it.
 
     Raises:
@@ -42,8 +42,8 @@ def refuse_look_alikes(names: Iterable[str]) -> None:
             raise ScheduleError(f'{name} is no argument of a request: ask with "vllm_xargs": {{"{SPEEDUP}": 2}}')
 
 
-def settle(params: Any, serving: Serving, load: Load | None = None) -> None:
-    """Put the speed-up that holds, and what its prompt's keys and values depend on, into a request's own parameters.
+def assign_speedup(params: Any, serving: Serving, load: Load | None = None) -> None:
+    """Write the request's speed-up, and what its keys and values depend on, into its parameters.
 
     Args:
         params: vLLM's, this request's alone.
@@ -53,7 +53,7 @@ def settle(params: Any, serving: Serving, load: Load | None = None) -> None:
     Raises:
         ScheduleError: a speed-up that the server does not offer, or arguments that are ours.
     """
-    speedup, asked = wanted(params, serving)
+    speedup, asked = requested_speedup(params, serving)
     given = speedup if load is None else load.choose(speedup, asked)
     schedule = serving.schedules[given]
     own = identity(schedule, given) | {"ends": retirements(schedule, serving.buckets), "moved": given != speedup}
@@ -74,12 +74,12 @@ def identity(schedule: Schedule, speedup: float) -> dict[str, Any]:
 
 
 def speedup_of(params: Any) -> float | None:
-    """The speed-up of a request that :func:`settle` saw; None for any other (vLLM's own trial requests)."""
+    """The speed-up of a request that :func:`assign_speedup` saw; None for any other (vLLM's own trial requests)."""
     return None if (own := _own(params)) is None else float(own["speedup"])
 
 
 def _own(params: Any) -> dict[str, Any] | None:
-    """What :func:`settle` put there. A client of a stock server may name anything so, but HTTP brings it no mapping."""
+    """What :func:`assign_speedup` put there. Clients of a stock server may use our name too, but not for a mapping."""
     own = (getattr(params, "extra_args", None) or {}).get(OWN)
     return own if isinstance(own, dict) else None
 

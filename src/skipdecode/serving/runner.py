@@ -1,4 +1,4 @@
-"""What vLLM's two model runners have in common: gates after loading, and a plan for each step.
+"""Common to the adapters of vLLM's two model runners: gates after loading, and a plan for each step.
 
 A class of ours stands before the class of the runner that vLLM made (:func:`adapted`), so that each adapter serves
 every runner of its interface, on CPUs and GPUs.

@@ -48,11 +48,11 @@ class SkippingV2(Skipping):
     def _keep(self, batch: Any, block_tables: Any, *_: Any) -> None:
         self.skip_batch = batch, block_tables
 
-    def _planned_forward(self, found: Any) -> Any:
-        @functools.wraps(found)
+    def _planned_forward(self, original: Any) -> Any:
+        @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.skip_batch is None:
-                return found(*args, **kwargs)
+                return original(*args, **kwargs)
             (batch, block_tables), self.skip_batch = self.skip_batch, None
             step = self.planned(
                 [self.skip_requests[name] for name in batch.req_ids],
@@ -62,7 +62,7 @@ class SkippingV2(Skipping):
                 batch.positions,
             )
             with self.following(step, lambda: self._prepared(batch, block_tables)):
-                return found(*args, **kwargs)
+                return original(*args, **kwargs)
 
         return forward
 
@@ -78,10 +78,10 @@ class SkippingV2(Skipping):
         )
 
 
-def _then(found: Any, then: Any) -> Any:
-    @functools.wraps(found)
+def _then(original: Any, then: Any) -> Any:
+    @functools.wraps(original)
     def both(*args: Any) -> Any:
-        output = found(*args)
+        output = original(*args)
         then(*args)
         return output
 

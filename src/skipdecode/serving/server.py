@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server on a model with schedules: the command that starts it, once all that can be judged is judged."""
+"""The command that starts vLLM's OpenAI server on a model, once model, options and environment are checked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -54,7 +54,7 @@ def server_command(model: str = "demo", options: Mapping[str, Any] | None = None
         ModelError: no such model.
         ScheduleError: options that contradict each other or the model.
         UsageError: one of vLLM's options that is set here, or an environment in which vLLM would not load the plugin.
-        MissingExtra: vLLM is not installed.
+        MissingExtra: vLLM is not installed, or not with the plugin.
         UnsupportedModel: this release of vLLM was not tested.
     """
     path, options = resolve(model), dict(options or {})
@@ -63,9 +63,8 @@ def server_command(model: str = "demo", options: Mapping[str, Any] | None = None
         name = given.partition("=")[0].partition(".")[0].replace("_", "-")
         if name in OURS:
             raise UsageError(f"{name} is set by skipdecode serve: docs/serving.md says how to start vLLM yourself")
-    if (plugins := os.environ.get("VLLM_PLUGINS")) is not None and PLUGIN not in plugins.split(","):
-        raise UsageError(f"VLLM_PLUGINS={plugins} keeps vLLM from loading {PLUGIN}: add it, or unset the variable")
     _check_vllm()
+    _check_plugin()
     arguments = [sys.executable, "-m", MODULE, "--model", path]
     if not _has(vllm, "--served-model-name"):
         arguments += ["--served-model-name", model]
@@ -93,3 +92,11 @@ def _check_vllm() -> None:
             return require_tested(version(distribution))
         except PackageNotFoundError:
             continue
+
+
+def _check_plugin() -> None:
+    """Raises UsageError or MissingExtra where vLLM would not load the plugin, and serve at full depth in silence."""
+    if (plugins := os.environ.get("VLLM_PLUGINS")) is not None and PLUGIN not in plugins.split(","):
+        raise UsageError(f"VLLM_PLUGINS={plugins} keeps vLLM from loading {PLUGIN}: add it, or unset the variable")
+    if PLUGIN not in entry_points(group="vllm.general_plugins").names:
+        raise MissingExtra("vLLM does not see the plugin: install skipdecode with pip, also from its sources (-e .)")

@@ -24,15 +24,20 @@ class Serving:
 
     Args:
         config: the model's, as transformers reads it, with what ``--hf-overrides`` put into it.
-        options: ``speedups``, a list of what requests may ask for (default: 1 and what the model was trained for; for
-            a model without schedules 1, 2, 3 and 5; and the two below); ``speedup``, of requests that name none
-            (default: the fastest of the list that the model was trained for, else its slowest); ``prompt_layers``,
-            layers of every prompt in place of the schedules' own: a number, where a schedule's first step runs no
-            more, or ``"max"``, as many as that step runs. In place of these three ``schedule``, as
-            :meth:`Schedule.to_dict` writes it, for every request. ``free_blocks`` (default: where vLLM can) frees keys
-            and values of layers that a request will not run again; ``int8_head`` (default false) gives the LM head
-            weights of 8 bits. ``load_speedup`` with ``load_waiting``, ``load_token_ms`` or both, and ``load_all``, say
-            what new requests get under load, see :class:`~skipdecode.serving.policy.Limits`.
+        options: each may be left out, or None.
+
+            - ``speedups``: a list of what requests may ask for. Default: 1 and what the model was trained for, or 1, 2,
+              3 and 5 for a model without schedules; and the values of ``speedup`` and ``load_speedup``.
+            - ``speedup``: of requests that name none. Default: the fastest of the list that the model was trained for,
+              else the slowest.
+            - ``prompt_layers``: layers of every prompt, in place of the schedules' own: a number, where a schedule's
+              first step runs no more, or ``"max"``, as many as that step runs.
+            - ``schedule``: one for every request, as :meth:`Schedule.to_dict` writes it, in place of these three.
+            - ``free_blocks``: whether to free keys and values of layers that a request will not run again. Default:
+              where vLLM can.
+            - ``int8_head``: whether the LM head has int8 weights. Default: false.
+            - ``load_speedup``, ``load_waiting``, ``load_token_ms``, ``load_all``: what new requests get under load, see
+              :class:`~skipdecode.serving.policy.Limits`.
 
     Attributes:
         schedules: by speed-up, all that the server will ever run.
@@ -47,13 +52,13 @@ class Serving:
     def __init__(self, config: Any, options: Mapping[str, Any] | None = None) -> None:
         if not isinstance(options, Mapping | None):
             raise ScheduleError(f"the options of {CONFIG_KEY} are a JSON object, not {options!r}")
-        options = dict(options or {})
+        options = {name: value for name, value in (options or {}).items() if value is not None}
         if unknown := ", ".join(sorted(set(options) - set(OPTIONS))):
             raise ScheduleError(f"unknown options of {CONFIG_KEY}: {unknown}; known are {', '.join(OPTIONS)}")
         self.num_layers = layer_count(config)
         self.free_blocks = _flag(options, "free_blocks", None)
         self.int8_head = _flag(options, "int8_head", False)
-        if options.get("schedule") is not None:
+        if "schedule" in options:
             if others := ", ".join(sorted({*REQUESTS, *LOAD} & set(options))):
                 raise ScheduleError(f"a schedule of {CONFIG_KEY} is for every request: leave out {others}")
             schedule = schedule_for(config, schedule=Schedule.from_dict(options["schedule"]))
@@ -88,7 +93,7 @@ class Serving:
     def _offered(self, options: Mapping[str, Any], stored: Mapping[float, Schedule]) -> list[float]:
         """The speed-ups of the server, slowest first."""
         if (listed := options.get("speedups")) is None:
-            named = [options[name] for name in ("speedup", "load_speedup") if options.get(name) is not None]
+            named = [options[name] for name in ("speedup", "load_speedup") if name in options]
             usual = [1.0, *stored] if stored else [speedup for speedup in USUAL if speedup <= self.num_layers]
             listed = [*usual, *named]
         elif not isinstance(listed, list) or not listed:
@@ -103,7 +108,7 @@ class Serving:
 
     def _limits(self, options: Mapping[str, Any]) -> Limits | None:
         """The load policy, if there is one."""
-        given = {name: options[name] for name in LOAD if options.get(name) is not None}
+        given = {name: options[name] for name in LOAD if name in options}
         if not given:
             return None
         if "load_speedup" not in given or not {"load_waiting", "load_token_ms"} & set(given):
@@ -127,9 +132,9 @@ def _schedule(config: Any, speedup: float, layers: Any, stored: Mapping[float, S
 
 def _flag(options: Mapping[str, Any], name: str, default: bool | None) -> Any:
     """An option that is true or false."""
-    if not isinstance(value := options.get(name, default), bool) and value is not default:
-        raise ScheduleError(f"{name} must be true or false, not {value!r}")
-    return value
+    if name in options and not isinstance(options[name], bool):
+        raise ScheduleError(f"{name} must be true or false, not {options[name]!r}")
+    return options.get(name, default)
 
 
 def _number(name: str, value: Any, least: float, most: float) -> float:

@@ -1,4 +1,4 @@
-"""What stands before vLLM's own workers where a model has schedules. That of GPUs was never run, and is refused."""
+"""vLLM's workers with a model runner that follows schedules. That of GPUs was never run, and is refused."""
 
 from __future__ import annotations
 

@@ -1,9 +1,17 @@
-"""What happens around training steps: the bar, the seeds, and what is refused before the first of them."""
+"""What happens around training steps: the bar, the seeds, a stop by signal, and what the first step waits for."""
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from accelerate import Accelerator
+from tqdm.auto import tqdm
 from transformers import TrainerCallback, set_seed
 from transformers.trainer_callback import ProgressCallback
 
@@ -11,18 +19,46 @@ from ..errors import FileError, JobError
 from .checkpoints import RunFolder
 from .sampler import draw
 
+#: Steps that the first estimate of the time is made from; the first one of all is not among them.
+TIMED = 10
+
 
 class TrainingBar(ProgressCallback):
-    """One bar with the loss and the tokens per second."""
+    """One bar with the loss. Its time to the end is of the mean step so far: steps differ by their budgets and rows."""
 
     training_bar: Any
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Says how much there is to do."""
+        self.current_step = self.start = state.global_step
+        if state.is_world_process_zero:
+            options: dict[str, Any] = {"initial": self.start, "smoothing": 0, "dynamic_ncols": True}
+            self.training_bar = tqdm(total=state.max_steps, disable=args.disable_tqdm, **options)
+            rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+            self.write(f"{state.max_steps:,} steps of {rows:,} rows: {state.num_train_epochs} passes over the data")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After some steps, says how long the rest will take."""
+        super().on_step_end(args, state, control, **kwargs)
+        done, left = state.global_step - self.start, state.max_steps - state.global_step
+        if done == 1:
+            self.began = time.perf_counter()
+        elif done == 1 + TIMED and left:
+            pace = (time.perf_counter() - self.began) / TIMED
+            self.write(f"{pace:.2g} seconds a step: about {tqdm.format_interval(pace * left)} for the {left:,} to come")
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Loss and rate go beside the bar, everything else (evaluation) on a line of its own."""
+        """Loss and rate go beside the bar; evaluations are written when they are complete."""
         if self.training_bar is not None and logs and "loss" in logs:
             self.training_bar.set_postfix_str(f"loss {logs['loss']:.4f}, {logs['tokens_per_second']:,.0f} tokens/s")
-        else:
-            super().on_log(args, state, control, logs=logs, **kwargs)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any) -> None:
+        """No bar of its own: it would wipe out the lines above it."""
+
+    def write(self, line: str) -> None:
+        """One line above the bar."""
+        if self.training_bar is not None:
+            self.training_bar.write(line, file=sys.stderr)
 
     def close(self) -> None:
         """Ends the bar's line, whatever ended the training."""
@@ -46,8 +82,60 @@ class StepSeed(TrainerCallback):
         set_seed(draw("step", args.seed, state.global_step, self.process))
 
 
-class Steps(TrainerCallback):
-    """Says before the first step what stands against the last one."""
+class StopBySignal(TrainerCallback):
+    """While it is entered, SIGINT and SIGTERM end training with a checkpoint after the step under way.
+
+    The signal comes once more when it is left, for whoever handled it before. A second one ends the training at once.
+
+    Raises:
+        KeyboardInterrupt: a signal came, and whoever handled it before raised nothing.
+    """
+
+    def __init__(self, accelerator: Accelerator, say: Callable[[str], object]) -> None:
+        self.accelerator = accelerator
+        self.say = say
+        self.number = 0
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopBySignal:
+        if threading.current_thread() is threading.main_thread():
+            numbers = (signal.SIGINT, signal.SIGTERM)
+            self.before = {number: signal.signal(number, self._stop) for number in numbers}
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        self._restore()
+        if self.number and kind is None:
+            signal.raise_signal(self.number)
+            raise KeyboardInterrupt
+
+    def _stop(self, number: int, _: object) -> None:
+        if self.number:
+            self._restore()
+            signal.raise_signal(number)
+        self.number = number
+        self.say("stopping with a checkpoint after this step (once more: at once, without)")
+
+    def _restore(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Processes stop after the same step, whichever of them the signal came to."""
+        if self.accelerator.num_processes > 1:
+            number = torch.tensor([self.number], device=self.accelerator.device)
+            self.number = int(self.accelerator.gather(number).max())
+        if self.number:
+            control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called when a checkpoint is written."""
+        if self.number:
+            self.say(f"step {state.global_step:,} of {state.max_steps:,} is saved")
+
+
+class FolderIsFree(TrainerCallback):
+    """Refuses, before the first step, what stands where the run's checkpoints will."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""A training run's folder: checkpoints to resume from and the saved model, each whole or passed over."""
+"""A training run's folder: checkpoints to resume from and the trained model, each of them whole or not there."""
 
 from __future__ import annotations
 
@@ -20,24 +20,31 @@ from ..errors import FileError, JobError
 from ..files import locked, read_json, sync_folder, write
 from ..provenance import MATTERS
 
-#: Beside the checkpoints: what makes the run what it is, and each checkpoint's files by size and checksum.
+AUTHOR = "skipdecode train"
+#: Says that the folder is a training run's, and holds the run's options.
 RECORD = "training.json"
-#: The saved model is put together here before any of it takes its place.
+#: In a checkpoint: what makes its run what it is, and size and checksum of its files. Written last.
+SEAL = "whole.json"
+#: The trained model is put together here before any of it takes its place.
 STAGE = ".saving"
-#: Whole checkpoints that stay: should the newest be damaged, there is the one before.
+#: Here a checkpoint is written before it gets its name, and removed after it has lost it.
+SCRAP = ".checkpoint"
+#: Checkpoints that stay: should the newest be damaged, there is the one before.
 KEEP = 2
 
 NAME = re.compile(r"checkpoint-(\d{1,12})")
-WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
-AUTHOR = "skipdecode train"
+#: What a former model may have left beside the weights of a new one.
+FORMER = (
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model.bin.index.json",
+    "adapter/*",
+)
 
 
 class RunFolder:
-    """``training.json`` and what it speaks of.
-
-    Only checkpoints that it names are ever resumed from or removed; it names one before its first byte is written, and
-    holds the checksums of its files once all of them are on the disk.
-    """
+    """The folder that one training run writes. Only checkpoints with a seal are resumed from, or removed."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -55,8 +62,14 @@ class RunFolder:
         Raises:
             FileError: there is a model, or a ``training.json``, that a training run did not write.
         """
-        if (self.folder / RECORD).exists():
-            self._read()
+        path = self.folder / RECORD
+        if path.exists():
+            try:
+                values = read_json(path)
+            except FileError as error:
+                raise FileError(f"{error}: give another --output, or remove {self.folder} to start anew") from None
+            if not isinstance(values, dict) or values.get("author") != AUTHOR:
+                raise FileError(f"{path} was not written by {AUTHOR}: give another --output")
         elif model is None or not self.is_folder_of(model):
             theirs = [p.name for p in self.folder.glob("*") if p.is_file() and any(fnmatch(p.name, m) for m in MATTERS)]
             if theirs:
@@ -69,66 +82,70 @@ class RunFolder:
         return bool(model) and Path(model).is_dir() and Path(model).resolve() == self.folder.resolve()
 
     def foreign(self, steps: int) -> Path | None:
-        """A checkpoint up to step ``steps`` that is in the way and not this run's, or None."""
-        named = self._read()["checkpoints"]
+        """What stands where a checkpoint up to step ``steps`` belongs and is none of a run's, or None."""
         for path in sorted(self.folder.glob("checkpoint-*")):
-            match = NAME.fullmatch(path.name)
-            if match and path.name not in named and int(match[1]) <= steps and (path.is_file() or any(path.iterdir())):
+            theirs = NAME.fullmatch(path.name) and not (path / SEAL).exists()
+            if theirs and _step(path) <= steps and (path.is_file() or any(path.iterdir())):
                 return path
         return None
 
     # --- checkpoints
 
-    def start(self, run: Mapping[str, Any], plan: Mapping[str, Any], resume: Path | None = None) -> None:
-        """Write down what makes this run what it is, and the options it was started with.
-
-        Checkpoints newer than ``resume`` go, and those that would have gone before; all of them without it.
-        """
-        names = list(self._read()["checkpoints"])
-        if resume is not None:
-            kept = [name for name in sorted(names, key=_step) if _step(name) <= _step(resume.name)][-KEEP:]
-            names = [name for name in names if name not in kept]
-        self._drop(names)
-        self._write(self._read() | {"run": dict(run), "plan": dict(plan)})
-
-    def begin(self, name: str) -> None:
-        """From here on ``name`` is a checkpoint of this run, not whole yet. What a killed run left in it is removed."""
-        values = self._read()
-        if name in values["checkpoints"]:
-            self._drop([name])
-            values = self._read()
-        self._write(values | {"checkpoints": values["checkpoints"] | {name: None}})
-
-    def seal(self, name: str) -> None:
-        """All files of ``name`` are written: bring them to the disk, note their checksums, drop the oldest."""
-        values = self._read()
-        values["checkpoints"][name] = _checksums(self.folder / name)
-        self._write(values)
-        self._drop(list(values["checkpoints"])[:-KEEP])
+    def checkpoints(self) -> list[Path]:
+        """The sealed ones, oldest first."""
+        found = [path for path in self.folder.glob("checkpoint-*") if NAME.fullmatch(path.name)]
+        return sorted((path for path in found if (path / SEAL).exists()), key=_step)
 
     def newest(self, run: Mapping[str, Any], say: Callable[[str], object] = warnings.warn) -> Path | None:
         """The newest whole checkpoint of this very run, or None; ``say`` gets a line for each that is passed over.
 
         Raises:
-            JobError: the checkpoints are of a run of which ``run`` does not hold; the message names what differs.
-            FileError: ``training.json`` is damaged.
+            JobError: a checkpoint is of a run of which ``run`` does not hold; the message names what differs.
         """
-        values = self._read()
-        there = [name for name in values["checkpoints"] if (self.folder / name).is_dir()]
-        differs = [name.replace("_", " ") for name in run if values["run"].get(name) != json.loads(_json(run[name]))]
-        if there and differs:
-            raise JobError(
-                f"{self.folder} holds checkpoints of a run with another {', '.join(differs)}: "
-                "give another --output, or --no-resume to drop them"
-            )
-        for name in sorted(there, key=_step, reverse=True):
-            damage = _damage(self.folder / name, values["checkpoints"][name])
+        for path in reversed(self.checkpoints()):
+            sealed, damage = _damage(path)
+            differs = [name.replace("_", " ") for name in run if sealed.get(name) != json.loads(_json(run[name]))]
+            if damage is None and differs:
+                raise JobError(
+                    f"{self.folder} holds checkpoints of a run with another {', '.join(differs)}: "
+                    "give another --output, or --no-resume to drop them"
+                )
             if damage is None:
-                return self.folder / name
-            say(f"{self.folder / name} is not whole ({damage}) and is passed over")
+                return path
+            say(f"{path} is not whole ({damage}) and is passed over")
         return None
 
-    # --- the saved model
+    def start(self, plan: Mapping[str, Any], resume: Path | None = None) -> None:
+        """Write down the run's options. Checkpoints newer than ``resume`` go; all of them without it."""
+        shutil.rmtree(self.folder / SCRAP, ignore_errors=True)
+        kept = [] if resume is None else [p for p in self.checkpoints() if _step(p) <= _step(resume)][-KEEP:]
+        for path in self.checkpoints():
+            if path not in kept:
+                self._drop(path)
+        write(self.folder / RECORD, _json({"author": AUTHOR, "plan": dict(plan)}))
+
+    def new_scrap(self) -> Path:
+        """An empty folder to write a checkpoint into."""
+        shutil.rmtree(self.folder / SCRAP, ignore_errors=True)
+        (self.folder / SCRAP).mkdir()
+        return self.folder / SCRAP
+
+    def keep(self, name: str, run: Mapping[str, Any]) -> None:
+        """Seal the checkpoint ``name`` in the scrap folder, give it its place, and drop the oldest."""
+        path = self.folder / SCRAP / name
+        _seal(path, run)
+        os.replace(path, self.folder / name)
+        sync_folder(self.folder)
+        for old in self.checkpoints()[:-KEEP]:
+            self._drop(old)
+        shutil.rmtree(self.folder / SCRAP, ignore_errors=True)
+
+    def _drop(self, path: Path) -> None:
+        """Remove a checkpoint: its name first, so that a kill in between leaves nothing that looks like one."""
+        os.replace(path, self.new_scrap() / path.name)
+        shutil.rmtree(self.folder / SCRAP, ignore_errors=True)
+
+    # --- the trained model
 
     def publish(self, save: Callable[[Path], object]) -> None:
         """Put what ``save`` writes into a folder in place of the model here, so that no mixture of the two ever loads.
@@ -141,68 +158,30 @@ class RunFolder:
         stage.mkdir()
         with writing(stage):
             save(stage)
-        self._write(self._read() | {"saving": list(_checksums(stage))})
+        _seal(stage, {})
         self.finish()
 
     def finish(self) -> bool:
         """Do what a killed :meth:`publish` left undone. Returns whether there was something to do."""
-        values, stage, config = self._read(), self.folder / STAGE, "config.json"
-        if (stage / config).exists() and values["saving"]:
-            (self.folder / config).unlink(missing_ok=True)
+        stage, config = self.folder / STAGE, self.folder / "config.json"
+        if not (stage / SEAL).exists():
+            return False
+        names = read_json(stage / SEAL)["files"]
+        if (stage / config.name).exists():
+            config.unlink(missing_ok=True)
             sync_folder(self.folder)
-            for old in [path for form in WEIGHTS for path in self.folder.glob(form)]:
-                if old.name not in values["saving"]:
+            for old in [path for form in FORMER for path in self.folder.glob(form)]:
+                if old.relative_to(self.folder).as_posix() not in names:
                     old.unlink()
-            for path in sorted(_files(stage), key=lambda path: path == stage / config):  # the config comes last
+            files = [path for path in _files(stage) if path.name != SEAL]
+            for path in sorted(files, key=lambda path: path == stage / config.name):  # the config comes last
                 target = self.folder / path.relative_to(stage)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 sync_folder(target.parent)
                 os.replace(path, target)
             sync_folder(self.folder)
-        if values["saving"]:
-            self._write(values | {"saving": []})
-        if (self.folder / RECORD).exists():
-            shutil.rmtree(stage, ignore_errors=True)
-        return bool(values["saving"])
-
-    # --- training.json
-
-    def _read(self) -> dict[str, Any]:
-        path = self.folder / RECORD
-        if not path.exists():
-            return {"author": AUTHOR, "run": {}, "plan": {}, "checkpoints": {}, "saving": []}
-        remedy = f"delete it and {self.folder}/checkpoint-* to start anew, or give another --output"
-        try:
-            values = read_json(path)
-        except FileError as error:
-            raise FileError(f"{error}: {remedy}") from None
-        if not isinstance(values, dict) or values.get("author") != AUTHOR:
-            raise FileError(f"{path} was not written by {AUTHOR}: give another --output")
-        checkpoints, saving = values.get("checkpoints"), values.get("saving")
-        if not (
-            isinstance(values.get("run"), dict)
-            and isinstance(checkpoints, dict)
-            and all(NAME.fullmatch(name) and isinstance(v, dict | None) for name, v in checkpoints.items())
-            and isinstance(saving, list)
-            and all(isinstance(name, str) for name in saving)
-        ):
-            raise FileError(f"{path} is damaged: {remedy}")
-        return values
-
-    def _write(self, values: Mapping[str, Any]) -> None:
-        write(self.folder / RECORD, _json(values))
-
-    def _drop(self, names: list[str]) -> None:
-        """Remove checkpoints, and only then their names: a kill in between leaves nothing that nobody knows of."""
-        for name in names:
-            if (self.folder / name).is_symlink():
-                (self.folder / name).unlink()
-            else:
-                shutil.rmtree(self.folder / name, ignore_errors=True)
-        if names:
-            values = self._read()
-            left = {name: files for name, files in values["checkpoints"].items() if name not in names}
-            self._write(values | {"checkpoints": left})
+        shutil.rmtree(stage, ignore_errors=True)
+        return True
 
 
 @contextmanager
@@ -246,22 +225,23 @@ def _json(values: Any) -> str:
     return json.dumps(values, indent=1) + "\n"
 
 
-def _step(name: str) -> int:
-    return int(name.split("-")[1])
+def _step(path: Path) -> int:
+    return int(path.name.split("-")[1])
 
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _checksums(folder: Path) -> dict[str, list[int]]:
-    """Name -> size and CRC-32 of every file in ``folder``, all of which are on the disk when this returns."""
-    found = {path.relative_to(folder).as_posix(): _checksum(path) for path in _files(folder)}
+def _seal(folder: Path, run: Mapping[str, Any]) -> None:
+    """Bring all files of ``folder`` to the disk and note that it is whole."""
+    files = {path.relative_to(folder).as_posix(): _checksum(path) for path in _files(folder)}
     sync_folder(folder)
-    return found
+    write(folder / SEAL, _json({"run": dict(run), "files": files}))
 
 
 def _checksum(path: Path) -> list[int]:
+    """Size and CRC-32 of a file, which is on the disk when this returns."""
     size = total = 0
     with path.open("rb") as file:
         while chunk := file.read(1 << 24):
@@ -271,14 +251,17 @@ def _checksum(path: Path) -> list[int]:
     return [size, total]
 
 
-def _damage(folder: Path, files: Mapping[str, Any] | None) -> str | None:
-    """What is wrong with a checkpoint, or None."""
-    if not files:
-        return "a kill cut its writing short"
+def _damage(folder: Path) -> tuple[dict[str, Any], str | None]:
+    """What makes the run of a sealed checkpoint what it is, and what is wrong with the checkpoint, or None."""
+    try:
+        values = read_json(folder / SEAL)
+        run, files = dict(values["run"]), dict(values["files"])
+    except (FileError, KeyError, TypeError, ValueError):
+        return {}, f"{SEAL} is damaged"
     for name, expected in files.items():
         path = folder / name
         if not path.is_file():
-            return f"{name} is missing"
+            return run, f"{name} is missing"
         if _checksum(path) != expected:
-            return f"{name} is damaged"
-    return None
+            return run, f"{name} is damaged"
+    return run, None

@@ -82,7 +82,6 @@ class TrainingPlan:
     max_source_words: int | None = option(
         None, "Summaries: cut a source after so many words.", DATA, least=1, most=MANY
     )
-    max_train_samples: int | None = option(None, "Use only the first N training rows.", DATA, least=1)
     max_eval_samples: int = option(100, "Validation inputs used for loss and score.", DATA)
 
     method: str = option("skipdecode", "SkipDecode, or a baseline to compare it with.", BUDGETS, choices=tuple(METHODS))
@@ -117,10 +116,7 @@ class TrainingPlan:
     )
 
     distill_weight: float = option(
-        0.0, "Weight of distillation from full depth in the loss; 0: none.", DISTILLATION, most=1
-    )
-    distill_on: Literal["logits", "hidden"] = option(
-        "logits", "What is distilled: the logits, or the last hidden states.", DISTILLATION
+        0.0, "Weight of the distance from full depth's logits in the loss; 0: none.", DISTILLATION, most=1
     )
     teacher: str | None = option(
         None, "Distil from this model (default: from the trained one itself at full depth).", DISTILLATION
@@ -135,7 +131,9 @@ class TrainingPlan:
     weight_decay: float = option(0.01, "Weight decay of AdamW.", OPTIMIZER)
     adam_beta2: float = option(0.999, "Second beta of AdamW.", OPTIMIZER, most=1)
 
-    lora_rank: int = option(0, "Rank of LoRA adapters, merged at the end; 0 trains all weights.", MEMORY)
+    lora_rank: int = option(
+        0, "Rank of LoRA adapters, merged at the end and kept in OUTPUT/adapter too; 0 trains all weights.", MEMORY
+    )
     bf16: bool = option(False, "Compute in bfloat16; the weights stay float32.", MEMORY)
     gradient_checkpointing: bool = option(False, "Recompute activations: less memory, more time.", MEMORY)
     attn_implementation: str | None = option(
@@ -144,7 +142,6 @@ class TrainingPlan:
 
     eval_steps: int = option(500, "Evaluate every N steps; 0: never.", REPORTS)
     save_steps: int = option(500, "Write a checkpoint to resume from every N steps.", REPORTS, least=1)
-    logging_steps: int = option(20, "Report the loss every N steps.", REPORTS, least=1)
     report_to: tuple[str, ...] = option(("none",), "Trackers that get the losses, e.g. tensorboard,wandb.", REPORTS)
 
     from_config: str | None = option(
@@ -204,8 +201,8 @@ class TrainingPlan:
             raise UsageError("--schedule says it all: no --horizon, --lengths, --order, --decay or the like beside it")
         if self.horizon and self.lengths:
             raise UsageError("--horizon takes the paper's budgets, --lengths fits to lengths: give one of them")
-        if self.distill_weight == 0 and (self.teacher or self.distill_on != "logits"):
-            raise UsageError("--teacher and --distill-on go with --distill-weight")
+        if self.distill_weight == 0 and self.teacher:
+            raise UsageError("--teacher goes with --distill-weight")
         if self.distill_weight and method.trains_exits:
             raise UsageError(f"{name} has a loss of its own: --distill-weight does not go with it")
         if self.distill_weight and not self.teacher and not method.skips:
@@ -243,12 +240,9 @@ class TrainingPlan:
             )
 
     def check_teacher(self, config: Any, teacher: Any) -> None:
-        """Refuse a teacher whose outputs cannot be learned from, by the configs of both. Raises UsageError."""
-        ours, theirs = (each.get_text_config(decoder=True) for each in (config, teacher))
-        if theirs.vocab_size != ours.vocab_size:
+        """Refuse a teacher of another vocabulary, by the configs of both. Raises UsageError."""
+        if len({each.get_text_config(decoder=True).vocab_size for each in (config, teacher)}) > 1:
             raise UsageError(f"{self.teacher} has another vocabulary than the model: its logits cannot be learned from")
-        if self.distill_on == "hidden" and theirs.hidden_size != ours.hidden_size:
-            raise UsageError(f"{self.teacher} has hidden states of another width than the model: distil its logits")
 
     # --- files
 

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 #: Training responses that schedules are fitted to.
 MEASURED = 5000
+#: Steps from one report of the loss to the next.
+LOGGED = 10
 
 
 def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], object] = logger.warning) -> None:
@@ -55,8 +57,10 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         FileError: the folder holds what no training run wrote.
         DivergedError: loss or weights are no longer finite; the last checkpoint and model stay.
     """
+    if os.environ.get("RANK", "0") != "0":
+        say = _silent  # of several processes the first one speaks
     task = plan.get_task()
-    training = task.read(Path(plan.data), "train")[: plan.max_train_samples]
+    training = task.read(Path(plan.data), "train")
     validation = task.read(Path(plan.data), "validation")[: plan.max_eval_samples] if plan.eval_steps else []
     if not training:
         raise TaskError(f"{plan.data} holds no training rows")
@@ -68,18 +72,18 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         # What is wrong shows before any weights are loaded.
         config = _read_config(plan)
         plan.check(config)
-        if not validation:
-            say("no validation data, or --eval-steps 0: nothing will be evaluated")
-        args = make_args(plan, evaluated=bool(validation))
+        args = make_args(plan)
         model, tokenizer = _load(plan, config, training)
         limit = max_positions(model.config) or sys.maxsize
         rows = encode(training, tokenizer, limit)
         if not len(rows):
             raise TaskError(f"no training example fits the model's {limit} positions")
-        if len(rows) < len(training):
-            say(f"{len(training) - len(rows)} training examples over {limit} tokens are left out")
         held_out, scored = _held_out(validation, tokenizer, limit, task.max_new_tokens)
-        if held_out is None:
+        for what, count in (("training", len(training) - len(rows)), ("validation", len(validation) - len(held_out))):
+            if count:
+                say(f"{count:,} {what} rows are left out: they have over {limit:,} tokens, the model's positions")
+        if not len(held_out):
+            say("no validation data, or --eval-steps 0: nothing will be evaluated")
             args.eval_strategy = "no"
         schedules = _schedules(plan, model.config, rows, task.max_new_tokens, say)
         record = _record(plan, model, tokenizer, training, schedules, args)
@@ -91,7 +95,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
             schedules,
             args,
             rows,
-            held_out,
+            held_out if len(held_out) else None,
             method=plan.method,
             lora_rank=plan.lora_rank,
             resume=resume,
@@ -107,29 +111,31 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         say(f"saved to {plan.output}")
 
 
-def make_args(plan: TrainingPlan, evaluated: bool = True) -> TrainingArguments:
-    """The plan as transformers has it; ``evaluated``: every ``plan.eval_steps`` steps."""
+#: Options that TrainingArguments has too.
+SAME = (
+    "num_train_epochs gradient_accumulation_steps learning_rate lr_scheduler_type warmup_steps weight_decay adam_beta2 "
+    "bf16 save_steps eval_steps seed"
+).split()
+
+
+def make_args(plan: TrainingPlan) -> TrainingArguments:
+    """The plan as transformers has it."""
     return training_args(
         output_dir=plan.output,
-        num_train_epochs=plan.num_train_epochs,
         max_steps=plan.max_steps or -1,
         per_device_train_batch_size=plan.batch_size,
         per_device_eval_batch_size=plan.batch_size,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        learning_rate=plan.learning_rate,
-        lr_scheduler_type=plan.lr_scheduler_type,
-        warmup_steps=plan.warmup_steps,
-        weight_decay=plan.weight_decay,
-        adam_beta2=plan.adam_beta2,
         use_cpu=not torch.accelerator.is_available(),
-        bf16=plan.bf16,
-        save_steps=plan.save_steps,
-        logging_steps=plan.logging_steps,
+        logging_steps=LOGGED,
         report_to=list(plan.report_to),
-        seed=plan.seed,
+        eval_strategy="steps" if plan.eval_steps else "no",
+        **{name: getattr(plan, name) for name in SAME},
         **checkpointing_option(plan.gradient_checkpointing),
-        **({"eval_strategy": "steps", "eval_steps": plan.eval_steps} if evaluated else {}),
     )
+
+
+def _silent(line: str) -> None:
+    pass
 
 
 def _end(line: str, say: Callable[[str], object]) -> None:
@@ -162,16 +168,11 @@ def _load(
 
 def _held_out(
     validation: Sequence[Example], tokenizer: PreTrainedTokenizerBase, limit: int, max_new_tokens: int
-) -> tuple[Dataset | None, list[Example]]:
+) -> tuple[Dataset, list[Example]]:
     """Validation rows of at most ``limit`` tokens for the loss, and examples that leave room for a text to score."""
-    rows = encode(validation, tokenizer).to_list()
-    scored = [
-        example
-        for example, row in zip(validation, rows, strict=True)
-        if len(row["prompt_ids"]) + max_new_tokens <= limit
-    ]
-    fitting = [row for row in rows if len(row["prompt_ids"]) + len(row["response_ids"]) <= limit]
-    return (Dataset.from_list(fitting) if fitting else None), scored
+    prompts = [len(row["prompt_ids"]) for row in encode(validation, tokenizer)]
+    scored = [e for e, tokens in zip(validation, prompts, strict=True) if tokens + max_new_tokens <= limit]
+    return encode(validation, tokenizer, limit), scored
 
 
 def _schedules(
@@ -205,7 +206,7 @@ def _objective(plan: TrainingPlan, model: PreTrainedModel, schedules: Mapping[fl
     if not plan.distill_weight:
         return get_method(plan.method).objective(model, schedules)
     teacher = loading.load(plan.teacher, dtype="float32", device="cpu")[0] if plan.teacher else None
-    return Distillation(plan.distill_weight, plan.distill_on, teacher)
+    return Distillation(plan.distill_weight, teacher)
 
 
 def _record(
@@ -229,7 +230,7 @@ def _record(
         "method": plan.method,
         "budgets": [[k, schedule.to_dict()] for k, schedule in schedules.items()],  # in the order they are drawn by
         "weights": plan.weights and list(plan.weights),
-        "distillation": [plan.distill_weight, plan.distill_on, teacher],
+        "distillation": [plan.distill_weight, teacher],
         "batch": [plan.batch_size, plan.gradient_accumulation_steps, args.world_size],
         "learning_rate": [plan.learning_rate, plan.lr_scheduler_type, plan.warmup_steps],
         "optimizer": [plan.weight_decay, plan.adam_beta2],

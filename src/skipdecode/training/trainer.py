@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +27,8 @@ from ..data.tasks import Example, Task
 from ..errors import DivergedError, TaskError
 from ..generation.generate import generate, max_positions
 from ..methods.objectives import Objective, response_loss
-from .callbacks import Steps, StepSeed, TrainingBar
-from .checkpoints import RunFolder, run_folder, writing
+from .callbacks import FolderIsFree, StepSeed, StopBySignal, TrainingBar
+from .checkpoints import SCRAP, RunFolder, run_folder, writing
 from .sampler import LengthGrouped
 
 logger = logging.getLogger(__name__)
@@ -44,8 +46,8 @@ class SkipTrainer(Trainer):
         objective: what is minimised; evaluation is always cross-entropy.
         weights: how often each of ``schedules`` is drawn, relative to the others; equally if None.
         task, eval_examples: what the validation score is computed on, with ``model.generate``; None for no score.
-        folder: keeps the checkpoints in ``args.output_dir`` whole and says which are this run's; None: they are
-            transformers' own affair.
+        folder: keeps the checkpoints in ``args.output_dir`` whole; None: they are transformers' own affair.
+        record: what makes the run what it is, which each checkpoint in ``folder`` says.
 
     Raises:
         DivergedError: the loss, or a weight about to be saved, is no longer finite. What was saved before stays.
@@ -60,6 +62,7 @@ class SkipTrainer(Trainer):
         task: Task | None = None,
         eval_examples: Sequence[Example] = (),
         folder: RunFolder | None = None,
+        record: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, compute_loss_func=self._loss, **kwargs)
@@ -69,6 +72,7 @@ class SkipTrainer(Trainer):
         self.task = task
         self.eval_examples = eval_examples
         self.folder = folder
+        self.record = record or {}
         self._evaluated: Schedule | None = None
         self._step: ExitStack | None = None  # what ends with the training step under way
         self._tokens = 0
@@ -84,6 +88,7 @@ class SkipTrainer(Trainer):
         prompt_length = inputs["prompt_length"]
         inputs = {name: value for name, value in inputs.items() if name != "prompt_length"}
         inputs["logits_to_keep"] = inputs["input_ids"].shape[1] - prompt_length + 1
+        inputs["use_cache"] = False
         bare = self.accelerator.unwrap_model(model)
         schedule = self._evaluated or self.objective.schedule or self._drawn()
         if model.training:
@@ -135,15 +140,24 @@ class SkipTrainer(Trainer):
         refuse_broken(self.model)
         if self.folder is None:
             return super()._save_checkpoint(*args, **kwargs)
-        name = f"checkpoint-{self.state.global_step}"
         if self.is_world_process_zero():
-            self.folder.begin(name)
+            self.folder.new_scrap()
         self.accelerator.wait_for_everyone()
-        with writing(self.folder.folder / name):
+        with writing(self.folder.folder):
             super()._save_checkpoint(*args, **kwargs)
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
-            self.folder.seal(name)
+            self.folder.keep(f"checkpoint-{self.state.global_step}", self.record)
+
+    def _get_output_dir(self, *args: Any, **kwargs: Any) -> str:
+        """Where transformers writes its checkpoint: not yet in its place."""
+        return super()._get_output_dir(*args, **kwargs) if self.folder is None else str(self.folder.folder / SCRAP)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Says nothing of the second names of tied weights, which no checkpoint holds."""
+        tied = getattr(self.model, "all_tied_weights_keys", {})
+        load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds this process's tokens (prompt and response, no padding) per second since the last log."""
@@ -156,6 +170,7 @@ class SkipTrainer(Trainer):
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
         """Loss at every speed-up (``eval_loss`` at the last), and the task's score there."""
         metrics: dict[str, float] = {}
+        scores: dict[str, float] = {}
         try:
             for speedup, schedule in self.schedules.items():
                 self._evaluated = schedule
@@ -166,6 +181,9 @@ class SkipTrainer(Trainer):
                 scores = {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
                 self.log(dict(scores))
                 metrics |= scores
+            shown = [f"{name} {metrics[name]:.4g}" for name in metrics if name.endswith("x_loss")]
+            shown += [f"{name} {value:.4g}" for name, value in scores.items()]
+            self.bar.write(f"step {self.state.global_step:,}: {', '.join(shown)}")
         finally:
             self._evaluated = None
             self._clock, self._tokens = time.perf_counter(), 0
@@ -209,7 +227,8 @@ def fine_tune(
         args: transformers' own, best made by :func:`training_args`.
         train_dataset, eval_dataset: made by :func:`skipdecode.data.collation.encode`.
         method: what the checkpoint's config will say it was trained by.
-        lora_rank: train adapters of this rank on all linear layers (peft), merged at the end; 0 trains all weights.
+        lora_rank: train adapters of this rank on all linear layers (peft), which are merged into the weights at the end
+            and also saved in the folder ``adapter``; 0 trains all weights.
         resume: go on from the newest whole checkpoint in the folder, if it is of a run with the same ``record``.
             False removes the folder's checkpoints.
         record: what makes the run what it is, plain values. Without it nothing is ever resumed.
@@ -245,30 +264,49 @@ def fine_tune(
 
             config = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
             trained = get_peft_model(model, config)
+        collator = Collator(tokenizer.pad_token_id, max_length=max_positions(model.config))
         trainer = SkipTrainer(
             model=trained,
             args=args,
             schedules=schedules,
-            data_collator=Collator(tokenizer.pad_token_id, max_length=max_positions(model.config)),
+            data_collator=collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
             folder=folder,
+            record=record,
             **options,
         )
+        trainer.accelerator.wait_for_everyone()  # all have looked for the checkpoint
         if trainer.is_world_process_zero():
-            folder.start(record or {}, plan or {}, checkpoint)
-        trainer.add_callback(Steps(folder))
+            folder.start(plan or {}, checkpoint)
+        trainer.add_callback(FolderIsFree(folder))
+        stop = StopBySignal(trainer.accelerator, trainer.bar.write)
+        trainer.add_callback(stop)
         try:
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            with stop:
+                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
             trainer.bar.close()
-        if lora_rank:
-            model = trained.merge_and_unload()
+        if collator.cut:
+            say(f"{collator.cut} responses lost their ends: beside a longer prompt they passed the model's positions")
         model.config.use_cache = True  # the Trainer turns it off
+        first = trainer.is_world_process_zero()
+        if lora_rank:
+            if first:
+                with writing(folder.folder):
+                    trained.save_pretrained(folder.new_scrap())
+            model = trained.merge_and_unload()
         refuse_broken(model)
-        if trainer.is_world_process_zero():
-            folder.publish(lambda stage: (model.save_pretrained(stage), tokenizer.save_pretrained(stage)))
+
+        def save(stage: Path) -> None:
+            model.save_pretrained(stage)
+            tokenizer.save_pretrained(stage)
+            if lora_rank:
+                os.replace(folder.folder / SCRAP, stage / "adapter")
+
+        if first:
+            folder.publish(save)
     return model
 
 

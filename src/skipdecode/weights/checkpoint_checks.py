@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: what transformers would fill in, leave out or trip over later is refused here."""
+"""Refuse damaged checkpoints: what transformers would silently fill in or leave out, or stumble over later."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..core.stack import decoder_layers
 from ..errors import FileError, ModelError, SkipDecodeError, UnsupportedModel
 from ..files import read_json
 
-#: What the libraries raise while they read files that are wrong. Nothing of ours runs where these are caught.
+#: What the libraries raise while they read damaged files. None of our own code runs where these are caught.
 UNREADABLE = (
     OSError,
     ValueError,
@@ -42,7 +42,7 @@ UNREADABLE = (
     StrictDataclassError,
 )
 
-#: What a family computes and old checkpoints hold all the same: masks (no projection is called so), angles, versions.
+#: Ends of keys that old checkpoints hold though models compute the values: masks, angles, versions.
 COMPUTED = (
     "inv_freq",
     "masked_bias",
@@ -56,19 +56,10 @@ COMPUTED = (
 
 TEXT_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
-#: Keys of a generation config by what they hold.
-WHOLE = """max_length max_new_tokens min_length min_new_tokens num_beams num_return_sequences top_k no_repeat_ngram_size
-bos_token_id pad_token_id""".split()
-NUMBERS = "temperature top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty length_penalty".split()
-FLAGS = """do_sample use_cache output_attentions output_hidden_states output_scores output_logits
-return_dict_in_generate renormalize_logits remove_invalid_values""".split()
-IDS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens")
-LISTS_OF_IDS = ("bad_words_ids",)
-
 
 @contextmanager
 def as_model_error(what: str) -> Iterator[None]:
-    """Around calls of transformers that read files: what they raise becomes a ModelError that begins with ``what``."""
+    """Turn what transformers raises while it reads files into a ModelError that begins with ``what``."""
     try:
         yield
     except SkipDecodeError:
@@ -87,13 +78,13 @@ def _one_line(error: BaseException | None) -> str:
     if "trust_remote_code" in text:
         return "it needs code of its own (auto_map), which skipdecode never runs"
     if "offload_folder" in text:
-        return "offloaded weights that are converted when they are read need a place: give --offload-folder"
+        return "offloaded weights that are converted need a folder: give Offload(folder=…) or --offload-folder"
     named = text if isinstance(error, (OSError, ValueError)) and text else f"{type(error).__name__} {text}".strip()
     return named if len(named) <= 300 else named[:300] + "…"
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint. Raises ModelError."""
+    """Read a JSON file of a checkpoint that must hold an object. Raises ModelError."""
     try:
         values = read_json(path)
     except FileError as error:
@@ -104,23 +95,20 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, names: Sequence[str] = TEXT_FILES) -> None:
-    """Raises ModelError where one of these is there, but no JSON object: transformers may go on without it."""
+    """Raises ModelError where one of the files exists, but holds no JSON object: transformers may ignore it."""
     for path in (folder / name for name in names):
         if path.is_file():
             read_object(path)
 
 
 def check_config(name: str, config: Any) -> None:
-    """Raises ModelError for an encoder-decoder model, and for layers and dropout that no model has."""
+    """Raises ModelError for an encoder-decoder model, and for a number of layers that no model has."""
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs")
     with as_model_error(f"the config of {name} names no num_hidden_layers"):
         layers = layer_count(config)
     if type(layers) is not int or not 1 <= layers <= MOST_LAYERS:
         raise ModelError(f"the config of {name}: num_hidden_layers is 1 to {MOST_LAYERS}, not {layers!r}")
-    for key, value in vars(config.get_text_config(decoder=True)).items():
-        if "drop" in key and isinstance(value, (int, float)) and not 0 <= value <= 1:
-            raise ModelError(f"the config of {name}: {key} is between 0 and 1, not {value!r}")
 
 
 def check_size(folder: Path, model: PreTrainedModel) -> None:
@@ -138,7 +126,7 @@ def check_size(folder: Path, model: PreTrainedModel) -> None:
 
 
 def check_weights(name: str, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
-    """What was loaded is what was saved: every parameter from the files, no layer left over, only finite numbers.
+    """Check that a model was loaded as it was saved: all parameters from files, no layer left over, finite numbers.
 
     Args:
         name: of the checkpoint.
@@ -146,7 +134,7 @@ def check_weights(name: str, model: PreTrainedModel, info: Mapping[str, Any]) ->
         info: its ``output_loading_info``. Tied weights, and what a family says may be left out, are not in it.
 
     Raises:
-        ModelError: else.
+        ModelError: it was not.
     """
     for key, saved, wanted in sorted(info["mismatched_keys"]):
         raise ModelError(f"{name}: {key} has the shape {tuple(saved)}, its config wants {tuple(wanted)}")
@@ -167,7 +155,7 @@ def check_weights(name: str, model: PreTrainedModel, info: Mapping[str, Any]) ->
 
 
 def finite(weight: torch.Tensor) -> bool:
-    """Whether all its values are."""
+    """Whether all values of a weight are finite."""
     # A finite sum is proof, and needs no memory; one that is not may have come of large numbers.
     return bool(weight.sum(dtype=torch.float32).isfinite()) or bool(weight.isfinite().all())
 
@@ -193,24 +181,3 @@ def check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase, rows: int) ->
         token = getattr(tokenizer, f"{role}_token_id")
         if token is not None and token >= rows:
             raise ModelError(f"{name}: the tokenizer's {role} token is {token}, the model has {rows} embeddings")
-
-
-def check_generation(name: str, config: Any) -> None:
-    """Raises ModelError for a generation config with values of wrong type, by its key."""
-    numbers = (int, float)
-    for keys, kinds in ((WHOLE, (int,)), (NUMBERS, numbers), (FLAGS, (bool,))):
-        for key in keys:
-            value = getattr(config, key, None)
-            if value is not None and (not isinstance(value, kinds) or isinstance(value, bool) != (kinds == (bool,))):
-                raise ModelError(f"{name}: generation_config.json has {key} = {value!r}")
-    for key in (*IDS, *LISTS_OF_IDS):
-        value = getattr(config, key, None)
-        rows = value if key in LISTS_OF_IDS else [[value] if type(value) is int else value]
-        if value is not None and not (isinstance(rows, list) and all(map(_are_ids, rows))):
-            raise ModelError(f"{name}: generation_config.json has {key} = {value!r}")
-    with as_model_error(f"{name}: generation_config.json cannot be used"):
-        config.validate()
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(token) is int for token in value)

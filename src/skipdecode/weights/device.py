@@ -17,7 +17,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tuple[str | torch.dtype, str]:
     """The type and the device that a model of this config is run in. Raises ModelError for what is not there."""
     if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        # (From torch 2.7 on, current_accelerator can check by itself that there is one.)
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device = "cpu" if accelerator is None else accelerator.type
     check_device(device)
     check_dtype(dtype)

@@ -20,20 +20,21 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class DecodingLinear(nn.Module):
-    """A linear module to decode with: it is neither saved, filled, moved, resized nor trained.
+    """A linear module to decode with: it cannot be saved, loaded, moved, resized or trained.
 
-    There is no ``weight``: a family that reads a module's weight past its forward fails instead of taking it for
-    another.
+    It has no ``weight``: a family that reads a weight without calling its module fails instead of computing nonsense.
 
     Args:
-        weight: (outputs, inputs), of which a subclass keeps its own form.
+        weight: (outputs, inputs), which a subclass keeps in its own form.
         bias: (outputs), or None.
 
     Attributes:
-        option: what makes such modules, as a user writes it.
+        option: the option of ``load`` that makes such modules, as a user writes it.
+        least_share: of the layers' weights that must be in linear modules for it to be worth its name.
     """
 
     option: ClassVar[str]
+    least_share: ClassVar[float] = 0.0
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -41,11 +42,13 @@ class DecodingLinear(nn.Module):
         self.dtype = weight.dtype
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
-    def check_call(self, x: Tensor) -> None:
-        """No gradient passes, and weights keep their type: both without a word, were it not for this.
+    @classmethod
+    def check_products(cls, dtype: torch.dtype) -> None:
+        """Raises ModelError where torch cannot multiply so on this CPU."""
+        raise NotImplementedError
 
-        Raises ModelError: training, or ``torch.autocast``.
-        """
+    def check_call(self, x: Tensor) -> None:
+        """Raises ModelError in training and under ``torch.autocast``, which would both go wrong silently."""
         if x.requires_grad and torch.is_grad_enabled():
             raise ModelError(
                 f"models with {self.option} are not trained: decode under torch.no_grad(), or leave it out"
@@ -91,42 +94,49 @@ class DecodingLinear(nn.Module):
         return self
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Whether a module is a linear one and no more: no subclass, no hooks, no weights that are computed."""
-    return (
-        type(module) in LINEAR
-        and "forward" not in vars(module)
-        and not any(getattr(module, name) for name in _HOOKS)
-        and type(module.weight) is nn.Parameter
-    )
-
-
 def plain_linear(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """(parent, name, module) of each plain linear module."""
+    """Yield (parent, name, module) of each linear module that is no more: no subclass, hooks or computed weight."""
     for parent in model.modules():
         for name, child in parent.named_children():
-            if is_plain(child):
+            if (
+                type(child) in LINEAR
+                and "forward" not in vars(child)
+                and not any(getattr(child, hooks) for hooks in _HOOKS)
+                and type(child.weight) is nn.Parameter
+            ):
                 yield parent, name, child
 
 
-def is_replaced(model: nn.Module, kind: type[DecodingLinear]) -> bool:
-    """Whether modules of the kind are in place already. Raises ModelError where those of another are."""
-    options = {module.option for module in model.modules() if isinstance(module, DecodingLinear)}
-    if options - {kind.option}:
-        raise ModelError(f"the model's weights are those of {options.pop()}: load it anew for {kind.option}")
-    return bool(options)
+def check_linear(model: PreTrainedModel, kind: type[DecodingLinear]) -> None:
+    """Raises UnsupportedModel where too few of the layers' weights are in linear modules. (On the meta device too.)"""
+    layers = decoder_layers(model)
+    every = sum(weight.numel() for weight in layers.parameters() if weight.ndim > 1)
+    linear = sum(child.weight.numel() for _, _, child in plain_linear(layers))
+    if not linear or linear < kind.least_share * every:
+        raise UnsupportedModel(
+            f"only {linear / every:.0%} of the weights in {type(model).__name__}'s layers are in linear modules "
+            f"(experts are not): leave {kind.option} out"
+        )
 
 
 @torch.no_grad()
-def replace_linear(model: PreTrainedModel, new: type[DecodingLinear]) -> None:
-    """Put a ``new`` module in the place of each plain linear module of all layers, and of the LM head.
+def replace_linear(model: PreTrainedModel, kind: type[DecodingLinear]) -> None:
+    """Replace each plain linear module of all layers, and the LM head, by one of the kind.
 
-    One after the other, each old weight freed before the next is made: one weight is held twice at most. A head that
-    is tied to the embedding gets weights of its own. Nothing of the model takes part in training from then on.
+    Modules are replaced one by one, each old weight freed before the next is converted: one weight is held twice at
+    most. A head that is tied to the embedding gets weights of its own. No parameter is trained from then on.
 
     Raises:
-        UnsupportedModel: a weight is read past its module. The model cannot be used any more.
+        UnsupportedModel: too few weights are in linear modules, or one is read without its module; in the second case
+            the model cannot be used any more.
+        ModelError: the modules were replaced by another kind before.
     """
+    options = {module.option for module in model.modules() if isinstance(module, DecodingLinear)}
+    if options - {kind.option}:
+        raise ModelError(f"the model's weights are those of {options.pop()}: load it anew for {kind.option}")
+    if options:
+        return
+    check_linear(model, kind)
     layers, head = decoder_layers(model), model.get_output_embeddings()
     places = [(parent, name) for parent, name, _ in plain_linear(layers)]
     places += [(parent, name) for parent, name, child in plain_linear(model) if child is head]
@@ -135,17 +145,15 @@ def replace_linear(model: PreTrainedModel, new: type[DecodingLinear]) -> None:
     for parent, name in places:
         old = getattr(parent, name)
         if id(old) not in made:
-            made[id(old)] = new(old.weight.t() if isinstance(old, Conv1D) else old.weight, old.bias)
+            made[id(old)] = kind(old.weight.t() if isinstance(old, Conv1D) else old.weight, old.bias)
         setattr(parent, name, made[id(old)])
         del old
     model.requires_grad_(False)
     try:
         model(torch.tensor([[1, 2]], device=model.device))
     except (AttributeError, TypeError) as error:
-        name = type(model).__name__
         raise UnsupportedModel(
-            f"{name} reads its weights past their modules: leave {new.option} out ({error})"
+            f"{type(model).__name__} reads weights without calling their modules: leave {kind.option} out ({error})"
         ) from error
-
     one = next(iter(made.values()))
     model.save_pretrained, model.resize_token_embeddings = one._save_to_state_dict, one.refuse_resize

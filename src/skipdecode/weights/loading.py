@@ -1,7 +1,8 @@
-"""Checkpoints in: a directory, a hub name, ``demo`` for the embedded one, or a config to start from scratch."""
+"""Load checkpoints from a directory, the hub or the package (``demo``), or make a model from a config."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
+from transformers.utils import is_accelerate_available, logging
 
 from ..core.attach import attach
 from ..core.stack import text_config
@@ -30,17 +31,15 @@ from .checkpoint_checks import (
     as_model_error,
     check_config,
     check_files,
-    check_generation,
     check_size,
     check_tokenizer,
     check_weights,
     read_object,
 )
-from .device import cpu_capabilities, placement
-from .faster import check_faster, faster_options, make_faster
-from .int8 import check_linear
-from .offload import Offload
-from .prepack import check_packable
+from .device import placement
+from .linear import check_linear
+from .offload import Offload, prepare_offloaded
+from .optimize import check_optimizations, linear_kind, optimizations, optimize
 
 DEMO = Path(__file__).parent.parent / "demo"
 
@@ -51,16 +50,32 @@ TESTED = frozenset(
 )
 
 
-def resolve(name: str) -> str:
-    """Path or hub name of a model. Raises ModelError for what can be neither."""
-    if name == "demo":
-        return str(DEMO)
+def resolve(name: str, files: Sequence[str] = ("config.json",)) -> str:
+    """Return where everything of a model is read from: an absolute path, or a hub name.
+
+    ``demo`` is the embedded checkpoint; a folder comes before a hub name. Nothing else decides what a name means, so
+    config, weights, tokenizer and generation config of a name are always those of one place.
+
+    Args:
+        name: as the user gave it, or as this function returned it.
+        files: one of these must be in a folder.
+
+    Raises:
+        ModelError: the name can be neither, or ``demo`` could be a folder here too.
+    """
     path = Path(name)
-    if path.is_dir() and (path / "adapter_config.json").exists():
-        raise ModelError(f"{name} holds a PEFT adapter: merge it first (merge_and_unload), and save the whole model")
-    if path.is_dir() and not (path / "config.json").exists():
-        raise ModelError(f"{name} holds no config.json: is it a Hugging Face checkpoint?")
-    if not path.is_dir() and (path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
+    is_checkpoint = any((path / file).exists() for file in files)
+    if name == "demo":
+        if is_checkpoint:
+            raise ModelError("demo is the embedded checkpoint, and a folder here: give ./demo, or rename the folder")
+        return str(DEMO)
+    if path.is_dir():
+        if (path / "adapter_config.json").exists():
+            raise ModelError(f"{name} holds a PEFT adapter: merge it first (merge_and_unload), save the whole model")
+        if not is_checkpoint:
+            raise ModelError(f"{name} holds no {' or '.join(files)}: is it a Hugging Face checkpoint?")
+        return os.path.abspath(path)
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(f"no model at {name}: give a directory, a hub name, or 'demo'")
     return name
 
@@ -74,7 +89,6 @@ def load(
     revision: str | None = None,
     offload: str | Offload | None = None,
     quantization: str | None = None,
-    compile: bool = False,
     prepack: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal LM with gates attached, and its tokenizer. No code of the checkpoint is run.
@@ -83,59 +97,67 @@ def load(
         name: directory, hub name, or ``demo``.
         dtype: ``float32``, ``bfloat16``, ``float16``; ``auto`` is the checkpoint's own on a GPU; on a CPU float32, or
             bfloat16 where both the checkpoint and the CPU's arithmetic have it.
-        device: ``cuda``, ``mps``, ``cpu``, …; an accelerator if there is one.
+        device: ``cuda``, ``mps``, ``cpu``, …; an accelerator if there is one. Where accelerate is installed, weights
+            are read straight onto it.
         attention: ``eager``, ``sdpa``, …; transformers' choice if None.
         revision: of a hub model.
-        offload: which decoder layers wait on the disk or in host memory until they run: ``auto``, ``disk``, ``cpu``, or
+        offload: which decoder layers are on the disk or in host memory until they run: ``auto``, ``disk``, ``cpu``, or
             an :class:`~skipdecode.weights.offload.Offload`, which says how much memory the weights may take.
         quantization: ``int8``: layers and LM head multiply in 8 bits, on CPUs.
-        compile: decode steps run through ``torch.compile``, which takes a minute at the first ones.
-        prepack: weights of layers and LM head are laid out once as the CPU's products read them; bfloat16 and float32.
+        prepack: weights of layers and LM head keep the layout of the CPU's products; bfloat16 and float32.
 
     Raises:
-        ModelError: no such model, device or type, int8, compilation or layout that is not possible here, no
-            decoder-only causal LM, or a damaged checkpoint: weights that are missing, left over, of another shape or
-            not finite, a tokenizer of another model, files that are no JSON.
-        UsageError: another quantization, or one together with offload or prepack; prepack or compile with offload.
+        ModelError: there is no such model, device or type; int8 or prepacked weights are not possible here; or the
+            checkpoint is no decoder-only causal LM, or damaged: weights that are missing, left over, of another shape
+            or not finite, a tokenizer of another model, files that are no JSON.
+        UsageError: an unknown quantization, or more than one of quantization, prepack and offload.
     """
     config = read_config(name, revision)
     dtype, device = placement(config, dtype, device)
-    faster = faster_options(quantization, compile, prepack)
-    if offload is not None and faster:
-        raise UsageError(f"layers that wait elsewhere take no {' or '.join(faster)}: leave it or offload out")
-    check_faster(name, config, dtype, device, cpu_capabilities(), **faster)
-    if (quantization or prepack) and (sketch := _sketch(config)) is not None:
-        check_linear(sketch) if quantization else check_packable(sketch)
+    optimized = optimizations(quantization, prepack)
+    if isinstance(offload, str):
+        offload = Offload(offload)
+    if offload is not None and optimized:
+        raise UsageError(f"offloaded layers take no {' or '.join(optimized)}: leave it or offload out")
+    check_optimizations(name, config, dtype, device, **optimized)
+    if (kind := linear_kind(**optimized)) is not None and (empty := _on_meta(config)) is not None:
+        check_linear(empty, kind)
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
-    if (away := Offload.of(offload)) is not None:
-        options |= away.options(_sketch(config), dtype, device)
+    placed = {} if offload is None else offload.options(_on_meta(config), dtype, device)
+    if not placed and device != "cpu" and is_accelerate_available():
+        options["device_map"] = {"": device}
     tokenizer = load_tokenizer(name, revision)
-    model = read_weights(resolve(name), config=config, dtype=dtype, revision=revision, **options)
+    model = read_weights(resolve(name), config=config, dtype=dtype, revision=revision, **options, **placed)
     check_tokenizer(name, tokenizer, model.get_input_embeddings().weight.shape[0])
-    kind = text_config(config).model_type
-    if kind not in TESTED:
-        warnings.warn(f"{name}: models of type {kind!r} are not tested: try `skipdecode check {name}`", stacklevel=2)
-    if away is not None and "device_map" in options:
-        from .streaming import stream
-
-        stream(model, prefetch=away.prefetch)
+    family = text_config(config).model_type
+    if family not in TESTED:
+        warnings.warn(f"{name}: models of type {family!r} are not tested: try `skipdecode check {name}`", stacklevel=2)
+    if placed:
+        prepare_offloaded(model)
     else:
         with as_model_error(f"{name} does not fit on {device!r}"):
             model = model.to(device)
-    return attach(make_faster(model.eval(), **faster)), tokenizer
+    return attach(optimize(model.eval(), **optimized)), tokenizer
 
 
 def read_weights(path: str, *, config: Any = None, revision: str | None = None, **options: Any) -> PreTrainedModel:
-    """What :func:`load` takes from a checkpoint beside its tokenizer: the model as it was saved, nothing filled in.
+    """Read a checkpoint's model as it was saved, nothing filled in.
 
-    ``options`` are those of transformers' ``from_pretrained``. Raises ModelError.
+    Args:
+        path: as :func:`resolve` returns it.
+        config: of the model; read from there if None.
+        revision: of a hub model.
+        options: others of transformers' ``from_pretrained``.
+
+    Raises:
+        ModelError: the checkpoint is damaged.
     """
     check_files(Path(path))
     config = read_config(path, revision) if config is None else config
     read_generation_config(path, revision)
     folder = Path(path) / (options.get("subfolder") or "")
-    if folder.is_dir() and (sketch := _sketch(config)) is not None:
-        check_size(folder, sketch)
+    if folder.is_dir() and (empty := _on_meta(config)) is not None:
+        check_size(folder, empty)
     with as_model_error(f"{path} cannot be loaded"), _quiet():
         options |= {"config": config, "revision": revision, "trust_remote_code": False, "output_loading_info": True}
         # Mismatched shapes are refused too, but by name.
@@ -144,8 +166,8 @@ def read_weights(path: str, *, config: Any = None, revision: str | None = None, 
     return model
 
 
-def _sketch(config: Any) -> PreTrainedModel | None:
-    """The model without memory for its weights; None where it cannot be made: reading it says why."""
+def _on_meta(config: Any) -> PreTrainedModel | None:
+    """The model on the meta device; None where it cannot be made: reading it says why."""
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
@@ -155,8 +177,11 @@ def _sketch(config: Any) -> PreTrainedModel | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' warnings: what they say of the weights is an error of ours."""
-    level, dispatching = logging.get_verbosity(), getLogger("accelerate.big_modeling")  # it says that layers wait
+    """Silence transformers' warnings about weights: :func:`check_weights` raises an error instead."""
+    level, dispatching = (
+        logging.get_verbosity(),
+        getLogger("accelerate.big_modeling"),
+    )  # it says that layers are offloaded
     logging.set_verbosity_error()
     before, dispatching.disabled = dispatching.disabled, True
     try:
@@ -167,15 +192,15 @@ def _quiet() -> Iterator[None]:
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint, ready for :func:`encode_prompts`. Raises ModelError."""
-    path = name if (Path(name) / "tokenizer_config.json").exists() else resolve(name)  # it may be there without a model
+    """Return the tokenizer of a checkpoint, with left padding and a padding token. Raises ModelError."""
+    path = resolve(name, ("config.json", "tokenizer_config.json"))  # it may be there without a model
     check_files(Path(path))
     with as_model_error(f"the tokenizer of {name} cannot be read"):
         return for_decoding(AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False))
 
 
 def read_config(name: str, revision: str | None = None) -> Any:
-    """A model's config, read without its weights. Raises ModelError."""
+    """Read a model's config without its weights. Raises ModelError."""
     check_files(Path(resolve(name)), ["config.json"])
     with as_model_error(f"no model could be read at {name}"):
         config = AutoConfig.from_pretrained(resolve(name), revision=revision, trust_remote_code=False)
@@ -184,16 +209,17 @@ def read_config(name: str, revision: str | None = None) -> Any:
 
 
 def read_generation_config(name: str, revision: str | None = None) -> GenerationConfig:
-    """What a checkpoint asks of generation; transformers' defaults if it says nothing. Raises ModelError."""
+    """Read a checkpoint's generation config; transformers' defaults if there is none. Raises ModelError."""
     path = resolve(name)
-    with as_model_error(f"{path}: generation_config.json cannot be read"), suppress(OSError):  # it need not be there
-        check_generation(path, config := GenerationConfig.from_pretrained(path, revision=revision))
+    with as_model_error(f"{path}: generation_config.json cannot be used"), suppress(OSError):  # it need not be there
+        config = GenerationConfig.from_pretrained(path, revision=revision)
+        config.validate()
         return config
     return GenerationConfig()
 
 
 def new_config(path: Path) -> Any:
-    """The config of a model to be made, from a ``config.json``. Raises ModelError."""
+    """Read the ``config.json`` of a model to be trained from scratch. Raises ModelError."""
     values = read_object(path)
     with as_model_error(f"{path} is no model config"):
         if not isinstance(values.get("model_type"), str):
@@ -206,10 +232,10 @@ def new_config(path: Path) -> Any:
 def from_config(
     path: Path, texts: Sequence[str], tokenizer_name: str | None = None, attention: str | None = None, seed: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model with random weights from a ``config.json``, and a tokenizer: a given one, or BPE trained on ``texts``.
+    """Make a model with random weights from a ``config.json``, and a tokenizer: a given one, or BPE of ``texts``.
 
-    The config's ``vocab_size`` is the size to train; token ids in it are set to the tokenizer's. Raises ModelError for
-    a config that no model can be made from.
+    The config's ``vocab_size`` is the size to train to; its token ids become the tokenizer's. Raises ModelError for a
+    config that no model can be made from.
     """
     config = new_config(path)
     tokenizer = load_tokenizer(tokenizer_name) if tokenizer_name else train_tokenizer(texts, config.vocab_size)

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..errors import MissingExtra
+from ..errors import MissingExtra, UsageError
 
 GIB = 1 << 30
 #: Of the control group that containers run in, version 2 and 1: folder, files of its limit and of what is in use, and
@@ -20,6 +20,8 @@ CGROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", ""),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
+#: In messages of allocators that raise a bare RuntimeError: the CPU's, and that of MPS.
+ALLOCATORS = ("DefaultCPUAllocator", "MPS backend out of memory")
 
 
 def available_memory(device: str | torch.device, kept: int = 0) -> int:
@@ -31,12 +33,19 @@ def available_memory(device: str | torch.device, kept: int = 0) -> int:
 
     Raises:
         MissingExtra: psutil, which knows it for a CPU, is not installed.
+        UsageError: nobody knows it for this kind of device.
     """
     place = torch.device(device)
+    if place.type not in ("cpu", "cuda", "mps"):
+        raise UsageError(f"free memory of {place.type} is not known: give numbers (batch size, max_memory), not auto")
     if place.type == "cuda":
         # What torch holds and does not use is free for us, though not for the driver.
         unused = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
         return torch.cuda.mem_get_info(place)[0] + unused
+    if place.type == "mps":  # it shares its memory with the CPU, and may take a part of it
+        unused = torch.mps.driver_allocated_memory() - torch.mps.current_allocated_memory()
+        rest = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+        return max(min(rest, available_memory("cpu")), 0) + unused
     return max(min([_psutil().virtual_memory().available - kept, *_cgroup_rooms(kept)]), 0)
 
 
@@ -65,6 +74,13 @@ def _file_bytes(stat: Path, prefix: str) -> int:
         held = dict(line.split() for line in stat.read_text().splitlines())
         return sum(int(held.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
     return 0
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device's or the system's memory did not suffice."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(name in str(error) for name in ALLOCATORS)
 
 
 def mapped_bytes() -> int:

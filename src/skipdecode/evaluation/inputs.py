@@ -11,8 +11,7 @@ from ..data.tasks import Example, Task
 
 
 def read_examples(task: Task, source: Path, split: str, say: Callable[[str], object]) -> list[Example]:
-    """The examples of a split; of a file, whatever the split, all rows that are not bad; those of one
-    prompt are one example.
+    """Read the examples of a split. A file has no splits: all its good rows count, and those of one prompt are merged.
 
     Args:
         task: how the rows are read and prompted.

@@ -1,0 +1,111 @@
+"""Linear layers in int8 or prepacked, and a contiguous input for the LM head: faster whatever the schedule."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..core.attach import is_attached
+from ..core.stack import decoder_layers
+from ..errors import ModelError, UsageError
+from .int8 import Int8Linear
+from .linear import DecodingLinear, replace_linear
+from .prepack import PackedLinear
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def optimizations(quantization: str | None = None, prepack: bool = False, **others: Any) -> dict[str, Any]:
+    """Return those of the options that are on, by name: a measured time is reported with them.
+
+    Raises:
+        UsageError: an unknown option, an unknown quantization, or both options at once.
+    """
+    if others:
+        raise UsageError(f"layers are optimized by quantization and prepack, not by {', '.join(others)}")
+    if quantization not in (None, "int8"):
+        raise UsageError(f"quantization is int8 or None, not {quantization!r}")
+    if quantization and prepack:
+        raise UsageError("int8 weights have a layout of their own: leave one of quantization and prepack out")
+    given = {"quantization": quantization, "prepack": prepack}
+    return {name: value for name, value in given.items() if value}
+
+
+def linear_kind(**options: Any) -> type[DecodingLinear] | None:
+    """Return the module that replaces linear ones under these :func:`optimizations`; None if they stay."""
+    given = optimizations(**options)
+    return Int8Linear if "quantization" in given else PackedLinear if given else None
+
+
+def check_optimizations(name: str, config: Any, dtype: str | torch.dtype, device: str, **options: Any) -> None:
+    """Check, before weights are read, that a model's linear layers can be replaced on this machine.
+
+    Args:
+        name: of the model, for messages.
+        config: of the model.
+        dtype: of its weights; ``auto`` is the config's.
+        device: where it runs.
+        options: as :func:`optimizations` takes them.
+
+    Raises:
+        UsageError: as :func:`optimizations`.
+        ModelError: the device is no CPU, the checkpoint is quantized, or torch has no such products for this CPU.
+    """
+    if (kind := linear_kind(**options)) is None:
+        return
+    if torch.device(device).type != "cpu":
+        raise ModelError(f"{kind.option} is for CPUs, not {device!r}: leave it out")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"{name} is quantized already: leave {kind.option} out")
+    kind.check_products(config.dtype if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+
+
+def optimize(model: Model, *, quantization: str | None = None, prepack: bool = False) -> Model:
+    """Change a model in place, before gates are attached, so that its layers and its head run faster. Returns it.
+
+    The input of the head is always made contiguous (:func:`contiguous_head`). A model whose linear layers are replaced
+    can be decoded with, but neither saved nor trained.
+
+    Args:
+        model: any causal LM without gates.
+        quantization: ``int8``: weights and activations of 8 bits, on CPUs (:mod:`.int8`).
+        prepack: weights in the layout of the CPU's products, once instead of at every call (:mod:`.prepack`).
+
+    Raises:
+        UsageError: both ``quantization`` and ``prepack``.
+        ModelError: the model is attached already, its weights are offloaded, or torch has no such products here.
+        UnsupportedModel: its layers' weights are not in linear modules, or are read past them.
+    """
+    if is_attached(model):
+        raise ModelError("the model has gates already: optimize it before attach, or detach it first")
+    kind = linear_kind(quantization=quantization, prepack=prepack)
+    if kind is not None:
+        if any(hasattr(layer, "_hf_hook") for layer in decoder_layers(model)):
+            raise ModelError(f"layers whose weights are offloaded take no {kind.option}")
+        given = optimizations(quantization, prepack)
+        check_optimizations(type(model).__name__, model.config, model.dtype, str(model.device), **given)
+        hooks = getattr(model.get_output_embeddings(), "_forward_pre_hooks", {})
+        for key in [key for key, hook in hooks.items() if hook is _contiguous]:
+            del hooks[key]  # a head with hooks would not be replaced
+        replace_linear(model, kind)
+    return contiguous_head(model)
+
+
+def contiguous_head(model: Model) -> Model:
+    """Copy the LM head's input to contiguous memory before each call. Returns the model.
+
+    ``generate`` hands the head a view (batch, 1, size) of all prompt columns. In bfloat16 and float16, torch's CPU
+    products then copy the head's weight once per row. In float32 the view stays: its product is another one, and bits
+    would differ from the stock model's.
+    """
+    head = model.get_output_embeddings()
+    if head is not None and _contiguous not in head._forward_pre_hooks.values():
+        head.register_forward_pre_hook(_contiguous)
+    return model
+
+
+def _contiguous(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x.contiguous() if isinstance(x, Tensor) and x.element_size() < 4 else x for x in args)
