@@ -205,8 +205,8 @@ _ON_THE_CLOCK = {"clock": "job", "profile": "p.json", "speedup": 2}
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"clock": "job"}, "need a profile"),
-        ({"clock": "seconds"}, "a clock is"),
+        ({"clock": "job", "speedup": 2}, "need a profile"),
+        ({"clock": "seconds", "speedup": 2}, "a clock is"),
         ({"profile": "p.json", "speedup": 2}, "need a profile"),
         ({"clock": "job", "profile": "p.json"}, "a clock needs a speedup"),
         ({"clock": "job", "profile": "p.json", "speedup": 2, "offload": "disk"}, "knows no offload"),
