@@ -20,7 +20,7 @@ from skipdecode.cli.app import Stopped, app
 from skipdecode.cli.train import SHARED
 from skipdecode.errors import FileError, JobError, SkipDecodeError, UsageError
 from skipdecode.files import locked
-from skipdecode.training.checkpoints import AUTHOR, RECORD, RunFolder
+from skipdecode.training.checkpoints import AUTHOR, RECORD
 from skipdecode.training.options import option_name
 from skipdecode.training.plan import TrainingPlan, option_fields
 from skipdecode.training.run import train
@@ -234,21 +234,6 @@ def test_python_takes_the_same_lock(checkpoint: Path, data: Path, tmp_path: Path
     with locked(tmp_path / "out" / RECORD), pytest.raises(JobError, match="in use by process"):
         train(plan, resume=False)
     assert weights(tmp_path / "out") == before
-
-
-def test_several_processes_end_together_after_a_save_was_finished(
-    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """MODEL = OUTPUT: the first process would end, and the others wait for it for ever; an error ends them all."""
-    plan = plan_of(checkpoint, data, checkpoint)
-    monkeypatch.setattr(RunFolder, "claim", lambda *a: None)
-    monkeypatch.setattr(RunFolder, "finish", lambda self: True)
-    lines: list[str] = []
-    train(plan, say=lines.append)
-    assert "start again" in lines[-1]
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(JobError, match="start again"):
-        train(plan, say=lines.append)
 
 
 def test_every_field_is_an_option_with_its_group() -> None:

@@ -30,11 +30,12 @@ from skipdecode.data.collation import Collator, encode
 from skipdecode.data.tasks import Example
 from skipdecode.data.tokenization import for_decoding, train_tokenizer
 from skipdecode.errors import JobError
-from skipdecode.training import trainer as training
+from skipdecode.training import run as training
 from skipdecode.training.callbacks import StepSeed
-from skipdecode.training.checkpoints import SEAL, RunFolder
+from skipdecode.training.checkpoints import SEAL, RunFolder, run_folder
+from skipdecode.training.plan import TrainingPlan
 from skipdecode.training.sampler import LengthGrouped
-from skipdecode.training.trainer import fine_tune, training_args
+from skipdecode.training.trainer import SkipTrainer, training_args
 
 #: 14 rows of several widths: with batches of 4, an epoch has four steps, the last of which is short.
 EXAMPLES = [Example(text[: 5 + 2 * i], (text[6 + 2 * i :],)) for i, text in enumerate((TEXTS * 2)[:14])]
@@ -120,21 +121,21 @@ def go(
         "use_cpu": True,
         "disable_tqdm": True,
     }
-    with monkeypatch.context() as patch:
+    plan = TrainingPlan(model="demo", output=str(output), lora_rank=lora_rank)
+    with monkeypatch.context() as patch, run_folder(output) as folder:
         patch.setattr(training, "Collator", Spy)
         if stop:
-            init = training.SkipTrainer.__init__
+            init = SkipTrainer.__init__
             patch.setattr(
-                training.SkipTrainer,
+                SkipTrainer,
                 "__init__",
                 lambda self, *a, **k: (init(self, *a, **k), self.add_callback(StopAt(stop)))[0],
             )
-        args = training_args(output_dir=str(output), **config | options)
-        held_out = EXAMPLES[:2] if "eval_steps" in options else ()
-        rows, held_out_rows = encode(EXAMPLES, tokenizer, 96), encode(held_out, tokenizer) if held_out else None
-        rest: dict[str, Any] = {"lora_rank": lora_rank}
-        rest |= {"record": {"seed": 0}, "say": said.append}
-        model = fine_tune(model, tokenizer, SCHEDULES, args, rows, held_out_rows, **rest)
+        more: dict[str, Any] = {"args": training_args(output_dir=str(output), **config | options)}
+        more |= {"schedules": SCHEDULES, "record": {"seed": 0}, "train_dataset": encode(EXAMPLES, tokenizer, 96)}
+        more |= {"eval_dataset": encode(EXAMPLES[:2], tokenizer)} if "eval_steps" in options else {}
+        found = folder.newest(more["record"], said.append)
+        model = training.fine_tune(model, tokenizer, plan, folder, found, said.append, **more)
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 

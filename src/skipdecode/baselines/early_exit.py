@@ -16,7 +16,7 @@ from ..core.patch import Patch, put
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from ..errors import ModelError, UsageError
-from ..methods.base import LayerCost, Method
+from ..methods.base import Method
 from ..methods.objectives import Objective, token_loss
 
 #: Temperature of the decay of CALM's threshold, the paper's.
@@ -78,7 +78,7 @@ class Calm(MultiExit):
         model: PreTrainedModel,
         speedup: float,
         lengths: Callable[[], Sequence[int]],
-        decode: Callable[[Any], LayerCost],
+        decode: Callable[[Any], Any],
         **options: Any,
     ) -> tuple[Callable[[PreTrainedModel], DynamicCache], dict[str, Any]]:
         """Exit at the threshold at which single tokens of held-out texts run ``speedup`` times fewer layers.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..core.checkpoint_config import DEFAULT_METHOD, UNTRAINED
 from ..core.schedule import Schedule
@@ -14,16 +14,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .objectives import Objective
-
-
-class LayerCost(Protocol):
-    """What a method asks of a run's cost (:class:`skipdecode.generation.results.Cost`)."""
-
-    num_layers: int
-
-    @property
-    def row_depth(self) -> float:
-        """Layers per decode step that a row alone would have run."""
 
 
 class Method:
@@ -77,7 +67,7 @@ class Method:
         model: PreTrainedModel,
         speedup: float,
         lengths: Callable[[], Sequence[int]],
-        decode: Callable[[Any], LayerCost],
+        decode: Callable[[Any], Any],
         **options: Any,
     ) -> tuple[Schedule | Callable[[PreTrainedModel], Any] | None, dict[str, Any]]:
         """How to decode at ``speedup`` (as ``generate_ids`` takes it), and what about it belongs in a table.
@@ -86,7 +76,7 @@ class Method:
             model: as loaded.
             speedup: target.
             lengths: measures the full model's decode steps on held-out prompts.
-            decode: writes texts for held-out prompts, decoding as told, and returns the cost.
+            decode: writes texts for held-out prompts, decoding as told, and returns their cost.
             options: as ``model.generate`` will get them.
         """
         if not self.skips:

@@ -1,4 +1,4 @@
-"""What happens around training steps: the bar, the seeds, a stop by signal, and what the first step waits for."""
+"""What happens around training steps: the bar, the seeds, and a stop by signal."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, set_seed
 from transformers.trainer_callback import ProgressCallback
 
-from ..errors import FileError, JobError
-from .checkpoints import RunFolder
 from .sampler import draw
 
 #: Steps that the first estimate of the time is made from; the first one of all is not among them.
@@ -132,21 +130,3 @@ class StopBySignal(TrainerCallback):
         """Called when a checkpoint is written."""
         if self.number:
             self.say(f"step {state.global_step:,} of {state.max_steps:,} is saved")
-
-
-class FolderIsFree(TrainerCallback):
-    """Refuses, before the first step, what stands where the run's checkpoints will."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called when the number of steps is known."""
-        if state.global_step > state.max_steps:
-            raise JobError(
-                f"{args.output_dir} holds a checkpoint of step {state.global_step}, past the {state.max_steps} asked "
-                "for: give another --output, or --no-resume to drop it"
-            )
-        path = self.folder.foreign(state.max_steps)
-        if path is not None:
-            raise FileError(f"{path} is not this run's: move it away, or give another --output")

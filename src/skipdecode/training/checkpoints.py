@@ -54,15 +54,15 @@ class RunFolder:
     # --- whose it is
 
     def claim(self, model: str | None = None) -> None:
-        """Refuse a folder that holds another's model: saving would write over it.
+        """Refuse a folder that holds another's model or checkpoints: saving would write over them.
 
         Args:
             model: the model to be trained; its own folder may be written to.
 
         Raises:
-            FileError: there is a model, or a ``training.json``, that a training run did not write.
+            FileError: there is a model, a checkpoint or a ``training.json`` that a training run did not write.
         """
-        path = self.folder / RECORD
+        path, theirs = self.folder / RECORD, []
         if path.exists():
             try:
                 values = read_json(path)
@@ -71,23 +71,15 @@ class RunFolder:
             if not isinstance(values, dict) or values.get("author") != AUTHOR:
                 raise FileError(f"{path} was not written by {AUTHOR}: give another --output")
         elif model is None or not self.is_folder_of(model):
-            theirs = [p.name for p in self.folder.glob("*") if p.is_file() and any(fnmatch(p.name, m) for m in MATTERS)]
-            if theirs:
-                raise FileError(
-                    f"{self.folder} holds {sorted(theirs)[0]}, which no training run wrote: give another --output"
-                )
+            theirs = [p for p in self.folder.glob("*") if p.is_file() and any(fnmatch(p.name, m) for m in MATTERS)]
+        theirs += [p for p in self.folder.glob("checkpoint-*") if NAME.fullmatch(p.name) and not (p / SEAL).exists()]
+        for path in sorted(theirs):
+            if path.is_file() or any(path.iterdir()):
+                raise FileError(f"{path} was written by no training run: move it away, or give another --output")
 
     def is_folder_of(self, model: str) -> bool:
         """Whether ``model`` is this folder, however it is written."""
         return bool(model) and Path(model).is_dir() and Path(model).resolve() == self.folder.resolve()
-
-    def foreign(self, steps: int) -> Path | None:
-        """What stands where a checkpoint up to step ``steps`` belongs and is none of a run's, or None."""
-        for path in sorted(self.folder.glob("checkpoint-*")):
-            theirs = NAME.fullmatch(path.name) and not (path / SEAL).exists()
-            if theirs and _step(path) <= steps and (path.is_file() or any(path.iterdir())):
-                return path
-        return None
 
     # --- checkpoints
 

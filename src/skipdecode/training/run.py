@@ -15,9 +15,10 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from ..core.checkpoint_config import layer_count, schedules_of
+from ..core.attach import attach
+from ..core.checkpoint_config import CONFIG_KEY, layer_count, schedules_of, to_config_entry
 from ..core.schedule import Schedule
-from ..data.collation import encode
+from ..data.collation import Collator, encode
 from ..data.tasks import Example
 from ..errors import JobError, TaskError
 from ..generation.generate import max_positions
@@ -27,9 +28,10 @@ from ..planning.fitting import batch_lengths
 from ..planning.resolve import method_schedule, new_schedule
 from ..provenance import fingerprint, identity
 from ..weights import loading
-from .checkpoints import run_folder
+from .callbacks import StopBySignal
+from .checkpoints import SCRAP, RunFolder, run_folder, writing
 from .plan import TrainingPlan
-from .trainer import checkpointing_option, fine_tune, training_args
+from .trainer import SkipTrainer, checkpointing_option, refuse_broken, training_args
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         if folder.finished:
             say(f"{plan.output}: a save that a kill had cut short was finished")
             if plan.model is not None and folder.is_folder_of(plan.model):
-                return _end(f"{plan.output} holds the trained model; start again to train that one further", say)
+                raise JobError(f"{plan.output} holds the trained model now: start again to train that one further")
         # What is wrong shows before any weights are loaded.
         config = _read_config(plan)
         plan.check(config)
@@ -89,26 +91,90 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         record = _record(plan, model, tokenizer, training, schedules, args)
         torch.manual_seed(plan.seed)
         model = get_method(plan.method).prepare(model, plan.budgets[0])
+        checkpoint = folder.newest(record, say) if resume else None
+        if checkpoint is not None:
+            say(f"going on from {checkpoint}")
         fine_tune(
             model.train(),
             tokenizer,
-            schedules,
-            args,
-            rows,
-            held_out if len(held_out) else None,
-            method=plan.method,
-            lora_rank=plan.lora_rank,
-            resume=resume,
+            plan,
+            folder,
+            checkpoint,
+            say,
+            args=args,
+            schedules=schedules,
+            train_dataset=rows,
+            eval_dataset=held_out if len(held_out) else None,
             record=record,
-            plan=plan.to_dict(),
-            folder=folder,
-            say=say,
             objective=_objective(plan, model, schedules),
             weights=plan.weights,
             task=task,
             eval_examples=scored,
         )
         say(f"saved to {plan.output}")
+
+
+def fine_tune(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    plan: TrainingPlan,
+    folder: RunFolder,
+    checkpoint: Path | None,
+    say: Callable[[str], object],
+    **options: Any,
+) -> PreTrainedModel:
+    """Train a model that is in memory, from ``checkpoint`` on, and save it to ``folder``.
+
+    Args:
+        options: of :class:`SkipTrainer`.
+
+    Returns:
+        The trained model. Gates stay on; its config carries the schedules.
+    """
+    entry = to_config_entry(options["schedules"], plan.method)
+    if entry is not None:
+        setattr(model.config, CONFIG_KEY, entry)
+    elif hasattr(model.config, CONFIG_KEY):
+        delattr(model.config, CONFIG_KEY)
+    options["args"]._n_gpu = 1  # torch's DataParallel would copy gates that point to the first GPU: accelerate launch
+    trained: Any = attach(model)  # before peft wraps it: the guard belongs on the model that is returned
+    if plan.lora_rank:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=plan.lora_rank, lora_alpha=2 * plan.lora_rank, target_modules="all-linear")
+        trained = get_peft_model(model, config)
+    collator = Collator(tokenizer.pad_token_id, max_length=max_positions(model.config))
+    trainer = SkipTrainer(model=trained, data_collator=collator, processing_class=tokenizer, folder=folder, **options)
+    first = trainer.is_world_process_zero()
+    trainer.accelerator.wait_for_everyone()  # all have looked for the checkpoint
+    if first:
+        folder.start(plan.to_dict(), checkpoint)
+    stop = StopBySignal(trainer.accelerator, trainer.bar.write)
+    trainer.add_callback(stop)
+    try:
+        with stop:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        trainer.bar.close()
+    if collator.cut:
+        say(f"{collator.cut} responses lost their ends: beside a longer prompt they passed the model's positions")
+    model.config.use_cache = True  # the Trainer turns it off
+    if plan.lora_rank:
+        if first:
+            with writing(folder.folder):
+                trained.save_pretrained(folder.new_scrap())
+        model = trained.merge_and_unload()
+    refuse_broken(model)
+
+    def save(stage: Path) -> None:
+        model.save_pretrained(stage)
+        tokenizer.save_pretrained(stage)
+        if plan.lora_rank:
+            os.replace(folder.folder / SCRAP, stage / "adapter")
+
+    if first:
+        folder.publish(save)
+    return model
 
 
 #: Options that TrainingArguments has too.
@@ -136,13 +202,6 @@ def make_args(plan: TrainingPlan) -> TrainingArguments:
 
 def _silent(line: str) -> None:
     pass
-
-
-def _end(line: str, say: Callable[[str], object]) -> None:
-    """End with nothing trained. Several processes end with an error: the others would wait for the first one."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise JobError(line)
-    say(line)
 
 
 def _read_config(plan: TrainingPlan) -> Any:

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import Sampler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
 from ..core.attach import attach, teacher_forced
-from ..core.checkpoint_config import CONFIG_KEY, to_config_entry
 from ..core.schedule import Schedule
-from ..data.collation import Collator
 from ..data.tasks import Example, Task
-from ..errors import DivergedError, TaskError
-from ..generation.generate import generate, max_positions
+from ..errors import DivergedError, JobError
+from ..generation.generate import generate
 from ..methods.objectives import Objective, response_loss
-from .callbacks import FolderIsFree, StepSeed, StopBySignal, TrainingBar
-from .checkpoints import SCRAP, RunFolder, run_folder, writing
+from .callbacks import StepSeed, TrainingBar
+from .checkpoints import SCRAP, RunFolder, writing
 from .sampler import LengthGrouped
-
-logger = logging.getLogger(__name__)
 
 
 class SkipTrainer(Trainer):
@@ -125,7 +117,12 @@ class SkipTrainer(Trainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The stock batches of a step; none once all steps are done, where transformers would train one too many."""
-        if self.state.global_step >= self.state.max_steps:
+        if self.state.global_step > self.state.max_steps:
+            raise JobError(
+                f"{self.args.output_dir} holds a checkpoint of step {self.state.global_step}, past the "
+                f"{self.state.max_steps} asked for: give another --output, or --no-resume to drop it"
+            )
+        if self.state.global_step == self.state.max_steps:
             return [], None
         return super().get_batch_samples(*args, **kwargs)
 
@@ -200,114 +197,6 @@ class SkipTrainer(Trainer):
             do_sample=False,
         )
         return task.score([row.text for row in texts.completions], [e.references for e in self.eval_examples])
-
-
-def fine_tune(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    schedules: Mapping[float, Schedule],
-    args: TrainingArguments,
-    train_dataset: Dataset,
-    eval_dataset: Dataset | None = None,
-    *,
-    method: str = "skipdecode",
-    lora_rank: int = 0,
-    resume: bool = True,
-    record: Mapping[str, Any] | None = None,
-    plan: Mapping[str, Any] | None = None,
-    folder: RunFolder | None = None,
-    say: Callable[[str], object] = logger.warning,
-    **options: Any,
-) -> PreTrainedModel:
-    """Train a model that is there already, and save a stock Hugging Face directory to ``args.output_dir``.
-
-    Args:
-        model, tokenizer: any decoder-only causal LM of transformers.
-        schedules: target speed-up -> schedule; the fastest becomes the checkpoint's default.
-        args: transformers' own, best made by :func:`training_args`.
-        train_dataset, eval_dataset: made by :func:`skipdecode.data.collation.encode`.
-        method: what the checkpoint's config will say it was trained by.
-        lora_rank: train adapters of this rank on all linear layers (peft), which are merged into the weights at the end
-            and also saved in the folder ``adapter``; 0 trains all weights.
-        resume: go on from the newest whole checkpoint in the folder, if it is of a run with the same ``record``.
-            False removes the folder's checkpoints.
-        record: what makes the run what it is, plain values. Without it nothing is ever resumed.
-        plan: the options of the run, to be kept beside its record.
-        folder: ``args.output_dir``, if the caller holds it already; else it is held while this runs.
-        say: gets a line for the checkpoint that is gone on from, and for each that is passed over.
-        options: further ones of :class:`SkipTrainer`: ``objective``, ``weights``, ``task``, ``eval_examples``.
-
-    Returns:
-        The trained model. Gates stay on; its config carries the schedules.
-
-    Raises:
-        TaskError: there are no training rows.
-        JobError: another process trains in the folder, or its checkpoints are of another run.
-        FileError: the folder holds what no training run wrote.
-        DivergedError: loss or weights are no longer finite; the last checkpoint and model stay.
-    """
-    if not len(train_dataset):
-        raise TaskError("there are no training rows")
-    with run_folder(args.output_dir, model.name_or_path) if folder is None else nullcontext(folder) as folder:
-        checkpoint = folder.newest(record, say) if resume and record is not None else None
-        if checkpoint is not None:
-            say(f"going on from {checkpoint}")
-        entry = to_config_entry(schedules, method)
-        if entry is not None:
-            setattr(model.config, CONFIG_KEY, entry)
-        elif hasattr(model.config, CONFIG_KEY):
-            delattr(model.config, CONFIG_KEY)
-        args._n_gpu = 1  # torch's DataParallel would copy gates that point to the first GPU: use accelerate launch
-        trained: Any = attach(model)  # before peft wraps it: the guard belongs on the model that is returned
-        if lora_rank:
-            from peft import LoraConfig, get_peft_model
-
-            config = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
-            trained = get_peft_model(model, config)
-        collator = Collator(tokenizer.pad_token_id, max_length=max_positions(model.config))
-        trainer = SkipTrainer(
-            model=trained,
-            args=args,
-            schedules=schedules,
-            data_collator=collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=tokenizer,
-            folder=folder,
-            record=record,
-            **options,
-        )
-        trainer.accelerator.wait_for_everyone()  # all have looked for the checkpoint
-        if trainer.is_world_process_zero():
-            folder.start(plan or {}, checkpoint)
-        trainer.add_callback(FolderIsFree(folder))
-        stop = StopBySignal(trainer.accelerator, trainer.bar.write)
-        trainer.add_callback(stop)
-        try:
-            with stop:
-                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        finally:
-            trainer.bar.close()
-        if collator.cut:
-            say(f"{collator.cut} responses lost their ends: beside a longer prompt they passed the model's positions")
-        model.config.use_cache = True  # the Trainer turns it off
-        first = trainer.is_world_process_zero()
-        if lora_rank:
-            if first:
-                with writing(folder.folder):
-                    trained.save_pretrained(folder.new_scrap())
-            model = trained.merge_and_unload()
-        refuse_broken(model)
-
-        def save(stage: Path) -> None:
-            model.save_pretrained(stage)
-            tokenizer.save_pretrained(stage)
-            if lora_rank:
-                os.replace(folder.folder / SCRAP, stage / "adapter")
-
-        if first:
-            folder.publish(save)
-    return model
 
 
 def refuse_broken(model: nn.Module) -> None:
