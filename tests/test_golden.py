@@ -72,7 +72,7 @@ def test_a_narrow_terminal_cuts_nothing(monkeypatch: pytest.MonkeyPatch, capsys:
     row |= {"step_clock_ratio": 2.41, "job_clock_ratio": 1.93, "timed_step_layer_ratio": 2.5, "peak_kv_bytes": 62.1e6}
     for name in ("bleu", "rouge_l"):
         row |= {name: 67.41, f"{name}_difference": -10.22, f"{name}_interval": [-12.5, 10.05]}
-    heads, cells = brief([row, row], [("bleu", "BLEU"), ("rouge_l", "ROUGE-L")])
+    heads, cells = brief([row, dict(row)], [("bleu", "BLEU"), ("rouge_l", "ROUGE-L")])
     monkeypatch.setattr(console, "out", Console(width=80))
     console.print_table(heads, cells)
     printed = capsys.readouterr().out
