@@ -5,11 +5,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 # vLLM pins another transformers: an environment of its own, for a CPU.
 VLLM := .venv-vllm
+# The oldest versions that pyproject.toml allows. Of torch, PyPI may have CUDA builds alone (gigabytes): PIP_EXTRA_INDEX_URL
+# as below, or LOWEST_TORCH=2.13.0 to try the rest.
+LOWEST := .venv-lowest
+LOWEST_TORCH ?= 2.7.0
 # Whose tables are written from results/*/table.json, between their cog marks.
 TABLES := README.md docs/serving_results.md results/README.md src/skipdecode/demo/README.md
 
-.PHONY: demo serve-demo check test test-fast test-vllm test-vllm-v2 torture lint format lock mutants clean distclean \
-	results-smoke results-e2e results-tldr bench-smoke bench
+.PHONY: demo serve-demo check test test-fast test-lowest test-vllm test-vllm-v2 torture lint format lock mutants \
+	clean distclean results-smoke results-e2e results-tldr bench-smoke bench
 
 $(VENV)/installed: pyproject.toml requirements.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "SkipDecode needs Python 3.10 or newer"'
@@ -19,6 +23,15 @@ $(VENV)/installed: pyproject.toml requirements.txt
 	# make demo PIP_EXTRA_INDEX_URL=…, as torch's installation page gives it.
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -e '.[dev]'
+	touch $@
+
+# pip takes torch from where it is told to; uv resolves the rest around it.
+$(LOWEST)/installed: pyproject.toml
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check uv torch==$(LOWEST_TORCH)
+	$(LOWEST)/bin/pip freeze --quiet --disable-pip-version-check | grep '^torch==' > $(LOWEST)/torch.txt
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
+		--override $(LOWEST)/torch.txt -e '.[all,test]'
 	touch $@
 
 $(VLLM)/installed: pyproject.toml
@@ -58,6 +71,9 @@ test: $(VENV)/installed
 test-fast: $(VENV)/installed       # without the slow ones: a few minutes
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m 'not slow'
 
+test-lowest: $(LOWEST)/installed   # the same with the oldest versions that pyproject.toml allows
+	$(LOWEST)/bin/python -m pytest --numprocesses auto --dist worksteal -m 'not slow'
+
 # Inside vLLM. One thread: a second one only spins while it waits for the next tiny kernel.
 test-vllm: $(VLLM)/installed
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/inside_vllm
@@ -80,8 +96,8 @@ lock: $(VENV)/installed            # requirements.txt anew, within the bounds of
 	(grep '^#' requirements.txt; grep -vE '^(#|nvidia-|cuda-|triton=)' $(VENV)/lock) > $(VENV)/requirements
 	mv $(VENV)/requirements requirements.txt
 
-mutants: $(VENV)/installed         # an hour: which small faults in the core would the tests not notice?
-	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py
+mutants: $(VENV)/installed         # hours: which small faults would the tests not notice? MUTANTS="--minutes 60" goes on later
+	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py $(MUTANTS)
 
 # Tables and plots. E2E and TLDR are the folders of the data sets (docs/training.md), RUNS where models go.
 E2E ?= e2e
@@ -115,4 +131,4 @@ clean:                             # caches and build outputs
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(VLLM)
+	rm -rf $(VENV) $(VLLM) $(LOWEST)

@@ -206,7 +206,7 @@ def test_a_config_that_others_share_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_calibrated_model_is_not_a_trained_one(eight: Path, prompts: Path, tmp_path: Path) -> None:
-    """F4: the config says so, and every verb takes the calibrated schedule."""
+    """F4: ``generate`` still says that it is untrained, and takes the calibrated schedule."""
     model = shutil.copytree(eight, tmp_path / "model")
     assert calibrate(model, prompts, tmp_path, "--speedup", 2, "--save", "--force").returncode == 0
     config = AutoConfig.from_pretrained(model)
@@ -219,6 +219,9 @@ def test_a_calibrated_model_is_not_a_trained_one(eight: Path, prompts: Path, tmp
     )
     assert checkpoint_config.schedule_for(config, 2) == plan
     assert checkpoint_config.schedules_of(config, "unified") == {}
+    done = run("generate", model, "--speedup", 2, "--max-new-tokens", 3, stdin=b"the cat\n")
+    assert done.returncode == 0
+    assert "not trained to skip layers" in done.stderr
     # Where it was trained, calibrating keeps that.
     model = trained_with(eight, tmp_path / "trained", {2.0: plan, 3.0: plan})
     assert calibrate(model, prompts, tmp_path, "--speedup", 3, "--save", "--force").returncode == 0

@@ -38,15 +38,15 @@ def test_it_is_a_small_stock_opt_of_24_layers() -> None:
 def test_it_names_the_restaurant_at_every_speed() -> None:
     """A text at each speed ends by itself and says what was asked for."""
     model, tokenizer = skipdecode.load()
-    row = {"mr": "name[The Mill], eatType[pub], food[English], area[riverside]"}
-    prompt = str(get_task("e2e").example(row).prompt)
+    inputs = {"mr": "name[The Mill], eatType[pub], food[English], area[riverside]"}
+    prompt = str(get_task("e2e").example(inputs).prompt)
     for speedup in (1, 2, 3, 4, 5):
-        row = skipdecode.generate(
+        (found,) = skipdecode.generate(
             model, tokenizer, [prompt], speedup=speedup, max_new_tokens=60, do_sample=False
-        ).completions[0]
-        assert row.finish_reason == "stop"
-        assert "The Mill" in row.text
-        assert "riverside" in row.text
+        ).completions
+        assert found.finish_reason == "stop"
+        assert "The Mill" in found.text
+        assert "riverside" in found.text
 
 
 @pytest.mark.parametrize(("speedup", "bleu", "rouge_l"), [(1, 71.90, 72.40), (5, 73.23, 73.58)])

@@ -159,10 +159,10 @@ def test_a_filled_cache_is_one_after_a_prompt(name: str, length: int, tokenizer:
     model, schedule, steps = attach(build(name)), Schedule(8, 6, 2, 7, prompt_layers="max"), 9
     model.generation_config.eos_token_id = None
     ids = [[5 + (row + column) % 90 for column in range(length + 1)] for row in range(2)]
-    first, options = torch.tensor([row[:1] for row in ids]), dict[str, Any](do_sample=False)
+    first = torch.tensor([row[:1] for row in ids])
 
     def held(cache: SkipCache, prompt: list[list[int]], new: int) -> Any:
-        generate_batch(model, tokenizer, prompt, lambda _: cache, min_new_tokens=new, max_new_tokens=new, **options)
+        generate_batch(model, tokenizer, prompt, lambda _: cache, min_new_tokens=new, max_new_tokens=new)
         return cache.step_depths, [layer_kv_bytes(layer) for layer in cache.layers], cache.get_seq_length()
 
     filled = held(FilledCache(model, schedule, first, length), ids, steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from inspect import signature
@@ -33,10 +34,11 @@ from transformers.generation import utils
 import skipdecode
 from helpers.tiny import TEXTS, run
 from skipdecode import Schedule
+from skipdecode.core import checkpoint_config
 from skipdecode.core.cache import total_kv_bytes
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import train_tokenizer
-from skipdecode.errors import SkipDecodeError, UsageError
+from skipdecode.errors import SkipDecodeError, UntrainedWarning, UsageError
 from skipdecode.generation import generate as generation
 from skipdecode.generation import options
 from skipdecode.generation.generate import batches, generate_ids
@@ -154,6 +156,20 @@ def test_a_new_schedule_falls_over_the_texts_to_come(loaded: Loaded, new: int) -
     """N8: an untrained model's text of full length runs the layers that were asked for."""
     result = skipdecode.generate(*loaded, TEXTS[:2], speedup=2, max_new_tokens=new, eos_token_id=-1)
     assert result.cost.layer_ratio == pytest.approx(2, rel=0.15)
+
+
+def test_an_untrained_model_is_named(loaded: Loaded) -> None:
+    """C4: once in a process, where layers are skipped."""
+    checkpoint_config._warn.cache_clear()
+    with pytest.warns(UntrainedWarning, match="was not trained to skip layers"):
+        skipdecode.generate(*loaded, "the cat", max_new_tokens=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UntrainedWarning)
+        skipdecode.generate(*loaded, "the cat", max_new_tokens=3)
+    checkpoint_config._warn.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UntrainedWarning)
+        skipdecode.generate(*loaded, "the cat", full=True, max_new_tokens=3)
 
 
 def test_a_tokenizer_needs_no_padding_token(loaded: Loaded) -> None:

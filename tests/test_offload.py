@@ -27,7 +27,7 @@ from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import ModelError, UsageError
 from skipdecode.weights import memory, offload
 from skipdecode.weights.loading import read_weights
-from skipdecode.weights.memory import GIB, available_memory, is_out_of_memory
+from skipdecode.weights.memory import GIB, available_memory
 from skipdecode.weights.offload import Offload, ReadAhead, device_map, prepare_offloaded
 
 accelerate = pytest.importorskip("accelerate")
@@ -340,8 +340,6 @@ def test_memory_of_mps_is_what_it_may_take_of_the_cpus(monkeypatch: pytest.Monke
     assert available_memory("mps") == 300 + 100
     with pytest.raises(UsageError, match="free memory of xpu is not known"):
         available_memory("xpu")
-    assert is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 6 GB, max allowed: 9 GB)"))
-    assert not is_out_of_memory(RuntimeError("shapes"))
 
 
 def test_a_checkpoint_can_be_written_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -353,7 +353,7 @@ def test_packing_twice_is_once_and_a_copy_has_weights_of_its_own() -> None:
 @needs
 def test_batches_that_fit_are_measured_with_packed_weights(checkpoint: Path) -> None:
     """Weights without an address are no new memory."""
-    options: dict[str, Any] = {"speedup": 2, "max_new_tokens": 6, "eos_token_id": None}
+    options: dict[str, Any] = {"speedup": 2, "max_new_tokens": 6, "eos_token_id": -1}
     texts = ["the cat sat", "a dog"]
     packed, plain = (load(str(checkpoint), dtype="float32", prepack=on) for on in (True, False))
     found = skipdecode.generate(*packed, texts, batch_size="auto", **options)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers.generation import utils as generation
 
 from helpers.families import LAYERS, NEW, TOP, WIDTH, build, distance, positions, prompts, row, run, uncached
 from skipdecode import Schedule, ScheduleError, SkipCache, attach, teacher_forced
@@ -132,6 +133,26 @@ def test_a_prompt_in_parts_is_refused_where_it_is_not_exact(name: str, plan: Sch
     model(inputs["input_ids"][:, :4], past_key_values=cache)
     with pytest.raises(CacheError, match=r"retired, or hold a recurrent state.*new SkipCache"):
         model(inputs["input_ids"][:, 4:], past_key_values=cache)
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_a_step_that_mps_runs_too_many_changes_nothing(returned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Apple's GPUs ``generate`` learns a step late that all rows have ended; simulated on a CPU."""
+    monkeypatch.setattr(
+        getattr(generation, "DeferredStopCheck", None) or pytest.skip("this transformers learns it in time"),
+        "is_supported",
+        lambda device, cache, is_returned, is_assistant: cache is None or cache.is_croppable or not is_returned,
+    )
+    for plan in (TOP, FULL):
+        model, cpu = attach(build("llama")), run(build("llama"), prompts(), plan).sequences
+        ends = cpu[:, WIDTH + 4].tolist()
+        options: dict[str, Any] = {"eos_token_id": ends, "return_dict_in_generate": returned, "output_logits": returned}
+        found = run(model, prompts(), plan, **options)
+        tokens = (found.sequences if returned else found)[:, WIDTH:].tolist()
+        for row_tokens, free in zip(tokens, cpu[:, WIDTH:].tolist(), strict=True):
+            length = next(n for n, token in enumerate(free, 1) if token in ends)
+            assert row_tokens[:length] == free[:length]
+            assert set(row_tokens[length:]) <= {0}
 
 
 # --- caches in a teacher-forced pass

@@ -1,15 +1,20 @@
-"""Which small faults in the core would the tests not notice? `make mutants`; survivors are listed with a reason each.
+"""Which small faults in core, planning and generation would the tests not notice? Writes results/mutants.json.
 
-A mutant is the core with one operator, constant, condition, return value or statement changed (strings, annotations,
+A mutant is a file with one operator, constant, condition, return value or statement changed (strings, annotations,
 decorators and messages are not). It is imported in a forked child, after torch and transformers are, and meets only
-fast tests that reach the changed line, until one fails.
+fast tests that reach the changed line, until one fails. Each survivor needs a reason in results/mutants.json.
 
-    python tools/mutants.py [schedule.py …] [--again]     # these files only; only what survived the last time
+    python tools/mutants.py [core/schedule.py …] [--minutes 60] [--again]
+
+A run goes on where the last one stopped; a file whose code has changed since starts anew. ``--minutes`` ends it after
+that time, ``--again`` tries only what survived.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import hashlib
 import json
 import os
 import signal
@@ -17,7 +22,8 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
+from fnmatch import fnmatch
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -27,17 +33,21 @@ import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE = ROOT / "src" / "skipdecode" / "core"
+PACKAGE = ROOT / "src" / "skipdecode"
 RESULTS = ROOT / "results" / "mutants.json"
 ENOUGH = 0.9  # of all mutants
 # One family of each form; a third of the schedules; nothing that compiles, counts a million lengths or waits.
 FORMS = "opt- or -opt or [opt or gpt-neo- or gpt-neo] or gemma3 or qwen3.5 or gemma4-shared"
 FEW = f"({FORMS}) and not (post-norm or bottom or even or list or constant or top-to-1)"
 FAST = f"(not (test_invariants or a_plain_generate) or {FEW}) and not (compiled or long_texts or nothing_is_kept)"
-#: Files of the core, and of the tests that their mutants meet.
+ROOMS = ("core", "planning", "generation")
+#: Files, and the tests that their mutants meet: the first line that fits a file counts.
 SUITES = {
-    "schedule schedule_checks shapes fitting": "definitions schedule fitting",
-    "attach cache gate guards prefix stack": "attach cache stack refusals habits invariants",
+    "core/schedule.py core/decays.py planning/fitting.py": "definitions schedule fitting",
+    "core/checkpoint_config.py planning/*": "planning resolve kv_bytes checkpoint clock plan",
+    "core/*": "attach cache held stack refusals habits invariants",
+    "generation/jobs.py generation/journal.py": "jobs ways_in inputs",
+    "generation/*": "generation batch_size finished_rows chat ways_in",
 }
 CALLS = 200  # of a function, in one test, by which is known what the test reaches
 LIMIT = 5  # times as long as without it a mutant may take over its tests, and a minute
@@ -132,7 +142,7 @@ def mutants(file: str, tree: ast.Module) -> Iterator[Mutant]:
 
 
 class Reach:
-    """A plugin of pytest: how long each test takes, and which lines of the core it reaches."""
+    """A plugin of pytest: how long each test takes, and which lines of the package it reaches."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -143,16 +153,16 @@ class Reach:
         """Traced: a second run, as threads start their own."""
         lines: set[tuple[str, int]] = set()
         calls: Counter[Any] = Counter()
-        core = f"{CORE}/"
+        package = f"{PACKAGE}/"
 
         def trace(frame: Any, event: str, arg: Any) -> Any:
             code = frame.f_code
-            if not code.co_filename.startswith(core):
+            if not code.co_filename.startswith(package):
                 return None
             calls[code] += event == "call"
             if calls[code] > CALLS:
                 return None
-            lines.add((code.co_filename[len(core) :], frame.f_lineno))
+            lines.add((code.co_filename[len(package) :], frame.f_lineno))
             return trace
 
         start = time.perf_counter()
@@ -191,9 +201,9 @@ def fate_of(mutant: Mutant, tree: ast.Module, tests: list[str], limit: float) ->
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
         mutant.swap(mutant.after)
-        code, path = SourceFileLoader.get_code, str(CORE / mutant.file)
+        code, path = SourceFileLoader.get_code, str(PACKAGE / mutant.file)
         changed = compile(ast.fix_missing_locations(tree), path, "exec")
-        name = f"skipdecode.core.{mutant.file[:-3]}"
+        name = f"skipdecode.{mutant.file[:-3]}".replace("/", ".")
         with mock.patch.object(SourceFileLoader, "get_code", lambda self, m: changed if m == name else code(self, m)):
             os._exit(int(run(tests, "-x")))
     _, status = os.waitpid(child, 0)
@@ -205,11 +215,12 @@ def fate_of(mutant: Mutant, tree: ast.Module, tests: list[str], limit: float) ->
 def run(tests: list[str], *options: str, plugins: tuple[Any, ...] = ()) -> int:
     """pytest, in this process, without its own time limits."""
     own = ["-q", "-o", "addopts=--import-mode=importlib", "-p", "no:timeout", "-p", "no:cacheprovider"]
+    own += ["--hypothesis-profile", "mutants", "-m", "not slow"]
     return pytest.main([*own, *options, *tests], plugins)
 
 
 def reached(suite: str) -> Reach:
-    """What the tests of a suite reach; the core, and what imports it, is left to be imported anew."""
+    """What the tests of a suite reach; the package, and what imports it, is left to be imported anew."""
     own, reach = set(sys.modules), Reach()
     if run([f"tests/test_{name}.py" for name in suite.split()], "-k", FAST, plugins=(reach,)) != 0:
         sys.exit("the tests fail without any mutant")
@@ -219,52 +230,81 @@ def reached(suite: str) -> Reach:
     return reach
 
 
-def survivors(file: str, reach: Reach, only: Container[tuple[str, str]] | None) -> Iterator[dict[str, str]]:
-    """The fate of each mutant of a file (of ``only`` these), as results/mutants.json has it."""
-    tree = ast.parse((CORE / file).read_text("utf-8"))
-    whole = set().union(*(tests for (name, _), tests in reach.tests.items() if name == file))
-    for mutant in mutants(file, tree):
-        if only is not None and (mutant.function, mutant.change) not in only:
-            continue
-        tests = set().union(*(reach.tests[file, line] for line in mutant.lines)) if mutant.lines else whole
+def suite_of(file: str) -> str:
+    """The tests that the mutants of a file meet."""
+    return next(tests for files, tests in SUITES.items() if any(fnmatch(file, form) for form in files.split()))
+
+
+class File:
+    """A file, its mutants, and its entry in results/mutants.json: what became of the first ``tried`` of them."""
+
+    def __init__(self, name: str, last: dict[str, Any], again: bool) -> None:
+        self.name, self.last = name, last
+        self.tree = ast.parse((PACKAGE / name).read_text("utf-8"))
+        self.mutants = list(mutants(name, self.tree))
+        self.reasons = {(s["function"], s["change"]): s["reason"] for s in last.get("survivors", [])}
+        code = hashlib.sha256(ast.dump(self.tree).encode()).hexdigest()[:16]
+        fresh: dict[str, Any] = {"code": code, "tried": 0, "killed": 0, "timeout": 0, "survived": 0, "survivors": []}
+        self.entry: dict[str, Any] = last if last.get("code") == code else fresh
+        survivors = [each["place"] for each in self.entry["survivors"]]
+        self.todo = survivors if again else list(range(self.entry["tried"], len(self.mutants)))
+
+    def try_next(self, reach: Reach) -> None:
+        """Decide the fate of the next mutant."""
+        place = self.todo.pop(0)
+        mutant = self.mutants[place]
+        if mutant.lines:
+            tests = set().union(*(reach.tests[self.name, line] for line in mutant.lines))
+        else:
+            tests = set().union(*(tests for (file, _), tests in reach.tests.items() if file == self.name))
         start = time.perf_counter()
-        fate = fate_of(mutant, tree, reach.in_order(tests), reach.limit(tests)) if tests else "survived"
-        print(f"{time.perf_counter() - start:5.1f} s  {fate:8}  {file}:{mutant.line}  {mutant.change}", flush=True)
-        yield {"function": mutant.function, "change": mutant.change, "fate": fate}
+        fate = fate_of(mutant, self.tree, reach.in_order(tests), reach.limit(tests)) if tests else "survived"
+        took = time.perf_counter() - start
+        print(f"{took:5.1f} s  {fate:8}  {self.name}:{mutant.line}  {mutant.change}", flush=True)
+        others = [each for each in self.entry["survivors"] if each["place"] != place]
+        self.entry["tried"] = max(self.entry["tried"], place + 1)
+        self.entry["survived"] = len(others)
+        if fate == "survived":
+            reason = self.reasons.get((mutant.function, mutant.change), "")
+            others.append({"place": place, "function": mutant.function, "change": mutant.change, "reason": reason})
+        self.entry["survivors"] = others
+        self.entry[fate] += 1
 
 
-def main(*wanted: str) -> None:
+def main() -> None:
     """Write results/mutants.json; an error if too many survive, or one without a reason."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", help="within src/skipdecode; all if none is given")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument("--again", action="store_true", help="only what survived")
+    arguments = parser.parse_args()
+    end = time.monotonic() + 60 * arguments.minutes
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT / "src"))
     # The same examples every time, and none made smaller: the first failure is enough.
     phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
     hypothesis.settings.register_profile("mutants", database=None, derandomize=True, deadline=None, phases=phases)
-    hypothesis.settings.load_profile("mutants")
-    again = "--again" in wanted
-    results: dict[str, Any] = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
-    for core, suite in SUITES.items():
-        files = [f"{name}.py" for name in core.split()]
-        files = [file for file in files if file in wanted or not {*wanted} - {"--again"}]
-        reach = reached(suite) if files else Reach()
-        for file in files:
-            last = results.get(file, {"survivors": []})
-            reasons = {(s["function"], s["change"]): s["reason"] for s in last["survivors"]}
-            found = list(survivors(file, reach, reasons if again else None))
-            counts = Counter(each["fate"] for each in found)
-            if again:
-                counts += Counter(killed=last["killed"], timeout=last["timeout"])
-            lived = [each for each in found if each.pop("fate") == "survived"]
-            results[file] = {fate: counts[fate] for fate in ("killed", "timeout", "survived")} | {
-                "survivors": [each | {"reason": reasons.get((each["function"], each["change"]), "")} for each in lived]
-            }
+    names = [p.relative_to(PACKAGE).as_posix() for room in ROOMS for p in sorted((PACKAGE / room).glob("*.py"))]
+    if unknown := {*arguments.files} - {*names}:
+        sys.exit(f"no such file in {', '.join(ROOMS)}: {', '.join(sorted(unknown))}")
+    last: dict[str, Any] = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
+    files = [File(name, last.get(name, {}), arguments.again) for name in names]
+    chosen = [file for file in files if not arguments.files or file.name in arguments.files]
+    for suite in SUITES.values():
+        todo = [file for file in chosen if suite_of(file.name) == suite and file.todo]
+        reach = reached(suite) if todo and time.monotonic() < end else Reach()
+        for file in todo:
+            while file.todo and time.monotonic() < end:
+                file.try_next(reach)
+            results = {file.name: file.entry if file.entry["tried"] else file.last for file in files}
             RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    alive = sum(r["survived"] for r in results.values())
-    total = alive + sum(r["killed"] + r["timeout"] for r in results.values())
-    print(f"{total - alive} of {total} mutants die: {1 - alive / total:.1%}")
-    if alive > (1 - ENOUGH) * total or not all(s["reason"] for r in results.values() for s in r["survivors"]):
+    tried = sum(file.entry["tried"] for file in files)
+    dead = tried - sum(file.entry["survived"] for file in files)
+    left = sum(len(file.mutants) for file in files) - tried
+    print(f"{dead} of {tried} mutants die: {dead / max(tried, 1):.1%}; {left} left to try")
+    if dead < ENOUGH * tried or not all(s["reason"] for f in files for s in f.entry["survivors"]):
         sys.exit("too many survive, or one has no reason in results/mutants.json")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,4 +1,4 @@
-"""Identities of models and jobs: two runs with the same ones continue each other."""
+"""What makes two jobs the same: the model's files, and everything else by its hash."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MATTERS = (
 
 
 def identity(model: str) -> list[Any]:
-    """Identify a model: a hub name, or a folder's real path with names, sizes and times of the files that matter."""
+    """A hub name; for a folder its real path, and the sizes and times of the files that decide what it writes."""
     folder = Path(model)
     if not folder.is_dir():
         return [model]

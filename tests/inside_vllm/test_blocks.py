@@ -123,8 +123,7 @@ def requests_of(count: int, seed: int, speedups: tuple[float, ...]) -> list[Requ
     return [Request(source.choice(pool), source.choice(speedups), source.randint(30, 64)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("layers", [None, "max"])
+@pytest.mark.parametrize(("layers", "caching"), [(None, False), ("max", True)])
 def test_more_requests_run_in_the_same_memory(
     reference: Reference, watched: Any, caching: bool, layers: str | None
 ) -> None:
@@ -152,8 +151,7 @@ def test_more_requests_run_in_the_same_memory(
     assert len(seen[True].running) < len(seen[False].running)
 
 
-@pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("options", [{}, {"prompt_layers": 12}], ids=str)
+@pytest.mark.parametrize(("options", "caching"), [({}, True), ({"prompt_layers": 12}, False)], ids=str)
 def test_any_speeds_arrivals_and_ends(
     reference: Reference, watched: Any, options: dict[str, Any], caching: bool
 ) -> None:

@@ -82,7 +82,7 @@ def generate(
             say=say,
         )
     if job.output is None:
-        _write_stream(output, "".join(f"{text}\n" for text in result.texts) if prompt else result.jsonl)
+        _print("".join(f"{text}\n" for text in result.texts) if prompt else result.jsonl)
     _show(result, as_json)
     if not result.summary["rows"]:
         raise Exit(1)
@@ -91,7 +91,6 @@ def generate(
 def _job(given: Mapping[str, Any]) -> GenerationJob:
     """What the options describe. Raises SkipDecodeError."""
     from ..core.schedule import Schedule
-    from ..files import is_stream
     from ..generation.jobs import GenerationJob
 
     output, schedule, stop = given["output"], given["schedule"], given["stop"]
@@ -103,7 +102,7 @@ def _job(given: Mapping[str, Any]) -> GenerationJob:
     return GenerationJob(
         given["model"],
         given["prompt"] or given["input"],
-        None if output == "-" or is_stream(output) else Path(output),
+        None if output == "-" else Path(output),
         task=o.task_of(given),
         schedule=Schedule.load(schedule) if schedule else None,
         batch_size=o.parse_batch_size(given["batch_size"]),
@@ -114,16 +113,11 @@ def _job(given: Mapping[str, Any]) -> GenerationJob:
     )
 
 
-def _write_stream(output: str, text: str) -> None:
-    """To standard output, a pipe or a device; a reader that has gone must not lose the texts without a word."""
-    from ..files import write
-
+def _print(text: str) -> None:
+    """Print to standard output; a reader that has gone must not lose the texts without a word."""
     try:
-        if output == "-":
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        else:
-            write(output, text)
+        sys.stdout.write(text)
+        sys.stdout.flush()
     except OSError as error:
         drop_output()
         raise FileError(f"the texts could not be written ({error.strerror}): give --output FILE to keep them") from None

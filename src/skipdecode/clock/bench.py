@@ -83,11 +83,8 @@ class BenchPlan:
         """The schedule for a target. Raises ScheduleError where the clock cannot give it."""
         if speedup == 1:
             return Schedule.full(layer_count(config))
-        if self.clock == "layers":
-            return new_schedule(config, speedup, [self.new_tokens - 1], **self.style)
-        if predictor is None:
-            raise UsageError(f"speed-ups of a {self.clock} are planned with a profile")
-        return new_schedule(config, speedup, predictor, **self.style)
+        basis = [self.new_tokens - 1] if predictor is None or self.clock == "layers" else predictor
+        return new_schedule(config, speedup, basis, **self.style)
 
 
 @dataclass(frozen=True)

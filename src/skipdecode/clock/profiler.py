@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ..core.cache import SkipCache
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers, text_config, with_lenders_first
 from ..errors import ModelError, UsageError
-from ..generation.batch import Decoding, generate_batch
+from ..generation.batch import Decoding, Passes, generate_batch
 from ..planning.profile import Pass, Profile, shape_of
 from ..weights.device import machine, synchronize
 
@@ -114,28 +113,22 @@ class Profiler:
     def _call(self, size: int, length: int, schedule: Schedule, decoding: Decoding, passes: int) -> Pass:
         """The middle pass of a call; the first one where there is no other."""
         exactly: dict[str, Any] = {"min_new_tokens": passes, "max_new_tokens": passes, "do_sample": False}
-        with timed_passes(self.model) as times:
+        ends = Passes(every=True)
+        with timed_parts(self.model) as (by_layer, by_head):
             start = time.perf_counter()
-            generate_batch(self.model, self.tokenizer, self._ids(size, length), decoding, **exactly)
-        if len(times.ends) < passes:
-            raise ModelError(
-                f"{len(times.ends)} passes were made where {passes} were asked for: this model ends texts early"
-            )
-        ran = self._ranking(schedule)[: schedule.max_depth]
+            generate_batch(self.model, self.tokenizer, self._ids(size, length), decoding, passes=ends, **exactly)
+        if ends.count < passes:
+            raise ModelError(f"{ends.count} passes were made, not {passes}: this model ends texts early")
+        ran, begins = self._ranking(schedule)[: schedule.max_depth], [start, *ends.times]
         counted = range(min(1, passes - 1), passes)
-        begins = [start, *times.ends]
-        by_kind = [
-            [times.layers[layer] for layer in ran if self.layers[layer] == kind] for kind in range(len(self.kinds))
-        ]
-        head = [times.head[i] if len(times.head) == len(times.ends) else 0.0 for i in counted]
-        inside = [sum(times.layers[layer][i] for layer in ran) for i in counted]
-        whole = [times.ends[i] - begins[i] for i in counted]
-        rest = [max(each - within - of_head, 0.0) for each, within, of_head in zip(whole, inside, head, strict=True)]
+        whole = [ends.times[i] - begins[i] - sum(by_layer[layer][i] for layer in ran) for i in counted]
+        head = [by_head[i] if by_head else 0.0 for i in counted]
+        of_kind = [[layer for layer in ran if self.layers[layer] == kind] for kind in range(len(self.kinds))]
         return Pass(
             size,
             length + sum(counted) // len(counted),
-            tuple(statistics.median(each[i] for each in same for i in counted) for same in by_kind),
-            statistics.median(rest),
+            tuple(statistics.median(by_layer[layer][i] for layer in same for i in counted) for same in of_kind),
+            statistics.median(max(outside - inside, 0.0) for outside, inside in zip(whole, head, strict=True)),
             statistics.median(head),
         )
 
@@ -164,20 +157,12 @@ class Profiler:
         return min(max(int(deepest), self.least), len(self.layers))
 
 
-@dataclass
-class PassTimes:
-    """When each pass had given its logits, and what each layer and the head took in it; seconds."""
-
-    ends: list[float] = field(default_factory=list)
-    layers: list[list[float]] = field(default_factory=list)
-    head: list[float] = field(default_factory=list)
-
-
 @contextmanager
-def timed_passes(model: PreTrainedModel) -> Iterator[PassTimes]:
-    """Inside, all forward passes of the model are timed; of a model without a head, that takes no time."""
+def timed_parts(model: PreTrainedModel) -> Iterator[tuple[list[list[float]], list[float]]]:
+    """Inside, the seconds of each layer, and of the head if there is one, are collected pass by pass."""
     layers, head = decoder_layers(model), model.get_output_embeddings()
-    times = PassTimes(layers=[[] for _ in layers])
+    by_layer: list[list[float]] = [[] for _ in layers]
+    by_head: list[float] = []
 
     def now() -> float:
         synchronize(model.device)
@@ -192,12 +177,10 @@ def timed_passes(model: PreTrainedModel) -> Iterator[PassTimes]:
 
         return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
-    hooks = [model.register_forward_hook(lambda *_: times.ends.append(now()))]
-    for layer, took in zip(layers, times.layers, strict=True):
-        hooks += timed(layer, took)
-    hooks += timed(head, times.head) if head is not None else []
+    modules = [*zip(layers, by_layer, strict=True), *([(head, by_head)] if head is not None else [])]
+    hooks = [hook for module, took in modules for hook in timed(module, took)]
     try:
-        yield times
+        yield by_layer, by_head
     finally:
         for hook in hooks:
             hook.remove()

@@ -157,8 +157,8 @@ def schedule_for(
 
 
 def untrained_warning(config: Any, schedule: Schedule) -> str | None:
-    """What to expect of this schedule on a model that was neither trained to skip nor calibrated for it; else None."""
-    if schedule.is_full or is_trained(config) or schedule in trained_schedules(config).values():
+    """What to expect of this schedule on a model that was never trained to skip layers; None for a trained one."""
+    if schedule.is_full or is_trained(config):
         return None
     depth = schedule.average_depth(schedule.horizon)
     if depth >= 0.8 * schedule.num_layers:

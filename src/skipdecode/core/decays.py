@@ -9,7 +9,7 @@ DECAYS = ("linear", "power", "cosine", "exponential", "step", "constant", "list"
 #: Which layers run longest. Depth ``n`` runs the ``n`` best-ranked, so depths are nested.
 ORDERS = ("top", "bottom", "even")
 
-# (layers, speed-up) -> (max_depth, min_depth), section 6 of docs/method.md.
+# (layers, speed-up) -> (max_depth, min_depth): "Budgets" in docs/method.md.
 PAPER_BUDGETS = {
     (24, 2): (16, 8),
     (24, 5): (6, 4),

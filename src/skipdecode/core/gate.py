@@ -37,8 +37,8 @@ class Gate(Patch):
         """The layer's output on the positions it runs; the other positions' hidden states unchanged."""
         gates = self.gates
         cache = find_cache(args, kwargs)
-        plan = gates.forced_pass() if cache is None else cache
-        if plan is None:
+        guide = gates.forced_pass() if cache is None else cache  # says which positions each layer runs
+        if guide is None:
             return self.original(*args, **kwargs)
         if cache is None and any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
             raise CacheError(
@@ -48,22 +48,22 @@ class Gate(Patch):
         if cache is not None and cache.gates is not gates:
             raise CacheError("this SkipCache was made for another model: make one with SkipCache(model, schedule)")
         hidden = args[0] if args else kwargs["hidden_states"]
-        axis = gates.axis(hidden, plan.shape)
+        axis = gates.axis(hidden, guide.shape)
         width = hidden.shape[axis]
-        count = plan.begin_layer(self.index, width)
+        count = guide.begin_layer(self.index, width)
         if self.index == 0 and width > 1:  # once a pass: to look into ids waits for the device
             refuse_packed(kwargs)
-        if width != plan.width:
+        if width != guide.width:
             # The model has dropped all but the last positions; which of those does this layer run?
             if self.index not in gates.borrowers:
-                raise CacheError(f"layer {self.index} is given {width} of {plan.width} positions: it cannot skip")
-            count = max(count - (plan.width - width), 0)
+                raise CacheError(f"layer {self.index} is given {width} of {guide.width} positions: it cannot skip")
+            count = max(count - (guide.width - width), 0)
         if count == 0:
             if not gates.output_is_known:
-                self._learn_output(Prefix(width, 1, plan.width, axis), args, kwargs)
+                self._learn_output(Prefix(width, 1, guide.width, axis), args, kwargs)
             return gates.like_output(hidden)
         if count < width:
-            args, kwargs = Prefix(width, count, plan.width, axis).of_call(self.original, args, kwargs)
+            args, kwargs = Prefix(width, count, guide.width, axis).of_call(self.original, args, kwargs)
         output = self.original(*args, **kwargs)
         if cache is not None:
             cache.end_layer(self.index)
@@ -141,7 +141,7 @@ class GateState:
 
 
 class ForcedPass:
-    """The plan of an uncached pass: the same questions that a SkipCache answers."""
+    """Answers for an uncached pass the questions that a SkipCache answers for a cached one."""
 
     def __init__(self, schedule: Schedule, prompt_length: int) -> None:
         self.schedule = schedule

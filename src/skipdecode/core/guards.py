@@ -33,12 +33,12 @@ class PassGuard(Patch):
                 "the SkipCache was dropped on the way to the model (PEFT's prompt learning does so): merge the adapter "
                 "or leave SkipCache out"
             )
-        if (plan := self.gates.forced_pass() if cache is None else cache) is not None:
-            plan.shape = _shape(args, kwargs)
-            if plan.shape is not None and plan.shape[1] > 1:
+        if (guide := self.gates.forced_pass() if cache is None else cache) is not None:
+            guide.shape = _shape(args, kwargs)
+            if guide.shape is not None and guide.shape[1] > 1:
                 refuse_packed(kwargs)  # a family may keep its position ids to itself
         if cache is None:
-            return self.original(*args, **kwargs if plan is None else {"use_cache": False} | kwargs)
+            return self.original(*args, **kwargs if guide is None else {"use_cache": False} | kwargs)
         if cache.cut_short:
             raise CacheError("a pass over this SkipCache was cut short, so its layers differ: make a new one")
         passes = cache.passes

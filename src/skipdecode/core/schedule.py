@@ -74,12 +74,7 @@ class Schedule:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.prompt_layers == "max":
             object.__setattr__(self, "prompt_layers", self.max_depth)
-        for name in ("num_layers", "max_depth", "min_depth", "horizon", "warmup", "stairs", "prompt_decay"):
-            least = 0 if name in ("warmup", "prompt_decay") else 1
-            check_whole(name, getattr(self, name), least, MOST_LAYERS if name == "num_layers" else MOST_TOKENS)
-        _check_decay(self)
-        _check_depths(self)
-        _check_order(self)
+        _check(self)
 
     # --- what a step runs
 
@@ -288,22 +283,24 @@ def is_schedule(data: bytes) -> bool:
     return True
 
 
-def _check_decay(schedule: Schedule) -> None:
-    """A decay that is known, with numbers it can have."""
-    rate, stairs = schedule.rate, schedule.stairs
-    require(schedule.decay in DECAYS, f"decay must be one of {', '.join(DECAYS)}, not {schedule.decay!r}")
-    require(
-        isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 < rate < math.inf,
-        f"rate must be a finite number above 0, not {rate!r}",
+def _check(schedule: Schedule) -> None:
+    """Raise ScheduleError for a value that is none, or that contradicts another."""
+    layers, decay, rate, order, depths = (
+        getattr(schedule, name) for name in ("num_layers", "decay", "rate", "order", "depths")
     )
-    require(stairs >= 2, f"stairs must be at least 2, not {stairs}")
-
-
-def _check_depths(schedule: Schedule) -> None:
-    """Depths that never increase, within the model's layers."""
-    if schedule.decay == "list":
-        depths = schedule.depths if isinstance(schedule.depths, tuple) else ()
-        require(bool(depths), "decay 'list' needs depths, one number of layers per step")
+    check_whole("num_layers", layers, most=MOST_LAYERS)
+    for name, least in (("max_depth", 1), ("min_depth", 1), ("horizon", 1), ("warmup", 0), ("prompt_decay", 0)):
+        check_whole(name, getattr(schedule, name), least)
+    check_whole("stairs", schedule.stairs, 2)
+    require(decay in DECAYS, f"decay must be one of {', '.join(DECAYS)}, not {decay!r}")
+    is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
+    require(is_number and 0 < rate < math.inf, f"rate must be a finite number above 0, not {rate!r}")
+    listed = isinstance(depths, tuple) and bool(depths)
+    require(
+        listed if decay == "list" else depths is None,
+        "decay 'list' needs depths, one number of layers per step; depths go with decay 'list' alone",
+    )
+    if listed:
         for value in depths:
             check_whole("each of depths", value)
         require(
@@ -315,41 +312,28 @@ def _check_depths(schedule: Schedule) -> None:
             "with decay 'list', max_depth, min_depth and horizon must be the list's first, last and length; "
             "Schedule.from_depths sets them",
         )
+    bounds = [("min_depth", "max_depth"), ("max_depth", "num_layers")]
+    if isinstance(order, tuple):
+        # A tuple of anything but int would compare equal for 1.0 or True: the type is checked too.
+        require(
+            all(type(i) is int for i in order) and sorted(order) == list(range(layers)),
+            f"order must hold each of the layers 0 to {layers - 1} exactly once, not {order}",
+        )
     else:
-        require(schedule.depths is None, f"depths go with decay 'list', not with {schedule.decay!r}")
-    require(
-        schedule.min_depth <= schedule.max_depth,
-        f"min_depth {schedule.min_depth} is greater than max_depth {schedule.max_depth}",
-    )
-    require(
-        schedule.max_depth <= schedule.num_layers,
-        f"max_depth {schedule.max_depth} is greater than num_layers {schedule.num_layers}",
-    )
+        require(order in ORDERS, f"order must be {', '.join(ORDERS)} or a permutation, not {order!r}")
+        bounds += [("warmup", "min_depth")] if order == "top" else []
+    for low, high in bounds:
+        least, most = getattr(schedule, low), getattr(schedule, high)
+        require(least <= most, f"{low} {least} is greater than {high} {most}")
     if schedule.prompt_layers is not None:
         check_whole("prompt_layers", schedule.prompt_layers)
         require(
-            schedule.max_depth <= int(schedule.prompt_layers) <= schedule.num_layers,
-            f"prompt_layers is max_depth ({schedule.max_depth}) to num_layers ({schedule.num_layers}), "
-            f"not {schedule.prompt_layers}: depths never increase",
+            schedule.max_depth <= int(schedule.prompt_layers) <= layers,
+            f"prompt_layers is max_depth ({schedule.max_depth}) to num_layers ({layers}), not "
+            f"{schedule.prompt_layers}: depths never increase",
         )
-    if schedule.decay == "constant":
-        require(schedule.max_depth == schedule.min_depth, "decay 'constant' needs max_depth equal to min_depth")
-
-
-def _check_order(schedule: Schedule) -> None:
-    """An order that ranks each layer once, with the warm-up layers inside every depth."""
-    if isinstance(schedule.order, tuple):
-        # A tuple of anything but int would compare equal for 1.0 or True: the type is checked too.
-        require(
-            all(type(i) is int for i in schedule.order) and sorted(schedule.order) == list(range(schedule.num_layers)),
-            f"order must hold each of the layers 0 to {schedule.num_layers - 1} exactly once, not {schedule.order}",
-        )
-    else:
-        require(schedule.order in ORDERS, f"order must be {', '.join(ORDERS)} or a permutation, not {schedule.order!r}")
-    require(
-        schedule.order != "top" or schedule.warmup <= schedule.min_depth,
-        f"warmup {schedule.warmup} is greater than min_depth {schedule.min_depth}",
-    )
+    flat = schedule.max_depth == schedule.min_depth
+    require(flat or decay != "constant", "decay 'constant' needs max_depth equal to min_depth")
 
 
 def parse_prompt_layers(value: Any) -> int | str | None:

@@ -25,14 +25,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     Raises:
         UnsupportedModel: encoder-decoder models, and models whose stack cannot be told.
     """
-    config = getattr(model, "config", None)
-    if config is None:
-        raise UnsupportedModel(f"{type(model).__name__} has no config: SkipDecode works on transformers' causal LMs")
-    if config.is_encoder_decoder:
-        raise UnsupportedModel(
-            f"{type(model).__name__} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs"
-        )
-    count = layer_count(config)
+    count = layer_count(_decoder_config(model))
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count and _is_stack(m)]
     # A list inside another's layers (experts, say) is part of a layer.
     inner = {id(part) for stack in stacks for part in stack.modules() if part is not stack}
@@ -43,6 +36,15 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
             f"{len(stacks)} were found"
         )
     return stacks[0]
+
+
+def _decoder_config(model: nn.Module) -> Any:
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if config is None:
+        raise UnsupportedModel(f"{name} has no config: SkipDecode works on transformers' causal LMs")
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(f"{name} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs")
+    return config
 
 
 def _is_stack(layers: nn.ModuleList) -> bool:
@@ -59,9 +61,7 @@ def check_kind(model: nn.Module) -> None:
     inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if inner is None:
         return
-    name, config = type(inner).__name__, inner.config
-    if config.is_encoder_decoder:
-        raise UnsupportedModel(f"{name} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs")
+    name, config = type(inner).__name__, _decoder_config(inner)
     if "past_key_values" not in inspect.signature(inner.forward).parameters:
         raise UnsupportedModel(
             f"{name} takes no past_key_values: its state is in no cache that could follow a schedule"

@@ -28,8 +28,7 @@ class EngineConfig:
 
     Attributes:
         model: directory, hub name, or ``demo``.
-        dtype, device, revision, offload, quantization, prepack: as :func:`skipdecode.load` takes them; of offloaded
-            layers, those stay in memory that the schedule runs most.
+        dtype, device, revision, offload, quantization, prepack: as :func:`skipdecode.load` takes them.
         clock: what the speed-up is of: ``layers``, ``step`` or ``job``.
         batch_size: rows decoded together; ``auto``: rows of like length, as many as fit into memory.
         seed: of sampling: a row's text depends on it and on the row's number, not on its batch.

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..core.checkpoint_config import layer_count, schedule_for, warn_untrained
+from ..core.checkpoint_config import layer_count, schedule_for, untrained_warning
 from ..core.schedule import Schedule, parse_prompt_layers
 from ..data.chat import Message, Prompt
 from ..data.inputs import Item, read_items, to_item
@@ -178,8 +178,8 @@ class GenerationJob(EngineConfig):
             say(f"some rows need more than the model's {made_for} positions: their texts may be poor")
         predictor = clock.predictor(lengths, self.batch_size, new_tokens, num_beams(self.options, defaults))
         schedule = self._schedule(config, predictor)
-        if schedule is not None:
-            warn_untrained(config, schedule)
+        if schedule is not None and (warning := untrained_warning(config, schedule)):
+            say(warning)
 
         def work(journal: Journal | None) -> JobResult:
             return self._write(items, ids, config, schedule, journal, on_start, on_batch, say)

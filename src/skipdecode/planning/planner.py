@@ -172,16 +172,8 @@ def _limit(predictor: Predictor, style: dict[str, Any]) -> str:
     """The highest speed-up in words, and what the time of the fastest schedule goes to."""
     fastest = constant_schedules(predictor.num_layers, **style)[0]
     seconds = predictor.seconds(fastest)
-    work = max(predictor.workloads, key=lambda w: w.prompt_tokens + w.new_tokens)
-    here = sum(predictor.profile.step(work.batch_size, work.prompt_tokens + work.steps // 2 + 1).layers)
-    short = sum(predictor.profile.step(work.batch_size, 1).layers)
-    grows = max(1 - short / here, 0.0) if here else 0.0  # the share of layers that the context makes longer
-    parts = {
-        "the head": seconds.head,
-        "embedding, sampling and the loop": seconds.rest,
-        "the layers' weights": (1 - grows) * seconds.layers,
-        "attention to the context": grows * seconds.layers,
-    } | ({"the prompt": seconds.prompt} if predictor.clock == "job" else {})
+    parts = {"the head": seconds.head, "these layers": seconds.layers, "embedding, sampling and the loop": seconds.rest}
+    parts |= {"the prompt": seconds.prompt} if predictor.clock == "job" else {}
     whole = sum(parts.values())
     shares = ", ".join(f"{name} {part / whole:.0%}" for name, part in sorted(parts.items(), key=lambda x: -x[1]))
     layers = f"{fastest.max_depth} of {fastest.num_layers} layers"

@@ -129,19 +129,20 @@ class Profile:
 
     def step(self, batch_size: int, length: int) -> Pass:
         """A decode step of so many rows that attends to ``length`` positions. Raises UsageError out of range."""
-        return _between(self._steps, batch_size, length, "a decode step")
+        return _between(self._by_batch_size["steps"], batch_size, length, "a decode step")
 
     def prompt(self, batch_size: int, length: int) -> Pass:
         """The pass over a prompt of ``length`` positions in each of so many rows. Raises UsageError out of range."""
-        return _between(self._prompts, batch_size, length, "a prompt")
+        return _between(self._by_batch_size["prompts"], batch_size, length, "a prompt")
 
     @cached_property
-    def _steps(self) -> dict[int, list[Pass]]:
-        return _by_batch_size(self.steps)
-
-    @cached_property
-    def _prompts(self) -> dict[int, list[Pass]]:
-        return _by_batch_size(self.prompts)
+    def _by_batch_size(self) -> dict[str, dict[int, list[Pass]]]:
+        """The measured passes, the smallest batch size first, of ascending lengths."""
+        found: dict[str, dict[int, list[Pass]]] = {}
+        for name, passes in (("prompts", self.prompts), ("steps", self.steps)):
+            for one in sorted(passes, key=lambda one: (one.batch_size, one.length)):
+                found.setdefault(name, {}).setdefault(one.batch_size, []).append(one)
+        return found
 
     def check(self, *, machine: str | None = None, shape: str | None = None, **placed: Any) -> None:
         """Whether the profile is one of this machine, model and placement; what is None is not asked.
@@ -225,14 +226,6 @@ def _from_object(cls: type[Made], values: Any, what: str) -> Made:
     return cls(**values)
 
 
-def _by_batch_size(passes: Sequence[Pass]) -> dict[int, list[Pass]]:
-    """Passes by batch size, the smallest first, of ascending lengths."""
-    found: dict[int, list[Pass]] = {}
-    for one in sorted(passes, key=lambda one: (one.batch_size, one.length)):
-        found.setdefault(one.batch_size, []).append(one)
-    return found
-
-
 def _between(measured: Mapping[int, Sequence[Pass]], batch_size: int, length: int, what: str) -> Pass:
     """The pass on the straight lines between the measured ones."""
     sizes, longest = [*measured], max(passes[-1].length for passes in measured.values())
@@ -244,16 +237,12 @@ def _between(measured: Mapping[int, Sequence[Pass]], batch_size: int, length: in
         )
     # The nearest measured batch size on either side; both are the same where this one was measured.
     near = sorted({max(s for s in sizes if s <= batch_size), min(s for s in sizes if s >= batch_size)})
-    at_length = [
-        [_line([one.length for one in measured[size]], column, length) for column in _columns(measured[size])]
-        for size in near
-    ]
+    at_length = []
+    for passes in map(measured.__getitem__, near):
+        columns = zip(*((one.rest, one.head, *one.layers) for one in passes), strict=True)
+        at_length.append([_line([one.length for one in passes], column, length) for column in columns])
     rest, head, *layers = (_line(near, column, batch_size) for column in zip(*at_length, strict=True))
     return Pass(batch_size, length, tuple(layers), rest, head)
-
-
-def _columns(passes: Sequence[Pass]) -> list[tuple[float, ...]]:
-    return list(zip(*((one.rest, one.head, *one.layers) for one in passes), strict=True))
 
 
 def _line(xs: Sequence[int], ys: Sequence[float], x: float) -> float:

@@ -27,7 +27,6 @@ from ..core.stack import text_config
 from ..data.tokenization import for_decoding, train_tokenizer
 from ..errors import ModelError, UsageError
 from .checkpoint_checks import (
-    UNREADABLE,
     as_model_error,
     check_config,
     check_files,
@@ -64,15 +63,14 @@ def resolve(name: str, files: Sequence[str] = ("config.json",)) -> str:
         ModelError: the name can be neither, or ``demo`` could be a folder here too.
     """
     path = Path(name)
-    is_checkpoint = any((path / file).exists() for file in files)
     if name == "demo":
-        if is_checkpoint:
+        if any((path / file).exists() for file in ("config.json", "tokenizer_config.json")):
             raise ModelError("demo is the embedded checkpoint, and a folder here: give ./demo, or rename the folder")
         return str(DEMO)
     if path.is_dir():
         if (path / "adapter_config.json").exists():
             raise ModelError(f"{name} holds a PEFT adapter: merge it first (merge_and_unload), save the whole model")
-        if not is_checkpoint:
+        if not any((path / file).exists() for file in files):
             raise ModelError(f"{name} holds no {' or '.join(files)}: is it a Hugging Face checkpoint?")
         return os.path.abspath(path)
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -171,7 +169,7 @@ def _on_meta(config: Any) -> PreTrainedModel | None:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
-    except UNREADABLE:
+    except Exception:
         return None
 
 

@@ -20,8 +20,6 @@ CGROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", ""),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-#: In messages of allocators that raise a bare RuntimeError: the CPU's, and that of MPS.
-ALLOCATORS = ("DefaultCPUAllocator", "MPS backend out of memory")
 
 
 def available_memory(device: str | torch.device, kept: int = 0) -> int:
@@ -74,13 +72,6 @@ def _file_bytes(stat: Path, prefix: str) -> int:
         held = dict(line.split() for line in stat.read_text().splitlines())
         return sum(int(held.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
     return 0
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device's or the system's memory did not suffice."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(name in str(error) for name in ALLOCATORS)
 
 
 def mapped_bytes() -> int:

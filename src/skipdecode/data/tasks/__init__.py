@@ -22,34 +22,26 @@ OPTIONS = {
 }
 
 
-def get_task(
-    name: str,
-    *,
-    max_source_words: int | None = None,
-    prompt_column: str | None = None,
-    response_column: str | None = None,
-    prompt_share: float | None = None,
-) -> Task:
+def get_task(name: str, **options: Any) -> Task:
     """The task called ``name``.
 
     Args:
         name: ``jsonl`` for any data, or a data set with a prompt format of its own: ``e2e``, ``reddit_tldr``,
             ``cnn_dm``.
-        max_source_words: summaries: where their source is cut.
-        prompt_column, response_column: jsonl: columns of other names.
-        prompt_share: jsonl: rows are plain text, of which this share of the words is the prompt.
+        options: ``max_source_words`` (summaries: where their source is cut); ``prompt_column``, ``response_column``
+            (jsonl: columns of other names) and ``prompt_share`` (jsonl: rows are plain text, of which this share of
+            the words is the prompt). None: not given.
 
     Raises:
         TaskError: no such task, or an option that it does not have.
     """
     if name not in TASKS:
         raise TaskError(f"unknown task {name!r}; known are {', '.join(TASKS)}")
-    values = (max_source_words, prompt_column, response_column, prompt_share)
-    options: dict[str, Any] = {option: v for option, v in zip(OPTIONS, values, strict=True) if v is not None}
-    for option in options:
+    given = {option: value for option, value in options.items() if value is not None}
+    for option in given:
         if option not in TASKS[name].options:
-            raise TaskError(f"{option} does not go with {name}: {OPTIONS[option]}")
-    return replace(TASKS[name], **options)
+            raise TaskError(f"{option} does not go with {name}: {OPTIONS.get(option, 'no task has it')}")
+    return replace(TASKS[name], **given)
 
 
 def task_from(options: Mapping[str, Any]) -> Task:
