@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 
 from helpers.tiny import run
 from skipdecode.cli import console
 from skipdecode.cli.app import app
 from skipdecode.core.checkpoint_config import CONFIG_KEY, to_config_entry, trained_method, trained_schedules
-from skipdecode.evaluation.report import markdown
+from skipdecode.evaluation.report import brief, markdown
 from skipdecode.weights.loading import DEMO
 
 Golden = Callable[[str, str], None]
@@ -63,3 +64,19 @@ def test_the_config_entry(golden: Golden) -> None:
     written = to_config_entry(trained_schedules(Config), trained_method(Config))
     golden("config-entry.json", json.dumps(written, indent=1, sort_keys=True) + "\n")
     assert written == Config.skipdecode
+
+
+def test_a_narrow_terminal_cuts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names wrap; scores, their differences and intervals stay whole in 80 columns."""
+    row: dict[str, Any] = {"label": "Unified Layer Skipping, untrained", "target": 2.5, "step_layer_ratio": 2.48}
+    row |= {"step_clock_ratio": 2.41, "job_clock_ratio": 1.93, "timed_step_layer_ratio": 2.5, "peak_kv_bytes": 62.1e6}
+    for name in ("bleu", "rouge_l"):
+        row |= {name: 67.41, f"{name}_difference": -10.22, f"{name}_interval": [-12.5, 10.05]}
+    heads, cells = brief([row, dict(row)], [("bleu", "BLEU"), ("rouge_l", "ROUGE-L")])
+    monkeypatch.setattr(console, "out", Console(width=80))
+    console.print_table(heads, cells)
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    for text in ("2.5x", "67.41 (-10.22)", "-12.50 to +10.05", "2.41x", "1.93x", "62.1 MB", "untrained"):
+        assert text in printed

@@ -29,13 +29,13 @@ def print_table(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
     """Print a table of which a narrow terminal wraps the words and never cuts a number."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for number, head in enumerate(heads):
         widest = max(len(line) for row in cells for line in row[number].splitlines() or [""])
         if number == 0:
             table.add_column(head, overflow="fold", min_width=min(widest, 10))
         else:
-            table.add_column(head, justify="right", overflow="fold", min_width=widest)
+            table.add_column(head.replace(" ", "\n"), justify="right", no_wrap=True, min_width=widest)
     for row in cells:
         table.add_row(*row)
     out.print(table, highlight=False)
