@@ -35,6 +35,7 @@ from skipdecode.errors import ModelError, SkipDecodeError, UnsupportedModel, Usa
 from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.jobs import GenerationJob
 from skipdecode.weights import faster, int8
+from skipdecode.weights.device import cpu_capabilities
 from skipdecode.weights.faster import CompiledStep, check_faster, is_compiled, make_faster
 from skipdecode.weights.int8 import Int8Linear, check_int8, check_linear, quantize_int8
 from skipdecode.weights.loading import load, read_weights
@@ -42,7 +43,7 @@ from skipdecode.weights.loading import load, read_weights
 VNNI = {"avx512_vnni": True}
 CPU = SimpleNamespace()
 needs_int8 = pytest.mark.skipif(
-    not any(have is True and "vnni" in key for key, have in torch.cpu.get_capabilities().items()), reason="no VNNI"
+    not any(have is True and "vnni" in key for key, have in cpu_capabilities().items()), reason="no VNNI"
 )
 
 

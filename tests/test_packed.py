@@ -25,6 +25,7 @@ from skipdecode import attach, detach
 from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import ModelError, SkipDecodeError, UnsupportedModel, UsageError
 from skipdecode.generation.jobs import GenerationJob
+from skipdecode.weights.device import cpu_capabilities
 from skipdecode.weights.faster import make_faster
 from skipdecode.weights.linear import DecodingLinear
 from skipdecode.weights.loading import load
@@ -47,7 +48,7 @@ def _can(dtype: torch.dtype) -> bool:
 
 needs = pytest.mark.skipif(not _can(torch.float32), reason="no oneDNN")
 needs_int8 = pytest.mark.skipif(
-    not any(have is True and "vnni" in key for key, have in torch.cpu.get_capabilities().items()), reason="no VNNI"
+    not any(have is True and "vnni" in key for key, have in cpu_capabilities().items()), reason="no VNNI"
 )
 needs_bfloat16 = pytest.mark.skipif(not _can(torch.bfloat16), reason="no bfloat16 products")
 
