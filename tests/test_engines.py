@@ -164,7 +164,7 @@ def job(checkpoint: Path, tmp_path: Path, name: str, **options: Any) -> Generati
 
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_two_workers_write_what_one_process_writes(checkpoint: Path, tmp_path: Path) -> None:
     """Greedy and sampled; then an interrupted job goes on, with or without workers, and redoes no finished row."""
     import ray as library
@@ -206,7 +206,7 @@ def test_two_workers_write_what_one_process_writes(checkpoint: Path, tmp_path: P
 
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_killed_job_leaves_no_worker_and_goes_on(checkpoint: Path, tmp_path: Path) -> None:
     """SIGKILL to who started it: what the journal holds is not done again, and nothing that holds a model is left."""
     import psutil
@@ -218,7 +218,7 @@ def test_a_killed_job_leaves_no_worker_and_goes_on(checkpoint: Path, tmp_path: P
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     partial = target.with_name("out.jsonl.partial")
     try:
-        end = time.monotonic() + 200
+        end = time.monotonic() + 300
         while not partial.exists() or partial.read_bytes().count(b"\n") < 3:
             assert process.poll() is None, process.communicate()[1].decode()
             assert time.monotonic() < end
@@ -227,7 +227,7 @@ def test_a_killed_job_leaves_no_worker_and_goes_on(checkpoint: Path, tmp_path: P
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert children
-        left = psutil.wait_procs(children, timeout=30)[1]  # Ray's own agents take their time
+        left = psutil.wait_procs(children, timeout=200)[1]  # Ray's own agents take their time
         assert not [child for child in left if "Agent" not in child.name()]
     finally:
         process.kill()

@@ -20,18 +20,18 @@ from skipdecode import files
 from skipdecode.errors import FileError, JobError
 
 HOLD = """
-import sys, time
+import sys
 from skipdecode.files import locked
 with locked(sys.argv[1]):
     print("held", flush=True)
-    time.sleep(60)
+    sys.stdin.read()  # until it is killed
 """
 
 
 @contextmanager
 def another_process(path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A second process that holds ``path``; killed at the end, if it was not before."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"

@@ -113,7 +113,7 @@ def test_a_killed_job_goes_on_where_it_was(checkpoint: Path, tmp_path: Path) -> 
     assert names(tmp_path) == ["in.jsonl", "out.jsonl", "whole.jsonl"]
 
 
-def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 120) -> None:
+def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 500) -> None:
     """Until ``ready``; fails if the process ends before, or takes too long."""
     deadline = time.monotonic() + seconds
     while not ready():

@@ -157,7 +157,7 @@ def test_no_engine_outlives_the_one_that_asks_it(places: Places, tmp_path: Path)
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | paths, check=False)
     engine = Path("/proc") / done.stdout.strip() / "stat"
     assert done.returncode == -signal.SIGKILL, done.stderr
-    for _ in range(100):
+    for _ in range(2000):  # against hanging only
         if not engine.exists() or engine.read_text(encoding="utf-8").rpartition(") ")[2][0] == "Z":
             return
         time.sleep(0.05)
@@ -166,7 +166,7 @@ def test_no_engine_outlives_the_one_that_asks_it(places: Places, tmp_path: Path)
 
 def _stops(running: Running) -> bool:
     """Whether the process is stopped, now or soon: a signal takes effect when its process would run next."""
-    for _ in range(100):
+    for _ in range(2000):  # against hanging only
         state = Path(f"/proc/{running._process.pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][0]
         if state == "T":
             return True
