@@ -175,10 +175,11 @@ def test_a_pipeline_over_a_list_skips(tmp_path: Path) -> None:
     """transformers' pipeline, in batches: its texts are those of ``skipdecode.generate``, not the full model's."""
     model, tokenizer = skipdecode.load(str(save_checkpoint(tmp_path)), device="cpu")
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
-    expected = [c.text for c in skipdecode.generate(model, tokenizer, TEXTS[:5], speedup=4, **options).completions]
+    plan = Schedule.for_speedup(4, 8, horizon=64)
+    expected = [c.text for c in skipdecode.generate(model, tokenizer, TEXTS[:5], schedule=plan, **options).completions]
     full = [c.text for c in skipdecode.generate(model, tokenizer, TEXTS[:5], full=True, **options).completions]
     assert expected != full
-    writer = pipeline("text-generation", model=attach(model, speedup=4), tokenizer=tokenizer, batch_size=2)
+    writer = pipeline("text-generation", model=attach(model, plan), tokenizer=tokenizer, batch_size=2)
     found = [text["generated_text"].strip() for [text] in writer(TEXTS[:5], return_full_text=False, **options)]
     assert found == expected
     after = skipdecode.generate(model, tokenizer, TEXTS[:5], full=True, **options)
