@@ -13,6 +13,7 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from ..errors import UnsupportedModel
+from ..weights.device import cpu_capabilities
 
 #: Rows of the head that are rounded at once: in float32 it may be larger than all layers.
 ROWS = 8192
@@ -41,7 +42,7 @@ class Int8Product:
 
 def why_no_int8() -> str:
     """Why this CPU has no int8 head; nothing where it has one."""
-    multiplies = any("vnni" in name or "int8" in name for name, has in torch.cpu.get_capabilities().items() if has)
+    multiplies = any("vnni" in name or "int8" in name for name, has in cpu_capabilities().items() if has)
     return "" if multiplies else "int8_head needs a CPU that multiplies int8 (VNNI or AMX): leave it out"
 
 
