@@ -553,7 +553,7 @@ def test_an_interrupted_search_goes_on(
     monkeypatch.setattr("skipdecode.evaluation.layer_order.loss_by_position", noted)
     stopped = run("calibrate", checkpoint, "--data", data, *common)
     assert stopped.returncode == 130
-    assert "the same command goes on from here" in stopped.stderr
+    assert "the same command goes on from what is saved" in stopped.stderr
     assert len(json.loads((tmp_path / "schedule.losses.json").read_text())["losses_without"]) == 5
     assert run("calibrate", checkpoint, "--data", data, *common).returncode == 0
     whole = json.loads((tmp_path / "schedule.losses.json").read_text())

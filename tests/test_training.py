@@ -247,7 +247,7 @@ def test_the_fastest_budget_is_the_checkpoints_default() -> None:
         (["--method", "unified"], "method"),
         (["--learning-rate", 1e-3], "learning rate"),
         (["--seed", 1], "seed"),
-        (["--prompt-share", 0.5], "data"),
+        (["--response-column", "prompt"], "data"),
         (["--distill-weight", 0.5], "distillation"),
         (["--gradient-accumulation-steps", 2], "batch"),
     ],

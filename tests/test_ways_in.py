@@ -284,7 +284,7 @@ def test_what_is_not_there_is_not_called_empty(folder: Path, tmp_path: Path) -> 
     rows.write_text(json.dumps({"prompt": "the cat", "response": "sat"}) + "\n")
     for arguments, words in (
         (("evaluate", folder, "--data", tmp_path / "none.jsonl"), "there is no "),
-        (("calibrate", folder, "--data", tmp_path / "none.jsonl"), "there is no "),
+        (("calibrate", folder, "--data", tmp_path / "none.jsonl", "--output", tmp_path / "s.json"), "there is no "),
         (("train", folder, "--data", tmp_path / "none"), "there is no "),
         (("evaluate", folder, "--data", rows, "--output", tmp_path / "file"), "is a file: give a folder"),
         (("train", folder, "--data", rows, "--output", tmp_path / "file"), "is a file: give a folder"),

@@ -49,7 +49,7 @@ def _target(row: Row) -> str:
 
 
 def speeds(folder: str = "e2e") -> None:
-    """One checkpoint at every speed: work, clock and quality side by side; below, what the columns are ratios to."""
+    """One checkpoint at every speed: work, clock and quality side by side; faster than the same model at full depth."""
     saved = _saved(folder)
     full, *faster = rows = saved["rows"]
     layers = f"{full['step_layers']:g}"
@@ -74,17 +74,10 @@ def speeds(folder: str = "e2e") -> None:
             for row in rows
         ),
     )
-    scores = ("bleu", "rouge_l")
-    worst = max(abs(row[f"{score}_difference"]) for row in faster for score in scores)
-    ends = [end for row in faster for score in scores for end in row[f"{score}_interval"]]
-    print(
-        f"Measured on {saved['about']['rows']}. Layers are the mean over decode steps; prompts always run all of them."
-    )
-    print("Faster: the same model's seconds at full depth over these, of a decode step and of the job with its prompt.")
-    print(f"The clock: {saved['about']['clock']}.")
-    print(f"No score is more than {worst:.2f} from 1x; the 95% intervals of the differences lie within", end=" ")
-    print(f"{min(ends):+.2f} to {max(ends):+.2f}.")
-    print(f"Machine: {saved['about']['machine']}.")
+    ends = [end for row in faster for score in ("bleu", "rouge_l") for end in row[f"{score}_interval"]]
+    machine, *_ = saved["about"]["machine"].split(";")
+    print(f"{saved['about']['rows']}; {machine}. Differences from 1x: 95% intervals within", end=" ")
+    print(f"{min(ends):+.2f} to {max(ends):+.2f}. [All figures](results/{folder}/table.md).")
 
 
 def differences(folder: str = "e2e") -> None:
