@@ -91,7 +91,7 @@ def job(random: Random, folder: Path) -> list[object]:
         [],
         ["--do-sample", "--seed", random.randint(0, 9)],
         ["--do-sample", "--temperature", 2, "--top-k", 40, "--top-p", 0.9],
-        ["--num-beams", 3, "--length-penalty", 0.5],
+        ["--num-beams", 3],
         ["--num-beams", 2, "--do-sample", "--seed", 3],
         ["--repetition-penalty", 1.3, "--no-repeat-ngram-size", 2, "--min-new-tokens", 3],
     ]

@@ -112,7 +112,6 @@ TopP = Annotated[float | None, Option(min=1e-6, max=1, rich_help_panel=SAMPLING)
 TopK = Annotated[int | None, Option(min=0, max=MOST, rich_help_panel=SAMPLING)]
 SamplingSeed = Annotated[int, Option(min=0, help="Seed of the sampling.", rich_help_panel=SAMPLING)]
 NumBeams = Annotated[int | None, Option(min=1, max=1000, rich_help_panel=SAMPLING)]
-LengthPenalty = Annotated[float | None, Option(min=-10, max=10, rich_help_panel=SAMPLING)]
 
 # --- where it runs
 Dtype = Annotated[
