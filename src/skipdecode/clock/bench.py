@@ -120,8 +120,8 @@ def check_folder(folder: Path) -> None:
     """Whether a report can be written there, before hours of work. Raises FileError, UsageError."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file: give a folder")
-    if folder.is_dir():
-        check_target(folder / "table.json")
+    for name in ("table.md", "table.csv", "table.json") if folder.is_dir() else ():
+        check_target(folder / name)
 
 
 def bench(
