@@ -36,7 +36,7 @@ def check_batch_size(batch_size: BatchSize, options: Mapping[str, Any], defaults
 
 
 class BatchSizes:
-    """Choose the number of prompts in each batch of a job.
+    """Chooses the number of prompts in each batch of a job.
 
     The first batch is small; its peak of tensor memory gives the bytes per position. Prompts are sorted longest first,
     so later prompts take no more per position. A batch that runs out of memory is halved.

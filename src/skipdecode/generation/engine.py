@@ -53,15 +53,15 @@ class EngineConfig:
 
 
 class Engine(Protocol):
-    """Generates the texts of a :class:`~skipdecode.generation.jobs.GenerationJob`."""
+    """The interface of engines, which generate the texts of a :class:`~skipdecode.generation.jobs.GenerationJob`."""
 
     @property
     def name(self) -> str:
-        """The engine's name in the journal's job hash, so that no other engine resumes the job; empty by default."""
+        """Return the engine's name, which keeps other engines from resuming its jobs; empty for the default engine."""
 
     @property
     def unknown(self) -> frozenset[str]:
-        """Names of figures in :meth:`Cost.summary` that this engine cannot measure; summaries leave them out."""
+        """Return the names of figures in :meth:`Cost.summary` that this engine cannot measure; jobs omit them."""
 
     def check(self, job: EngineConfig, config: Any, defaults: Any) -> None:
         """Check, before weights are loaded, that the engine can run the job.
@@ -75,7 +75,7 @@ class Engine(Protocol):
         """
 
     def open(self, job: EngineConfig, schedule: Schedule | None, positions: int) -> AbstractContextManager[Write]:
-        """Load the weights, and return the function that generates texts; leaving the context frees them.
+        """Return a context that loads the weights, and yields the function that generates texts with them.
 
         Args:
             schedule: None runs the unmodified model.

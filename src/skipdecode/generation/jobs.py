@@ -196,7 +196,7 @@ class GenerationJob(EngineConfig):
         parts = (prompts, schedule.to_dict() if schedule else None, self.options, self.seed, placed, self.batch_size)
         job = fingerprint(identity(resolve(self.model)), *parts)
         with Journal(self.output, job, replace=self.overwrite) as journal:
-            if journal.summary is not None:  # killed between its last two writes
+            if journal.summary is not None:  # an earlier run was killed after it had written the output
                 journal.drop()
                 return JobResult(items, journal.rows, journal.summary)
             journal.check_output()

@@ -79,7 +79,7 @@ def check_options(options: Mapping[str, Any], batch_size: int | str = 1, seed: i
     new, least = options.get("max_new_tokens"), options.get("min_new_tokens")
     if new is not None and least is not None and least > new:
         raise UsageError(f"min_new_tokens {least} is more than max_new_tokens {new}")
-    if not options.get("use_cache", True):  # the whole text would go to a cache that holds it already
+    if not options.get("use_cache", True):  # each pass would give the whole text to a cache that holds it
         raise UsageError(f"use_cache=False: {_CACHE}; leave it out")
     if options.get("num_return_sequences", 1) != 1:
         raise UsageError("one text per prompt is generated: repeat the prompt instead of num_return_sequences")

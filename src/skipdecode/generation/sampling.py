@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
 @dataclass
 class Sampling(BaseWatermarkingConfig):
-    """Draw each text's tokens with random numbers that depend only on the seed and the prompt's number in the job.
+    """Draws each text's tokens with random numbers that depend only on the seed and the prompt's number in the job.
 
     It is a "watermark" that marks nothing: only watermarks process scores after temperature, top-k and the like.
 

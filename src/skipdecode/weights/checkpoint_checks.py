@@ -35,7 +35,7 @@ TEXT_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json
 
 @contextmanager
 def as_model_error(what: str) -> Iterator[None]:
-    """Turn any error inside the block into a ModelError whose message begins with ``what``."""
+    """Turn any error in the block, except a SkipDecodeError, into a ModelError whose message begins with ``what``."""
     try:
         yield
     except SkipDecodeError:
@@ -135,9 +135,9 @@ def _refuse(name: str, keys: set[str], why: str) -> None:
 
 
 def check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
-    """Raise ModelError for an empty vocabulary, or token ids of ``rows`` (the model's embeddings) or more.
+    """Raise ModelError if the vocabulary is empty, or a token has no embedding among the model's ``rows``.
 
-    Added tokens other than pad, eos and bos may have such ids: Gemma 3's image token has.
+    Added tokens other than pad, eos and bos may lack one, as Gemma 3's image token does.
     """
     words = set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder)
     if not words:

@@ -203,7 +203,7 @@ def read_config(name: str, revision: str | None = None) -> Any:
 def read_generation_config(name: str, revision: str | None = None) -> GenerationConfig:
     """Read a checkpoint's generation config; return transformers' defaults if there is none. Raise ModelError."""
     path = resolve(name)
-    with as_model_error(f"{path}: generation_config.json cannot be used"), suppress(OSError):  # it need not be there
+    with as_model_error(f"{path}: generation_config.json cannot be used"), suppress(OSError):  # the file is optional
         config = GenerationConfig.from_pretrained(path, revision=revision)
         config.validate()
         return config
