@@ -78,7 +78,7 @@ def _parameter(name: str) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[bare | None, info])
 
 
-# typer reads these two.
+# typer reads the signature and the annotations.
 _fixed = [each for each in signature(train, eval_str=True).parameters.values() if each.name != "options"]
 _all = [*_fixed[:2], *map(_parameter, option_fields()), *_fixed[2:]]  # context and --config come first
 vars(train)["__signature__"] = Signature([each.replace(kind=Parameter.KEYWORD_ONLY) for each in _all])

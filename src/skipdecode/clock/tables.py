@@ -27,7 +27,7 @@ def markdown_table(heads: Sequence[str], cells: Sequence[Sequence[str]], words: 
 
 
 def save_tables(folder: Path, rows: Sequence[Row], heads: Sequence[str], cells: Any, about: Mapping[str, Any]) -> None:
-    """Write ``table.md`` (``cells`` with ``about`` below), ``table.csv`` (``rows``) and ``table.json`` (both)."""
+    """Write ``table.md`` (``cells`` with ``about`` below), ``table.csv`` (``rows``), ``table.json`` (rows, about)."""
     folder.mkdir(parents=True, exist_ok=True)
     note = "  \n".join(f"{name}: {value}" for name, value in about.items())
     write(folder / "table.md", f"{markdown_table(heads, cells)}\n\n{note}\n")

@@ -67,7 +67,7 @@ FEW_ROWS, FEW_BATCHES = 32, 5
 
 
 def forced(steps: int) -> dict[str, int]:
-    """Return options of ``generate`` that suppress end-of-sequence until every batch has taken ``steps`` steps."""
+    """Return options of ``generate`` that make every batch take exactly ``steps`` decode steps, whatever the texts."""
     return {"min_new_tokens": steps + 1, "max_new_tokens": steps + 1}
 
 

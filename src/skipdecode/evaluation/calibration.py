@@ -404,7 +404,7 @@ def _check(plan: CalibrationPlan, config: Any) -> Method:
     if plan.profile is not None:
         if method.order is None:
             raise UsageError(f"{method.name} has its own rule for depths: it fits layers only")
-        # Calibration times nothing, so the profile's own options (those of later runs) cannot be compared with it.
+        # Calibration times nothing, so it has no options of its own to compare with the profile's.
         check_profile(plan.profile, config, device=plan.device, **plan.profile.options)
     if not 1 < plan.speedup <= layers:
         raise UsageError(f"a speed-up is above 1 and at most the number of layers ({layers}), not {plan.speedup:g}")
@@ -420,7 +420,7 @@ def _check(plan: CalibrationPlan, config: Any) -> Method:
 def _style(plan: CalibrationPlan, config: Any, method: Method) -> tuple[Schedule | None, dict[str, Any]]:
     """Return the trained schedule whose depths to keep (None if unusable), and the fields of a new schedule.
 
-    Raises UsageError, ScheduleError if the fields contradict each other.
+    Raises UsageError, ScheduleError if no schedule can have these fields.
     """
     layers = layer_count(config)
     known = {k: s for k, s in schedules_of(config, method.name).items() if not s.is_full}

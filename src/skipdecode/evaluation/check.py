@@ -149,7 +149,7 @@ def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
                 detail += f"; in float64: {exact}"
         except SkipDecodeError as error:
             held, detail = False, str(error)
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:  # the model's own code
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:  # from the model's code
             held, detail = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         yield Finding(claim, held, detail)
         if claim == ATTACHES and not held:

@@ -20,7 +20,8 @@ from .loss import loss_by_position
 class LayerOrder:
     """Greedy search for a layer order: drop the layer whose removal raises the loss least, then the next, and so on.
 
-    Dropping one of ``n`` layers takes ``n - warmup`` passes over the batches; dropping all ``L`` about ``L**2 / 2``.
+    The prompt keeps all layers. Dropping one of ``n`` layers takes ``n - warmup`` passes over the batches, a whole
+    search about ``L**2 / 2`` for ``L`` layers.
 
     Args:
         model: a causal LM, with or without gates.
