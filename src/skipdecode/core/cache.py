@@ -154,7 +154,7 @@ class SkipCache(DynamicCache):
             self._retire(index)
 
     def _retire(self, index: int) -> None:
-        """Free a layer. Its kind changes too, as transformers sizes a kind's mask by its first layer, which must run."""
+        """Free a layer, and change its kind: transformers sizes a kind's mask by its first layer, which must run."""
         self.layers[index], self._holds[index] = DynamicLayer(), False
         self._held -= self._bytes[index]
         self._bytes[index] = 0
