@@ -1,46 +1,46 @@
-"""What the user can mend. The command line ends these with one line and exit code 2; all else keeps its traceback."""
+"""Errors that the user can fix. The command line prints their message and exits with code 2, without a traceback."""
 
 from __future__ import annotations
 
 
 class SkipDecodeError(ValueError):
-    """Something the user can mend; the message says what was wrong and what to do."""
+    """An error that the user can fix; the message says what is wrong and what to do."""
 
 
 class UsageError(SkipDecodeError):
-    """Options or arguments that contradict each other or are out of range."""
+    """Options or arguments contradict each other or are out of range."""
 
 
 class ScheduleError(SkipDecodeError):
-    """A schedule that contradicts itself or does not fit the model."""
+    """A schedule contradicts itself or does not fit the model."""
 
 
 class CacheError(SkipDecodeError, RuntimeError):
-    """A cache that is used in a way that would give other text than its schedule's."""
+    """A cache is used in a way that would change the text of its schedule."""
 
 
 class ModelError(SkipDecodeError):
-    """A model that is not there, is damaged, or cannot skip layers exactly."""
+    """A model does not exist, is damaged, or cannot skip layers exactly."""
 
 
 class UnsupportedModel(ModelError):
-    """A model that cannot skip layers exactly, because of what it is."""
+    """A model's architecture cannot skip layers exactly."""
 
 
 class TaskError(SkipDecodeError):
-    """Data that is missing, cannot be read, or is not in the task's form."""
+    """Data is missing, cannot be read, or is not in the task's format."""
 
 
 class FileError(SkipDecodeError):
-    """A file that cannot be read or written, is damaged, or is not ours to replace."""
+    """A file cannot be read or written, is damaged, or was not written by SkipDecode and may not be replaced."""
 
 
 class JobError(SkipDecodeError):
-    """An output or a run that belongs to another job, or to another process."""
+    """An output or a run belongs to another job or another process."""
 
 
 class DivergedError(SkipDecodeError):
-    """Training whose loss or weights are no longer finite."""
+    """The loss or weights of a training run are no longer finite."""
 
 
 class MissingExtra(SkipDecodeError, ImportError):
@@ -48,4 +48,4 @@ class MissingExtra(SkipDecodeError, ImportError):
 
 
 class UntrainedWarning(UserWarning):
-    """Layers are about to be skipped in a model that was never trained to skip them."""
+    """A schedule skips layers of a model that was never trained to skip them."""

@@ -1,4 +1,4 @@
-"""The one place that writes files of ours: whole or not at all, only over what is ours, under a lock with a name."""
+"""Write files whole or not at all, replace only files of SkipDecode, lock outputs, and read JSON."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from filelock import FileLock, Timeout
 
 from .errors import FileError, JobError
 
-#: No write takes as long: a temporary file older than that is of a process that was killed.
+#: Seconds; a temporary file older than this was left by a killed process.
 HOUR = 3600
 
 
 def write(path: str | Path, content: str | bytes, *, may_replace: Callable[[bytes], bool] | None = None) -> None:
-    """Write all of ``content`` or none of it; it is on the disk when this returns.
+    """Write all of ``content`` or none of it, and flush it to the disk.
 
-    A temporary file beside ``path`` is filled, flushed to the disk and renamed over it. A symbolic link stays one: its
-    target is written. Pipes and devices are written to as they are.
+    A temporary file in the same folder is written, flushed and renamed to ``path``. If ``path`` is a symbolic link, its
+    target is replaced. Pipes and devices are written directly.
 
     Args:
-        path: the file; its folder must be there.
+        path: the file; its folder must exist.
         content: text is written as UTF-8.
-        may_replace: tells from the bytes that are there now whether they may be replaced; None: anything may.
+        may_replace: returns whether a file with these bytes may be replaced; None: any file may.
 
     Raises:
-        FileError: ``path`` is a folder, its folder is missing, or what is there is not ours.
-        OSError: the disk is full, read-only, or not the user's to write to. What was there is still there.
+        FileError: ``path`` is a folder, its folder is missing, or ``may_replace`` refuses the existing file.
+        OSError: the disk is full, read-only, or not the user's to write to. The old file is unchanged.
     """
     target = Path(os.path.realpath(path))
     data = content.encode("utf-8") if isinstance(content, str) else content
@@ -52,7 +52,7 @@ def write(path: str | Path, content: str | bytes, *, may_replace: Callable[[byte
 
 @contextmanager
 def names_file(path: str | Path) -> Iterator[None]:
-    """Give an OSError of the block the file's name: those of a full disk, met in a write or a flush, have none."""
+    """Add the file's name to an OSError of the block: errors of writes and flushes to a full disk have none."""
     try:
         yield
     except OSError as error:
@@ -78,17 +78,17 @@ def _replace(target: Path, data: bytes) -> None:
 
 
 def _temporary(target: Path) -> Path:
-    """Return a short name of this thread's own beside ``target``, and delete those that killed processes left."""
+    """Return a file name in the folder of ``target`` for this thread; delete old ones that killed processes left."""
     prefix = f".skipdecode-{zlib.crc32(target.name.encode(errors='surrogateescape')):08x}-"
     for left in target.parent.glob(f"{prefix}*.tmp"):
-        with suppress(OSError):  # another process may have taken it away
+        with suppress(OSError):  # another process may have deleted it
             if left.stat().st_mtime < time.time() - HOUR:
                 left.unlink()
     return target.with_name(f"{prefix}{os.getpid()}-{threading.get_native_id()}.tmp")
 
 
 def check_target(path: str | Path, *, may_replace: Callable[[bytes], bool] | None = None) -> None:
-    """Raises FileError for a path that :func:`write` would refuse: to be called before the work is done."""
+    """Raise FileError if :func:`write` would; call it before long work whose result is written."""
     if is_stream(path):
         return
     target = Path(os.path.realpath(path))
@@ -101,12 +101,12 @@ def check_target(path: str | Path, *, may_replace: Callable[[bytes], bool] | Non
 
 
 def is_stream(path: str | Path) -> bool:
-    """Whether ``path`` is a pipe, a device or an open descriptor: written to as it is, with nothing to keep."""
+    """Return whether ``path`` is a pipe, a device or an open descriptor, which is written directly."""
     return _number(path) is not None or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
 
 
 def _number(path: str | Path) -> int | None:
-    """Return the descriptor that a name like ``/dev/stdout`` or ``/dev/fd/3`` stands for; None for other names."""
+    """Return the file descriptor of a name like ``/dev/stdout`` or ``/dev/fd/3``; None for other names."""
     named = re.fullmatch(r"/(?:dev|proc/self)/(?:(stdin|stdout|stderr)|fd/(\d+))", os.path.abspath(path))
     if named is None:
         return None
@@ -115,13 +115,13 @@ def _number(path: str | Path) -> int | None:
 
 def _open_stream(path: str | Path) -> BinaryIO:
     number = _number(path)
-    # Opened by its name, a descriptor's file would be cut to nothing.
+    # Opening the descriptor's file by name would truncate it.
     return open(path if number is None else os.dup(number), "wb")
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush new and deleted names in ``folder`` to the disk, where the system can."""
-    with suppress(OSError):  # Windows opens no folders
+    """Flush new and deleted file names in ``folder`` to the disk, if the system can."""
+    with suppress(OSError):  # Windows cannot open folders
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -131,35 +131,35 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(path: str | Path, what: str | None = None, timeout: float = 0) -> Iterator[None]:
-    """Lock ``path`` against other processes and threads; the lock goes with the process, however it ends.
+    """Lock ``path`` against other processes and threads; the system releases the lock when the process ends.
 
     Args:
-        path: the file; the lock lies beside it while it is held.
-        what: its name in the message.
-        timeout: seconds to wait for another process; -1 waits as long as it takes.
+        path: the file; a lock file is kept in its folder for as long as the lock.
+        what: the name of ``path`` in the message.
+        timeout: seconds to wait for another process; -1 waits without limit.
 
     Raises:
-        JobError: another process (the message gives its number and command) holds it.
+        JobError: another process, whose number and command the message gives, has the lock.
     """
     target = Path(os.path.realpath(path))
     note = target.with_name(f".{target.name}.skipdecode-lock")
-    # Not shared between threads either: two jobs of one process on one output are two jobs.
+    # Two threads of one process may not work on one output either.
     lock = FileLock(note, thread_local=False)
     try:
         lock.acquire(timeout=timeout)
     except Timeout:
         raise JobError(f"{what or path} is in use by {_owner(note)}: wait for it, or stop it first") from None
     try:
-        with suppress(OSError):  # Windows lets nobody write to a locked file: it then has no name
+        with suppress(OSError):  # on Windows, nobody can write to a locked file
             note.write_text(f"process {os.getpid()} on {socket.gethostname()} ({' '.join(sys.argv)[:200]})\n")
         yield
     finally:
-        note.unlink(missing_ok=True)  # while it is held: whoever waits for this file sees that it is gone
+        note.unlink(missing_ok=True)  # before release: processes that wait then see that it is gone
         lock.release()
 
 
 def _owner(note: Path, patience: float = 1.0) -> str:
-    """Say who holds a lock, waiting for it to write so: it does just after it has taken it."""
+    """Return the owner's text in the lock file; wait for it, since the owner writes it just after locking."""
     until = time.monotonic() + patience
     while time.monotonic() < until:
         with suppress(OSError):
@@ -170,11 +170,7 @@ def _owner(note: Path, patience: float = 1.0) -> str:
 
 
 def parse_json(text: str | bytes, what: str | Path) -> Any:
-    """Parse JSON; ``what`` names it in the message.
-
-    Raises:
-        FileError: it is not JSON, not UTF-8, or nested so deep that it cannot be read.
-    """
+    """Parse JSON. Raise FileError, which names ``what``, if it is no JSON, no UTF-8, or nested too deep."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -184,7 +180,7 @@ def parse_json(text: str | bytes, what: str | Path) -> Any:
 
 
 def read_json(path: str | Path) -> Any:
-    """Read a JSON file. Raises FileError, which names the file."""
+    """Read a JSON file. Raise FileError, which names the file."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:

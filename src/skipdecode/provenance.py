@@ -1,4 +1,4 @@
-"""What makes two jobs the same: the model's files, and everything else by its hash."""
+"""Decide whether two jobs are the same, by the model's files and a hash of all settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from .errors import UsageError
 
-#: Files of a checkpoint that decide what it writes. Whatever else lies in its folder does not.
+#: Patterns of a checkpoint's files that affect the texts it generates.
 MATTERS = (
     "config.json",
     "generation_config.json",
@@ -31,7 +31,7 @@ MATTERS = (
 
 
 def identity(model: str) -> list[Any]:
-    """A hub name; for a folder its real path, and the sizes and times of the files that decide what it writes."""
+    """Return a hub name, or a folder's real path with names, sizes and times of its files in :data:`MATTERS`."""
     folder = Path(model)
     if not folder.is_dir():
         return [model]
@@ -41,15 +41,15 @@ def identity(model: str) -> list[Any]:
 
 
 def fingerprint(*parts: Any) -> str:
-    """A hash of values by what they hold, the same in every process.
+    """Return a hash of the values' content that is the same in every process.
 
-    Raises UsageError for an object of which only its place in memory is known, such as a function.
+    Raise UsageError for an object, such as a function, that shows only its memory address.
     """
     return hashlib.sha256(json.dumps(_plain(parts), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON has it."""
+    """Return the value as types that JSON has."""
     if value is None or isinstance(value, (str, int, float)):
         return value
     if isinstance(value, Mapping):

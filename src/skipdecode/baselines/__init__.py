@@ -1,1 +1,1 @@
-"""What SkipDecode is compared with. Nothing imports these files: the registry of methods loads them by name."""
+"""Baselines of SkipDecode. :func:`skipdecode.methods.get_method` imports these modules by name."""

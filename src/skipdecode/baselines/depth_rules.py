@@ -1,4 +1,4 @@
-"""Baselines with a rule of their own for the depth of each step: Unified Layer Skipping, D3 and HSD."""
+"""Baselines with another rule for the depth of each step: Unified Layer Skipping, D3 and HSD."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ..planning.fitting import bisect_ratio
 
 
 class Unified(Method):
-    """Unified Layer Skipping (arXiv 2404.06954): a constant depth that the target alone decides, layers evenly spread.
+    """Unified Layer Skipping (arXiv 2404.06954): a constant depth, set by the target alone, of evenly spread layers.
 
-    Its layers are made nested (order ``even``), so that one cache serves them.
+    A lower depth runs a subset of a higher depth's layers (order ``even``), so that one cache serves all depths.
     """
 
     name = "unified"
     label = "Unified Layer Skipping"
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """``L / speedup`` layers at every step."""
+        """Return the schedule with ``L / speedup`` layers at every step."""
         depth = flat_depth(speedup, num_layers)
         return Schedule(num_layers, depth, depth, horizon=1, decay="constant", order="even")
 
@@ -28,14 +28,14 @@ class Unified(Method):
 class D3(Method):
     """Position-aware depth decay decoding (arXiv 2503.08524): step i runs ``floor(L * alpha ** i)`` layers.
 
-    Its paper needs no training. First and last layers are kept: the skipped block in the middle grows.
+    The paper needs no training. First and last layers always run: the skipped block in the middle grows.
     """
 
     name = "d3"
     label = "D3"
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """``alpha`` found by bisection; never fewer layers than the first and the last."""
+        """Find ``alpha`` by bisection; every step runs at least the first and the last layer."""
         if speedup == 1:
             return Schedule.full(num_layers)
         ends = [layer for pair in zip(range(num_layers), reversed(range(num_layers)), strict=True) for layer in pair]
@@ -50,17 +50,17 @@ class D3(Method):
 
 
 class HSD(Method):
-    """Hierarchical skip decoding (arXiv 2403.14919): the longer the text, the more levels of layers are skipped.
+    """Hierarchical skip decoding (arXiv 2403.14919): the longer the text, the more layers are skipped, level by level.
 
-    Its paper needs no training. Every level halves the depth and spreads what is left evenly over the model. The
-    lengths at which levels change are ours: equal spans, as long as the target allows.
+    The paper needs no training. Every level halves the depth and spreads the remaining layers evenly over the model.
+    Not from the paper: all levels last equally many tokens, as many as the target allows.
     """
 
     name = "hsd"
     label = "HSD"
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """The span of a level, in tokens, found by bisection; never fewer layers than the first and the last."""
+        """Find the tokens per level by bisection; every step runs at least the first and the last layer."""
         if speedup == 1:
             return Schedule.full(num_layers)
         least = min(2, num_layers)

@@ -1,4 +1,4 @@
-"""Baselines that leave before the last layer: multi-layer exit and CALM, and how any layer's states are read out."""
+"""Baselines that exit before the last layer (multi-layer exit, CALM), and logits from any layer's hidden states."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ..errors import ModelError, UsageError
 from ..methods.base import Method
 from ..methods.objectives import Objective, token_loss
 
-#: Temperature of the decay of CALM's threshold, the paper's.
+#: The paper's temperature for the decay of CALM's threshold.
 TAU = 4
 
-#: Hidden states (..., hidden size) to logits (..., vocabulary).
+#: Maps hidden states (..., hidden size) to logits (..., vocabulary).
 ReadOut = Callable[[Tensor], Tensor]
 
 
 class MultiExit(Method):
-    """SkipDecode's depths counted from the bottom, with every layer's exit trained: the paper's first baseline."""
+    """The SkipDecode paper's first baseline: each step runs the lowest layers, and every layer's exit is trained."""
 
     name = "multi_exit"
     label = "multi-layer exit"
@@ -35,16 +35,16 @@ class MultiExit(Method):
     trains_exits = True
 
     def is_trained_by(self, name: str) -> bool:
-        """CALM is trained by the same loss."""
+        """Return True for CALM too, which has the same loss."""
         return name in ("multi_exit", "calm")
 
     def objective(self, model: PreTrainedModel, schedules: Mapping[float, Schedule]) -> Objective | None:
-        """Mean cross-entropy over all exits: no budget is favoured, and CALM may leave anywhere."""
+        """Return the mean cross-entropy over all exits, so that CALM can exit at any layer."""
         return ExitLoss(model)
 
 
 class ExitLoss(Objective):
-    """All layers run on all columns, whatever was drawn: an exit at depth d only ever sees layers below d."""
+    """Mean loss of all exits; every step runs all layers, because the exit at depth d reads only layers below d."""
 
     hidden_states = True
 
@@ -54,7 +54,7 @@ class ExitLoss(Objective):
         self.reader = read_out(model)
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """The mean of the exits' losses, a scalar."""
+        """Return the mean of the exits' losses, a scalar."""
         width = labels.shape[1] - 1
         early = [states[:, -width:] for states in outputs.hidden_states[1 : self.count]]
         logits = [*map(self.reader, early), outputs.logits]
@@ -62,11 +62,11 @@ class ExitLoss(Objective):
 
 
 class Calm(MultiExit):
-    """CALM-DEC (Schuster et al., 2022): a token leaves at the first layer that is confident of it.
+    """CALM-DEC (Schuster et al., 2022): a token exits at the first layer that is confident of it.
 
-    Trained as multi-layer exit is. Its depths are not known before it runs: a threshold stands for a budget. The layers
-    above an exit write their keys and values from the state it left with, so that later tokens can attend to it. In a
-    batch each row leaves on its own, but the pass ends only when its last row has left: both counts are kept.
+    It is trained like multi-layer exit. A confidence threshold, not a schedule, sets the speed-up. Layers above an exit
+    compute keys and values from the exit's hidden state, so that later tokens can attend to it. In a batch each
+    sequence exits alone, but a step lasts until the last exit: the cache counts layers per sequence and per batch.
     """
 
     name = "calm"
@@ -81,9 +81,9 @@ class Calm(MultiExit):
         decode: Callable[[Any], Any],
         **options: Any,
     ) -> tuple[Callable[[PreTrainedModel], DynamicCache], dict[str, Any]]:
-        """Exit at the threshold at which single tokens of held-out texts run ``speedup`` times fewer layers.
+        """Find the threshold at which single tokens of held-out texts run ``speedup`` times fewer layers.
 
-        The number of nines in it is bisected: a trained model's margins crowd near 1.
+        The threshold is ``1 - 10**-x`` with ``x`` bisected, because a trained model's margins are mostly near 1.
         """
         horizon = max(lengths())
         low, high, trials = 0.0, 6.0, []
@@ -101,18 +101,18 @@ class Calm(MultiExit):
     def decoder(
         self, model: PreTrainedModel, threshold: float, horizon: int, **options: Any
     ) -> Callable[[PreTrainedModel], DynamicCache]:
-        """Makes a cache per batch that exits by confidence.
+        """Return a function that makes a ConfidenceCache for each batch.
 
         Args:
-            model: gets gates that such a cache acts in, and that are inert without one.
-            threshold: the paper's lambda, 0 to 1; nine tenths of it and a tenth that decays over ``horizon`` tokens is
-                what the margin must exceed (its equation 5).
-            horizon: tokens.
-            options: as ``model.generate`` will get them: an ``eos_token_id`` here goes before the model's own.
+            model: is patched to exit early when it gets such a cache.
+            threshold: the paper's lambda, 0 to 1. The margin of step t must exceed 0.9 lambda + 0.1 exp(-4 t / horizon)
+                (equation 5).
+            horizon: in tokens.
+            options: keyword arguments of ``model.generate``; ``eos_token_id`` replaces the model's own.
 
         Raises:
-            ModelError: a layer of the model keeps a state in place of keys and values, or its layers cannot be read.
-            UsageError: a horizon below 1.
+            ModelError: a layer is recurrent, or :func:`read_out` fails.
+            UsageError: ``horizon`` is below 1.
         """
         if not horizon >= 1:
             raise UsageError(f"the threshold decays over a horizon of at least 1 token, not {horizon}")
@@ -127,12 +127,12 @@ class Calm(MultiExit):
 
 
 class ConfidenceCache(DynamicCache):
-    """The cache of one batch, and what is known of its rows in the step under way.
+    """The cache of one batch, which also records which sequences (rows) have exited in the current step.
 
     Attributes:
-        step_depths: layers that the batch ran in each decode step (keys and values alone do not count).
-        row_steps: decode steps of its rows, those after their end left out.
-        peak_kv_bytes: most bytes of keys and values held at once.
+        step_depths: layers that the batch ran in each decode step (not those run for keys and values alone).
+        row_steps: decode steps summed over the sequences, without steps after a sequence's end.
+        peak_kv_bytes: peak bytes of keys and values.
     """
 
     def __init__(
@@ -142,28 +142,28 @@ class ConfidenceCache(DynamicCache):
         self.reader = reader
         self.threshold = threshold
         self.horizon = horizon
-        self.stops = stops  # token ids that end a row
+        self.stops = stops  # token ids that end a sequence
         self.step_depths: list[int] = []
         self.row_steps = 0
         self.peak_kv_bytes = 0
-        self.finished: Tensor | None = None  # (batch,): rows that are past their end: they hold no batch up
-        self._row_layers: Tensor | int = 0  # read once, at the end: a look at it waits for the device
-        self.left = torch.zeros(0, dtype=torch.bool)  # (batch,): rows that have left in this step
-        self.writing = False  # a layer is run for its keys and values alone
+        self.finished: Tensor | None = None  # (batch,): sequences that have ended
+        self._row_layers: Tensor | int = 0  # stays on the device: reading it would synchronize
+        self.left = torch.zeros(0, dtype=torch.bool)  # (batch,): sequences that have exited in this step, or ended
+        self.writing = False  # the layer that runs is needed for its keys and values alone
 
     @property
     def row_layers(self) -> int:
-        """Layers that its unfinished rows ran, each counted alone."""
+        """Return the number of layers that unfinished sequences ran, summed over sequences and steps."""
         return int(self._row_layers)
 
     def confident(self, hidden: Tensor) -> Tensor:
-        """Rows of ``hidden`` (batch, 1, width) whose two likeliest tokens differ by more than the threshold."""
+        """Return (batch,): whether the top two probabilities at ``hidden`` (batch, 1, width) differ by enough."""
         top = self.reader(hidden[:, -1]).float().softmax(-1).topk(2).values
         decay = math.exp(-TAU * len(self.step_depths) / self.horizon)
         return top[:, 0] - top[:, 1] > min(max(0.9 * self.threshold + 0.1 * decay, 0), 1)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Store; with every row gone, the rest of the layer is not run."""
+        """Store keys and values; raise ``_Written`` if nothing else of the layer is needed."""
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx == len(self.layers) - 1:
             kept = (x for layer in self.layers for x in (layer.keys, layer.values) if x is not None)
@@ -174,11 +174,11 @@ class ConfidenceCache(DynamicCache):
 
 
 class _Written(Exception):
-    """Keys and values are stored: nothing else of this layer is wanted."""
+    """Raised when keys and values are stored, to leave a layer whose output is not needed."""
 
 
 class _Exit(Patch):
-    """Stands in for one layer's gate while a ConfidenceCache comes through."""
+    """Patch of a layer: with a ConfidenceCache, sequences that have exited keep their hidden state."""
 
     def __init__(self, layer: nn.Module, name: str, index: int) -> None:
         super().__init__(layer, name)
@@ -187,7 +187,7 @@ class _Exit(Patch):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = next((v for v in (*args, *kwargs.values()) if isinstance(v, ConfidenceCache)), None)
-        if cache is None or cache.get_seq_length(self.index) == 0:  # the prompt runs whole
+        if cache is None or cache.get_seq_length(self.index) == 0:  # the prompt runs all layers
             output = self.original(*args, **kwargs)
             self.extras = len(output) - 1 if isinstance(output, tuple) else None
             return output
@@ -217,7 +217,7 @@ class _Exit(Patch):
 
 
 class _Ends(Patch):
-    """Stands in for the model's ``forward``: notes the rows of a ConfidenceCache that are past their end."""
+    """Patch of the model's ``forward``: records in a ConfidenceCache which sequences have ended."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
@@ -228,19 +228,19 @@ class _Ends(Patch):
 
 
 def install_exits(model: nn.Module) -> None:
-    """Let ConfidenceCaches act on this model until ``detach``; without one it runs as before."""
+    """Patch the model to exit early when it gets a ConfidenceCache, until ``detach``; else it runs as before."""
     for index, layer in enumerate(decoder_layers(attach(model))):
         put(_Exit, layer, "forward", index)
     put(_Ends, model, "forward")
 
 
 def read_out(model: nn.Module) -> ReadOut:
-    """A function from hidden states (..., hidden size) to logits (..., vocabulary): final norm, projection, LM head.
+    """Return the function that maps hidden states to logits: final norm, projection, LM head.
 
-    The modules are those that a pass calls after its last decoder layer; a trial pass checks that they make its logits.
+    A trial pass records the modules that run after the last decoder layer, and checks that they yield its logits.
 
     Raises:
-        ModelError: the model does more than that between its last layer and its logits (soft-capping, say).
+        ModelError: the model does more than that between its last layer and its logits (soft-capping, for example).
     """
     last = decoder_layers(model)[-1]
     tail: list[nn.Module] = []

@@ -1,4 +1,4 @@
-"""Baselines with fewer layers in place of skipped ones: static pruning, and a small model from scratch."""
+"""Baselines that run a smaller model instead of skipping: static pruning, and a small model from scratch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..methods.base import Method
 
 
 class Static(Method):
-    """The layers that SkipDecode's order skips are cut out, for the prompt too; the rest is fine-tuned alike."""
+    """Static pruning: remove the layers that SkipDecode would skip, for the prompt too, then fine-tune the rest."""
 
     name = "static"
     label = "static pruning"
@@ -27,24 +27,24 @@ class Static(Method):
     model_per_speedup = True
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """Of the pruned model: all it has."""
+        """Return the schedule that runs all layers of the pruned model."""
         return Schedule.full(flat_depth(speedup, num_layers))
 
     def prepare(self, model: PreTrainedModel, speedup: float) -> PreTrainedModel:
-        """The pruned model, with the weights of the layers it keeps: the warm-up layer and the top ones."""
+        """Return the model cut to the warm-up layer and the top layers, with their weights."""
         count = layer_count(model.config)
         depth = flat_depth(speedup, count)
         return prune(model, Schedule(count, depth, depth, horizon=1, decay="constant").layers(depth))
 
 
 class Scratch(Static):
-    """As many layers as static pruning keeps, with random weights."""
+    """A model with as many layers as static pruning keeps, and random weights."""
 
     name = "scratch"
     label = "small model from scratch"
 
     def prepare(self, model: PreTrainedModel, speedup: float) -> PreTrainedModel:
-        """A new small model; nothing of the given one but its form. At 1x, such a model itself, to train on."""
+        """Return a small model with random weights and ``model``'s architecture; at 1x, ``model`` itself."""
         if speedup == 1:
             return model
         count = layer_count(model.config)
@@ -52,10 +52,10 @@ class Scratch(Static):
 
 
 def prune(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """A model of the same family that has only these of ``model``'s layers, in network order.
+    """Return a copy of ``model`` with only ``layers``, which are given in network order.
 
     Raises:
-        UnsupportedModel: the rest of the model depends on how many layers there are, or a layer on its place.
+        UnsupportedModel: the other weights depend on the number of layers, or a layer's output on its index.
     """
     stack = decoder_layers(model)
     prefix = next(name for name, module in model.named_modules() if module is stack)
@@ -70,9 +70,9 @@ def prune(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     try:
         small = init_pruned(model, layers)
         small.load_state_dict(weights)
-    except (ValueError, RuntimeError) as error:  # a config or weights that do not fit each other any more
+    except (ValueError, RuntimeError) as error:  # config and weights do not fit each other
         raise UnsupportedModel(f"{what}: {str(error).splitlines()[0]}") from error
-    # The proof: skipping the other layers gives the same logits.
+    # Check that skipping the removed layers gives the same logits.
     order = (*layers, *(layer for layer in range(len(stack)) if layer not in layers))
     schedule = Schedule(len(stack), len(layers), len(layers), horizon=1, decay="constant", order=order)
     ids = torch.arange(2, 5, device=model.device)[None]
@@ -88,15 +88,15 @@ def prune(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
 
 
 def init_pruned(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """Random weights, in the form of ``model`` with only these layers."""
+    """Return a model with random weights, whose config is ``model``'s with only these layers."""
     config = model.config
     values = {k: v for k, v in config.to_dict().items() if k not in (CONFIG_KEY, "_name_or_path")}
     count = config.num_hidden_layers
     for name, value in values.items():
-        # What a config lists per layer (kinds of attention, say) is cut alike.
+        # Lists with an entry per layer (attention types, for example) must keep one entry per layer.
         if isinstance(value, list) and len(value) == count:
             values[name] = [value[layer] for layer in layers]
-    if "attention_types" in values:  # GPT-Neo says the same once more, as runs of kinds
+    if "attention_types" in values:  # GPT-Neo has the attention types a second time, run-length encoded
         values["attention_types"] = [[[kind], 1] for kind in values["attention_layers"]]
     names: dict[str, Any] = getattr(config, "attribute_map", {})
     values[names.get("num_hidden_layers", "num_hidden_layers")] = len(layers)

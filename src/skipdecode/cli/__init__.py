@@ -1,1 +1,1 @@
-"""The command line: arguments and printing only."""
+"""The command line: it parses arguments and prints results; all other code is in other packages."""

@@ -31,7 +31,7 @@ from .inspect import check, schedule
 from .serve import serve
 from .train import train
 
-#: Which extra of ours brings a library.
+#: The extra of skipdecode that installs a library.
 EXTRAS = {
     "rich": "cli",
     "matplotlib": "cli",
@@ -64,7 +64,7 @@ def skipdecode(
 
 
 class Stopped(BaseException):
-    """Raised where a signal found the command; no KeyboardInterrupt, which others would answer."""
+    """Raised on SIGINT and SIGTERM; not a KeyboardInterrupt, because libraries catch that."""
 
     def __init__(self, number: int) -> None:
         self.name = signal.Signals(number).name
@@ -73,7 +73,7 @@ class Stopped(BaseException):
 
 
 def _run(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb, with numbers that no option can mean refused before it starts: NaN, infinities, over 2**31."""
+    """Wrap a command: refuse NaN, infinities and numbers from 2**31; note in Stopped whether the command can resume."""
 
     @wraps(verb)
     def checked(**values: Any) -> None:
@@ -92,18 +92,18 @@ def _run(verb: Callable[..., None]) -> Callable[..., None]:
 
 for verb in (demo, generate, train, calibrate, evaluate, check, schedule, profile, plan, bench):
     app.command()(_run(verb))
-# What it does not know is vLLM's.
+# Unknown options go to vLLM.
 app.command(context_settings={"ignore_unknown_options": True})(_run(serve))
 
 
 def main() -> None:
-    """Entry point.
+    """Run the command line.
 
-    What the user can mend (a SkipDecodeError, a missing extra, or what the operating system refuses) ends with one line
-    and exit code 2, SIGINT and SIGTERM with one line and 130 or 143. Everything else is a fault of ours and keeps its
-    traceback; ``SKIPDECODE_DEBUG=1`` shows all of them.
+    Errors that a user can fix (SkipDecodeError, a missing extra, an error of the operating system) print one line and
+    exit with 2; SIGINT and SIGTERM print one line and exit with 130 or 143. Other exceptions are bugs and show their
+    traceback. ``SKIPDECODE_DEBUG=1`` shows all tracebacks but those of signals.
     """
-    # The hub's retries are its own affair; ours is the one line that says the model is not there.
+    # Hide the hub's warnings about retries: one line of ours says that the model is missing.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     with _streams(), _signals(), _warnings():
         try:
@@ -122,7 +122,7 @@ def main() -> None:
 
 
 def _line(error: Exception) -> str | None:
-    """What to tell the user; None for a fault of ours."""
+    """Return the message for an error that the user can fix; None for a bug."""
     if isinstance(error, SkipDecodeError) or (isinstance(error, OSError) and error.errno is not None):
         return str(error)
     library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
@@ -137,20 +137,20 @@ def _end(line: str, code: int) -> NoReturn:
 
 @contextmanager
 def _streams() -> Iterator[None]:
-    """Texts leave in UTF-8 whatever the terminal is; what would be said on a closed standard error is dropped."""
+    """Make standard output UTF-8, and discard messages if standard error is closed."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")
     if sys.stderr is not None:
         yield
         return
-    with open(os.devnull, "w") as sys.stderr:  # print would take standard output in its place
+    with open(os.devnull, "w") as sys.stderr:  # print would use standard output instead
         yield
     sys.stderr = None
 
 
 @contextmanager
 def _warnings() -> Iterator[None]:
-    """A warning of ours is a line for the user, who has no use for the place in the code that gave it."""
+    """Print warnings of skipdecode as one line each, without their place in the code."""
     before: Any = warnings.formatwarning
 
     def line(message: Any, category: Any, filename: str, *rest: Any, **named: Any) -> str:
@@ -160,7 +160,7 @@ def _warnings() -> Iterator[None]:
     warnings.formatwarning = line
     try:
         with warnings.catch_warnings():
-            # What writes texts says it in a line of its own; the other verbs measure.
+            # Commands that generate texts print their own message; the others only measure.
             warnings.simplefilter("ignore", UntrainedWarning)
             yield
     finally:
@@ -169,12 +169,12 @@ def _warnings() -> Iterator[None]:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """SIGINT and SIGTERM raise :class:`Stopped`, so that files are closed and locks given back."""
+    """Raise :class:`Stopped` on SIGINT and SIGTERM, so that files are closed and locks released."""
 
     def stop(number: int, _: object) -> NoReturn:
         raise Stopped(number)
 
-    # Only the main thread may set handlers; a command run in another one is not what signals are for.
+    # Only the main thread may set handlers.
     main_thread = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if main_thread else ()
     before = [signal.signal(number, stop) for number in numbers]

@@ -1,4 +1,4 @@
-"""``skipdecode calibrate``: make a schedule achieve its speed-up on texts like those to come."""
+"""``skipdecode calibrate``: fit a schedule so that it achieves its speed-up on the user's data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ File = Annotated[
 Save = Annotated[bool, Option("--save", help="Save it in MODEL's config: --speedup of every verb then uses it.")]
 Force = Annotated[bool, Option("--force", help="Save it even if the texts get worse.")]
 
-#: What goes into the plan under its own name.
+#: Options that :class:`CalibrationPlan` takes under the same names.
 PLAN = "limit batch_size max_new_tokens decay order prompt_layers clock output save device".split()
 
 
@@ -90,7 +90,7 @@ def calibrate(
 
 
 def _show(calibration: Calibration) -> None:
-    """The schedule, and full depth, the schedule there was and the fitted one side by side."""
+    """Print the fitted schedule, and a table that compares full depth, the previous schedule and the fitted one."""
     schedule, plan, after = calibration.schedule, calibration.plan, calibration.after
     order = schedule.order if isinstance(schedule.order, str) else "as found by the search"
     out.print(

@@ -1,4 +1,4 @@
-"""``skipdecode profile``, ``plan`` and ``bench``: what this machine takes, what can be had, what is got."""
+"""``skipdecode profile``, ``plan`` and ``bench``: measure this machine, predict speed-ups, and time them."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def plan(
 
 
 def _show_plan(rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """The table, why targets cannot be had, and the speed-ups of layers that a model is trained with for these."""
+    """Print the table, why targets cannot be achieved, and the layer ratios to train a model for."""
     lines = []
     for row in rows:
         start = [str(row["batch_size"]), f"{row['asked']:g}x {row['asked_of']}"]
@@ -143,7 +143,7 @@ def _show_plan(rows: Sequence[Mapping[str, Any]], title: str) -> None:
         ratios = (f"{row[f'{of}_ratio']:.2f}x" for of in ("layers", "step", "job"))
         lines.append([*start, depths, str(schedule["horizon"]), str(in_prompt), *ratios, f"{row['job_seconds']:.2f}"])
     _show(title, ["batch", "asked", "depths", "over steps", "prompt", "layers", "step", "job", "job s"], lines)
-    refused = {row["batch_size"]: row["refused"] for row in reversed(rows) if "refused" in row}  # the first of each
+    refused = {row["batch_size"]: row["refused"] for row in reversed(rows) if "refused" in row}  # the first per size
     for size in dict.fromkeys(row["batch_size"] for row in rows):
         if size in refused:
             out.print(f"batch {size}: {refused[size]}", highlight=False, markup=False, soft_wrap=True)
@@ -205,7 +205,7 @@ def bench(
 
 
 def _whole(text: str, option: str) -> tuple[int, ...]:
-    """``"1,8,32"`` as distinct whole numbers of at least 1. Raises UsageError."""
+    """Parse distinct whole numbers of at least 1, like ``"1,8,32"``. Raises UsageError."""
     values = o.parse_numbers(text)
     if any(value < 1 or value != int(value) or value > o.MOST for value in values) or len(set(values)) < len(values):
         raise UsageError(f"{option} takes distinct whole numbers of at least 1 with commas between, not {text!r}")
@@ -213,14 +213,14 @@ def _whole(text: str, option: str) -> tuple[int, ...]:
 
 
 def _show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table that no narrow terminal cuts."""
+    """Print a Markdown table whose lines are not cut to the terminal's width."""
     from ..clock.tables import markdown_table
 
     out.print(f"{title}\n\n{markdown_table(heads, rows)}\n", highlight=False, soft_wrap=True, markup=False)
 
 
 def _options(attention: str | None, quantization: str | None, prepack: bool) -> dict[str, Any]:
-    """How the model is loaded beside type and device, as a profile says it."""
+    """Return the loading options, except dtype and device, as a profile stores them."""
     from ..weights.optimize import optimizations
 
     faster = optimizations(quantization, prepack)
@@ -235,7 +235,7 @@ def _load(
     options: Mapping[str, Any],
     check: Callable[[Any], object],
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The checkpoint, or random weights of the shape; ``check`` is told the config before weights are read."""
+    """Load the checkpoint, or make random weights of the shape, after calling ``check`` with its config."""
     from ..clock.model_shapes import random_model, shape_config
     from ..weights.device import placement
     from ..weights.loading import load, read_config

@@ -1,4 +1,4 @@
-"""What every verb of the command line shares: where words go, and how progress is shown."""
+"""Print results, messages and progress for all commands."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from contextlib import suppress
 
 from rich.console import Console
 
-#: Results go to standard output, everything said about them to standard error.
+#: Results go to standard output, messages and progress to standard error.
 out = Console()
 err = Console(stderr=True, highlight=False)
 
 
 def say(message: str) -> None:
-    """One line to standard error."""
+    """Print a message to standard error."""
     print(message, file=sys.stderr)
 
 
 def drop_output() -> None:
-    """Discard what standard output still holds back: Python would try to write it, and fail, once more at its end."""
-    with suppress(OSError, ValueError, AttributeError):  # closed, or no real file
+    """Discard buffered standard output, because Python would fail to flush it once more at exit."""
+    with suppress(OSError, ValueError, AttributeError):  # standard output is closed or not a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_table(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    """Print a table of which a narrow terminal wraps the words and never cuts a number."""
+    """Print a table whose first column may wrap on a narrow terminal, while its numbers are never cut."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
@@ -42,9 +42,9 @@ def print_table(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
 
 
 class Bar:
-    """A progress bar on standard error: what is under way, how much of it is done, a rate, the time left.
+    """A progress bar on standard error with the current work, units done, a rate and the remaining time.
 
-    It appears with the first call of :meth:`show`, so that what is refused before any work stands alone.
+    It appears at the first call of :meth:`show`, so that errors before any work are printed without it.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Bar:
             self._progress.stop()
 
     def show(self, what: str, done: int, total: int, rate: str = "") -> None:
-        """Show what is under way, and how much of ``total`` is done."""
+        """Show the name of the current work, and how many of ``total`` units are done."""
         if not self._progress.task_ids:
             self._progress.start()
             self._progress.add_task(what, rate=rate)
@@ -73,5 +73,5 @@ class Bar:
         self._progress.update(task, description=what, completed=done, total=total, rate=rate)
 
     def advance(self, count: int = 1, rate: str = "") -> None:
-        """Add to what is done."""
+        """Add ``count`` to the units done."""
         self._progress.update(self._progress.task_ids[0], advance=count, rate=rate)

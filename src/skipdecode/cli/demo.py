@@ -1,4 +1,4 @@
-"""``skipdecode demo``: what it does, on the embedded model, in half a minute."""
+"""``skipdecode demo``: show on the embedded model, in half a minute, what skipping layers does."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def demo(
 
 
 def _rows(written: dict[float, Generated], timings: dict[float, Timing], repeats: int) -> list[dict[str, Any]]:
-    """Print the table, with what its marks mean below, and return its numbers. Ratios are against 1x."""
+    """Print the table and its notes, and return its numbers. Ratios are relative to 1x."""
     from ..clock.timing import compare, remarks, shown
 
     rows, cells, figures = [], [], []

@@ -1,4 +1,4 @@
-"""``skipdecode evaluate``: what a budget costs in quality, and what it gives in layers, seconds and memory."""
+"""``skipdecode evaluate``: measure what skipping layers costs in quality and saves in layers, seconds and memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Overwrite = Annotated[
     bool, Option("--overwrite", help="Replace rows and tables of other settings or models in OUTPUT.")
 ]
 
-#: What goes into the plan under its own name.
+#: Options that :class:`EvaluationPlan` takes under the same names.
 PLAN = (
     "methods output split limit batch_size max_new_tokens timing_rows repeats bert_score dtype device overwrite"
 ).split()
@@ -97,5 +97,5 @@ def evaluate(
 
 
 def _short(argument: str) -> str:
-    """A path outside the working folder means nothing to other people: only its last part is kept."""
+    """Keep only the last part of a path outside the working folder: the rest means nothing to other people."""
     return Path(argument).name if argument.startswith(("/", "..")) else argument

@@ -1,4 +1,4 @@
-"""``skipdecode generate``: a text for every row of an input."""
+"""``skipdecode generate``: generate a text for every prompt of an input."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .console import Bar, drop_output, err, say
 if TYPE_CHECKING:
     from ..generation.jobs import GenerationJob, JobResult
 
-#: Options that go to ``model.generate`` under their own names.
+#: Options that ``model.generate`` takes under the same names.
 DECODING = (
     "max_new_tokens min_new_tokens do_sample temperature top_p top_k num_beams repetition_penalty no_repeat_ngram_size"
 ).split()
-#: Options that are the job's own, under the same names.
+#: Options that :class:`GenerationJob` takes under the same names.
 JOB = (
     "format speedup full prompt_layers clock profile seed dtype device revision quantization prepack overwrite chat"
 ).split()
@@ -89,7 +89,7 @@ def generate(
 
 
 def _job(given: Mapping[str, Any]) -> GenerationJob:
-    """What the options describe. Raises SkipDecodeError."""
+    """Return the job that the options describe. Raises SkipDecodeError."""
     from ..core.schedule import Schedule
     from ..generation.jobs import GenerationJob
 
@@ -114,7 +114,7 @@ def _job(given: Mapping[str, Any]) -> GenerationJob:
 
 
 def _print(text: str) -> None:
-    """Print to standard output; a reader that has gone must not lose the texts without a word."""
+    """Print to standard output. Raises FileError if the reader has closed it."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -124,7 +124,7 @@ def _print(text: str) -> None:
 
 
 def _show(result: JobResult, as_json: bool) -> None:
-    """Bad rows, and what the job took."""
+    """Print the bad input lines, and a summary of the job."""
     from rich.table import Table
 
     for item in result.items:

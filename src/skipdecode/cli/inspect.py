@@ -1,4 +1,4 @@
-"""``skipdecode schedule`` and ``check``: look before you run."""
+"""``skipdecode schedule`` and ``check``: show a schedule, and check a model."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _print_schedule(schedule: Schedule) -> None:
         f"{schedule.horizon} decode steps, {schedule.decay} decay, order {schedule.order}; "
         f"the prompt runs {schedule.deepest}"
     )
-    # One column of text per step, or per several where the line is too short for that.
+    # One character per step, or per several steps if the horizon is longer than 64.
     stride = -(-length // 64)
     steps = range(0, length, stride)
     for layer in reversed(range(schedule.num_layers)):

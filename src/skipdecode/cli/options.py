@@ -1,4 +1,4 @@
-"""The options of the command line: each has one name, one range and one help text, whatever verb takes it."""
+"""Options of the command line, defined once so that all commands use the same names, ranges and help texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..planning.profile import Profile
     from ..weights.offload import Offload
 
-#: More tokens, rows or words than anybody means: a slip that would run for ever or fill the memory.
+#: Largest accepted number of tokens, rows or words: more is a slip that would fill the memory or never end.
 MOST = 1_000_000
 
 #: Panels of the help texts.
@@ -155,7 +155,7 @@ Json = Annotated[bool, Option("--json", help="The result as JSON on the last lin
 
 
 def task_of(given: Mapping[str, Any]) -> TaskType:
-    """The task that a verb's options describe. Raises TaskError."""
+    """Return the task that a command's options describe. Raises TaskError."""
     from ..data.tasks import task_from
 
     return task_from(given)
@@ -164,7 +164,7 @@ def task_of(given: Mapping[str, Any]) -> TaskType:
 def style_options(
     order: str | None = None, decay: str | None = None, prompt_layers: str | None = None
 ) -> dict[str, int | str]:
-    """The fields of a schedule that were asked for."""
+    """Return the schedule fields that the user gave."""
     from ..core.schedule import parse_prompt_layers
 
     fields = {"order": order, "decay": decay, "prompt_layers": parse_prompt_layers(prompt_layers)}
@@ -172,7 +172,7 @@ def style_options(
 
 
 def load_profile(clock: str, path: Path | None) -> Profile | None:
-    """The profile, which a clock of seconds needs. Raises UsageError, FileError."""
+    """Load the profile; None without a path. Raises UsageError if the clock needs one, FileError."""
     from ..planning.profile import Profile
 
     if clock != "layers" and path is None:
@@ -181,7 +181,7 @@ def load_profile(clock: str, path: Path | None) -> Profile | None:
 
 
 def offload_of(given: Mapping[str, Any]) -> Offload | None:
-    """Return where a verb's options offload layers to; None if all stay. Raises UsageError, MissingExtra."""
+    """Return the offloading that a command's options describe; None without any. Raises UsageError, MissingExtra."""
     place, memory, folder = given["offload"], given["max_memory"], given["offload_folder"]
     if place is None and memory is None:
         if folder is not None:
@@ -193,7 +193,7 @@ def offload_of(given: Mapping[str, Any]) -> Offload | None:
 
 
 def engine_of(given: Mapping[str, Any]) -> Engine:
-    """What a verb's options say that runs the model. Raises MissingExtra, UnsupportedModel."""
+    """Return the engine that a command's options select. Raises MissingExtra, UnsupportedModel."""
     from ..generation.engine import Transformers
 
     engine: Engine = Transformers()
@@ -209,7 +209,7 @@ def engine_of(given: Mapping[str, Any]) -> Engine:
 
 
 def parse_batch_size(text: str) -> int | Literal["auto"]:
-    """A number of rows, or ``auto``. Raises UsageError."""
+    """Parse a number of rows, or ``auto``. Raises UsageError."""
     if text == "auto":
         return "auto"
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MOST:
@@ -218,7 +218,7 @@ def parse_batch_size(text: str) -> int | Literal["auto"]:
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:
-    """``"1,2.5,5"`` as numbers. Raises UsageError."""
+    """Parse finite numbers, like ``"1,2.5,5"``. Raises UsageError."""
     try:
         values = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -229,7 +229,7 @@ def parse_numbers(text: str) -> tuple[float, ...]:
 
 
 def parse_speedups(text: str) -> tuple[float, ...]:
-    """Distinct speed-ups of at least 1. Raises UsageError."""
+    """Parse distinct speed-ups of at least 1. Raises UsageError."""
     values = parse_numbers(text)
     if min(values) < 1 or len(set(values)) < len(values):
         raise UsageError(f"speed-ups are distinct numbers of at least 1, not {text!r}")

@@ -17,7 +17,7 @@ Config = Annotated[
     Path | None,
     Option(help="YAML or JSON file of options, e.g. max_steps: 100. Options given here go before the file's."),
 ]
-#: Options that other verbs have too, with the same words.
+#: Options that other commands have too.
 SHARED: dict[str, Any] = {
     "data": shared.Data,
     "task": shared.Task,
@@ -52,14 +52,14 @@ def train(
 
 
 def _parameter(name: str) -> Parameter:
-    """A field of the plan as typer has it; several values are one text with commas between."""
+    """Return a field of the plan as a parameter for typer; a tuple becomes one comma-separated string."""
     kind, about = option_fields()[name]
     bare, default = bare_type(kind), getattr(TrainingPlan, name)
     if name in SHARED:
         return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=SHARED[name])
     more: dict[str, Any] = {"help": about["help"]}
     several = get_args(bare) if get_origin(bare) is Literal else about["choices"]
-    if len(several) > 5:  # too long for a column: names must stay whole
+    if len(several) > 5:  # too long for a column, which would break the names
         more |= {"metavar": "name", "help": f"{about['help']} One of {', '.join(several)}."}
     if about["choices"]:
         bare = Literal.__getitem__(about["choices"])
@@ -73,12 +73,12 @@ def _parameter(name: str) -> Parameter:
     if name == "model":
         info = Argument(metavar="MODEL", show_default=False, **more)
     else:
-        flag = (option_name(name),) if bare is bool else ()  # no --no-…: such a column leaves names no room
+        flag = (option_name(name),) if bare is bool else ()  # no --no-…, which takes too much room
         info = Option(*flag, rich_help_panel=about["group"], show_default=default is not False, **more)
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[bare | None, info])
 
 
-# typer reads these two.
+# typer reads the signature and the annotations.
 _fixed = [each for each in signature(train, eval_str=True).parameters.values() if each.name != "options"]
 _all = [*_fixed[:2], *map(_parameter, option_fields()), *_fixed[2:]]  # context and --config come first
 vars(train)["__signature__"] = Signature([each.replace(kind=Parameter.KEYWORD_ONLY) for each in _all])

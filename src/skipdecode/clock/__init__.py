@@ -1,1 +1,1 @@
-"""Wall clock: what passes take on this machine, equal steps timed alternately, and benchmarks. On generation."""
+"""Wall clock: profiles of forward passes on this machine, and benchmarks that time generation alternately."""

@@ -1,4 +1,4 @@
-"""Full depth and faster budgets timed alternately, batch size by batch size: what was asked for, and what was got."""
+"""Time generation at full depth and at target speed-ups alternately, for several batch sizes."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from .timing import Timing, alternate, compare, forced
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What to time.
+    """Settings of a benchmark.
 
     Args:
-        speedups: targets; full depth is timed beside them in any case.
-        batch_sizes: rows decoded together.
-        prompt_tokens, new_tokens: of each row; no text ends early.
-        clock: what the targets are of: ``layers``, ``step`` (a decode step's seconds) or ``job`` (prompt and steps).
-        profile: what the last two are planned with. With any clock, predictions stand beside what was measured.
-        repeats: rounds timed, all speeds in turn; medians count.
+        speedups: targets; full depth is always timed too.
+        batch_sizes: numbers of prompts decoded together.
+        prompt_tokens, new_tokens: tokens of each prompt and of each text; no text ends early.
+        clock: unit of the targets: ``layers``, ``step`` (seconds per decode step) or ``job`` (prompt and decode steps).
+        profile: plans the targets in seconds; with any clock, it adds predictions to the report.
+        repeats: timed rounds; each runs full depth and every target once, and the report has medians.
         style: fields of the schedules: ``decay``, ``prompt_layers``, …
 
     Raises:
-        UsageError: values that contradict each other or are out of range.
+        UsageError: values contradict each other or are out of range, or the profile does not cover a batch size.
     """
 
     speedups: Sequence[float] = (1.0, 2.0, 3.0, 5.0)
@@ -64,23 +64,23 @@ class BenchPlan:
 
     @property
     def runs(self) -> int:
-        """How many runs are made at most."""
+        """Return the largest possible number of runs, warm-up included."""
         return len({1.0, *self.speedups}) * len(self.batch_sizes) * (self.repeats + 1)
 
     def predictor(self, batch_size: int) -> Predictor | None:
-        """Of a batch of so many rows; None without a profile. Raises UsageError: the profile does not reach it."""
+        """Return the predictor for a batch size; None without a profile. Raises UsageError outside its range."""
         work = Workload(batch_size, self.prompt_tokens, self.new_tokens)
         clock = "step" if self.clock == "layers" else self.clock
         return None if self.profile is None else Predictor(self.profile, [work], clock)
 
     def check(self, config: Any) -> None:
-        """Whether a model of this config has the positions. Raises UsageError."""
+        """Raise UsageError if a model of this config has too few positions."""
         room = getattr(text_config(config), "max_position_embeddings", None)
         if room is not None and self.prompt_tokens + self.new_tokens > room:
             raise UsageError(f"{self.prompt_tokens} prompt tokens and {self.new_tokens} new ones: the model has {room}")
 
     def schedule(self, config: Any, speedup: float, predictor: Predictor | None) -> Schedule:
-        """The schedule for a target. Raises ScheduleError where the clock cannot give it."""
+        """Return the schedule for a target. Raises ScheduleError if no schedule achieves it on this clock."""
         if speedup == 1:
             return Schedule.full(layer_count(config))
         basis = [self.new_tokens - 1] if predictor is None or self.clock == "layers" else predictor
@@ -89,12 +89,11 @@ class BenchPlan:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """What was timed.
+    """The results of a benchmark.
 
     Attributes:
-        rows: plain values of each batch size and target. Ratios are full depth's figure over the row's: of layers, of a
-            decode step, of the job.
-        about: what must stand below them.
+        rows: plain values of each batch size and target; a ratio is full depth's figure divided by the row's.
+        about: notes that go below the table.
     """
 
     rows: Sequence[Row]
@@ -102,22 +101,22 @@ class BenchReport:
 
     @property
     def table(self) -> str:
-        """Markdown."""
+        """Return the table in Markdown."""
         return markdown_table(HEADS, [_cells(row) for row in self.rows])
 
     @property
     def refusals(self) -> list[str]:
-        """Why targets cannot be had."""
+        """Return the reason for each target that no schedule achieves."""
         return [f"batch {row['batch_size']}: {row['refused']}" for row in self.rows if "refused" in row]
 
     def save(self, folder: Path) -> None:
-        """Write ``table.md``, ``table.csv`` and ``table.json``."""
+        """Write ``table.md``, ``table.csv`` and ``table.json`` to ``folder``."""
         refused = {f"refused {number}": text for number, text in enumerate(self.refusals, 1)}
         save_tables(folder, self.rows, HEADS, [_cells(row) for row in self.rows], {**self.about, **refused})
 
 
 def check_folder(folder: Path) -> None:
-    """Whether a report can be written there, before hours of work. Raises FileError, UsageError."""
+    """Check that a report can be written to ``folder``. Raises FileError, UsageError."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file: give a folder")
     for name in ("table.md", "table.csv", "table.json") if folder.is_dir() else ():
@@ -134,18 +133,18 @@ def bench(
     command: str = "",
     on_run: Callable[[], object] = lambda: None,
 ) -> BenchReport:
-    """Time every target at every batch size, full depth beside it.
+    """Time full depth and every target at every batch size.
 
     Args:
-        model, tokenizer: as loaded, or :func:`skipdecode.clock.model_shapes.random_model`.
-        plan: what to time.
-        name: of the model.
-        options: how it was loaded beside type and device, as the profile has them.
-        command: what made the report.
-        on_run: called after each timed run.
+        model, tokenizer: from :func:`skipdecode.load` or :func:`skipdecode.clock.model_shapes.random_model`.
+        plan: the settings.
+        name: name of the model for the report.
+        options: options that the model was loaded with, except dtype and device; compared with the profile's.
+        command: command line for the report.
+        on_run: called after each run.
 
     Raises:
-        UsageError: the model has not the positions, or the profile is of another machine, model, type or options.
+        UsageError: the model has too few positions, or the profile has another machine, model, dtype or options.
     """
     here, kind, options = machine(str(model.device)), dtype_of(model), dict(options or {})
     plan.check(model.config)
@@ -173,7 +172,7 @@ def _batch(
     size: int,
     on_run: Callable[[], object],
 ) -> list[Row]:
-    """The rows of one batch size."""
+    """Time full depth and every target at one batch size, and return the table rows."""
     predictor = plan.predictor(size)
     schedules: dict[float, Schedule] = {}
     refused: dict[float, str] = {}
@@ -203,7 +202,7 @@ def _batch(
 
 
 def _measured(schedule: Schedule, timing: Timing, full: Timing, repeats: int) -> dict[str, Any]:
-    """Plain values of one timed run beside full depth's."""
+    """Return plain values of one timed run, with ratios to full depth."""
     cost, ratios = timing.cost, compare(full, timing, repeats)
     return {
         "max_depth": schedule.max_depth,
@@ -221,7 +220,7 @@ def _measured(schedule: Schedule, timing: Timing, full: Timing, repeats: int) ->
     }
 
 
-#: Heads of the table that :func:`_cells` fills.
+#: Column heads of the table; :func:`_cells` returns the cells.
 HEADS = (
     "batch", "asked", "depths", "prompt", "layers", "step predicted", "step got", "job predicted", "job got",
     "ms / step", "ms prompt", "tokens / s", "peak KV",
@@ -229,7 +228,7 @@ HEADS = (
 
 
 def _cells(row: Row) -> list[str]:
-    """A row's figures as the table shows them."""
+    """Format the values of a table row."""
     start = [str(row["batch_size"]), f"{row['asked']:g}x {row['asked_of']}" if row["asked"] != 1 else "full depth"]
     if "refused" in row:
         return [*start, "cannot be had", *[""] * (len(HEADS) - 3)]

@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights: what a pass takes does not depend on the weights' values."""
+"""Create models of published shapes with random weights, for timing: a pass takes as long with any weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _llama(layers: int, width: int, inner: int, heads: int, groups: int, **rest:
     }
 
 
-#: Name -> the config, as the published models have it; positions apart: OPT's here are enough for 2,048 and new tokens.
+#: Configs of published models by name. OPT's have 4,096 positions here, for prompts of 2,048 tokens and new tokens.
 SHAPES: dict[str, dict[str, Any]] = {
     "opt-125m": _opt(12, 768, 12),
     "opt-1.3b": _opt(24, 2048, 32),
@@ -58,10 +58,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape_config(name: str) -> Any:
-    """The config of a shape. Raises UsageError for a name that is not known."""
+    """Return the config of a shape. Raises UsageError for an unknown name."""
     if name not in SHAPES:
         raise UsageError(f"there is no shape {name!r}; known are {', '.join(SHAPES)}")
-    # Token ids at the end of the vocabulary, where the demo's tokenizer has none of its own.
     return AutoConfig.for_model(**SHAPES[name] | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0})
 
 
@@ -74,19 +73,19 @@ def random_model(
     prepack: bool = False,
     **options: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model of the shape with random weights, and a tokenizer that decodes some of its ids; for timing only.
+    """Return a model of a shape with random weights, and the demo's tokenizer, which decodes only some ids.
 
     Args:
         name: one of :data:`SHAPES`.
-        dtype: of the weights; ``auto`` is bfloat16, as the published models have it.
-        device: where they are made.
-        seed: of the weights.
+        dtype: dtype of the weights; ``auto``: bfloat16, as in the published models.
+        device: device of the weights.
+        seed: seed of the weights.
         quantization, prepack: as :func:`skipdecode.load` takes them.
-        options: ``attn_implementation`` and others of ``from_config``.
+        options: ``attn_implementation`` and other options of ``from_config``.
 
     Raises:
-        UsageError: no such shape.
-        ModelError: no such device or dtype, or the memory is too small.
+        UsageError: the shape is unknown.
+        ModelError: there is no such device or dtype, or the memory is too small.
     """
     config = shape_config(name)
     check_device(device)
@@ -96,12 +95,12 @@ def random_model(
     check_optimizations(name, config, kind, device, **faster)
     torch.manual_seed(seed)
     try:
-        with torch.device(device), no_init_weights():  # their own distributions take a minute, and time no better
+        with torch.device(device), no_init_weights():  # transformers' initialization takes a minute
             model = AutoModelForCausalLM.from_config(config, dtype=kind, **options)
             model.tie_weights()
             for parameter in model.parameters():
                 parameter.data.uniform_(-0.02, 0.02)
     except (RuntimeError, MemoryError) as error:
         raise ModelError(f"{name} in {kind} does not fit on {device!r}: {error}") from error
-    model.generation_config.eos_token_id = None  # nothing ends a text early
+    model.generation_config.eos_token_id = None  # so that no text ends early
     return attach(optimize(model.eval(), **faster)), load_tokenizer(str(DEMO))

@@ -1,8 +1,8 @@
-"""Measure what prompts and decode steps take here: :class:`~skipdecode.planning.profile.Profile`.
+"""Measure the seconds of prompts and decode steps on this machine: :class:`~skipdecode.planning.profile.Profile`.
 
-Calls of the ordinary ``generate`` on random tokens are timed inside: each pass, each layer, and the head. Steps need no
-prompt: they go on from a cache that is filled beforehand (:class:`FilledCache`). A pass that would take too long runs
-some layers of each kind only; the others are taken to cost the same.
+Hooks time each pass, each layer and the head in calls of ``generate`` on random tokens. Decode steps run no prompt but
+start from a cache filled beforehand (:class:`FilledCache`). A pass that would take too long runs only some layers of
+each kind, and the profile assumes that the other layers of a kind take as long.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from ..generation.batch import Decoding, Passes, generate_batch
 from ..planning.profile import Pass, Profile, shape_of
 from ..weights.device import machine, synchronize
 
-#: Decode steps of a call; the first only begins the second.
+#: Decode steps per call; the first one is not counted.
 STEPS = 6
-#: A prompt, or the steps of a call, that would take more seconds than the first run fewer layers; a call that takes
-#: more than the second all the same is made once.
+#: A call whose passes would take more than ``SECONDS`` runs fewer layers; one that takes more than ``LONG`` runs once.
 SECONDS, LONG = 2.0, 20.0
 
 
 class Profiler:
-    """Measures a model: ``profile`` all that is asked for, ``prompt`` and ``steps`` one call each.
+    """Measures a model: :meth:`profile` makes all calls, :meth:`prompt` and :meth:`steps` make one each.
 
     Args:
-        model, tokenizer: as loaded.
-        rounds: calls of each cell; the fastest counts.
+        model, tokenizer: from :func:`skipdecode.load`.
+        rounds: calls of each measurement; the fastest counts.
         on_call: called after each call of ``generate`` with the number of calls so far, and of calls in all.
-        options: how the model was loaded beside type and device: attention and what makes layers faster.
+        options: options that the model was loaded with, except dtype and device: attention, quantization, prepack.
     """
 
     def __init__(
@@ -55,17 +54,13 @@ class Profiler:
         self.options = dict(options or {})
         self.kinds, self.layers = layer_kinds(model)
         running = self._ranking(self._schedule(len(self.layers)))
-        #: Layers that run where one of each kind does.
+        #: Smallest depth at which a layer of each kind runs.
         self.least = 1 + max(
             min(running.index(i) for i, k in enumerate(self.layers) if k == kind) for kind in self.layers
         )
 
     def profile(self, batch_sizes: Sequence[int], lengths: Sequence[int], name: str = "") -> Profile:
-        """Measure every batch size with every length of prompt.
-
-        Raises:
-            UsageError: a length that the model has no positions for.
-        """
+        """Measure every batch size with every prompt length. Raises UsageError if a length exceeds the positions."""
         sizes, lengths = sorted(set(batch_sizes)), sorted(set(lengths))
         check_lengths(self.model.config, lengths)
         self.steps(1, lengths[0], len(self.layers))  # warms up
@@ -73,7 +68,7 @@ class Profiler:
         cells = [(measure, size, length) for size in sizes for length in lengths for measure in measures]
         found: dict[Any, list[Pass]] = {cell: [] for cell in cells}
         long = set()
-        # Rounds outermost: what else the machine does comes and goes, and should meet all cells alike.
+        # Rounds are the outer loop so that a passing load on the machine slows all cells alike.
         for round_ in range(self.rounds):
             for done, cell in enumerate(cells, 1):
                 measure, size, length = cell
@@ -99,19 +94,19 @@ class Profiler:
         )
 
     def prompt(self, size: int, length: int, depth: int) -> Pass:
-        """One call of ``generate`` for one token: the pass over ``length`` tokens in each of ``size`` rows."""
+        """Time a prompt: call ``generate`` for one new token after ``length`` tokens in each of ``size`` rows."""
         schedule = self._schedule(depth)
         return self._call(size, length, schedule, schedule, 1)
 
     def steps(self, size: int, length: int, depth: int) -> Pass:
-        """One call of ``generate`` that goes on after ``length`` positions, which cost nothing."""
+        """Time decode steps: call ``generate`` with a cache that already has ``length`` positions."""
         schedule = self._schedule(depth)
         first = torch.full((size, 1), self._ids(1, 1)[0][0], device=self.model.device)
         cache = FilledCache(self.model, schedule, first, length)
         return self._call(size, length + 1, schedule, lambda model: cache, STEPS)
 
     def _call(self, size: int, length: int, schedule: Schedule, decoding: Decoding, passes: int) -> Pass:
-        """The middle pass of a call; the first one where there is no other."""
+        """Time a call and return the median over its passes, without the first pass if there are others."""
         exactly: dict[str, Any] = {"min_new_tokens": passes, "max_new_tokens": passes, "do_sample": False}
         ends = Passes(every=True)
         with timed_parts(self.model) as (by_layer, by_head):
@@ -139,7 +134,7 @@ class Profiler:
         return ids
 
     def _schedule(self, depth: int) -> Schedule:
-        """So many layers in prompt and steps: of all kinds in turn."""
+        """Return a schedule of ``depth`` layers in prompt and steps, which takes layers of all kinds in turn."""
         order = sorted(range(len(self.layers)), key=lambda layer: self.layers[:layer].count(self.layers[layer]))
         return Schedule(len(self.layers), depth, depth, 1, order=tuple(order), prompt_layers=depth)
 
@@ -147,7 +142,7 @@ class Profiler:
         return with_lenders_first(schedule, self.model.config).ranking
 
     def _affordable(self, size: int, length: int, passes: int, measured: Sequence[Pass]) -> int:
-        """Layers that so many passes run in :data:`SECONDS`: a layer's time grows at most as rows and positions do."""
+        """Return how many layers ``passes`` can run within :data:`SECONDS`, estimated from earlier measurements."""
         costs = [
             statistics.mean(one.layers) * (size / one.batch_size) * (length / one.length)
             for one in measured
@@ -159,7 +154,7 @@ class Profiler:
 
 @contextmanager
 def timed_parts(model: PreTrainedModel) -> Iterator[tuple[list[list[float]], list[float]]]:
-    """Inside, the seconds of each layer, and of the head if there is one, are collected pass by pass."""
+    """Yield lists that collect the seconds of each layer, and of the head if there is one, in each pass."""
     layers, head = decoder_layers(model), model.get_output_embeddings()
     by_layer: list[list[float]] = [[] for _ in layers]
     by_head: list[float] = []
@@ -187,15 +182,15 @@ def timed_parts(model: PreTrainedModel) -> Iterator[tuple[list[list[float]], lis
 
 
 class FilledCache(SkipCache):
-    """A cache as it is after a prompt, without the prompt's work: a step takes as long whatever keys and values are.
+    """A cache that looks as after a prompt, made without running one, so that ``generate`` continues with step 0.
 
-    It holds the keys and values of one position in place of a whole prompt's; ``generate`` goes on with step 0.
+    It repeats the keys and values of one position: their values do not change the time of a step.
 
     Args:
         model: the causal LM, with gates attached.
-        schedule: of the steps.
+        schedule: schedule of the decode steps.
         ids: one token id for each row (rows, 1).
-        length: positions to hold, at least 1.
+        length: number of positions, at least 1.
     """
 
     @torch.no_grad()
@@ -204,19 +199,19 @@ class FilledCache(SkipCache):
         model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=self, use_cache=True)
         for index, layer in enumerate(self.layers):
             if length > 1 and self._attends(index) and layer.is_initialized:
-                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()  # their room was one position's
+                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()  # their buffer fits one position
                 layer.update(*(x.expand(-1, -1, length - 1, -1) for x in (layer.keys, layer.values)))
             assert not isinstance(layer, DynamicLayer) or layer.get_seq_length() in (0, length)
         self._length = length
 
     def begin_prompt(self) -> None:
-        """The prompt is there: what ``generate`` takes for its last position is the first step."""
+        """Do nothing: the pass that ``generate`` considers the end of the prompt is decode step 0."""
 
 
 def layer_kinds(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Names of the kinds of decoder layers that a model has, and the kind of each layer.
+    """Return the names of the kinds of decoder layers, and the index of each layer's kind.
 
-    Layers are of a kind if their class, their attention's type and the shapes of their weights are the same.
+    Layers are of one kind if their classes, attention types and weight shapes are equal.
     """
     layers = decoder_layers(model)
     types = getattr(text_config(model.config), "layer_types", None) or [""] * len(layers)
@@ -229,25 +224,25 @@ def layer_kinds(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[int, ...
 
 
 def check_lengths(config: Any, lengths: Sequence[int]) -> None:
-    """Whether a model of this config has the positions for such prompts and the steps after them. Raises UsageError."""
+    """Raise UsageError if a model of this config has too few positions for these prompts and :data:`STEPS` steps."""
     room = getattr(text_config(config), "max_position_embeddings", None)
     if room is not None and max(lengths) + STEPS + 1 > room:
         raise UsageError(f"the model has {room} positions: a context of {max(lengths)} and {STEPS + 1} more do not fit")
 
 
 def dtype_of(model: PreTrainedModel) -> str:
-    """The type of a model's weights, as the command line calls it."""
+    """Return the dtype of a model's weights as the command line spells it."""
     return str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch.")
 
 
 def _fastest(calls: Sequence[Pass]) -> Pass:
-    """The least of calls that did the same, part by part: what else a machine does only ever slows."""
+    """Return the minimum of equal calls, part by part, because other load on the machine only slows them."""
     layers = tuple(map(min, zip(*(call.layers for call in calls), strict=True)))
     rest, head = min(call.rest for call in calls), min(call.head for call in calls)
     return Pass(calls[0].batch_size, calls[0].length, layers, rest, head)
 
 
 def _noise(calls: Sequence[Pass]) -> float:
-    """By how much the middle of several calls is slower than the fastest."""
+    """Return by what share the median call is slower than the fastest."""
     seconds = [sum(call.layers) + call.outside_layers for call in calls]
     return statistics.median_low(seconds) / min(seconds) - 1

@@ -1,4 +1,4 @@
-"""Rows of plain values as tables for people (Markdown), spreadsheets (CSV) and machines (JSON)."""
+"""Write table rows of plain values as Markdown, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = Mapping[str, Any]
 
 
 def markdown_table(heads: Sequence[str], cells: Sequence[Sequence[str]], words: int = 1) -> str:
-    """A Markdown table, padded so that it reads as text too; the first ``words`` columns to the left, others right."""
+    """Return a padded Markdown table; the first ``words`` columns are left-aligned, the others right-aligned."""
     widths = [max(len(line[i]) for line in (heads, *cells)) for i in range(len(heads))]
     rule = ["-" * width if i < words else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
 
@@ -27,7 +27,7 @@ def markdown_table(heads: Sequence[str], cells: Sequence[Sequence[str]], words: 
 
 
 def save_tables(folder: Path, rows: Sequence[Row], heads: Sequence[str], cells: Any, about: Mapping[str, Any]) -> None:
-    """``table.md`` (these cells, and below them what they are about), ``table.csv`` and ``table.json`` (all values)."""
+    """Write ``table.md`` (``cells`` with ``about`` below), ``table.csv`` (``rows``), ``table.json`` (rows, about)."""
     folder.mkdir(parents=True, exist_ok=True)
     note = "  \n".join(f"{name}: {value}" for name, value in about.items())
     write(folder / "table.md", f"{markdown_table(heads, cells)}\n\n{note}\n")

@@ -1,8 +1,8 @@
-"""Wall clock: equal numbers of decode steps for the same prompts, timed alternately.
+"""Time runs alternately, over the same prompts and equal numbers of decode steps.
 
-Texts differ in length, and the longest text keeps its whole batch going, so the seconds of ordinary runs compare
-lengths, not speeds. Therefore every timed run takes the same number of steps, and the runs alternate, so that whatever
-else the machine does slows all of them alike.
+Texts differ in length, and a batch decodes until its longest text ends, so ordinary runs would compare lengths, not
+speeds. Therefore every timed run takes the same number of steps. The runs alternate so that other load on the machine
+slows all of them alike.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Name = TypeVar("Name", str, float)
 
 @dataclass(frozen=True)
 class Timing:
-    """One run's texts and cost, and the medians over its repeats, in seconds."""
+    """The result of a run's last repeat, and the median seconds over all repeats."""
 
     result: Generated
     seconds: float
@@ -28,27 +28,27 @@ class Timing:
 
     @property
     def step_ms(self) -> float:
-        """Milliseconds per decode step of a batch."""
+        """Return the milliseconds per decode step of a batch."""
         return 1e3 * self.decode_seconds / max(self.cost.steps, 1)
 
     @property
     def cost(self) -> Cost:
-        """Layers, tokens and bytes: the same in every repeat."""
+        """Return layers, tokens and bytes, which are equal in all repeats."""
         return self.result.cost
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A timed run beside the full model's of the same prompts and as many decode steps.
+    """A timed run compared with the full model's run of the same prompts and decode steps.
 
     Attributes:
-        ratio: the full model's seconds over this run's, prompts included.
+        ratio: the full model's seconds divided by this run's, prompts included.
         decode_ratio: the same for one decode step.
-        layer_ratio: the full model's layers over those that these very steps ran: the clock should not exceed it.
-        seconds_per_1k, full_seconds_per_1k: seconds per 1,000 new tokens; ``ratio`` is theirs.
-        step_ms, full_step_ms: milliseconds per decode step.
-        batches: batches that were timed, all rounds together.
-        rows: inputs.
+        layer_ratio: the full model's layers divided by the layers per timed step; no clock ratio should exceed it.
+        seconds_per_1k, full_seconds_per_1k: seconds per 1,000 new tokens, of this run and of the full model.
+        step_ms, full_step_ms: milliseconds per decode step, of this run and of the full model.
+        batches: number of timed batches, over all rounds.
+        rows: number of inputs.
     """
 
     ratio: float
@@ -62,22 +62,22 @@ class Comparison:
     rows: int
 
 
-#: Below these a clock figure is a rough one, and says so.
+#: With fewer timed inputs or batches than this, :func:`remarks` calls the timings rough.
 FEW_ROWS, FEW_BATCHES = 32, 5
 
 
 def forced(steps: int) -> dict[str, int]:
-    """Options of ``generate`` that make every batch take so many decode steps: end-of-sequence is held off."""
+    """Return options of ``generate`` that make every batch take exactly ``steps`` decode steps, whatever the texts."""
     return {"min_new_tokens": steps + 1, "max_new_tokens": steps + 1}
 
 
 def typical_steps(lengths: Sequence[int]) -> int:
-    """How many steps to time: the median of what batches of real texts take, at least one."""
+    """Return the number of steps to time: the median of ``lengths`` (decode steps of batches), at least 1."""
     return max(statistics.median_low(lengths), 1)
 
 
 def compare(full: Timing, own: Timing, repeats: int) -> Comparison:
-    """``own`` beside ``full``. Raises ModelError if they did not take equal numbers of steps."""
+    """Compare ``own`` with ``full``. Raises ModelError if their numbers of steps or tokens differ."""
     if full.result.lengths != own.result.lengths or full.cost.tokens != own.cost.tokens:
         raise ModelError(
             f"the timed texts came out at {full.cost.tokens} and {own.cost.tokens} tokens, where equal numbers were "
@@ -97,12 +97,12 @@ def compare(full: Timing, own: Timing, repeats: int) -> Comparison:
 
 
 def shown(ratio: float, layer_ratio: float) -> str:
-    """A clock figure as it is printed: with an asterisk if it is more than the saved layers explain."""
+    """Format a ratio of seconds, with an asterisk if it exceeds ``layer_ratio``, the most that skipping explains."""
     return f"{ratio:.2f}x" + ("*" if round(ratio, 2) > round(layer_ratio, 2) else "")
 
 
 def remarks(figures: Sequence[str], rows: int, batches: int) -> dict[str, str]:
-    """Notes below clock figures: what an asterisk means if there is one, and that few inputs make them rough."""
+    """Return notes on printed ratios: what an asterisk means, and that few inputs or batches make them rough."""
     notes = {}
     if any(figure.endswith("*") for figure in figures):
         notes["*"] = (
@@ -116,7 +116,7 @@ def remarks(figures: Sequence[str], rows: int, batches: int) -> dict[str, str]:
 def alternate(
     runs: Mapping[Name, Callable[[], Generated]], repeats: int, on_run: Callable[[], object] | None = None
 ) -> dict[Name, Timing]:
-    """Time every run once per round, ``repeats`` rounds after one unmeasured round to warm up."""
+    """Make every run once per round: one round to warm up, then ``repeats`` timed rounds; return medians."""
     results: dict[Name, list[Generated]] = {name: [] for name in runs}
     for round_ in range(repeats + 1):
         for name, run in runs.items():

@@ -1,1 +1,1 @@
-"""Which layers run, and how a model skips the others: schedule, cache, gate."""
+"""Schedule, gates and cache: they decide which layers a position runs, and skip the rest."""

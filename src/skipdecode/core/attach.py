@@ -1,4 +1,4 @@
-"""Put gates on a model, take them off, and run passes that see what decoding would."""
+"""Put gates on a model, remove them, and run uncached passes that skip the layers which decoding would skip."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def attach(model: Model, schedule: Schedule | None = None, *, speedup: float | None = None) -> Model:
-    """Put a gate on every decoder layer. Inert until a :class:`SkipCache` comes through. Returns the model.
+    """Put a gate on every decoder layer and return the model. Without a :class:`SkipCache`, gates skip nothing.
 
-    With a schedule or a speed-up, every ``model.generate`` call that brings no cache of its own gets a new SkipCache:
-    pipelines, trainers that generate and other people's loops then skip layers too.
+    With a schedule or a speed-up, every ``model.generate`` call without a cache gets a new SkipCache, so that
+    pipelines, trainers that generate and other libraries' loops skip layers too.
 
     Args:
         model: a transformers causal LM.
-        schedule: what ``generate`` follows from now on; the last call of ``attach`` that gives one decides.
-        speedup: the same as a target: the schedule of the model's config for it, or one in that style.
+        schedule: what later ``generate`` calls follow; it replaces the one of an earlier ``attach``.
+        speedup: target for which to take the schedule of the model's config, or to make one.
 
     Raises:
         UnsupportedModel: the model cannot skip layers exactly; the message says why.
         ScheduleError: the schedule does not fit the model.
-        UsageError: both a schedule and a speed-up.
-        ModelError: a speed-up for a model that does not generate.
+        UsageError: both a schedule and a speed-up are given.
+        ModelError: one of them is given for a model that has no ``generate``.
 
     Warns:
         UntrainedWarning: the model was not trained to skip layers.
@@ -59,7 +59,7 @@ def attach(model: Model, schedule: Schedule | None = None, *, speedup: float | N
         gates = GateState(frozenset(lenders(model.config)))
     for index, layer in enumerate(layers):
         put(Gate, layer, "forward", gates, index)
-    # A wrapper put around an attached model (PEFT's) has entrances of its own.
+    # A wrapper around an attached model (PEFT's) has a ``forward`` and ``generate`` of its own: patch those too.
     put(PassGuard, model, "forward", gates)
     put(PromptGuard, model, "prepare_inputs_for_generation", gates)
     if schedule is not None:
@@ -72,27 +72,25 @@ def attach(model: Model, schedule: Schedule | None = None, *, speedup: float | N
 
 
 def detach(model: Model) -> Model:
-    """Take off all that SkipDecode has put on the model, which is then as it was found. Returns the model."""
+    """Remove everything that SkipDecode put on the model, and return the model as it was before."""
     remove_patches(model)
     return model
 
 
 def is_attached(model: nn.Module) -> bool:
-    """Whether the model's layers carry gates."""
+    """Tell whether the model's layers have gates."""
     return gate_state(model) is not None
 
 
 @contextmanager
 def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int) -> Iterator[None]:
-    """Inside, an uncached pass of this thread runs each layer on just the positions that decoding would.
+    """Make this thread's uncached passes run each layer on only those positions on which decoding would run it.
 
-    A pass inside makes no cache unless asked to, and one with a cache other than a SkipCache (``model.generate``
-    makes one) is a CacheError: its layers would store a part of the positions. With gradient checkpointing keep the
-    backward pass inside as well: before 5.23, transformers' recomputation comes through the gates.
+    A pass makes no cache by default; one with a cache other than a SkipCache (as in ``model.generate``) raises
+    CacheError, since layers would store only part of the positions. With gradient checkpointing keep the backward pass
+    inside as well: before 5.23, transformers recomputes layers through the gates.
 
     Args:
-        model: an attached model.
-        schedule: must have as many layers as the model.
         prompt_length: width in positions of the left-padded prompt block.
 
     Raises:

@@ -1,4 +1,4 @@
-"""An ordinary dynamic cache that follows a schedule; a layer no later step will use holds nothing."""
+"""A dynamic cache that follows a schedule. It retires a layer (frees its memory) once no later step runs the layer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .patch import gate_state
 from .schedule import Schedule
 from .stack import with_lenders_first
 
-#: Layers that store nothing: without attention, or with another layer's keys. (Older releases have no such class.)
+#: Class of layers that store nothing: they have no attention or use another layer's keys. () in older releases.
 STATELESS: Any = getattr(cache_utils, "DummyLayer", ())
-#: Layers whose state is that of a recurrence or a convolution, whether or not they hold keys too.
+#: Class of layers that store the state of a recurrence or a convolution, with or without keys. () in older releases.
 RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
 
 
 class SkipCache(DynamicCache):
-    """Give it to ``model.generate(..., past_key_values=SkipCache(model, schedule))``; one per call.
+    """The cache of one call ``model.generate(..., past_key_values=SkipCache(model, schedule))``, which skips layers.
 
     Args:
         model: the causal LM, with gates attached (:func:`skipdecode.attach`).
@@ -33,18 +33,17 @@ class SkipCache(DynamicCache):
 
     Raises:
         ScheduleError: the schedule does not fit the model, or there is none.
-        CacheError: the model has no gates or prefills in chunks; while decoding, going deeper again on a cache whose
-            layers were retired, or a model that is not the cache's own.
+        CacheError: the model has no gates or prefills in chunks; while decoding, another model uses the cache, or a
+            pass needs a retired layer.
 
     Warns:
         UntrainedWarning: the model was not trained to skip layers.
 
     Attributes:
-        schedule: the one that runs; layers that lend their keys to others stand before them in its order.
-        step_depths: layers run by each decode step so far.
-        peak_kv_bytes: most bytes of keys, values and recurrent states held at once, that of a layer which is
-            retired when it has run included.
-        passes: forward passes that have asked this cache what to run.
+        schedule: the given one, reordered so that a layer ranks before the layers that borrow its keys.
+        step_depths: number of layers that each decode step so far ran.
+        peak_kv_bytes: most bytes of keys, values and recurrent states held at once, counted before layers are retired.
+        passes: number of forward passes that used this cache.
     """
 
     def __init__(self, model: nn.Module, schedule: Schedule | None = None) -> None:
@@ -65,30 +64,27 @@ class SkipCache(DynamicCache):
                 "chunked prefill hides where the prompt ends: set generation_config.prefill_chunk_size to None"
             )
         warn_untrained(config, schedule)
-        # Whether the text may go on with a further prompt: all layers run yet, and none holds a recurrent state, from
-        # which transformers does not always go on with more than one position (Jamba's).
+        # Whether another prompt may follow: all layers still run, and none holds a recurrent state, which
+        # transformers cannot always continue with several positions (Jamba).
         self._is_whole = not any(isinstance(layer, RECURRENT) for layer in self.layers)
         self.layers: list[Any] = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
         self.step_depths: list[int] = []
         self.peak_kv_bytes = 0
         self.passes = 0
-        self.cut_short = False  # a pass was, by an exception: some layers have seen its positions, some have not
-        self.width = 0  # positions of the pass under way
-        self.shape: tuple[int, ...] | None = None  # of its ids: (batch, positions)
-        self._begins_prompt = True  # the next pass is the prompt, or goes on with it
+        self.cut_short = False  # an exception ended a pass that only some layers have seen
+        self.width = 0  # positions of the current pass
+        self.shape: tuple[int, ...] | None = None  # (batch, positions) of the current pass's ids
+        self._begins_prompt = True  # the next pass is a prompt, or continues one
         self._step = 0  # decode steps since the prompt
-        self._length = 0  # positions seen, those of the pass under way included
-        self._positions: list[int] = []  # that each layer runs in the pass under way
+        self._length = 0  # positions seen, including the current pass
+        self._positions: list[int] = []  # number of positions that each layer runs in the current pass
         self._keep: frozenset[int] = frozenset(range(len(self.layers)))  # layers that the next step still runs
-        self._holds = [True] * len(self.layers)  # or will, in this very pass
-        self._bytes = [0] * len(self.layers)  # held by each layer when it last ran
-        self._held = 0  # their sum
+        self._holds = [True] * len(self.layers)  # by layer: False once it is retired
+        self._bytes = [0] * len(self.layers)  # memory of each layer when it last ran
+        self._held = 0  # sum of _bytes
 
     def begin_prompt(self) -> None:
-        """Say that the next pass is a prompt, or goes on with one, however few positions it has.
-
-        Raises CacheError on a cache that cannot take it.
-        """
+        """Declare the next pass (a part of) a prompt, of any width. Raises CacheError if the cache cannot take it."""
         self._begins_prompt = True
         if self.passes:
             self._check_whole("a prompt, or a chunk of one,")
@@ -104,7 +100,7 @@ class SkipCache(DynamicCache):
     # --- the pass: the gates ask, in network order, what each layer has to do
 
     def begin_layer(self, index: int, width: int) -> int:
-        """How many of the pass's positions layer ``index`` runs, a prefix (0: pass the hidden states on)."""
+        """Return how many positions of the pass layer ``index`` runs, from the first on (0: skip the layer)."""
         if index == 0:
             self._begin_pass(width)
         return self._positions[index]
@@ -114,7 +110,7 @@ class SkipCache(DynamicCache):
         if self.passes == 0 or (not schedule.is_full and (self._begins_prompt or width != 1)):
             if self.passes:
                 self._check_whole(f"{width} new positions")
-            # Where all layers hold all that was seen, it is prompt: the schedule begins anew behind this pass.
+            # All layers ran all earlier positions, so these count as prompt: the schedule restarts after this pass.
             self._positions = schedule.positions_per_layer(width, width)
             self._step, upcoming = 0, schedule.depth(0)
             for layer in range(count):
@@ -133,15 +129,15 @@ class SkipCache(DynamicCache):
         self._length += width
 
     def upcoming(self, index: int) -> list[int]:
-        """Layers that run after layer ``index``: those left in the pass under way, then those of the next step."""
+        """Return the layers that run after layer ``index``: the rest of this pass, then those of the next step."""
         left = [layer for layer in range(index + 1, len(self.layers)) if self._positions[layer]]
         return left + sorted(self._keep)
 
     def end_layer(self, index: int) -> None:
-        """The layer has run: it keeps what it holds if the next step runs it, else it is retired.
+        """Count the memory of a layer that has run, and retire the layer unless the next step runs it.
 
         Raises:
-            CacheError: it has stored less than it ran: its later positions would attend to less than they should.
+            CacheError: the layer did not store all positions it ran, so later ones would attend to too few.
         """
         layer, held, ran = self.layers[index], layer_kv_bytes(self.layers[index]), self._positions[index]
         short = isinstance(layer, DynamicLayer) and layer.get_seq_length() != self._length - self.width + ran
@@ -158,14 +154,14 @@ class SkipCache(DynamicCache):
             self._retire(index)
 
     def _retire(self, index: int) -> None:
-        """Drop what the layer holds. transformers sizes a kind's mask by its first layer: let it find one that runs."""
+        """Free a layer, and change its kind: transformers sizes a kind's mask by its first layer, which must run."""
         self.layers[index], self._holds[index] = DynamicLayer(), False
         self._held -= self._bytes[index]
         self._bytes[index] = 0
 
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Store and return keys and values (batch, heads, positions, size), as attention needs them."""
+        """Store keys and values (batch, heads, positions, size), and return all that the layer attends to."""
         self._check_runs(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -187,39 +183,39 @@ class SkipCache(DynamicCache):
                 f"layer {layer_idx} ran though the schedule skips it: call skipdecode.attach(model) on this very model"
             )
 
-    # --- lengths: never read from a layer that holds nothing
+    # --- lengths: never read from a layer without keys
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions seen so far; the same for every layer that still runs."""
+        """Return how many positions the cache has seen, which is the same for every layer that still runs."""
         return super().get_seq_length(layer_idx) if self._attends(layer_idx) else self._length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """(KV length, offset) of the mask for the layer's kind, full or sliding."""
+        """Return (KV length, offset) of the mask for the layer's kind, full or sliding."""
         if self._attends(layer_idx):
             return super().get_mask_sizes(query_length, layer_idx)
         return self._length + query_length, 0
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether recurrent layers have a state to go on from: after the prompt, whatever was retired since."""
+        """Tell whether recurrent layers have a state to continue: always after the prompt, even if retired since."""
         if layer_idx is not None and self._holds[layer_idx]:
             return super().has_previous_state(layer_idx, state_idx)
         return self.passes > 0
 
     def _attends(self, layer_idx: int) -> bool:
-        """Whether the layer holds keys, or will: a retired layer and a recurrent one do not know the length."""
+        """Tell whether the layer stores keys: a retired layer or a recurrent one does not know the length."""
         return self._holds[layer_idx] and isinstance(self.layers[layer_idx], DynamicLayer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SkipCache:
-        """A copy of what it holds; the model stays the same one."""
+        """Copy everything but the gates, which stay those of the model."""
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update({k: v if k == "gates" else deepcopy(v, memo) for k, v in vars(self).items()})
         return twin
 
-    # --- what cannot be undone
+    # --- operations that would undo a step
 
     def activate_past_recording(self) -> None:
-        """Refused: assisted decoding rolls the cache back and goes deeper again."""
+        """Raise CacheError unless no layer is skipped: assisted decoding rolls back to where retired layers run."""
         if not self.schedule.is_full:
             raise CacheError(
                 "assisted (speculative) decoding needs every layer's keys and values: leave SkipCache out (after "
@@ -229,38 +225,33 @@ class SkipCache(DynamicCache):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether ``generate`` may plan to roll a step back."""
+        """Tell whether ``generate`` may roll a step back."""
         return self.schedule.is_full and super().is_croppable
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused once a schedule skips: a rolled-back position would run deeper than its cache."""
+        """Drop the last positions. Raises CacheError if the schedule skips layers, as retired ones cannot go back."""
         if not self.schedule.is_full:
             raise CacheError("a SkipCache cannot be cropped: retired layers hold nothing to go back to")
         super().crop(tokens_to_remove)
         self._length = self.get_seq_length()
 
     def reset(self) -> None:
-        """Refused: a new call takes a new cache."""
+        """Raise CacheError: every call needs a new cache."""
         raise CacheError("a SkipCache cannot be reset: make a new one")
-
-    # --- what it holds
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys, values and recurrent states held now."""
+        """Return the bytes of keys, values and recurrent states held now."""
         return total_kv_bytes(self)
 
 
 def total_kv_bytes(cache: Any) -> int:
-    """Bytes of all tensors that a transformers cache holds: keys and values, states of convolutions and recurrences."""
+    """Return the bytes of all keys, values, convolution and recurrent states in a transformers cache."""
     return sum(map(layer_kv_bytes, cache.layers))
 
 
 def layer_kv_bytes(layer: Any) -> int:
-    """The same of one layer of a cache, room for positions to come included.
-
-    States have a batch axis and more; bookkeeping is smaller.
-    """
+    """Return the bytes of one cache layer's states, including spare room; tensors of one axis are bookkeeping."""
     if isinstance(layer, GrowingLayer):
         return layer.nbytes
     return sum(x.numel() * x.element_size() for x in _tensors(vars(layer).values()) if x.ndim > 1)

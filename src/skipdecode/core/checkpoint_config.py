@@ -1,7 +1,7 @@
-"""What a checkpoint says of its training, under one key of its config: the method, and a schedule per speed-up.
+"""Read and write the config entry that records a checkpoint's training: the method, and a schedule per speed-up.
 
-Schedules that were calibrated later stand among the trained ones, and ``calibrated`` names the method each of them is
-for. A model that was calibrated but never trained has no ``method``.
+The entry also holds schedules that were calibrated after training; ``calibrated`` maps their speed-ups to the methods
+they are for. A model that was calibrated but never trained has no ``method``.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from ..files import locked, read_json, write
 from .schedule import Schedule
 
 CONFIG_KEY = "skipdecode"
-#: The method of a model whose config says nothing, and the one that is this same model if all its schedules are full.
+#: Method of a config without an entry; default method, which counts as the former if all its schedules are full.
 UNTRAINED, DEFAULT_METHOD = "full", "skipdecode"
-#: Target and horizon where neither the user nor the model's config says anything.
+#: Target and horizon if neither the user nor the model's config gives them.
 DEFAULT_SPEEDUP, DEFAULT_HORIZON = 2.0, 64
 
 
 def layer_count(config: Any) -> int:
-    """Decoder layers of a model of this config."""
+    """Return the number of decoder layers of a model with this config."""
     return config.get_text_config(decoder=True).num_hidden_layers
 
 
 def to_config_entry(schedules: Mapping[float, Schedule], method: str = DEFAULT_METHOD) -> dict[str, Any] | None:
-    """What the config says of a model trained with these (target speed-up -> schedule); None for the full model."""
+    """Return the config entry of a model trained with these schedules, by speed-up; None for the full model."""
     if method == UNTRAINED or (method == DEFAULT_METHOD and all(s.is_full for s in schedules.values())):
         return None
     return {"method": method, "schedules": {_key(k): schedule.to_dict() for k, schedule in sorted(schedules.items())}}
 
 
 def trained_method(config: Any) -> str:
-    """The method that a model of this config was trained by; ``full`` if it does not say. Raises ScheduleError."""
+    """Return the method that the config names, ``full`` if none. Raises ScheduleError for a malformed entry."""
     name = _entry(config).get("method", UNTRAINED)
     if not isinstance(name, str):
         raise ScheduleError(f"the model config's {CONFIG_KEY!r} names no method: {name!r}")
@@ -46,15 +46,12 @@ def trained_method(config: Any) -> str:
 
 
 def is_trained(config: Any) -> bool:
-    """Whether a model of this config was trained to skip layers. Raises ScheduleError."""
+    """Tell whether the config's model was trained to skip layers. Raises ScheduleError for a malformed entry."""
     return trained_method(config) != UNTRAINED
 
 
 def trained_schedules(config: Any) -> dict[float, Schedule]:
-    """Target speed-up -> schedule that the config carries, slowest first; empty if it carries none.
-
-    Raises ScheduleError for an entry that cannot be read.
-    """
+    """Return the config's schedules by target speed-up. Raises ScheduleError for a malformed entry."""
     values = _entry(config)
     if not values:
         return {}
@@ -64,7 +61,7 @@ def trained_schedules(config: Any) -> dict[float, Schedule]:
 
 
 def schedules_of(config: Any, method_name: str) -> dict[float, Schedule]:
-    """Those of :func:`trained_schedules` that the model was trained with by this method, or calibrated for it."""
+    """Return those of :func:`trained_schedules` that were trained with this method, or calibrated for it."""
     schedules = trained_schedules(config)
     if is_trained(config) and trained_method(config) == method_name:
         return schedules
@@ -75,16 +72,16 @@ def schedules_of(config: Any, method_name: str) -> dict[float, Schedule]:
 
 
 def save_calibrated(folder: Path, speedup: float, schedule: Schedule, method_name: str) -> None:
-    """Put one calibrated schedule into a model directory's config: all else in it stays as it is at that moment.
+    """Add one calibrated schedule to a model directory's ``config.json``; nothing else in the file changes.
 
     Raises:
-        FileError: the config is no JSON object, or a link.
-        JobError: another process has been writing to it for a minute.
-        ScheduleError: the model was trained by another method.
-        OSError: the disk is full or read-only; the config is as it was.
+        FileError: the config is no JSON object, or is a link.
+        JobError: another process has held the config's lock for a minute.
+        ScheduleError: the model was trained by another method, or the entry is malformed.
+        OSError: the disk is full or read-only; the config is unchanged.
     """
     path = folder / "config.json"
-    if path.is_symlink():  # as in the hub's cache, where every user of the model would get it
+    if path.is_symlink():  # as in the hub's cache, where the change would reach every user of the model
         raise FileError(f"{path} is a link to a file that others share: copy the model first")
     with locked(path, timeout=60):
         values = read_json(path)
@@ -103,13 +100,13 @@ def save_calibrated(folder: Path, speedup: float, schedule: Schedule, method_nam
 
 
 def default_schedule(config: Any) -> Schedule | None:
-    """The fastest schedule that the config carries, or None."""
+    """Return the config's fastest schedule, or None."""
     schedules = trained_schedules(config)
     return schedules[max(schedules)] if schedules else None
 
 
 def style_of(schedules: Mapping[float, Schedule], num_layers: int) -> tuple[int, dict[str, Any]]:
-    """(horizon, style) that a new schedule takes over: those of the fastest one that skips, else the defaults."""
+    """Return horizon and other fields (order, decay, …) of the fastest schedule that skips layers, else defaults."""
     skipping = [speedup for speedup, schedule in schedules.items() if not schedule.is_full]
     if not skipping:
         return DEFAULT_HORIZON, {}
@@ -125,23 +122,22 @@ def schedule_for(
     horizon: int | None = None,
     **style: Any,
 ) -> Schedule:
-    """The schedule of a model of this config: ``schedule`` itself, the config's own for ``speedup``, or a new one.
+    """Return ``schedule`` itself, the config's schedule for ``speedup``, or a new one.
 
-    The config's own is taken unless a horizon or a style is asked for; another ``prompt_layers`` alone leaves its
-    depths. A new one is the paper's budget in the style and over the horizon of the config's fastest schedule, else
-    over :data:`DEFAULT_HORIZON` steps. :mod:`skipdecode.planning.resolve` makes those that are fitted to lengths or
-    planned on the clock.
+    A horizon or a field in ``style`` always makes a new one, except that ``prompt_layers`` alone changes only this
+    field of the config's schedule. A new one has the paper's budget; the config's fastest schedule gives its horizon
+    and other fields. :mod:`skipdecode.planning.resolve` fits schedules to lengths or plans them on the clock.
 
     Args:
-        config: the model's, as transformers reads it.
-        speedup: target, 1 to the number of layers. None: the fastest of the config, else :data:`DEFAULT_SPEEDUP`.
-        schedule: given in place of a speed-up.
+        config: the model's transformers config.
+        speedup: target, 1 to the number of layers. None: the config's fastest, else :data:`DEFAULT_SPEEDUP`.
+        schedule: used instead of a speed-up.
         horizon: decode steps over which a new schedule's depth falls.
         style: further fields of a new schedule: ``order``, ``decay``, ``warmup``, ….
 
     Raises:
         ScheduleError: the schedule is for another number of layers, or none can be made for this speed-up.
-        UsageError: both a speed-up and a schedule.
+        UsageError: both a speed-up and a schedule are given.
     """
     layers = layer_count(config)
     if schedule is not None:
@@ -157,7 +153,7 @@ def schedule_for(
 
 
 def untrained_warning(config: Any, schedule: Schedule) -> str | None:
-    """What to expect of this schedule on a model that was never trained to skip layers; None for a trained one."""
+    """Return what texts to expect if the schedule skips layers that the model was not trained to skip, else None."""
     if schedule.is_full or is_trained(config):
         return None
     depth = schedule.average_depth(schedule.horizon)
@@ -172,18 +168,18 @@ def untrained_warning(config: Any, schedule: Schedule) -> str | None:
 
 
 def warn_untrained(config: Any, schedule: Schedule) -> None:
-    """Give :func:`untrained_warning`, if there is one, as an UntrainedWarning: each text once in a process."""
+    """Issue :func:`untrained_warning`, if it returns one, as an UntrainedWarning, each text once per process."""
     if message := untrained_warning(config, schedule):
         _warn(message)
 
 
-@cache  # Python's own memory of warnings is lost whenever somebody changes a filter, as torch does
+@cache  # Python forgets which warnings it has issued whenever a filter changes, as torch does
 def _warn(message: str) -> None:
     warnings.warn(message, UntrainedWarning, stacklevel=4)
 
 
 def _key(speedup: float) -> str:
-    """``3`` and ``2.5`` as people write them, every digit of what is longer."""
+    """Format a speed-up as a config key, in as few digits as identify it: ``3``, ``2.5``."""
     short = f"{speedup:g}"
     return short if float(short) == speedup else repr(float(speedup))
 

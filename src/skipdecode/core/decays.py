@@ -1,4 +1,4 @@
-"""The parts of a schedule: greatest and least depth, the shape of the fall between them, and which layers run."""
+"""The parts of a schedule: maximum and minimum depth, the decay between them, and the ranking of the layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 DECAYS = ("linear", "power", "cosine", "exponential", "step", "constant", "list")
 
-#: Which layers run longest. Depth ``n`` runs the ``n`` best-ranked, so depths are nested.
+#: Rankings of the layers. Depth ``n`` runs the ``n`` best-ranked layers, so a greater depth adds layers.
 ORDERS = ("top", "bottom", "even")
 
 # (layers, speed-up) -> (max_depth, min_depth): "Budgets" in docs/method.md.
@@ -21,7 +21,7 @@ PAPER_BUDGETS = {
 
 
 def target(max_depth: int, min_depth: int, num_layers: int) -> float:
-    """``L / ((max + min) / 2)``, or the name the paper gives its own budgets (its 5x on 24 layers is 4.8)."""
+    """Return ``L / ((max + min) / 2)``, or for the paper's budgets the paper's name (its 5x on 24 layers is 4.8)."""
     for (layers, speedup), depths in PAPER_BUDGETS.items():
         if (layers, *depths) == (num_layers, max_depth, min_depth):
             return float(speedup)
@@ -29,7 +29,7 @@ def target(max_depth: int, min_depth: int, num_layers: int) -> float:
 
 
 def budget(speedup: float, num_layers: int) -> tuple[int, int]:
-    """(max_depth, min_depth) with ``speedup = L / ((max + min) / 2)``."""
+    """Return the paper's (max_depth, min_depth), else whole depths near ``speedup = L / ((max + min) / 2)``."""
     if speedup == int(speedup) and (num_layers, int(speedup)) in PAPER_BUDGETS:
         return PAPER_BUDGETS[num_layers, int(speedup)]
     total = 2 * num_layers / speedup
@@ -38,17 +38,17 @@ def budget(speedup: float, num_layers: int) -> tuple[int, int]:
 
 
 def flat_depth(speedup: float, num_layers: int) -> int:
-    """The depth that holds at every step: ``L / speedup``, at least one layer."""
+    """Return the depth of a constant schedule: ``L / speedup`` rounded, at least one layer."""
     return max(round_half_up(num_layers / speedup), 1)
 
 
 def share_of_max(speedup: float) -> float:
-    """``max / (max + min)``: it falls from 2/3 at 2x to 0.6 at 5x, the line through the paper's own budgets."""
+    """Return ``max / (max + min)``, which falls from 2/3 at 2x to 0.61 at 5x, on a line through the paper's budgets."""
     return min(max(2 / 3 - 0.02 * (speedup - 2), 0.6), 2 / 3)
 
 
 def remaining(decay: str, step: int, horizon: int, rate: float, stairs: int) -> float:
-    """How much of the greatest depth is left at ``step``: 1 at step 0, 0 at ``horizon - 1``, never increasing.
+    """Return the weight of the maximum depth at ``step``: 1 at step 0, 0 at ``horizon - 1``, never increasing.
 
     ``power`` follows ``(g + 1) ** -rate`` and ``exponential`` ``exp(-rate * t)``, both scaled to end at 0; ``step`` has
     ``stairs`` equal levels.
@@ -67,21 +67,20 @@ def remaining(decay: str, step: int, horizon: int, rate: float, stairs: int) -> 
 
 
 def mix(weight: float, most: int, least: int) -> int:
-    """``weight * most + (1 - weight) * least`` to the nearest whole number, halves up."""
+    """Return ``weight * most + (1 - weight) * least`` rounded to the nearest whole number, halves up."""
     return min(max(round_half_up(weight * most + (1 - weight) * least), least), most)
 
 
 def round_half_up(x: float) -> int:
-    """The method's rounding. The nudge absorbs the error of a sum that should be exact."""
+    """Round to the nearest whole number, halves up; 1e-9 absorbs the error of a sum that should be exact."""
     return math.floor(x + 0.5 + 1e-9)
 
 
 def ranking(order: str | tuple[int, ...], num_layers: int, warmup: int) -> tuple[int, ...]:
-    """All layers, those that run longest first.
+    """Return all layers, best-ranked first: depth ``n`` runs the first ``n``.
 
-    ``top`` (the paper's): ``warmup`` bottom layers, then from the top down. ``bottom``: 0, 1, 2, …, early termination.
-    ``even``: first, last, then always the layer farthest from all ranked ones, the lowest on ties. A permutation
-    stands for itself.
+    ``top`` (the paper's): ``warmup`` bottom layers, then from the top down. ``bottom``: 0, 1, 2, …, as in early exit.
+    ``even``: first, last, then always the layer farthest from all ranked ones, the lowest on ties.
     """
     if isinstance(order, tuple):
         return order

@@ -1,7 +1,7 @@
-"""Each decoder layer's ``forward`` runs, runs on a prefix of the positions, or passes the hidden states on.
+"""Gates: each runs its decoder layer on all positions, on a prefix of them, or passes the hidden states on.
 
-The gate sits on the layer *instance*: no model subclass, no copied modelling code, state-dict keys stay as they are.
-It acts only when a pass carries a :class:`~skipdecode.core.cache.SkipCache` or runs inside ``teacher_forced``.
+A gate patches the layer *instance*: no model subclass, no copied modelling code, the same state-dict keys. It acts
+only if a pass carries a :class:`~skipdecode.core.cache.SkipCache` or runs inside ``teacher_forced``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .schedule import Schedule
 
 
 class Gate(Patch):
-    """Stands in for one layer's ``forward``."""
+    """Replacement of one layer's ``forward``."""
 
     gates: GateState
 
@@ -31,13 +31,13 @@ class Gate(Patch):
         super().__init__(layer, name, gates)
         self.index = index
 
-    # Depths change from step to step: a compiled model leaves its graph here, and the layer's own frame is compiled.
+    # Depths change from step to step: torch.compile breaks the graph here and compiles the layer by itself.
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output on the positions it runs; the other positions' hidden states unchanged."""
+        """Return the layer's output on the positions it runs, and other positions' hidden states unchanged."""
         gates = self.gates
         cache = find_cache(args, kwargs)
-        guide = gates.forced_pass() if cache is None else cache  # says which positions each layer runs
+        guide = gates.forced_pass() if cache is None else cache  # tells how many positions each layer runs
         if guide is None:
             return self.original(*args, **kwargs)
         if cache is None and any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
@@ -51,10 +51,10 @@ class Gate(Patch):
         axis = gates.axis(hidden, guide.shape)
         width = hidden.shape[axis]
         count = guide.begin_layer(self.index, width)
-        if self.index == 0 and width > 1:  # once a pass: to look into ids waits for the device
+        if self.index == 0 and width > 1:  # once a pass, since reading ids waits for the device
             refuse_packed(kwargs)
         if width != guide.width:
-            # The model has dropped all but the last positions; which of those does this layer run?
+            # The model has dropped all but the last ``width`` positions: count which of them this layer runs.
             if self.index not in gates.borrowers:
                 raise CacheError(f"layer {self.index} is given {width} of {guide.width} positions: it cannot skip")
             count = max(count - (guide.width - width), 0)
@@ -77,7 +77,7 @@ class Gate(Patch):
         return gates.like_output(torch.cat([ran, rest.to(ran.device)], dim=axis))
 
     def _learn_output(self, one: Prefix, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the layer on one position, for nothing but what it returns beside its hidden states."""
+        """Run the layer on one position, only to learn what it returns in addition to hidden states."""
         args, kwargs = one.of_call(self.original, args, kwargs)
         args = tuple(None if isinstance(v, SkipCache) else v for v in args)
         kwargs = {k: None if isinstance(v, SkipCache) else v for k, v in kwargs.items()}
@@ -86,27 +86,27 @@ class Gate(Patch):
 
 
 class GateState:
-    """What the gates of one model share."""
+    """State that the gates of one model share."""
 
     def __init__(self, borrowers: frozenset[int]) -> None:
         #: Layers that attend to another layer's keys and values.
         self.borrowers = borrowers
-        #: Teacher-forced passes under way, by thread.
+        #: The current teacher-forced pass of each thread.
         self.forced: dict[int, ForcedPass] = {}
-        #: The cache that the next forward pass of a thread, over these ids or embeddings, must carry.
+        #: By thread: the cache that its next forward pass must carry, and the ids or embeddings of that pass.
         self.expected: dict[int, tuple[Callable[[], SkipCache | None], Any]] = {}
         self.output_is_known = False
-        self._axis: int | None = None  # of the positions in hidden states that have streams beside them
-        self._extras: int | None = None  # what layers return beside hidden states (a tuple); None: a tensor alone
+        self._axis: int | None = None  # of the positions in hidden states that also have an axis of streams
+        self._extras: int | None = None  # number of values returned after hidden states; None: no tuple is returned
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy takes over: nothing of what threads have under way."""
+        """Return what a copy of the model takes over: not the passes of threads."""
         return vars(self) | {"forced": {}, "expected": {}}
 
     def forced_pass(self) -> ForcedPass | None:
-        """What governs a pass without a cache in this thread."""
+        """Return this thread's teacher-forced pass, or None."""
         forced = self.forced.get(threading.get_ident())
-        # Autograd recomputes checkpointed layers in threads of its own.
+        # Autograd recomputes checkpointed layers in its own threads, which are not in ``forced``.
         if forced is None and self.forced and torch._C._current_graph_task_id() != -1:
             if len(self.forced) > 1:
                 raise CacheError("several threads train one model with gradient checkpointing: train in one")
@@ -114,18 +114,18 @@ class GateState:
         return forced
 
     def learn_output(self, output: Any) -> None:
-        """Note what a layer returned."""
+        """Remember the form of a layer's output: a tensor, or a tuple and its length."""
         self._extras = len(output) - 1 if isinstance(output, tuple) else None
         self.output_is_known = True
 
     def like_output(self, hidden: Tensor) -> Any:
-        """``hidden`` in the form that the layers of this model return."""
+        """Return ``hidden`` in the form of this model's layer outputs."""
         return hidden if self._extras is None else (hidden, *[None] * self._extras)
 
     def axis(self, hidden: Tensor, shape: tuple[int, ...] | None) -> int:
-        """Where the positions of hidden states are, in a pass over ids of ``shape`` (batch, positions).
+        """Return the positions' axis of hidden states, in a pass over ids of ``shape`` (batch, positions).
 
-        (batch, positions, size) in most families; Gemma 3n has streams before these, DeepSeek-V4 after them.
+        Most are (batch, positions, size); Gemma 3n's have streams before batch, DeepSeek-V4's after positions.
         """
         if hidden.ndim == 3:
             return 1
@@ -141,17 +141,17 @@ class GateState:
 
 
 class ForcedPass:
-    """Answers for an uncached pass the questions that a SkipCache answers for a cached one."""
+    """A teacher-forced pass, which tells gates how many positions to run, as a SkipCache does for a cached pass."""
 
     def __init__(self, schedule: Schedule, prompt_length: int) -> None:
         self.schedule = schedule
         self.prompt_length = prompt_length
         self.width = 0
-        self.shape: tuple[int, ...] | None = None  # of the pass's ids: (batch, positions)
-        self._positions: dict[int, list[int]] = {}  # by width: recomputation asks again
+        self.shape: tuple[int, ...] | None = None  # (batch, positions) of the pass's ids
+        self._positions: dict[int, list[int]] = {}  # by width, since recomputation calls again
 
     def begin_layer(self, index: int, width: int) -> int:
-        """How many of the pass's positions the layer runs, a prefix."""
+        """Return how many positions of the pass the layer runs, from the first on."""
         if index == 0 or self.width < width:
             self.width = width
         if self.width not in self._positions:
@@ -160,7 +160,7 @@ class ForcedPass:
 
 
 def refuse_packed(kwargs: dict[str, Any]) -> None:
-    """Raises CacheError for a batch whose rows hold several sequences."""
+    """Raise CacheError for a batch that packs several sequences into one row."""
     if packed(kwargs):
         raise CacheError("packed (padding-free) batches cannot skip layers: give one sequence per row, left-padded")
 
@@ -171,5 +171,5 @@ def _check_nothing_is_lent(kwargs: dict[str, Any]) -> None:
 
 
 def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SkipCache | None:
-    """The cache of a pass, wherever the family puts it."""
+    """Return the SkipCache among a pass's arguments, or None."""
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, SkipCache)), None)

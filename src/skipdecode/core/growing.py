@@ -1,4 +1,4 @@
-"""Keys and values of one layer with room ahead: a step writes its position, instead of copying all before it."""
+"""Keys and values of one layer in spare room: a step writes its position instead of copying all earlier ones."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-#: Positions of room that a layer without any makes. Every position is copied once in so many steps.
+#: Spare positions that a full layer allocates. It copies earlier positions once in so many steps.
 ROOM = 32
 
 
 class GrowingLayer(DynamicLayer):
-    """transformers' DynamicLayer, but for where it stores: same keys and values, of the same shapes.
+    """A DynamicLayer that stores the same keys and values in larger tensors.
 
-    ``keys`` and ``values`` (batch, heads, positions, size) are the filled part of two larger tensors. What
-    replaces them (beams, cropping) leaves the room, and the next update makes a new one. With gradients, which bear no
-    writing in place, they are concatenated.
+    ``keys`` and ``values`` (batch, heads, positions, size) are the filled part of two larger tensors, the room. Beam
+    search and cropping replace them; the next update makes a new room. With gradients, which forbid writing in place,
+    each update concatenates instead.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._room: tuple[Tensor, Tensor, Tensor] | None = None  # for keys, for values; the keys that it holds
+        self._room: tuple[Tensor, Tensor, Tensor] | None = None  # for keys and values; ``keys`` as last set
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the states of new positions; all keys and values."""
+        """Store the keys and values of new positions, and return those of all positions."""
         if key_states.requires_grad or value_states.requires_grad or key_states.dtype != value_states.dtype:
             self._room = None
             return super().update(key_states, value_states, *args, **kwargs)
@@ -44,7 +44,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def _fits(self, states: Tensor, end: int) -> bool:
-        """Whether there is room up to ``end``, and what is stored still lies in it."""
+        """Tell whether there is room up to position ``end``, and ``keys`` still lie in it."""
         if self._room is None or self._room[2] is not self.keys:
             return False
         room = self._room[0]
@@ -63,11 +63,11 @@ class GrowingLayer(DynamicLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held, room included."""
+        """Return the bytes of memory held, including spare room."""
         held = (self.keys, self.values) if self._room is None else self._room[:2]
         return sum(x.numel() * x.element_size() for x in held if x is not None)
 
-    # --- what replaces keys and values by others: the room must not be held beside them
+    # --- methods that replace keys and values: each frees the old room
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last positions."""
@@ -75,22 +75,22 @@ class GrowingLayer(DynamicLayer):
         self._leave()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Rows by the beams (rows) that they go on from."""
+        """Replace each sequence of the batch by the beam that it continues."""
         super().reorder_cache(beam_idx)
         self._leave()
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these rows."""
+        """Keep only these sequences of the batch."""
         super().batch_select_indices(indices)
         self._leave()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row so many times."""
+        """Repeat each sequence of the batch so many times."""
         super().batch_repeat_interleave(repeats)
         self._leave()
 
     def reset(self) -> None:
-        """Hold nothing."""
+        """Drop all keys and values."""
         super().reset()
         self._leave()
 

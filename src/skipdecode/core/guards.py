@@ -1,4 +1,4 @@
-"""What stands at a model's entrances: a prompt comes first, a pass carries its cache, a call may be given one."""
+"""Patches of a model's entry points: they announce prompts, check that passes carry their cache, and provide caches."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .schedule import Schedule
 
 
 class PassGuard(Patch):
-    """Stands in for the model's ``forward``: notices a pass that loses the cache, or never asks it."""
+    """Replacement of the model's ``forward`` that raises CacheError if a pass loses its SkipCache or never uses it."""
 
     gates: GateState
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output."""
+        """Return the model's output."""
         cache = find_cache(args, kwargs)
         expected, ids = self.gates.expected.pop(threading.get_ident(), (lambda: None, None))
-        # A pass over other ids is another one: that which was prepared never came.
+        # A pass over other ids is not the prepared one, which never came.
         lost = expected() is not None and cache is not expected()
         if lost and any(value is ids for value in (*args, *kwargs.values())):
             raise CacheError(
@@ -36,7 +36,7 @@ class PassGuard(Patch):
         if (guide := self.gates.forced_pass() if cache is None else cache) is not None:
             guide.shape = _shape(args, kwargs)
             if guide.shape is not None and guide.shape[1] > 1:
-                refuse_packed(kwargs)  # a family may keep its position ids to itself
+                refuse_packed(kwargs)  # here too, as some models do not give position ids to layers
         if cache is None:
             return self.original(*args, **kwargs if guide is None else {"use_cache": False} | kwargs)
         if cache.cut_short:
@@ -56,12 +56,12 @@ class PassGuard(Patch):
 
 
 class PromptGuard(Patch):
-    """Stands in for ``prepare_inputs_for_generation``, which alone is told that a pass belongs to a prompt."""
+    """Replacement of ``prepare_inputs_for_generation``, the only method told that a pass belongs to a prompt."""
 
     gates: GateState
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model inputs, if the cache can take them."""
+        """Return the model inputs. Raises CacheError if the cache cannot take them."""
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, SkipCache):
             return self.original(*args, **kwargs)
@@ -69,7 +69,7 @@ class PromptGuard(Patch):
             raise CacheError(
                 "with use_cache=False every step runs the whole text anew: leave it out, or the SkipCache (detach)"
             )
-        # A decode step is told its length, 1. (Before 5.23, a chunk of a prompt is told nothing at all.)
+        # ``generate`` gives a decode step its length, 1. (Before 5.23, it gives a chunk of a prompt neither argument.)
         if kwargs.get("is_first_iteration") or kwargs.get("next_sequence_length") is None:
             cache.begin_prompt()
         inputs = self.original(*args, **kwargs)
@@ -79,7 +79,7 @@ class PromptGuard(Patch):
 
 
 class CacheProvider(Patch):
-    """Stands in for ``generate``: a call that brings no cache gets a new SkipCache."""
+    """Replacement of ``generate`` that gives a new SkipCache to a call without a cache."""
 
     schedule: Schedule
 
@@ -88,10 +88,10 @@ class CacheProvider(Patch):
         self.model = owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``generate`` returns."""
+        """Return what ``generate`` returns."""
         if kwargs.get("past_key_values") is None:
-            # A kind of cache that the checkpoint or the caller's config names is for calls without one. (transformers
-            # drops "hybrid" itself, and warns of any option beside a generation_config.)
+            # Unset the cache kind that a generation config names: it is for calls without a cache. (transformers
+            # drops "hybrid" itself, and warns of any option passed along with a generation_config.)
             configs = (*args[1:2], kwargs.get("generation_config"), getattr(self.model, "generation_config", None))
             if {getattr(config, "cache_implementation", None) for config in configs} - {None, "hybrid"}:
                 kwargs = {"cache_implementation": None} | kwargs
@@ -100,10 +100,10 @@ class CacheProvider(Patch):
 
 
 class BatchingGuard(Patch):
-    """Stands in for ``init_continuous_batching``, which every way into transformers' continuous batching calls."""
+    """Replacement of ``init_continuous_batching``, which all entry points of transformers' continuous batching call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: its rows stand at different positions, in a cache of its own that follows no schedule."""
+        """Raise UsageError: continuous batching mixes positions, in a cache of its own that follows no schedule."""
         raise UsageError(
             "transformers' continuous batching (generate_batch, transformers serve) cannot follow the schedule that "
             "attach was given: use model.generate or `skipdecode serve`; detach(model) for full depth"
@@ -111,6 +111,6 @@ class BatchingGuard(Patch):
 
 
 def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-    """(batch, positions) of what a pass is given: ids, or embeddings."""
+    """Return (batch, positions) of a pass's ids or embeddings."""
     given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
     return next((tuple(value.shape[:2]) for value in given if isinstance(value, Tensor)), None)

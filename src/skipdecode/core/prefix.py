@@ -1,4 +1,4 @@
-"""The first positions of whatever a decoder layer is given: hidden states, masks, position ids and embeddings."""
+"""Cut a decoder layer's arguments (hidden states, masks, position ids, embeddings) to the first positions."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..errors import CacheError
 
 @dataclass(frozen=True)
 class Prefix:
-    """A layer is given ``width`` query positions, the last of a pass's ``keys``; it runs the first ``queries`` of them.
+    """The first ``queries`` of the ``width`` positions that a layer is given, which are the last of a pass's ``keys``.
 
-    The two widths differ only where a model drops positions that its upper layers need not compute.
+    ``width`` is less than ``keys`` only if the model drops positions that its upper layers need not compute.
     """
 
     width: int
@@ -27,11 +27,11 @@ class Prefix:
 
     @property
     def seen(self) -> int:
-        """Key positions that the queries can attend to."""
+        """Return the number of key positions that the queries can attend to."""
         return self.keys - self.width + self.queries
 
     def of_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Positional and named arguments of ``forward``, cut."""
+        """Return the positional and named arguments of ``forward``, cut to the prefix."""
         names = list(inspect.signature(forward).parameters)[: len(args)]
         names += [""] * (len(args) - len(names))
         cut = tuple(self._cut(name, value) for name, value in zip(names, args, strict=True))
@@ -51,9 +51,9 @@ class Prefix:
     def _cut_tensor(self, name: str, value: Tensor) -> Tensor:
         shape = value.shape
         if value.ndim >= 3 and any(word in name for word in ("mask", "bias", "alibi")):
-            # (batch, heads, queries, keys), or (batch and heads, 1, keys): one row stands for all queries.
+            # (batch, heads, queries, keys), or (batch * heads, 1, keys) with one mask for all queries.
             if shape[-1] != self.keys or shape[-2] not in (1, self.width):
-                if "mask" not in name:  # a bias for all positions there may be, which the layer cuts itself
+                if "mask" not in name:  # a bias for the longest possible input, which the layer cuts itself
                     return value
                 raise CacheError(f"{name} of shape {tuple(shape)} does not show its {self.keys} positions")
             return value[..., : self.seen] if shape[-2] == 1 else value[..., : self.queries, : self.seen]
@@ -70,7 +70,7 @@ class Prefix:
 
 
 class _SharedPrefix(UserDict[Any, Any]):
-    """Keys and values that layers lend each other: lenders write to the original, borrowers read a prefix of it."""
+    """A dict of keys and values that layers share: lenders write to the original, borrowers read a prefix of it."""
 
     def __init__(self, shared: UserDict[Any, Any], seen: int) -> None:
         super().__init__()
@@ -78,18 +78,18 @@ class _SharedPrefix(UserDict[Any, Any]):
         self._seen = seen
 
     def __getitem__(self, key: Any) -> tuple[Tensor, ...]:
-        """Tensors (batch, heads, positions, size), cut."""
+        """Return the tensors (batch, heads, positions, size) of an entry, cut to the prefix."""
         return tuple(states[..., : self._seen, :] for states in self.data[key])
 
     def to(self, *args: Any, **kwargs: Any) -> _SharedPrefix:
-        """As transformers' own container has it: accelerate moves what a layer is given."""
+        """Move all tensors, as transformers' own container does: accelerate moves a layer's arguments."""
         for key, states in list(self.data.items()):
             self.data[key] = tuple(x.to(*args, **kwargs) for x in states)
         return self
 
 
 def packed(kwargs: Mapping[str, Any]) -> bool:
-    """Whether a row of the batch holds several sequences: they have no common prompt edge."""
+    """Tell whether a row of the batch packs several sequences, whose prompts do not end at one position."""
     positions = kwargs.get("position_ids")
     if any(key.startswith("cu_seq_lens") and value is not None for key, value in kwargs.items()):
         return True

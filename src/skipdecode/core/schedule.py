@@ -1,4 +1,4 @@
-"""Which layers a position runs. Pure Python; see docs/method.md for the notation."""
+"""Schedules: how many and which layers each position runs. Pure Python; docs/method.md has the notation."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from ..errors import FileError, ScheduleError, SkipDecodeError
 from ..files import parse_json, read_json, write
 from .decays import DECAYS, ORDERS, budget, flat_depth, mix, ranking, remaining, target
 
-#: More than any model has.
+#: Upper bound on ``num_layers``; no model has more.
 MOST_LAYERS = 1024
-#: Few enough that nothing hangs: depths are kept step by step.
+#: Upper bound on horizons and lengths: a schedule stores the depth of each step, so more steps would take too long.
 MOST_TOKENS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One depth per generated position, never increasing, and the layers each depth stands for.
+    """A depth (number of layers to run) for each generated position, never increasing, and a ranking of the layers.
 
-    Step ``g`` feeds back generated token ``g``. The prompt runs all layers unless ``prompt_layers`` or ``prompt_decay``
-    says otherwise.
+    Step ``g`` takes generated token ``g`` as input and runs the best-ranked layers, as many as its depth. The prompt
+    runs all layers unless ``prompt_layers`` or ``prompt_decay`` says otherwise.
 
     Args:
         num_layers: decoder layers ``L`` of the model.
         max_depth: layers run at step 0.
         min_depth: layers run from step ``horizon - 1`` on.
-        horizon: steps the decay spans.
+        horizon: number of steps over which the depth falls.
         decay: shape of the fall; ``linear`` is the paper's.
         order: ranking of the layers, the first ``depth`` of which run: ``top`` (the paper's: warm-up layers, then from
             the top down), ``bottom``, ``even``, or a permutation of all layer indices.
         warmup: bottom layers that ``top`` ranks first; they count inside the depth.
         rate: steepness of the ``power`` and ``exponential`` decays.
         stairs: number of levels of the ``step`` decay.
-        depths: the depths themselves, for ``decay="list"``; the last one holds from there on.
-        prompt_decay: the last so many prompt positions fall linearly to ``max_depth`` (0: none does).
-        prompt_layers: layers that prompt positions run at most, ``max_depth`` to ``L``, or ``"max"`` for ``max_depth``;
-            all ``L`` if None. Layers above that rank never run.
+        depths: depth of each step, for ``decay="list"``; later steps keep the last one.
+        prompt_decay: number of prompt positions, the last ones, over which the depth falls linearly to ``max_depth``.
+        prompt_layers: greatest depth of a prompt position, ``max_depth`` to ``L``; ``"max"`` means ``max_depth``, None
+            ``L``. Lower-ranked layers never run.
 
     Raises:
-        ScheduleError: for any value that contradicts another.
+        ScheduleError: a value is invalid, or contradicts another.
 
     Example:
         >>> schedule = Schedule.for_speedup(5, num_layers=24, horizon=32)
@@ -79,22 +79,19 @@ class Schedule:
     # --- what a step runs
 
     def depth(self, step: int) -> int:
-        """Layers that step ``step`` (counted from 0) runs."""
+        """Return how many layers step ``step`` (counted from 0) runs."""
         if step < 0:
             raise ScheduleError(f"a step is 0 or more, not {step}")
         return self._staircase[min(step, self.horizon - 1)]
 
     def layers(self, depth: int) -> tuple[int, ...]:
-        """Indices of the layers that ``depth`` stands for, in network order."""
+        """Return the indices of the ``depth`` best-ranked layers, in network order."""
         if not 1 <= depth <= self.num_layers:
             raise ScheduleError(f"a depth is 1 to {self.num_layers}, not {depth}")
         return tuple(sorted(self.ranking[:depth]))
 
     def prompt_depth(self, distance: int) -> int:
-        """Layers run by the prompt position ``distance`` places before the prompt's end (1: its last).
-
-        Counted from the end, so that a row's depths do not depend on its padding.
-        """
+        """Return how many layers the ``distance``-th last prompt position runs (1: the last), whatever the padding."""
         if distance > self.prompt_decay:
             return self.deepest
         t = 1.0 if self.prompt_decay == 1 else (self.prompt_decay - distance) / (self.prompt_decay - 1)
@@ -102,13 +99,13 @@ class Schedule:
 
     @property
     def deepest(self) -> int:
-        """Layers that the prompt's first positions run: no position runs more."""
+        """Return how many layers the first prompt positions run; no position runs more."""
         return self.prompt_layers if isinstance(self.prompt_layers, int) else self.num_layers
 
     def positions_per_layer(self, prompt_length: int, length: int) -> list[int]:
-        """For each layer, how many of ``length`` positions it runs, the first ``prompt_length`` being prompt: a prefix.
+        """Return, for each layer, how many of ``length`` positions it runs; the first ``prompt_length`` are prompt.
 
-        A layer runs a position if its rank is below the position's depth; depths never increase, so counting is enough.
+        Depths never increase, so a layer that runs ``n`` positions runs the first ``n``.
         """
         inside = min(prompt_length, length)
         depths = [self.prompt_depth(prompt_length - position) for position in range(inside)]
@@ -118,42 +115,42 @@ class Schedule:
         return [counts[layer] for layer in range(self.num_layers)]
 
     def check_layers(self, num_layers: int) -> Schedule:
-        """This schedule, if it is for so many layers. Raises ScheduleError."""
+        """Return this schedule; raise ScheduleError if it is for another number of layers."""
         require(
             self.num_layers == num_layers, f"the schedule is for {self.num_layers} layers, the model has {num_layers}"
         )
         return self
 
-    # --- what it will cost
+    # --- what a schedule costs
 
     def average_depth(self, length: int) -> float:
-        """Mean layers per step over ``length`` steps."""
+        """Return the mean number of layers per step over ``length`` steps."""
         check_whole("length", length)
         inside = self._staircase[:length]
         return (sum(inside) + (length - len(inside)) * self.min_depth) / length
 
     def layer_ratio(self, length: int) -> float:
-        """Predicted ``L / average depth`` over ``length`` steps: how many times fewer layers run."""
+        """Return the speed-up in layers, ``L / average depth``, over ``length`` steps."""
         return self.num_layers / self.average_depth(length)
 
     def job_ratio(self, prompt_length: int, length: int) -> float:
-        """The same for a whole job: ``prompt_length`` prompt positions and ``length`` steps."""
+        """Return the speed-up in layers over ``prompt_length`` prompt positions and ``length`` steps together."""
         positions = prompt_length + length
         return self.num_layers * positions / sum(self.positions_per_layer(prompt_length, positions))
 
     @property
     def distinct_depths(self) -> tuple[int, ...]:
-        """The depths that occur, deepest first."""
+        """Return the different depths of the steps, deepest first."""
         return tuple(sorted(set(self._staircase), reverse=True))
 
     @property
     def is_full(self) -> bool:
-        """Whether every position runs every layer."""
+        """Tell whether every position runs every layer."""
         return self.min_depth == self.num_layers
 
     @cached_property
     def ranking(self) -> tuple[int, ...]:
-        """All layers, those that run longest first."""
+        """Return all layers, best-ranked first: depth ``d`` runs the first ``d``."""
         return ranking(self.order, self.num_layers, self.warmup)
 
     @cached_property
@@ -163,25 +160,25 @@ class Schedule:
         weights = (remaining(self.decay, g, self.horizon, self.rate, self.stairs) for g in range(self.horizon))
         return tuple(mix(weight, self.max_depth, self.min_depth) for weight in weights)
 
-    # --- ways to make one
+    # --- ways to make a schedule
 
     @classmethod
     def full(cls, num_layers: int) -> Schedule:
-        """Every position runs every layer: the stock model."""
+        """Make the schedule of the unmodified model: every position runs every layer."""
         return cls(num_layers, num_layers, num_layers, horizon=1, decay="constant", warmup=0)
 
     @classmethod
     def for_speedup(cls, speedup: float, num_layers: int, horizon: int, **style: Any) -> Schedule:
-        """A schedule for a target speed-up of layers: the paper's budget where it gives one, else its rule.
+        """Make a schedule for a target speed-up in layers, with the paper's budget if it lists one, else by its rule.
 
         Args:
-            speedup: target layer reduction against full depth, 1 to ``num_layers``.
+            speedup: full depth over average depth, 1 to ``num_layers``.
             num_layers: decoder layers of the model.
-            horizon: steps over which the depth falls.
-            style: further fields of the schedule, ``order`` and ``decay`` among them.
+            horizon: number of steps over which the depth falls.
+            style: further fields of the schedule, such as ``order`` and ``decay``.
 
         Raises:
-            ScheduleError: a speed-up out of range, or fields that contradict each other.
+            ScheduleError: the speed-up is out of range, or fields contradict each other.
         """
         check_whole("num_layers", num_layers)
         require(
@@ -197,45 +194,43 @@ class Schedule:
 
     @property
     def target(self) -> float:
-        """Target speed-up in the paper's sense; for a list, the ratio over its own length."""
+        """Return the target speed-up as the paper computes it; for listed depths, their layer ratio."""
         if self.depths is not None:
             return round(self.layer_ratio(self.horizon), 2)
         return target(self.max_depth, self.min_depth, self.num_layers)
 
     @property
     def style(self) -> dict[str, Any]:
-        """What a schedule of another budget takes over: order, warm-up, decay with its numbers, decay in the prompt."""
+        """Return the fields to copy for another speed-up: order, warm-up, decay and its parameters, prompt fields."""
         names = ("order", "warmup", "rate", "stairs", "prompt_decay")
         style = {name: getattr(self, name) for name in names} | {"decay": "linear" if self.depths else self.decay}
-        # A prompt of as many layers as the first step stays one at another budget.
+        # A prompt as deep as the first step stays so when another budget changes max_depth.
         in_prompt = "max" if self.prompt_layers == self.max_depth else self.prompt_layers
         return style | ({} if in_prompt is None else {"prompt_layers": in_prompt})
 
     @classmethod
     def from_depths(cls, num_layers: int, depths: list[int] | tuple[int, ...], **options: Any) -> Schedule:
-        """The explicit list: step ``g`` runs ``depths[g]`` layers, the last one holds from there on."""
+        """Make a schedule whose step ``g`` runs ``depths[g]`` layers; later steps keep the last depth."""
         require(bool(depths), "depths must hold at least one number")
         return cls(num_layers, depths[0], depths[-1], len(depths), decay="list", depths=tuple(depths), **options)
 
     def replace(self, **changes: Any) -> Schedule:
-        """This schedule with other values in some of its fields."""
+        """Return a copy with these fields changed."""
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON has them."""
+        """Return the fields as JSON values, without those that are None."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if v is not None}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, strict: bool = True) -> Schedule:
-        """Inverse of :meth:`to_dict`.
+        """Make the schedule that :meth:`to_dict` returned as ``values``.
 
         Args:
-            values: as JSON has them.
-            strict: whether keys that this version does not know are refused; else they are left out with a warning,
-                so that a model that a later version has trained can be opened.
+            strict: refuse unknown keys; else ignore them with a warning, so that models of later versions still open.
 
         Raises:
-            ScheduleError: unknown or missing keys, or values that contradict each other.
+            ScheduleError: keys are unknown or missing, or values contradict each other.
         """
         require(isinstance(values, dict), f"a schedule is a JSON object, not {type(values).__name__}")
         names = {field.name for field in fields(cls)}
@@ -249,19 +244,19 @@ class Schedule:
         return cls(**values)
 
     def to_json(self) -> str:
-        """One JSON object, indented."""
+        """Return the fields as an indented JSON object."""
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
-        """Inverse of :meth:`to_json`. Raises ScheduleError for any other text."""
+        """Make the schedule that :meth:`to_json` wrote. Raises ScheduleError for any other text."""
         try:
             return cls.from_dict(parse_json(text, "the schedule"))
         except FileError as error:
             raise ScheduleError(str(error)) from None
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON to ``path``, whole or not at all. Raises FileError where another kind of file is there."""
+        """Write the JSON to ``path``, all or nothing. Raises FileError if ``path`` is a file but no schedule."""
         write(path, self.to_json() + "\n", may_replace=is_schedule)
 
     @classmethod
@@ -275,7 +270,7 @@ class Schedule:
 
 
 def is_schedule(data: bytes) -> bool:
-    """Whether a file's bytes are a schedule's, which may be replaced by another."""
+    """Tell whether a file's bytes are a schedule, so that another schedule may replace the file."""
     try:
         Schedule.from_dict(parse_json(data, "it"))
     except SkipDecodeError:
@@ -284,7 +279,7 @@ def is_schedule(data: bytes) -> bool:
 
 
 def _check(schedule: Schedule) -> None:
-    """Raise ScheduleError for a value that is none, or that contradicts another."""
+    """Raise ScheduleError for a value that is invalid or contradicts another."""
     layers, decay, rate, order, depths = (
         getattr(schedule, name) for name in ("num_layers", "decay", "rate", "order", "depths")
     )
@@ -314,7 +309,7 @@ def _check(schedule: Schedule) -> None:
         )
     bounds = [("min_depth", "max_depth"), ("max_depth", "num_layers")]
     if isinstance(order, tuple):
-        # A tuple of anything but int would compare equal for 1.0 or True: the type is checked too.
+        # 1.0 and True compare equal to 1, so the type is checked too.
         require(
             all(type(i) is int for i in order) and sorted(order) == list(range(layers)),
             f"order must hold each of the layers 0 to {layers - 1} exactly once, not {order}",
@@ -337,7 +332,7 @@ def _check(schedule: Schedule) -> None:
 
 
 def parse_prompt_layers(value: Any) -> int | str | None:
-    """``prompt_layers`` as people write it: a number, also as text, or ``max``; None stays. Raises ScheduleError."""
+    """Read ``prompt_layers`` from a number, its digits, ``max`` or None. Raises ScheduleError for other values."""
     number = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 7 else value
     valid = number is None or number == "max" or (type(number) is int and number >= 1)
     require(valid, f"prompt_layers is 'max' or a number of layers, not {str(value)[:100]!r}")
@@ -345,13 +340,13 @@ def parse_prompt_layers(value: Any) -> int | str | None:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises ScheduleError."""
+    """Raise ScheduleError unless the condition holds."""
     if not condition:
         raise ScheduleError(message)
 
 
 def check_whole(name: str, value: Any, least: int = 1, most: int = MOST_TOKENS) -> None:
-    """An int, and no bool or float that equals one."""
+    """Raise ScheduleError unless ``value`` is an int, not a bool or float, from ``least`` to ``most``."""
     require(
         type(value) is int and least <= value <= most,
         f"{name} must be a whole number from {least:,} to {most:,}, not {value!r}",

@@ -1,4 +1,4 @@
-"""What a model must be to skip layers exactly: one stack of decoder layers, each fed by the one before it alone."""
+"""Find a model's decoder layers, and check that skipping is exact: each reads only the output of the one before."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .schedule import Schedule
 
 
 def text_config(config: Any) -> Any:
-    """The part of a config that describes the decoder (a multimodal config holds several parts)."""
+    """Return the part of a config that describes the decoder (a multimodal config has several parts)."""
     return config.get_text_config(decoder=True)
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The model's stack of decoder layers, whatever the family calls it.
+    """Return the model's stack of decoder layers, whatever attribute holds it.
 
     Raises:
-        UnsupportedModel: encoder-decoder models, and models whose stack cannot be told.
+        UnsupportedModel: the model is an encoder-decoder, or does not have exactly one such stack.
     """
     count = layer_count(_decoder_config(model))
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count and _is_stack(m)]
-    # A list inside another's layers (experts, say) is part of a layer.
+    # A list inside the layers of another stack (experts, say) is part of a layer.
     inner = {id(part) for stack in stacks for part in stack.modules() if part is not stack}
     stacks = [stack for stack in stacks if id(stack) not in inner]
     if len(stacks) != 1:
@@ -48,16 +48,12 @@ def _decoder_config(model: nn.Module) -> Any:
 
 
 def _is_stack(layers: nn.ModuleList) -> bool:
-    """Whether each takes a hidden state first, as a decoder layer does."""
+    """Tell whether each module takes hidden states first, as a decoder layer does."""
     return all(next(iter(inspect.signature(layer.forward).parameters), "") == "hidden_states" for layer in layers)
 
 
 def check_kind(model: nn.Module) -> None:
-    """Whether the model only looks back, and keeps its state in transformers' cache and nowhere else.
-
-    Raises:
-        UnsupportedModel: it does not; the message says what it does instead.
-    """
+    """Raise UnsupportedModel unless the model is causal and keeps its state only in transformers' cache."""
     inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if inner is None:
         return
@@ -77,7 +73,7 @@ def check_kind(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _looks_ahead(model: PreTrainedModel) -> bool:
-    """Whether a second token changes the logits of the first."""
+    """Tell whether a second token changes the logits of the first."""
     ids = torch.tensor([[2, 3], [2, 4]], device=model.device)
     training = model.training
     model.eval()
@@ -87,9 +83,9 @@ def _looks_ahead(model: PreTrainedModel) -> bool:
 
 
 def lenders(config: Any) -> dict[int, int]:
-    """Layer -> the lower layer whose keys and values it attends to instead of its own; empty where none does.
+    """Map each layer without keys and values of its own to the lower layer whose keys and values it attends to.
 
-    Raises ModelError where the config says that layers share keys, but not which.
+    Raises ModelError if the config says that layers share keys, but not which.
     """
     config = text_config(config)
     modes = getattr(config, "kv_sharing_modes", None)
@@ -110,12 +106,10 @@ def lenders(config: Any) -> dict[int, int]:
 
 
 def with_lenders_first(schedule: Schedule, config: Any) -> Schedule:
-    """``schedule`` for a model of this config: a layer whose keys others borrow runs as long as its borrowers.
-
-    The depths stay as they are; where the order ranks a borrower before its lender, the lender moves up.
+    """Return ``schedule`` in an order that ranks each layer before the layers that borrow its keys; depths stay.
 
     Raises:
-        ScheduleError: it is for another number of layers.
+        ScheduleError: the schedule is for another number of layers.
     """
     schedule.check_layers(layer_count(config))
     borrowed = lenders(config)

@@ -1,1 +1,1 @@
-"""Text in, batches out, texts scored: rows, tasks, tokenization, collation, metrics."""
+"""Read rows of text, make prompts and batches of them, and score generated texts."""

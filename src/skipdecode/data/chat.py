@@ -1,4 +1,4 @@
-"""Conversations: what a message is, how a row's are read, and how a tokenizer's template writes them."""
+"""Conversations: parse messages from a row, and render them with a tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ..errors import ModelError, TaskError
 
 
 class Message(NamedTuple):
-    """What one side of a conversation said; ``role`` is ``system``, ``user``, ``assistant``, …"""
+    """One message of a conversation; ``role`` is ``system``, ``user``, ``assistant``, …"""
 
     role: str
     content: str
 
 
 Chat = tuple[Message, ...]
-#: What a model is given: a text, or a conversation that its answer continues.
+#: The model's input: a text, or a conversation that the model answers.
 Prompt = str | Chat
 
 
 def parse_messages(value: Any) -> Chat:
-    """A conversation from a list of ``{"role": …, "content": …}``, as TRL and transformers have them.
+    """Parse a list of ``{"role": …, "content": …}``, the format of TRL and transformers.
 
-    Raises TaskError for no list of such messages, and for content that is not text (images, tool calls).
+    Raises TaskError for anything else, and for content that is not text (images, tool calls).
     """
     if not isinstance(value, (list, tuple)) or not value:
         raise TaskError("messages are a list of {'role': …, 'content': …}, at least one")
@@ -43,12 +43,12 @@ def parse_messages(value: Any) -> Chat:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, answer: str | None = None) -> str:
-    """The conversation as the tokenizer's chat template writes it, special tokens included.
+    """Return the conversation in the format of the tokenizer's chat template, with special tokens.
 
-    Without ``answer`` it ends where the assistant's answer begins, or behind the words that the assistant has said of
-    it; with ``answer``, behind the whole answer.
+    The text ends after ``answer``; without it, where the assistant's answer begins, or after a last message of the
+    assistant, which the answer continues.
 
-    Raises ModelError for a tokenizer without a template, and for a conversation that the template refuses.
+    Raises ModelError if the tokenizer has no template, or the template refuses the conversation.
     """
     from jinja2 import TemplateError
 

@@ -1,4 +1,4 @@
-"""Examples to batches whose prompt edge is one column."""
+"""Make batches of examples in which all prompts end in the same column."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ except ImportError:
 
 @dataclass
 class Collator:
-    """Left-pads prompts and right-pads responses, so that the prompt edge is one column of the batch.
+    """Left-pads prompts and right-pads responses, so that all prompts of a batch end in the same column.
 
-    Widths are rounded up to ``multiple``: shapes that change with every batch make the CPU allocator's memory grow.
+    Widths are rounded up to ``multiple``: with a new shape in every batch, the CPU allocator's memory would grow.
     """
 
     pad_token_id: int
     multiple: int = 8
-    #: Positions of the model: a batch is never wider, so the ends of its longest responses may be left out.
+    #: The model's positions and the limit of a batch's width: ends of the longest responses may be cut.
     max_length: int | None = None
-    #: Responses whose ends were left out so far.
+    #: Number of responses cut so far.
     cut: int = field(default=0, init=False)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Batch rows of ``prompt_ids`` and ``response_ids``.
+        """Make a batch of items with ``prompt_ids`` and ``response_ids``.
 
         Returns ``input_ids``, ``attention_mask``, ``position_ids`` (batch, P + R - 1), ``labels`` (batch, 1 + R; -100
-        on padding) and ``prompt_length`` P. The last response token is a label only. The first column of labels stands
-        for the prompt: the Trainer counts a step's tokens from the second one on.
+        on padding) and ``prompt_length`` P. The last response token is a label only. The first column of labels is
+        -100, because the Trainer counts a step's tokens from the second column on.
         """
         longest = max(len(row["prompt_ids"]) for row in rows)
         steps = max(len(row["response_ids"]) for row in rows) - 1
@@ -67,13 +67,13 @@ class Collator:
 
 
 def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> Dataset:
-    """Token ids of each example's prompt and first response; examples over ``max_length`` tokens are left out."""
+    """Encode each example's prompt and first reference; drop examples of more than ``max_length`` tokens."""
     if not examples:
         return Dataset.from_list([])
     prompts = encode_prompts(tokenizer, [example.prompt for example in examples])
     responses = encode_response(tokenizer, [(e.prompt, e.references[0]) for e in examples])
     rows = [
-        # The sampler groups by "length": prompts of like width first, responses of like length among them.
+        # The sampler groups by "length": by the prompt's padded width first, then by the response's length.
         {"prompt_ids": p, "response_ids": r, "length": _round_up(len(p), 8) * 10_000 + len(r)}
         for p, r in zip(prompts, responses, strict=True)
         if max_length is None or len(p) + len(r) <= max_length

@@ -1,4 +1,4 @@
-"""What a generation job is given: one item per row. A bad row is reported, never fatal."""
+"""Read the inputs of a generation job, one item per row; a bad row gives an item with an error."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .chat import Prompt
 from .rows import guess_format, read_rows
 from .tasks import Task
 
-#: Columns that an output has of its own: an input's of these names are not repeated there.
+#: Columns that a job adds to its output; the input's columns of these names are not copied.
 OUTPUT_COLUMNS = ("text", "tokens", "finish_reason", "error")
 
 
 @dataclass
 class Item:
-    """One row: its line in the file (from 1), the columns the output repeats, its prompt or what is wrong with it."""
+    """One input: its line in the file (from 1), the columns to copy to the output, and its prompt or error."""
 
     line: int
     columns: dict[str, Any]
@@ -28,19 +28,19 @@ class Item:
 
 
 def read_items(source: str, task: Task, form: str | None = None) -> list[Item]:
-    """All rows of ``source`` (a path, or ``-`` for standard input).
+    """Read all items of ``source`` (a path, or ``-`` for standard input).
 
-    Where the task says that inputs repeat (one row per reference), each distinct input is kept once.
+    If the task's inputs repeat (one row per reference), each distinct input becomes one item.
 
     Raises:
-        TaskError: no such file, an unknown format, a JSON array, a CSV without the task's columns or with quotes that
-            do not match, or no rows at all.
+        TaskError: the file is missing, not in a known format, a JSON array, or a CSV with unmatched quotes; or it has
+            no rows, or none with the task's columns.
     """
     data, name = _bytes(source), "standard input" if source == "-" else source
     form = form or guess_format(source, data)
     items: list[Item] = []
     seen: dict[Prompt, Item] = {}
-    fits = False  # some row, or one that cannot be read, may have the columns
+    fits = False  # whether a row has the task's columns, or is unreadable and might have them
     for line, row, error in read_rows(data, form, name=name, text_column=task.prompt_columns[0][0]):
         has_columns = any(set(columns) <= set(row) for columns in task.prompt_columns)
         if form == "csv" and not has_columns:
@@ -66,9 +66,9 @@ def _no_column(name: str, row: dict[str, Any], task: Task) -> str:
 
 
 def to_item(line: int, row: dict[str, Any], task: Task, error: str | None = None) -> Item:
-    """The item of one row; ``error`` is what is wrong with it already.
+    """Make the item of a row, with ``error`` if reading it failed.
 
-    It has all columns of the row. A prompt that is in a column of the output's own (``text``) stands as ``prompt``.
+    The item has the row's columns but those in ``OUTPUT_COLUMNS``; a prompt from ``text`` is kept as ``prompt``.
     """
     item = Item(line, {name: value for name, value in row.items() if name not in OUTPUT_COLUMNS}, error=error)
     if error is None:

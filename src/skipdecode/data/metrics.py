@@ -1,4 +1,4 @@
-"""Metrics kept as statistics of each row, so that a resampled corpus is scored exactly and at no further cost."""
+"""Metrics as statistics of each text, so that a bootstrap scores resampled corpora without reading texts again."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ Array = NDArray[np.float64]
 
 
 class Metric(ABC):
-    """A score of a corpus, from 0 to 100, that is a function of sums over its rows."""
+    """A score of a corpus, 0 to 100, computed from statistics summed over its texts."""
 
-    #: What it is called in JSON.
+    #: Name in JSON.
     name: str
-    #: What it is called in tables.
+    #: Name in tables.
     label: str
 
     @abstractmethod
     def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-        """Statistics of each text against all its references, one row per text: (n, k)."""
+        """Return (n, k): the statistics of each of n texts against all its references."""
 
     @abstractmethod
     def corpus(self, totals: Array, n: int) -> float:
-        """The score of ``n`` rows whose statistics sum to ``totals`` (k,)."""
+        """Return the score of ``n`` texts whose statistics sum to ``totals`` (k,)."""
 
     def score(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-        """The score of all texts. Raises UsageError if there are none."""
+        """Return the score of all texts. Raises UsageError if there are none."""
         if not texts:
             raise UsageError(f"{self.label} of no texts")
         rows = self.rows(texts, references)
@@ -43,57 +43,57 @@ class Metric(ABC):
 
 
 class Bleu(Metric):
-    """Lower-cased sacrebleu, otherwise with its defaults: 13a tokens, exponential smoothing."""
+    """BLEU of sacrebleu with its defaults (13a tokens, exponential smoothing), but lower-cased."""
 
     name = "bleu"
     label = "BLEU"
 
     def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-        """Matched and possible n-grams (n = 1 to 4), the text's length, the closest reference's."""
-        # effective_order changes a sentence's score, never its counts; without it sacrebleu warns at every row.
+        """Return (n, 10): matched and possible 1- to 4-grams, and the lengths of text and closest reference."""
+        # effective_order changes only the score, not the counts; without it sacrebleu warns at every sentence.
         bleu = _package("sacrebleu").BLEU(lowercase=True, effective_order=True)
         scores = [bleu.sentence_score(text, list(refs)) for text, refs in zip(texts, references, strict=True)]
         return np.array([[*s.counts, *s.totals, s.sys_len, s.ref_len] for s in scores], dtype=np.float64)
 
     def corpus(self, totals: Array, n: int) -> float:
-        """Corpus BLEU as sacrebleu computes it."""
+        """Return sacrebleu's corpus BLEU."""
         counts = [int(total) for total in totals]
         bleu = _package("sacrebleu").BLEU
         return float(bleu.compute_bleu(counts[:4], counts[4:8], counts[8], counts[9], smooth_method="exp").score)
 
 
 class _Mean(Metric):
-    """The mean of a row's own score."""
+    """A metric that is the mean of the texts' own scores."""
 
     def corpus(self, totals: Array, n: int) -> float:
-        """The mean, as a percentage."""
+        """Return the mean as a percentage."""
         return 100 * float(totals[0]) / n
 
 
 class RougeL(_Mean):
-    """ROUGE-L with stemming: the F-measure against the best of the references."""
+    """ROUGE-L with stemming: the F-measure against the best reference."""
 
     name = "rouge_l"
     label = "ROUGE-L"
 
     def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-        """The F-measure (0 to 1)."""
+        """Return (n, 1): the F-measure (0 to 1)."""
         scorer = _package("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=True)
         pairs = zip(texts, references, strict=True)
         return np.array([[scorer.score_multi(refs, text)["rougeL"].fmeasure] for text, refs in pairs])
 
 
 class Agreement(_Mean):
-    """How much of another system's texts (the full model's) these repeat: ROUGE-L over words of any script.
+    """ROUGE-L between texts and another system's (the full model's), passed as references; words of any script.
 
-    No reference is needed. Nothing is stemmed or lower-cased, and equal texts agree wholly, empty ones too.
+    Nothing is stemmed or lower-cased; equal texts score 1, empty ones too.
     """
 
     name = "agreement"
     label = "agreement"
 
     def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-        """The F-measure (0 to 1)."""
+        """Return (n, 1): the F-measure (0 to 1)."""
         scorer = _package("rouge_score.rouge_scorer").RougeScorer(["rougeL"], tokenizer=self)
         pairs = zip(texts, references, strict=True)
         return np.array(
@@ -101,18 +101,17 @@ class Agreement(_Mean):
         )
 
     def tokenize(self, text: str) -> list[str]:
-        """Words, and marks one by one."""
+        """Split a text into words and single punctuation marks."""
         return re.findall(r"\w+|[^\w\s]", text)
 
 
 @dataclass(frozen=True)
 class BertScore(_Mean):
-    """BERTScore: F1 against the best of the references, neither weighted by idf nor rescaled.
+    """BERTScore: F1 against the best reference, without idf weights or rescaling.
 
     Attributes:
         model: a directory or a hub name.
-        num_layers: the layer whose states are compared; None takes the one bert-score found best for a model of that
-            name, and the last layer of a model it does not know.
+        num_layers: the layer to compare; None: bert-score's choice for a model of that name, else the last.
     """
 
     model: str
@@ -122,10 +121,10 @@ class BertScore(_Mean):
     label = "BERTScore"
 
     def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-        """F1 (0 to 1; an empty text has 0). Raises ModelError if the model cannot be loaded."""
+        """Return F1 (0 to 1; 0 for an empty text). Raises ModelError if the model cannot be loaded."""
         bert_score = _package("bert_score", "bertscore")
         result = np.zeros((len(texts), 1))
-        # What is empty scores 0; bert-score would ask the tokenizer for a method that transformers 5 no longer has.
+        # Empty texts score 0 here: for them bert-score calls a tokenizer method that transformers 5 removed.
         pairs = [(text, [r for r in refs if r.strip()]) for text, refs in zip(texts, references, strict=True)]
         filled = [i for i, (text, refs) in enumerate(pairs) if text.strip() and refs]
         if not filled:
@@ -146,7 +145,7 @@ class BertScore(_Mean):
     def _layer(self) -> int:
         from transformers import AutoConfig, AutoTokenizer
 
-        # Said no here: bert-score lets transformers ask, on standard input, whether to run a checkpoint's code.
+        # Refuse remote code here: bert-score lets transformers ask for it on standard input.
         config = AutoConfig.from_pretrained(self.model, trust_remote_code=False)
         AutoTokenizer.from_pretrained(self.model, trust_remote_code=False)
         best = import_module("bert_score.utils").model2layers
@@ -158,16 +157,13 @@ DEFAULT: tuple[Metric, ...] = (Bleu(), RougeL())
 
 
 def bootstrap(metric: Metric, rows_a: Array, rows_b: Array, samples: int = 1000, seed: int = 0) -> tuple[float, float]:
-    """Paired bootstrap (Koehn, 2004): how far the lead of one system over another hangs on the rows it was measured on.
+    """Return the 95% percentile interval of system a's score minus b's, by paired bootstrap (Koehn, 2004).
 
     Args:
-        metric: what ``rows_a`` and ``rows_b`` are statistics of.
-        rows_a, rows_b: two systems' statistics of the same rows.
-        samples: resampled corpora.
+        metric: the metric.
+        rows_a, rows_b: ``metric.rows`` of two systems' texts for the same inputs.
+        samples: number of resampled corpora.
         seed: of the resampling.
-
-    Returns:
-        The 95% percentile interval of a's score minus b's.
     """
     if rows_a.shape != rows_b.shape or not len(rows_a):
         raise ValueError(f"a paired bootstrap needs the same rows twice, not {len(rows_a)} and {len(rows_b)}")

@@ -1,4 +1,4 @@
-"""Rows of JSONL, CSV or lines of text: the one reader of them, lenient for a generation job, strict for training."""
+"""Read rows of JSONL, CSV or lines of text: with an error per bad row for generation, strictly for training."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..errors import TaskError
 FORMATS = ("jsonl", "csv", "text")
 SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".txt": "text"}
 LINE_BREAK = re.compile(r"\r\n|\r|\n")
-#: No data nests deeper; Python's own limit depends on who calls, so a row that is read might not be written.
+#: Deepest JSON accepted: Python's recursion limit depends on the caller, so a row might be readable but not writable.
 MAX_NESTING = 100
 
-#: The line a row begins at (from 1), its columns, and what is wrong with it.
+#: The line at which a row begins (from 1), its columns, and its error or None.
 Row = tuple[int, dict[str, Any], str | None]
 
 
@@ -31,22 +31,18 @@ def read_rows(
     strict: bool = False,
     text_column: str = "prompt",
 ) -> Iterator[Row]:
-    """Rows of a file, or of its content.
+    """Yield each row of a file or of bytes, with the columns that could be read; skip blank lines of JSONL and CSV.
 
     Args:
-        source: the file, which is read as the rows are taken, or its bytes.
-        format: ``jsonl``, ``csv`` or ``text``; by default what the name or the beginning says.
-        name: what messages call the source.
-        strict: a row with an error ends the reading.
-        text_column: what the line is called in ``text``.
-
-    Yields:
-        The line, the columns and None; or the line, what columns could be read, and the error. Blank lines of JSONL
-        and CSV are no rows.
+        source: a file, which is read row by row, or its content.
+        format: ``jsonl``, ``csv`` or ``text``; by default guessed from the name or content.
+        name: the source's name in error messages.
+        strict: raise a row's error in place of yielding it.
+        text_column: the name of the one column of ``text``.
 
     Raises:
-        TaskError: the source cannot be read, has no such format, is a JSON array, or is a CSV with a column twice or
-            with quotes that do not match; if strict, also any error of a row.
+        TaskError: the source cannot be read, is a JSON array, or is a CSV with a repeated column or unmatched quotes;
+            ``format`` is unknown; or, if strict, a row has an error.
     """
     name = name or (str(source) if isinstance(source, Path) else "the input")
     try:
@@ -54,7 +50,7 @@ def read_rows(
         if format not in FORMATS:
             raise TaskError(f"the input's format is {', '.join(FORMATS)}, not {format!r}")
         binary = source.open("rb") if isinstance(source, Path) else io.BytesIO(source)
-        # surrogateescape lets a bad byte through as a lone surrogate, so that only its own row is lost.
+        # surrogateescape reads a bad byte as a lone surrogate, so that only its row gets an error.
         with io.TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             rows = _text(file, text_column) if format == "text" else {"csv": _csv, "jsonl": _jsonl}[format](file, name)
             for line, row, error in rows:
@@ -66,13 +62,13 @@ def read_rows(
 
 
 def guess_format(path: str, data: bytes = b"{") -> str:
-    """The format that a file's name says, or else the beginning of its content."""
+    """Return the format by a file's suffix, or else by the beginning of its content."""
     begins_like_json = re.match(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{", data)
     return SUFFIXES.get(Path(path).suffix.lower()) or ("jsonl" if begins_like_json else "text")
 
 
 def is_text(value: str) -> bool:
-    """Whether it can be written as UTF-8: no lone surrogates, from a bad byte or from JSON's escapes."""
+    """Return whether UTF-8 can encode ``value``: it has no lone surrogates, from a bad byte or a JSON escape."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -139,11 +135,11 @@ def _csv(file: TextIO, name: str) -> Iterator[Row]:
 
 
 def _records(file: TextIO, name: str) -> Iterator[tuple[int, list[str]]]:
-    """The line that each record of a CSV begins at, and its fields."""
-    reader = csv.reader(file, strict=True)  # or a stray quote would swallow the rows up to the next one
+    """Yield the line at which each record of a CSV begins, and its fields."""
+    reader = csv.reader(file, strict=True)  # else a stray quote swallows the rows up to the next quote
     while True:
         begin = reader.line_num + 1
-        limit = csv.field_size_limit(2**31 - 1)  # the most that C's long holds everywhere; the process keeps its own
+        limit = csv.field_size_limit(2**31 - 1)  # the limit is global: restored below; C's long is 32 bits on Windows
         try:
             fields = next(reader, None)
         except csv.Error as problem:

@@ -1,4 +1,4 @@
-"""Text to token ids and left-padded batches: the one place that decides where a prompt ends and a response begins."""
+"""Encode prompts and responses, and decide at which token a response begins."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from ..errors import ModelError
 from .chat import Prompt, render
 
-#: What a response is put behind where it cannot be put behind its prompt: one that merges with no letter is enough.
+#: Strings put before a response to encode it apart from its prompt; one that does not merge with it is enough.
 ANCHORS = ("\n", ".", ",", "a", "0", "(", "#")
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of texts with the tokenizer's own special tokens, less an end-of-sequence that it puts last.
+    """Return the token ids of prompts, with the tokenizer's special tokens but without an end-of-sequence at the end.
 
-    An empty text is the begin-of-text token, or nothing where there is none. A conversation is what the tokenizer's
-    chat template writes of it, up to where the assistant's answer begins; the template writes the special tokens.
-
-    Raises ModelError for conversations without a chat template, or ones that it refuses.
+    An empty text becomes the begin-of-text token, if there is one. The tokenizer's chat template renders conversations
+    and their special tokens, up to where the assistant's answer begins (see :func:`skipdecode.data.chat.render`).
+    Raises ModelError for a conversation if there is no chat template, or the template refuses it.
     """
     return _encode(tokenizer, [p if isinstance(p, str) else render(tokenizer, p) for p in prompts], prompts)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Ids of texts that are, or begin with, these prompts."""
+    """Encode texts, each of which equals or begins with its prompt."""
     ids: list[list[int]] = [[]] * len(texts)
     chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
     plain = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
@@ -41,20 +40,18 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], prompts: S
 
 
 def encode_response(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[Prompt, str]]) -> list[list[int]]:
-    """Ids of each (prompt, response)'s response, closed by end-of-sequence.
+    """Return the token ids of each pair's response, with end-of-sequence at the end.
 
-    Between a text and its response stands a space, unless one of them brings white space or the text is empty. A
-    conversation's response is what the chat template writes behind the prompt, up to the end-of-sequence that closes
-    it.
+    A space separates prompt and response, unless the prompt is empty or either has white space there. A conversation's
+    response is the text that the chat template adds after the prompt, up to its end-of-sequence.
 
-    They are the ids of the whole text after those of the prompt alone, which are all that decoding sees. Where these
-    do not begin the whole text's (a prompt that ends in white space may share a token with what follows), they are
-    ids that say the rest behind the prompt's: ``decode(prompt + response)`` is always the whole text.
+    The response's ids are those of the whole text without the prompt's ids. If the whole text's ids do not begin with
+    the prompt's (a prompt's last space may be in a token with the next word), the response is encoded separately;
+    ``decode(prompt + response)`` is always the whole text.
 
     Raises:
-        ModelError: a tokenizer without an end-of-sequence token (a model could not learn to stop), without a
-            begin-of-text token where a prompt is empty, or without a chat template that writes an answer behind its
-            prompt.
+        ModelError: the tokenizer has no end-of-sequence token, no begin-of-text token although a prompt is empty, or no
+            chat template that keeps the prompt unchanged before an answer; or it cannot encode a response separately.
     """
     if tokenizer.eos_token_id is None:
         raise ModelError("the tokenizer has no end-of-sequence token: set one before training")
@@ -72,14 +69,14 @@ def encode_response(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[Pr
     for prompt, rest, start, ids in zip(prompts, rests, before, whole, strict=True):
         if ids[: len(start)] == start:
             ids = ids[len(start) :]
-        elif prompt:  # behind the begin-of-text token that not every tokenizer puts, all of them are the response's
+        elif prompt:  # not for an empty prompt, whose begin-of-text token some tokenizers do not add
             ids = _ids_behind(tokenizer, start, ids, rest)
         rows.append(_closed(tokenizer, ids) if isinstance(prompt, tuple) else [*ids, tokenizer.eos_token_id])
     return rows
 
 
 def _rest_of(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str, text: str) -> str:
-    """What stands behind the text of a prompt, up to the response's end."""
+    """Return the text from the prompt's end to the response's end."""
     if isinstance(prompt, str):
         return response if not prompt or prompt[-1].isspace() or response[:1].isspace() else f" {response}"
     whole = render(tokenizer, prompt, response)
@@ -92,17 +89,17 @@ def _rest_of(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str, 
 
 
 def _closed(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
-    """An answer up to the end-of-sequence that its template closes it with, or with one behind it."""
+    """Cut an answer after its template's end-of-sequence, or append one."""
     eos = tokenizer.eos_token_id
     if eos in ids:
         end = len(ids) - ids[::-1].index(eos)
-        if not tokenizer.decode(ids[end:]).strip():  # ChatML has a line break there, which is never decoded
+        if not tokenizer.decode(ids[end:]).strip():  # ChatML adds a line break there, which generation never reaches
             return ids[:end]
     return [*ids, eos]
 
 
 def _ids_behind(tokenizer: PreTrainedTokenizerBase, start: list[int], whole: list[int], text: str) -> list[int]:
-    """Ids of ``text`` that, behind those of ``start``, say what ``whole`` says."""
+    """Return ids of ``text`` such that ``start`` and they decode to the same text as ``whole``."""
 
     def ids_of(part: str) -> list[int]:
         return tokenizer(part, add_special_tokens=False)["input_ids"]
@@ -116,7 +113,7 @@ def _ids_behind(tokenizer: PreTrainedTokenizerBase, start: list[int], whole: lis
 
 
 def for_decoding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Left padding, with end-of-sequence as the padding token where there is none (padding is masked anyway)."""
+    """Set left padding, and end-of-sequence as the padding token if there is none (padding is masked anyway)."""
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
@@ -124,11 +121,11 @@ def for_decoding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most ``vocab_size`` tokens, with ``<pad>`` and ``</s>``.
+    """Train a byte-level BPE tokenizer of at most ``vocab_size`` tokens, with ``<pad>`` and ``</s>``.
 
-    Raises ModelError for a size that does not hold these two and the 256 bytes, or is larger than any.
+    Raises ModelError if ``vocab_size`` is below 258 (these two and 256 bytes) or above 2**22.
     """
-    least, most = len(pre_tokenizers.ByteLevel.alphabet()) + 2, 1 << 22  # the trainer takes memory for all of them
+    least, most = len(pre_tokenizers.ByteLevel.alphabet()) + 2, 1 << 22  # the trainer allocates memory for all
     if type(vocab_size) is not int or not least <= vocab_size <= most:
         raise ModelError(f"a tokenizer of bytes has {least} to {most} tokens: vocab_size cannot be {vocab_size!r}")
     bpe = Tokenizer(models.BPE())

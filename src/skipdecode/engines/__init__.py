@@ -1,1 +1,1 @@
-"""Other engines of generation jobs: vLLM in this process, and workers of a Ray cluster."""
+"""Engines that can run generation jobs instead of transformers: vLLM in this process, and workers on a Ray cluster."""

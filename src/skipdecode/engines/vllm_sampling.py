@@ -1,4 +1,4 @@
-"""transformers' decoding options as vLLM's sampling parameters; those that vLLM has not are refused. No vLLM here."""
+"""Translates transformers' decoding options to vLLM's, and refuses those that vLLM lacks. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from ..errors import UsageError
 from ..generation.options import SAMPLING
 
-#: transformers' name -> vLLM's, and what transformers takes where neither the options nor the checkpoint say anything.
+#: transformers' name -> vLLM's name, and transformers' default if neither options nor checkpoint set a value.
 SAMPLED: dict[str, tuple[str, Any]] = {
     "temperature": ("temperature", 1.0),
     "top_k": ("top_k", 50),
@@ -22,9 +22,9 @@ ALWAYS: dict[str, tuple[str, Any]] = {
     "max_new_tokens": ("max_tokens", 20),
     "min_new_tokens": ("min_tokens", 0),
 }
-#: Taken beside these. Stop strings are found here as transformers finds them, not by vLLM.
+#: Further accepted options. The engine finds stop strings itself, as transformers does.
 OTHERS = ("do_sample", "eos_token_id", "stop_strings")
-#: With these values an option changes nothing. None and False never do.
+#: An option with this value, None or False changes nothing.
 OFF: dict[str, Any] = {
     "num_beams": 1,
     "num_return_sequences": 1,
@@ -37,7 +37,7 @@ OFF: dict[str, Any] = {
     "min_length": 0,
     "use_cache": True,
 }
-#: What a checkpoint's generation_config may say without changing which tokens greedy decoding or sampling takes.
+#: Fields of a checkpoint's generation_config that do not change which tokens are chosen, so they are ignored.
 ASIDE = frozenset(
     """max_length early_stopping length_penalty diversity_penalty use_mtp use_cache cache_implementation cache_config
     max_cache_len output_attentions output_hidden_states output_scores output_logits return_dict_in_generate
@@ -46,20 +46,20 @@ ASIDE = frozenset(
     assistant_ensemble_weight speculation_type compile_config disable_compile continuous_batching_config low_memory
     prefill_chunk_size num_return_sequences _from_model_config transformers_version""".split()
 )
-#: vLLM takes no others: it lifts lower ones to the first, and refuses higher ones.
+#: The range that vLLM accepts: it raises lower temperatures to the minimum, and refuses higher ones.
 TEMPERATURES = (0.01, 2.0)
 
 
 def sampling_params(options: Mapping[str, Any], defaults: GenerationConfig, config: Any) -> dict[str, Any]:
-    """Arguments of vLLM's ``SamplingParams`` that choose the tokens that ``model.generate`` would, but for a seed.
+    """Return arguments of vLLM's ``SamplingParams`` (without a seed) that decode like ``model.generate``.
 
     Args:
         options: as ``model.generate`` names them.
-        defaults: the checkpoint's generation_config, whose values hold where ``options`` say nothing.
-        config: the model's.
+        defaults: the checkpoint's generation_config: its values apply where ``options`` has none.
+        config: the model's config.
 
     Raises:
-        UsageError: an option, or something that the checkpoint asks for, that vLLM does not have.
+        UsageError: vLLM lacks an option or a setting of the checkpoint, or refuses the temperature.
     """
     taken = {*SAMPLED, *ALWAYS, *OTHERS}
     for name, value in options.items():
@@ -67,7 +67,7 @@ def sampling_params(options: Mapping[str, Any], defaults: GenerationConfig, conf
             raise UsageError(
                 f"{name}: the engine vllm has nothing like it: leave it out, or take the engine transformers"
             )
-    if vars(defaults) == vars(GenerationConfig()):  # there is no such file
+    if vars(defaults) == vars(GenerationConfig()):  # the checkpoint has no generation_config
         defaults = GenerationConfig.from_model_config(config)
     asked = {name: value for name, value in vars(defaults).items() if name in vars(GenerationConfig())}
     sample = bool(options.get("do_sample"))
@@ -87,12 +87,12 @@ def sampling_params(options: Mapping[str, Any], defaults: GenerationConfig, conf
         raise UsageError(f"temperature: vLLM takes {least} to {most}, not {params['temperature']}")
     ends = values.get("eos_token_id")
     params["stop_token_ids"] = [ends] if isinstance(ends, int) else list(ends or ())
-    # Which tokens end a text was decided above: vLLM adds none of its own.
+    # stop_token_ids holds all tokens that end a text: vLLM must add none of its own.
     return params | {"ignore_eos": True, "detokenize": False}
 
 
 def stop_strings(options: Mapping[str, Any], defaults: GenerationConfig) -> list[str]:
-    """The strings that end a text."""
+    """Return the strings that end a text."""
     strings = options.get("stop_strings", defaults.stop_strings) or []
     return [strings] if isinstance(strings, str) else list(strings)
 

@@ -1,1 +1,1 @@
-"""What a budget costs in quality and gives on the clock: tables, calibration, checks."""
+"""Measure what skipping layers costs in quality and saves in time; calibrate schedules; check models."""

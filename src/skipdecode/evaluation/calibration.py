@@ -1,6 +1,6 @@
 """Fit a schedule to a model and its data, as ``skipdecode calibrate`` does it.
 
-The horizon follows the lengths that the model really writes, and the layer order may follow from the loss:
+The horizon is fitted to the lengths of the texts that the model generates; the layer order can be searched by loss:
 
     calibration = calibrate(CalibrationPlan("demo", Path("prompts.txt"), speedup=3))
     calibration.schedule, calibration.after.step_layer_ratio
@@ -44,50 +44,46 @@ from .inputs import read_examples
 from .layer_order import LayerOrder, is_losses
 from .loss import batches_of
 
-#: How far the achieved ratio may be off, as a share of the target.
+#: Largest accepted relative error of the achieved ratio.
 TOLERANCE = 0.03
-#: How many fitted schedules are tried at most.
+#: Largest number of fitted schedules to generate with.
 ROUNDS = 3
-#: How far a score may fall by calibration before it is not saved unasked.
+#: A schedule that lowers a score by more points than this is saved only with ``force``.
 POINTS = 1.0
-#: Rows that the search for a layer order computes its losses on.
+#: Number of examples that the search for a layer order computes losses on.
 SEARCH_ROWS = 64
-#: The interval of a score's difference over fewer rows than this says little.
+#: With fewer inputs than this, the interval of a score's difference is unreliable.
 FEW_ROWS = 10
 
 OnProgress = Callable[[str, int, int], object]
-#: Decode steps of batches -> the schedule for them.
+#: Maps the number of decode steps of each batch to a schedule fitted to them.
 Fit = Callable[[Sequence[int]], Schedule]
 
 
 @dataclass(frozen=True)
 class CalibrationPlan:
-    """What to fit a schedule to, and how.
-
-    The depths fitted are those of the method that the model was trained by; SkipDecode's, if it was not trained.
+    """Settings of a calibration. It fits schedules of the method that trained the model, else SkipDecode's.
 
     Args:
         model: directory, hub name or ``demo``.
-        data: rows like those to come: a file, in which prompts are enough, or the task's folder or hub name.
-        speedup: the ratio of ``clock`` that decode steps, or jobs, are to achieve.
-        task: how rows are prompted and scored.
-        limit: use so many inputs, evenly drawn.
-        batch_size: as it will be used: a batch runs until its longest row ends.
+        data: inputs like those of later use: a file (prompts are enough), or the task's folder or hub name.
+        speedup: target ratio of full depth to the schedule, in the unit of ``clock``.
+        task: how inputs are prompted and scored.
+        limit: largest number of inputs, evenly drawn from the data.
+        batch_size: use that of later runs, because a batch decodes until its longest text ends.
         max_new_tokens: None: the task's.
         decay: None: as trained, else linear.
-        order: ``top``, ``bottom``, ``even``, or ``search``: from the loss on the data's responses. None: as trained,
-            else ``top``.
-        prompt_layers: layers that the prompt runs: a number, or ``max`` for as many as the first step runs. None: as
-            trained, else all.
-        clock: ``layers`` that decode steps run; or with a profile the seconds of a ``step`` or of the whole ``job``.
-        profile: what ``skipdecode profile`` measured on this machine, with the options of the jobs to come.
-        output: gets the schedule as JSON; a search keeps its losses beside it.
-        save: whether :meth:`Calibration.save` will be called: that it can be is then checked first.
+        order: ``top``, ``bottom``, ``even``, or ``search`` by loss on the responses. None: as trained, else ``top``.
+        prompt_layers: number of layers that the prompt runs; ``max``: as many as step 0. None: as trained, else all.
+        clock: unit of ``speedup``: ``layers`` per decode step, or with a profile seconds per ``step`` or ``job``.
+        profile: from ``skipdecode profile`` on this machine, measured with the options of later runs.
+        output: JSON file for the schedule; a search keeps its losses in the same folder, in ``losses_file``.
+        save: whether :meth:`Calibration.save` will be called; then its preconditions are checked first.
         device: as :func:`skipdecode.load` takes it.
 
     Raises:
-        UsageError: values that contradict each other or are out of range.
-        ScheduleError: prompt_layers that say nothing.
+        UsageError: values contradict each other or are out of range.
+        ScheduleError: ``prompt_layers`` is invalid.
     """
 
     model: str
@@ -126,19 +122,20 @@ class CalibrationPlan:
 
     @property
     def losses_file(self) -> Path | None:
-        """Where a search keeps its losses."""
+        """Return the file that keeps the losses of a search; None without an output file."""
         return None if self.output is None or is_stream(self.output) else self.output.with_suffix(".losses.json")
 
     def measure(self, prompt_tokens: Sequence[int]) -> Callable[[Sequence[int]], Measure]:
-        """Decode steps of batches -> what ``speedup`` is a ratio of: layers, or seconds as the profile predicts them.
+        """Return a function that maps the decode steps of batches to a ``Measure`` of layers or of predicted seconds.
 
-        ``prompt_tokens``: of each row, in any order; batches are made of like ones, the longest first.
+        Args:
+            prompt_tokens: length of each prompt, in any order.
         """
         profile = self.profile
         if profile is None:
             return Lengths
         works = workloads(prompt_tokens, self.batch_size, self.max_new_tokens or self.task.max_new_tokens)
-        Predictor(profile, works, self.clock)  # what it does not reach shows before anything is written
+        Predictor(profile, works, self.clock)  # raises before generation starts if the profile is too small
 
         def predicted(lengths: Sequence[int]) -> Measure:
             batches = [replace(work, new_tokens=max(n, 1) + 1) for work, n in zip(works, lengths, strict=False)]
@@ -149,15 +146,15 @@ class CalibrationPlan:
 
 @dataclass(frozen=True)
 class Written:
-    """What a model wrote with a schedule.
+    """The texts that a model generated with a schedule.
 
     Attributes:
-        schedule: the one it wrote with.
-        ratio: what was fitted to the target; over its own lengths, times less than at full depth.
-        step_layer_ratio: the full model's layers divided by those that a decode step ran.
-        job_layer_ratio: the same over the whole job, the prompt's positions and the decode steps.
+        schedule: the schedule that ran.
+        ratio: achieved ratio of full depth to the schedule in the plan's clock, over ``lengths``.
+        step_layer_ratio: layers of the full model divided by the average layers per decode step.
+        job_layer_ratio: the same over all positions: those of the prompt and the decode steps.
         lengths: decode steps of each batch.
-        texts: in the order of the prompts.
+        texts: generated texts in the order of the prompts.
     """
 
     schedule: Schedule
@@ -168,13 +165,13 @@ class Written:
     texts: tuple[str, ...]
 
     def ratios(self) -> dict[str, float]:
-        """The layer ratios, as JSON has them."""
+        """Return both layer ratios, rounded for JSON."""
         return {name: round(getattr(self, name), 3) for name in ("step_layer_ratio", "job_layer_ratio")}
 
 
 @dataclass(frozen=True)
 class Quality:
-    """One score, 0 to 100, of three schedules, and the 95% interval of ``after - before`` over ``rows`` inputs."""
+    """A score (0 to 100) of three schedules on ``rows`` inputs, and the 95% interval of ``after - before``."""
 
     full: float
     before: float
@@ -184,12 +181,12 @@ class Quality:
 
     @property
     def falls(self) -> bool:
-        """Whether the fitted schedule scores less, by more than POINTS."""
+        """Whether the fitted schedule lowers the score by more than :data:`POINTS`."""
         return self.before - self.after > POINTS
 
     @property
     def change(self) -> str:
-        """The difference and its interval."""
+        """Format the difference ``after - before`` and its interval."""
         return f"{self.after - self.before:+.2f} ({self.interval[0]:+.2f} to {self.interval[1]:+.2f})"
 
     def __str__(self) -> str:
@@ -202,15 +199,15 @@ class Quality:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A fitted schedule, and what it changes.
+    """A fitted schedule, with texts and scores before and after.
 
     Attributes:
-        plan: what was asked for.
-        method: whose depths were fitted.
-        before, after, full: texts of the schedule there was, of the fitted one, and of the full model.
-        quality: each score by its label; agreement with full depth comes last.
-        trained: the schedule that was trained for this speed-up, in the style asked for; None if there is none.
-        losses: of a search for the layer order: loss in nats per token by the number of layers left.
+        plan: the settings.
+        method: name of the method whose schedule was fitted.
+        before, after, full: texts with the model's previous schedule, with the fitted one, and at full depth.
+        quality: scores by label; agreement with full depth comes last.
+        trained: the schedule trained for this speed-up, changed as the plan says; None if there is none that can be.
+        losses: loss in nats per token by the number of layers left; empty without a search for the layer order.
     """
 
     plan: CalibrationPlan
@@ -224,11 +221,11 @@ class Calibration:
 
     @property
     def schedule(self) -> Schedule:
-        """The fitted one."""
+        """Return the fitted schedule."""
         return self.after.schedule
 
     def remarks(self) -> list[str]:
-        """What the user should know: depths other than the trained ones, a ratio that is not achieved, worse scores."""
+        """Return warnings for the user: depths that differ from training, a missed target, lower scores."""
         new, old, target = self.schedule, self.trained, f"{self.plan.speedup:g}x"
         lines = []
         if old and (new.max_depth, new.min_depth) != (old.max_depth, old.min_depth):
@@ -241,12 +238,12 @@ class Calibration:
         return lines + [f"{label} falls {quality}" for label, quality in self.worse().items()]
 
     def worse(self) -> dict[str, Quality]:
-        """Scores that fall by more than POINTS; agreement counts only where there are no references."""
+        """Return the scores that fall by more than :data:`POINTS`; agreement counts only if it is the only score."""
         judged = list(self.quality)[: max(len(self.quality) - 1, 1)]
         return {label: self.quality[label] for label in judged if self.quality[label].falls}
 
     def summary(self) -> dict[str, Any]:
-        """Plain values, as JSON has them."""
+        """Return the results as plain values for JSON."""
         losses = {"losses": {n: round(loss, 4) for n, loss in self.losses.items()}} if self.losses else {}
         quality = {
             name: {k: round(v, 2) for k, v in asdict(each).items() if k != "interval"}
@@ -265,10 +262,10 @@ class Calibration:
         }
 
     def save(self, force: bool = False) -> Path:
-        """Put the schedule into the model's config, where ``speedup`` of every verb finds it. Returns the config.
+        """Save the schedule in the model's config, where every command looks up ``speedup``; return the config's path.
 
         Raises:
-            UsageError: a score falls by more than POINTS, and ``force`` is not set; nothing is written.
+            UsageError: a score falls by more than :data:`POINTS`, and ``force`` is not set; nothing is saved.
         """
         if (worse := self.worse()) and not force:
             train = f"train with --schedule {self.plan.output}, or " if self.plan.output else ""
@@ -288,17 +285,18 @@ def calibrate(
     say: Callable[[str], object] = warnings.warn,
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> Calibration:
-    """Let the model write, fit the schedule to the lengths, write again: until the texts achieve the speed-up.
+    """Generate texts and fit the schedule to their lengths, repeatedly, until the texts achieve the speed-up.
 
-    What was trained stays: order, decay, warm-up, the prompt's layers, and the depths if a horizon fits them.
+    Order, decay, warm-up and prompt layers stay as trained unless the plan sets them. The depths stay as trained if
+    some horizon achieves the speed-up with them.
 
     Args:
-        plan: what to fit to.
-        say: called with a line about each bad row.
-        on_progress: called with what is under way, how much of it is done, and of how much.
+        plan: the settings.
+        say: called with a message about each bad line of the data.
+        on_progress: called with the name of the current work, the units done, and the units in all.
 
     Raises:
-        SkipDecodeError: data, model or options that cannot be used; said before the model is loaded.
+        SkipDecodeError: data, model or options are unusable; raised before the weights are loaded.
     """
     config = read_config(plan.model)
     method = _check(plan, config)
@@ -312,14 +310,14 @@ def calibrate(
     examples = subsample(examples, plan.limit)
     if plan.order == "search" and not all(example.references for example in examples):
         raise UsageError("order search computes its losses on responses: every row needs one")
-    Agreement().score(["a text"], [["a text"]])  # a library that is missing shows before a model is loaded
+    Agreement().score(["a text"], [["a text"]])  # raises before the weights are loaded if a library is missing
     prompts = [example.prompt for example in examples]
     measure = plan.measure([len(ids) for ids in encode_prompts(load_tokenizer(plan.model), prompts)])
     model, tokenizer = load(plan.model, device=plan.device)
     order = None
     if plan.order == "search":
         rows = subsample(examples, SEARCH_ROWS)
-        weights = [part for part in identity(resolve(plan.model)) if part[0] != "config.json"]  # --save writes it
+        weights = [part for part in identity(resolve(plan.model)) if part[0] != "config.json"]  # --save changes it
         order = LayerOrder(
             model,
             batches_of(rows, tokenizer, model, plan.batch_size),
@@ -369,10 +367,7 @@ def calibrate(
 def _achieve(
     speedup: float, generate: Callable[[Schedule], Written], fit_to: Fit, full: Written, kept: Written | None
 ) -> Written:
-    """Fit to the lengths, write again, fit again; of several fitted schedules the nearest one counts.
-
-    ``kept`` is the answer if it is near enough, so that nothing trained is moved without need.
-    """
+    """Fit and generate in turn, and return the run nearest to ``speedup``; ``kept`` if its ratio is near enough."""
 
     def off(written: Written) -> float:
         return abs(written.ratio / speedup - 1)
@@ -383,7 +378,7 @@ def _achieve(
     while len(tried) < ROUNDS and off(tried[-1]) > TOLERANCE:
         schedule = fit_to(tried[-1].lengths)
         if schedule in [each.schedule for each in tried]:
-            break  # it would write the same again
+            break  # it would generate the same texts again
         tried.append(generate(schedule))
     return min(tried, key=off)
 
@@ -391,15 +386,15 @@ def _achieve(
 def _fit(
     plan: CalibrationPlan, measured: Measure, trained: Schedule | None, style: Mapping[str, Any], num_layers: int
 ) -> Schedule:
-    """The trained depths over another horizon if that will do, else new ones."""
+    """Return the trained schedule with a horizon that achieves the speed-up; if none does, a new schedule."""
     kept = trained and refit(trained, plan.speedup, measured)
     if kept is None and isinstance(measured, Predictor):
-        return plan_depths(measured, plan.speedup, **style)  # says what cannot be had
+        return plan_depths(measured, plan.speedup, **style)  # its error says which speed-up is possible
     return kept or fit(num_layers, plan.speedup, measured, **style)
 
 
 def _check(plan: CalibrationPlan, config: Any) -> Method:
-    """The method whose depths are fitted. Raises UsageError, FileError for what config and disk rule out."""
+    """Return the method whose schedule is fitted. Raises UsageError, FileError if the plan cannot be carried out."""
     layers = layer_count(config)
     method = get_method(trained_method(config) if is_trained(config) else DEFAULT_METHOD)
     if not method.fits_depths:
@@ -409,7 +404,7 @@ def _check(plan: CalibrationPlan, config: Any) -> Method:
     if plan.profile is not None:
         if method.order is None:
             raise UsageError(f"{method.name} has its own rule for depths: it fits layers only")
-        # Its options are those of the jobs to come: here nothing is timed.
+        # Calibration times nothing, so it has no options of its own to compare with the profile's.
         check_profile(plan.profile, config, device=plan.device, **plan.profile.options)
     if not 1 < plan.speedup <= layers:
         raise UsageError(f"a speed-up is above 1 and at most the number of layers ({layers}), not {plan.speedup:g}")
@@ -423,9 +418,9 @@ def _check(plan: CalibrationPlan, config: Any) -> Method:
 
 
 def _style(plan: CalibrationPlan, config: Any, method: Method) -> tuple[Schedule | None, dict[str, Any]]:
-    """The schedule whose depths are kept if they can be, and the style of a new one.
+    """Return the trained schedule whose depths to keep (None if unusable), and the fields of a new schedule.
 
-    Raises UsageError, ScheduleError: no schedule can have this style.
+    Raises UsageError, ScheduleError if no schedule can have these fields.
     """
     layers = layer_count(config)
     known = {k: s for k, s in schedules_of(config, method.name).items() if not s.is_full}
@@ -441,18 +436,18 @@ def _style(plan: CalibrationPlan, config: Any, method: Method) -> tuple[Schedule
     style: dict[str, Any] = {"order": method.order, "decay": "linear", **(source.style if source else {}), **asked}
     in_prompt = style.get("prompt_layers")
     deepest = in_prompt if isinstance(in_prompt, int) else layers
-    Schedule(layers, deepest, deepest, 1, **style)  # contradictions show before the weights are loaded
+    Schedule(layers, deepest, deepest, 1, **style)  # raises before the weights are loaded if fields contradict
     if plan.clock == "layers" and deepest * plan.speedup < layers:
         raise UsageError(f"{plan.speedup:g}x runs more than {deepest} layers at a step: depths never rise")
     if trained and ("list" in (trained.decay, style["decay"]) or "constant" in {trained.decay} ^ {style["decay"]}):
-        trained = None  # such depths are no use in the style asked for
+        trained = None  # its depths do not fit the decay of the new schedule
     if trained and trained.max_depth > deepest:
         trained = None
     return trained and trained.replace(**asked), style
 
 
 def _quality(before: Written, after: Written, full: Written, examples: Sequence[Example]) -> dict[str, Quality]:
-    """Each score by its label: those of the rows that have references, and agreement of all rows with full depth."""
+    """Return by label the scores of inputs with references, then the agreement of all inputs with full depth."""
     scored = [i for i, example in enumerate(examples) if example.references]
     everything = range(len(examples))
     found = {}

@@ -1,4 +1,4 @@
-"""Proves on the user's own model what must hold (docs/method.md), against a reference that uses nothing of ours."""
+"""Check the invariants of docs/method.md on a user's model, against a reference without gates or SkipCache."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from ..errors import CacheError, SkipDecodeError, UnsupportedModel, UsageError
 from ..weights.loading import load, read_config
 from .reference import undone
 
-#: Logits are equal if they differ by no more than this, relative to their scale,
+#: Logits count as equal if their relative error is at most this,
 TOLERANCE = 1e-5
-#: or by no more than this many times what the stock model's own cached and uncached logits differ by.
+#: or at most this many times the relative error between the stock model's cached and uncached logits.
 TIMES_STOCK = 10
-#: More than this is no rounding: the stock model itself looks ahead.
+#: A larger error of the stock model is not rounding: the model attends to later positions.
 ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One claim, whether it held, and the number or the reason behind that."""
+    """The result of one check: the claim, whether it held, and the measured number or the reason."""
 
     claim: str
     held: bool
@@ -42,14 +42,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Batch:
-    """Left-padded prompts of uneven length: (rows, width) ids and mask."""
+    """Left-padded prompts of different lengths: ``ids`` and ``mask`` (rows, width), int64."""
 
     ids: Tensor
     mask: Tensor
     new_tokens: int
 
     def generate(self, model: PreTrainedModel, cache: Any, row: int | None = None) -> Any:
-        """Greedy tokens and raw logits; of one row alone and unpadded if ``row`` is given."""
+        """Run greedy ``generate`` with raw logits, on the whole batch or on one unpadded ``row``."""
         ids, mask = self.ids, self.mask
         if row is not None:
             ids = ids[row : row + 1, mask[row] == 1]
@@ -70,16 +70,16 @@ class Batch:
         )
 
     def tokens(self, model: PreTrainedModel, cache: Any) -> list[list[int]]:
-        """The new tokens of each row in the batch."""
+        """Return the new tokens of each row, generated as one batch."""
         return self.generate(model, cache).sequences[:, -self.new_tokens :].tolist()
 
     def tokens_alone(self, model: PreTrainedModel, cache: Callable[[], Any]) -> list[list[int]]:
-        """The new tokens of each row by itself, unpadded."""
+        """Return the new tokens of each row, generated one unpadded row at a time."""
         rows = range(len(self.ids))
         return [self.generate(model, cache(), row).sequences[0, -self.new_tokens :].tolist() for row in rows]
 
     def uncached(self, model: PreTrainedModel, text: Tensor) -> Tensor:
-        """Logits (rows, new tokens, vocabulary) of one pass over prompts and new tokens, without a cache."""
+        """Return logits (rows, new tokens, vocabulary) of one pass over prompts and new tokens, without a cache."""
         width = self.ids.shape[1]
         mask = torch.cat([self.mask, self.mask.new_ones(len(text), text.shape[1] - width)], 1)
         told = {}
@@ -91,9 +91,9 @@ class Batch:
 def sample_batch(
     model: PreTrainedModel, lengths: tuple[int, ...] = (12, 5, 9), new_tokens: int = 12, seed: int = 0
 ) -> Batch:
-    """Random token ids, the same for the same seed."""
+    """Return prompts of random token ids, determined by ``seed``."""
     generator = torch.Generator().manual_seed(seed)
-    vocabulary = min(text_config(model.config).vocab_size, 1000)  # tokens for images and sounds have the largest ids
+    vocabulary = min(text_config(model.config).vocab_size, 1000)  # image and audio tokens have the largest ids
     ids = torch.randint(0, vocabulary, (len(lengths), max(lengths)), generator=generator)
     mask = torch.stack([(torch.arange(max(lengths)) >= max(lengths) - n).long() for n in lengths])
     return Batch((ids * mask).to(model.device), mask.to(model.device), new_tokens)
@@ -112,7 +112,7 @@ def check_model(
 
     Args:
         name: directory, hub name, or ``demo``.
-        speedup: whose schedule is checked, over 8 steps at most, so that few tokens pass through all of its depths.
+        speedup: selects the schedule; its horizon is cut to 8 steps, so that few tokens run all of its depths.
         dtype, device, attention, revision: as :func:`skipdecode.load` takes them.
 
     Raises:
@@ -133,11 +133,10 @@ def check_model(
 
 
 def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
-    """Yield one finding per claim. The model is left attached, if it can be.
+    """Yield one finding per claim of :data:`CHECKS`, and leave gates attached to the model if it supports them.
 
-    Skipping can amplify rounding. So a claim that does not hold in the model's own type is decided in float64, where
-    rounding hides no fault and looks like none. A refusal of ours, or an error in the model, is a finding: the claim
-    did not hold.
+    Skipping can amplify rounding errors, so a claim that fails in the model's dtype is checked again in float64. An
+    error raised by SkipDecode or by the model counts as a claim that does not hold.
     """
     batch = sample_batch(model)
     provider = vars(model).get("generate")
@@ -150,24 +149,24 @@ def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
                 detail += f"; in float64: {exact}"
         except SkipDecodeError as error:
             held, detail = False, str(error)
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:  # the model's own code
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:  # from the model's code
             held, detail = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         yield Finding(claim, held, detail)
         if claim == ATTACHES and not held:
             return
-    if isinstance(provider, CacheProvider):  # the model's default schedule: the checks took it off with the gates
+    if isinstance(provider, CacheProvider):  # restore the default schedule that the checks detached
         attach(model, provider.schedule)
 
 
 def attaches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """One stack of decoder layers, each fed by the one before it alone, and states in transformers' cache."""
+    """Check that the model has one sequential stack of decoder layers whose states are in transformers' cache."""
     attach(model)
     return True, f"{type(model).__name__}, {schedule.num_layers} layers"
 
 
 @torch.no_grad()
 def inert(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Invariant 3: with the full schedule, or attached without one, outputs are the stock model's to the bit."""
+    """Check invariant 3: with gates and no schedule, or a full one, logits are bit-identical to the stock model's."""
     detach(model)
     stock = batch.generate(model, DynamicCache(config=model.config))
     attach(model)
@@ -179,14 +178,14 @@ def inert(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[boo
 
 @torch.no_grad()
 def is_the_reference(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Cached decoding gives the logits of the stock model whose skipped layers were undone, in one uncached pass."""
+    """Check that cached decoding gives the logits of an uncached pass whose skipped layers are :func:`undone`."""
     run = batch.generate(model, SkipCache(model, schedule))
     return _equals_undone(model, schedule, batch, run.sequences[:, :-1], torch.stack(run.logits, 1))
 
 
 @torch.no_grad()
 def is_teacher_forced(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Invariant 2: a training pass, where each layer computes its prefix of the positions, sees what decoding did."""
+    """Check invariant 2: a training pass, with each layer run on a prefix of positions, gives decoding's logits."""
     text = batch.generate(model, SkipCache(model, schedule)).sequences[:, :-1]
     with teacher_forced(model, schedule, batch.ids.shape[1]):
         cut = batch.uncached(model, text)
@@ -196,7 +195,7 @@ def is_teacher_forced(model: PreTrainedModel, schedule: Schedule, batch: Batch) 
 def _equals_undone(
     model: PreTrainedModel, schedule: Schedule, batch: Batch, text: Tensor, logits: Tensor
 ) -> tuple[bool, str]:
-    """Compare logits of ``text`` with the reference's, by the stock model's own rounding."""
+    """Compare ``logits`` of ``text`` with the reference's, allowing for the stock model's rounding error."""
     detach(model)
     stock = batch.generate(model, DynamicCache(config=model.config))
     rounding = _distance(torch.stack(stock.logits, 1), batch.uncached(model, stock.sequences[:, :-1]))
@@ -211,7 +210,7 @@ def _equals_undone(
 
 @torch.no_grad()
 def batch_is_alone(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Invariant 4: a row's greedy tokens do not depend on its neighbours or its padding."""
+    """Check invariant 4: the greedy tokens of a row do not depend on other rows or on padding."""
     together = batch.tokens(model, SkipCache(model, schedule))
     alone = batch.tokens_alone(model, lambda: SkipCache(model, schedule))
     equal = sum(a == b for a, b in zip(together, alone, strict=True))
@@ -225,7 +224,7 @@ def batch_is_alone(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> 
 
 @torch.no_grad()
 def runs_repeat(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """A second call, or a resumed job, writes the same: nothing is left in the model from the first."""
+    """Check that a second call generates the same tokens: the first call leaves no state in the model."""
     first = batch.tokens(model, SkipCache(model, schedule))
     batch.generate(model, SkipCache(model, schedule), row=1)
     again = batch.tokens(model, SkipCache(model, schedule))
@@ -235,7 +234,7 @@ def runs_repeat(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tup
 
 @torch.no_grad()
 def used_caches_are_refused(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Invariant 6: going deeper again on a cache whose layers were retired is an error, never other text."""
+    """Check invariant 6: a second ``generate`` on a used cache, which would go deeper again, raises CacheError."""
     cache = SkipCache(model, schedule)
     batch.generate(model, cache)
     try:
@@ -247,7 +246,7 @@ def used_caches_are_refused(model: PreTrainedModel, schedule: Schedule, batch: B
 
 @torch.no_grad()
 def work_falls(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Invariant 7: a step at reduced depth costs the full step's FLOPs less those of the layers it skips."""
+    """Check invariant 7: a step at reduced depth takes a full step's FLOPs minus those of the skipped layers."""
     layers = decoder_layers(model)
     names = {id(module): name for name, module in model.named_modules()}
     owner = type(model).__name__
@@ -278,7 +277,7 @@ CHECKS: dict[str, Callable[[PreTrainedModel, Schedule, Batch], tuple[bool, str]]
 
 @contextmanager
 def in_float64(model: PreTrainedModel) -> Iterator[None]:
-    """Compute with the same weights in float64; the way back to the model's own type is exact."""
+    """Convert the weights to float64 inside the context, and restore their dtypes and exact values after it."""
     types = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     model.double()
     try:
@@ -300,7 +299,7 @@ def _step_flops(model: PreTrainedModel, batch: Batch, cache: Any) -> Any:
 
 
 def _feed(model: PreTrainedModel, batch: Batch, cache: Any) -> None:
-    """The prompt into an empty cache, else one more position."""
+    """Run the prompt if the cache is empty, else one more position."""
     seen = cache.get_seq_length()
     ids = batch.ids if seen == 0 else batch.ids[:, -1:]
     mask = batch.mask if seen == 0 else torch.cat([batch.mask, batch.mask.new_ones(len(ids), 1)], 1)

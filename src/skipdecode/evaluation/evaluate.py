@@ -1,4 +1,4 @@
-"""A whole evaluation, as ``skipdecode evaluate`` runs it: quality, layers, wall clock and memory, one row per variant.
+"""Measure quality, layers, wall clock and memory of methods and schedules, as ``skipdecode evaluate`` does.
 
 from skipdecode.evaluation.evaluate import EvaluationPlan, evaluate
 
@@ -41,38 +41,37 @@ from .variants import Variant, variants
 
 Say = Callable[[str], object]
 
-#: Changes whenever the keys of a row do: rows of another version are measured again.
+#: Increase it when the keys of a row change: rows of another version are measured again.
 ROW_VERSION = 3
-#: Validation inputs for lengths, CALM's threshold and the loss by position.
+#: Largest number of validation inputs used for lengths, CALM's threshold and the loss by position.
 HELD_OUT_ROWS = 256
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What to evaluate, on what, and how.
+    """Settings of an evaluation.
 
     Args:
-        model: directory, hub name or ``demo``: the full model, and the checkpoint of methods without one of their own.
-        data: folder with the task's files, hub name, or one file of rows, in which prompts are enough.
-        task: how rows are prompted and scored.
-        speedups: targets of every method: times fewer layers.
+        model: directory, hub name or ``demo``: the full model, also used by each method that names no checkpoint.
+        data: folder with the task's files, hub name, or one file of inputs, in which prompts are enough.
+        task: how inputs are prompted and scored.
+        speedups: target layer ratios of every method.
         methods: as :func:`skipdecode.evaluation.variants.variants` takes them.
-        schedules: JSON files, each of which gets a row.
-        output: folder for tables, plots and finished rows.
+        schedules: JSON files of further schedules to evaluate.
+        output: folder for tables, plots and finished table rows.
         split: ``test`` or ``validation``.
-        limit: score (and hold out) only so many inputs.
-        batch_size: rows decoded together.
+        limit: largest number of inputs to score, and of inputs to hold out.
+        batch_size: prompts decoded together.
         max_new_tokens: None: the task's.
-        timing_rows: inputs that are timed, evenly drawn.
-        repeats: rounds timed, the full model and each variant in turn.
+        timing_rows: number of inputs to time, evenly drawn.
+        repeats: timed rounds; each runs the full model and the variant once.
         bert_score: directory or hub name of an encoder, to add BERTScore.
         dtype, device: as :func:`skipdecode.load` takes them.
-        faster: options of :func:`skipdecode.load` that make layers faster (``quantization``, ``prepack``): they hold
-            for every row's model, the full one's too.
-        overwrite: replace rows and tables of other settings or models.
+        faster: the options ``quantization`` and ``prepack`` of :func:`skipdecode.load`, for all models alike.
+        overwrite: replace results of other settings or models in ``output``.
 
     Raises:
-        UsageError: a value that is out of range.
+        UsageError: a value is out of range.
     """
 
     model: str
@@ -110,13 +109,13 @@ class EvaluationPlan:
 
 @dataclass(frozen=True)
 class Results:
-    """A finished evaluation.
+    """The results of an evaluation.
 
     Attributes:
-        rows: one per variant, the full model's first, with the keys of ``table.json`` and the texts.
-        metrics: (key in the rows, name for people) of each score.
-        about: how the rows were measured, as it stands below the tables.
-        files: what was written.
+        rows: one table row per variant, the full model first, with the keys of ``table.json`` and the texts.
+        metrics: (key in the table rows, display name) of each score.
+        about: the notes below the tables, which say how the figures were measured.
+        files: paths of the tables and plots.
     """
 
     rows: list[dict[str, Any]]
@@ -134,17 +133,17 @@ def evaluate(
 ) -> Results:
     """Measure quality, layers, wall clock and memory of every variant, and write tables and plots to ``plan.output``.
 
-    It resumes after an interruption: finished rows are kept in ``plan.output``.
+    A later call with the same plan resumes: it measures only the variants whose table row is not in ``plan.output``.
 
     Args:
-        plan: what to evaluate.
-        command: stands in the tables as what made them.
-        say: called with a line about anything the user should know.
-        on_progress: called with the variant under way, how many are finished, and how many there are.
+        plan: the settings.
+        command: the command line to name in the tables.
+        say: called with each warning for the user.
+        on_progress: called with the key of the current variant, the number of finished variants, and of all.
 
     Raises:
-        SkipDecodeError: data, models or options that cannot be used, or an output of other settings. All of this is
-            said before a model is loaded.
+        SkipDecodeError: data, models or options are unusable, or the output has other settings; raised before any
+            weights are loaded.
     """
     if plan.output.exists() and not plan.output.is_dir():
         raise FileError(f"{plan.output} is a file: give a folder for --output")
@@ -176,7 +175,7 @@ def evaluate(
 
 
 def _read(plan: EvaluationPlan, say: Say) -> tuple[list[Example], list[Example]]:
-    """The rows to score, and the rows for lengths, thresholds and losses."""
+    """Return the examples to score, and the examples for lengths, thresholds and losses."""
     examples = read_examples(plan.task, plan.data, plan.split, say)[: plan.limit]
     if not examples:
         raise UsageError(f"{plan.data} holds no {plan.split} rows")
@@ -188,7 +187,7 @@ def _read(plan: EvaluationPlan, say: Say) -> tuple[list[Example], list[Example]]
 
 
 def _select(plan: EvaluationPlan) -> list[Variant]:
-    """The variants, whose models are there and have the layers for them."""
+    """Return the variants to evaluate, after checking models, options and schedules against the configs."""
     selected = variants(plan.methods, plan.model, plan.speedups, plan.schedules)
     layers = layer_count(read_config(selected[0].model))
     if max(plan.speedups) > layers:
@@ -203,7 +202,7 @@ def _select(plan: EvaluationPlan) -> list[Variant]:
 
 
 def _metrics(plan: EvaluationPlan, examples: Sequence[Example], say: Say) -> list[Metric]:
-    """Scores against references where every row has one, else against the full model's texts."""
+    """Return metrics that compare with references if every example has one, else with the full model's texts."""
     scored = all(example.references for example in examples)
     if not scored:
         say("not every row has a reference: texts are compared with the full model's own (agreement)")
@@ -212,13 +211,13 @@ def _metrics(plan: EvaluationPlan, examples: Sequence[Example], say: Say) -> lis
     metrics: list[Metric] = [*DEFAULT] if scored else [Agreement()]
     if plan.bert_score:
         metrics.append(BertScore(plan.bert_score))
-    for metric in metrics:  # a library or an encoder that is missing shows before a model is loaded
+    for metric in metrics:  # raises before a model is loaded if a library or an encoder is missing
         metric.score(["a text"], [["a text"]])
     return metrics
 
 
 def _about(plan: EvaluationPlan, count: int, command: str | None) -> dict[str, str]:
-    """How it was measured."""
+    """Return the settings that go below the tables."""
     return ({"command": command} if command else {}) | {
         "rows": f"{count} {plan.split} inputs of {plan.task.name}, greedy, batch {plan.batch_size}",
         "machine": machine(plan.device),
@@ -229,16 +228,16 @@ def _about(plan: EvaluationPlan, count: int, command: str | None) -> dict[str, s
 
 
 class Evaluation:
-    """Measure variants, and keep each finished row in ``plan.output``: after a kill only the rest is measured.
+    """Measures variants, and saves each table row when it is finished, so that a later run measures only the rest.
 
     Args:
-        plan: settings. ``rows/KEY.json`` in its output folder gets each variant's row, with the texts in it.
-        examples: these are scored.
-        held_out: lengths, CALM's threshold and losses come from these.
-        variants: what to measure. The first is the reference, which all are paired with.
-        metrics: each becomes a score with its difference from the reference's.
-        on_start: called with each variant that is not already finished.
-        say: called with a line about each row that is damaged.
+        plan: settings; the table row of a variant, with its texts, is saved as ``rows/KEY.json`` in ``plan.output``.
+        examples: inputs to score and to time.
+        held_out: inputs for lengths, CALM's threshold and losses.
+        variants: variants to measure; the first is the reference that all are compared with.
+        metrics: scores to compute, each with its difference from the reference.
+        on_start: called with each variant before it is measured.
+        say: called with a message about each damaged file.
     """
 
     def __init__(
@@ -260,16 +259,16 @@ class Evaluation:
         self.on_start = on_start
         self.say = say
         self._loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
-        self._versions: dict[str, list[Any]] = {}  # of models, looked up once
+        self._versions: dict[str, list[Any]] = {}  # by model name; looked up once
         self._lengths: list[int] = []
         self._reference_texts: list[str] = []
         self._steps = 1
 
     def job(self, variant: Variant) -> str:
-        """What makes two rows the same: inputs, settings, machine, variant, and the models' files."""
+        """Return a fingerprint of all that a table row depends on: inputs, settings, machine, variant, model files."""
         plan = self.plan
         for name in {variant.model, self.reference.model} - {*self._versions}:
-            # A hub name alone does not say which version it is.
+            # A hub name does not identify a revision.
             self._versions[name] = [identity(resolve(name)), getattr(read_config(name), "_commit_hash", None)]
         models = [self._versions[name] for name in (variant.model, self.reference.model)]
         texts = [asdict(example) for example in (*self.examples, *self.held_out)]
@@ -280,11 +279,11 @@ class Evaluation:
         return fingerprint(ROW_VERSION, texts, numbers, where, scores, variant.identity(), models)
 
     def check(self) -> None:
-        """Say what :meth:`rows` would refuse before a model is loaded.
+        """Check, before a model is loaded, that :meth:`rows` can save its results.
 
         Raises:
-            FileError: a row cannot be written.
-            JobError: a finished row of other settings is there, and ``overwrite`` is not set.
+            FileError: a file cannot be written.
+            JobError: a file has results of other settings, and ``overwrite`` is not set.
         """
         if (self.plan.output / "rows").is_dir():
             for variant in self.variants:
@@ -292,7 +291,7 @@ class Evaluation:
                 self._finished(variant, self.job(variant))
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield one finished row per variant, in their order."""
+        """Yield the table row of each variant in order, measured now or read from an earlier run."""
         for variant in self.variants:
             path, job = self._path(variant), self.job(variant)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -310,7 +309,7 @@ class Evaluation:
         return self.plan.output / "rows" / f"{variant.key}.json"
 
     def _finished(self, variant: Variant, job: str) -> dict[str, Any] | None:
-        """The row of this very job, if it is there and whole. Raises JobError for another job's."""
+        """Return the saved row of this job; None if it must be measured. Raises JobError for a row of another job."""
         path = self._path(variant)
         if not path.exists():
             return None
@@ -328,14 +327,14 @@ class Evaluation:
         return row if row["job"] == job else None
 
     def _model(self, name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Load a checkpoint when it is first asked for. The reference's stays; of the others only the last one does."""
+        """Return a checkpoint's model and tokenizer; keep only the reference and the last one loaded in memory."""
         if name not in self._loaded:
             self._loaded = {k: v for k, v in self._loaded.items() if k == self.reference.model}
             self._loaded[name] = load(name, dtype=self.plan.dtype, device=self.plan.device, **self.plan.faster)
         return self._loaded[name]
 
     def generate(self, name: str, examples: Sequence[Example], decoding: Decoding, **options: Any) -> Generated:
-        """Write greedy texts for these examples' prompts with the checkpoint called ``name``."""
+        """Generate greedy texts for the examples' prompts with the checkpoint ``name``."""
         model, tokenizer = self._model(name)
         ids = encode_prompts(tokenizer, [example.prompt for example in examples])
         most = self.plan.max_new_tokens or self.plan.task.max_new_tokens
@@ -343,13 +342,13 @@ class Evaluation:
         return generate_ids(model, tokenizer, ids, decoding, self.plan.batch_size, **options)
 
     def held_out_lengths(self) -> list[int]:
-        """Decode steps of the full model's batches on the held-out prompts."""
+        """Return the decode steps of each batch when the full model generates from the held-out prompts."""
         if not self._lengths:
             self._lengths = self.generate(self.reference.model, self.held_out, None).lengths
         return self._lengths
 
     def _decoding(self, variant: Variant) -> tuple[Decoding, dict[str, Any]]:
-        """How the variant decodes, and what of it to write down."""
+        """Return how the variant decodes, and the entries about it for the table row."""
         if variant.schedule is not None:
             return variant.schedule, {"schedule": variant.schedule.to_dict()}
         some = subsample(self.held_out, 2 * self.plan.batch_size)
@@ -362,7 +361,7 @@ class Evaluation:
         )
 
     def _measure(self, variant: Variant) -> dict[str, Any]:
-        """Everything that stands in the variant's row."""
+        """Measure the variant and return its table row."""
         full, _ = self._model(self.reference.model)
         model, tokenizer = self._model(variant.model)
         decoding, notes = self._decoding(variant)
@@ -385,7 +384,7 @@ class Evaluation:
         }
 
     def _scores(self, texts: Sequence[str]) -> dict[str, Any]:
-        """Each metric, its difference from the reference's, and the 95% interval of that difference."""
+        """Return each score, its difference from the reference's score, and the difference's 95% interval."""
         full_texts = self._reference_texts or texts
         result: dict[str, Any] = {}
         for metric in self.metrics:
@@ -402,7 +401,7 @@ class Evaluation:
         return result
 
     def _loss(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, decoding: Decoding) -> dict[str, Any]:
-        """Teacher-forced loss on held-out responses; nothing where there are none, or depths are not known before."""
+        """Return the teacher-forced loss; empty without held-out responses, or if depths depend on the tokens."""
         answered = [example for example in self.held_out if example.references]
         if not answered or callable(decoding):
             return {}
@@ -412,7 +411,7 @@ class Evaluation:
         return {"loss_by_position": by_position, "loss": round(loss, 4)}
 
     def _clock(self, variant: Variant, decoding: Decoding) -> dict[str, Any]:
-        """The variant and the full model, timed in turn over equal numbers of decode steps."""
+        """Time the variant and the full model in turn, over equal numbers of decode steps."""
         timed, same = subsample(self.examples, self.plan.timing_rows), forced(self._steps)
         runs: dict[str, Callable[[], Generated]] = {
             "full": lambda: self.generate(self.reference.model, timed, None, **same),
@@ -439,7 +438,7 @@ class Evaluation:
 
 
 def _layers(cost: Cost, full_layers: int) -> dict[str, Any]:
-    """What the texts took; ratios are the full model's layers over these."""
+    """Return layers, tokens and memory of a run; a ratio is the full model's layers divided by the run's."""
     return {
         "step_layers": round(cost.average_depth, 3),
         "prompt_layers": round(cost.prompt_depth, 3),
@@ -453,5 +452,5 @@ def _layers(cost: Cost, full_layers: int) -> dict[str, Any]:
 
 
 def _with_checksum(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with a checksum: a kill, a full disk or a stray edit shows."""
+    """Return the row with a checksum, which detects files that are cut short or edited."""
     return row | {"checksum": fingerprint({name: value for name, value in row.items() if name != "checksum"})}

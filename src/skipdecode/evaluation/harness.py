@@ -1,6 +1,6 @@
-"""A backend for EleutherAI's lm-evaluation-harness: its tasks, scored and written at a budget (docs/harness.md).
+"""Run the tasks of EleutherAI's lm-evaluation-harness with layers skipped (docs/harness.md).
 
-The harness has no plug-ins; this is its command line with one model more:
+The harness has no plug-ins, so this module wraps its command line and registers one more model:
 
     python -m skipdecode.evaluation.harness --model skipdecode --model_args pretrained=demo,speedup=3 --tasks …
 """
@@ -39,18 +39,18 @@ logger = logging.getLogger(__name__)
 
 @register_model("skipdecode")
 class SkipLM(HFLM):
-    """The harness's ``hf`` model, run on a schedule: a context is the prompt, what follows it is generated.
+    """The harness's ``hf`` model with a schedule: contexts run as prompts, continuations as generated positions.
 
     Args:
         pretrained: directory, hub name, ``demo``, or a model.
-        speedup, schedule: one of them: a target, or a schedule or its JSON file; else the checkpoint's own.
-        full: every layer instead.
+        speedup, schedule: give one: a target, or a schedule or its JSON file. Neither: the checkpoint's own schedule.
+        full: run every layer.
         options: as ``hf`` takes them.
 
     Raises:
-        UsageError: a model spread over several devices, or code of a checkpoint asked for.
-        ModelError: what :func:`skipdecode.load` refuses: encoder-decoder models, damaged checkpoints.
-        ScheduleError: a schedule that does not fit.
+        UsageError: the options ask for several devices or for the checkpoint's code.
+        ModelError: :func:`skipdecode.load` would raise it, for an encoder-decoder model or a damaged checkpoint.
+        ScheduleError: the schedule does not fit the model.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class SkipLM(HFLM):
                 raise UsageError(f"{name} spreads a model over several devices, which is not supported: leave it out")
         if isinstance(schedule, str):
             schedule = Schedule.load(schedule)
-        options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")  # hf's is cuda, there or not
+        options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")  # hf's is cuda, even without GPUs
         if isinstance(pretrained, str):
             check_dtype(options.get("dtype") or "auto")
         super().__init__(resolve(pretrained) if isinstance(pretrained, str) else pretrained, **options)
@@ -80,9 +80,9 @@ class SkipLM(HFLM):
 
     def _get_backend(self, *args: Any, **kwargs: Any) -> None:
         super()._get_backend(*args, **kwargs)
-        if self.backend != "causal":  # said before the weights are loaded
+        if self.backend != "causal":  # raises before the weights are loaded
             raise UsageError("the skipdecode backend works on decoder-only causal LMs, not on encoder-decoder models")
-        self.AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=read_weights)  # hf's would fill in what is missing
+        self.AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=read_weights)  # hf's would initialize missing weights
 
     def _get_config(self, pretrained: str, *args: Any, **kwargs: Any) -> None:
         check_files(Path(pretrained), ["config.json"])
@@ -102,7 +102,7 @@ class SkipLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """(log-probability, whether greedy decoding would write it) of each (texts, context ids, continuation ids)."""
+        """Return (log-probability, is greedy) of the continuation of each (texts, context ids, continuation ids)."""
         room = self.max_length + 1  # the last token is predicted, not fed
         if not all(context and 0 < len(continuation) < room for _, context, continuation in requests):
             raise UsageError(f"a request is a context and a continuation of 1 to {self.max_length} tokens")
@@ -113,14 +113,14 @@ class SkipLM(HFLM):
         if size == "auto":
             size, scheduler = 0, self._batch_scheduler
             self.batch_sizes: dict[int, int] = {}
-        # Contexts of similar length share a batch: all are padded to the longest.
+        # Contexts of similar length share a batch, to save padding.
         order = Batches(requests, sort_fn=lambda request: (-len(request[1]), -len(request[2])))
         answers: list[tuple[float, bool]] = []
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
         for chunk in order.get_batched(n=size, batch_fn=scheduler):
             answers += self._score([{"prompt_ids": c[len(k) - room :], "response_ids": k} for _, c, k in chunk])
             for (texts, _, _), answer in zip(chunk, answers[-len(chunk) :], strict=True):
-                if texts is not None:  # a window of a rolling request: the harness keeps the whole
+                if texts is not None:  # None: a window of a rolling request, which the harness caches as a whole
                     self.cache_hook.add_partial("loglikelihood", texts, answer)
             bar.update(len(chunk))
         bar.close()
@@ -128,7 +128,7 @@ class SkipLM(HFLM):
 
     @torch.no_grad()
     def _score(self, rows: Sequence[Mapping[str, list[int]]]) -> list[tuple[float, bool]]:
-        """One uncached pass in which each layer runs just the columns that decoding would."""
+        """Score rows in one uncached pass in which each layer runs only the positions that it runs in decoding."""
         batch = Collator(self.tokenizer.pad_token_id, multiple=1)(rows)
         prompt = batch.pop("prompt_length")
         targets = batch.pop("labels")[:, 1:].to(self.device)
@@ -146,17 +146,17 @@ class SkipLM(HFLM):
         return list(zip(chosen.sum(1).tolist(), greedy.all(1).tolist(), strict=True))
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
-        # Also at full depth: the model may have been given another schedule by default.
+        # Also at full depth, because the model may have another default schedule.
         options["past_key_values"] = SkipCache(self.model, self.schedule)
         return super()._model_generate(context, max_length, stop, **options)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness keeps beside its results; the schedule too."""
+        """Return the facts that the harness saves with its results, and the schedule."""
         return super().get_model_info() | {"skipdecode_schedule": self.schedule.to_dict()}
 
 
 def main() -> None:
-    """The harness's command line; what the user can mend ends it with one line and exit code 2."""
+    """Run the harness's command line; a SkipDecodeError ends it with one line and exit code 2."""
     from lm_eval.__main__ import cli_evaluate
 
     try:

@@ -1,4 +1,4 @@
-"""Rows to evaluate or calibrate on: a split of a task's data, or any file that ``generate`` reads."""
+"""Read the examples to evaluate or calibrate on: a split of a task's data, or any file that ``generate`` reads."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..data.tasks import Example, Task
 
 
 def read_examples(task: Task, source: Path, split: str, say: Callable[[str], object]) -> list[Example]:
-    """Read the examples of a split. A file has no splits: all its good rows count, and those of one prompt are merged.
+    """Read the examples of a split, or all valid examples of a file; those with equal prompts in a file are merged.
 
     Args:
-        task: how the rows are read and prompted.
-        source: folder with the task's files, hub name, or one file of rows, in which prompts are enough.
-        split: ``validation`` or ``test``.
-        say: called with a line about each bad row of a file.
+        task: how the data is read and prompted.
+        source: folder with the task's files, hub name, or one file, in which prompts are enough.
+        split: ``validation`` or ``test``; ignored for a file.
+        say: called with a message about each bad line of a file.
 
     Raises:
         TaskError: the data cannot be read.

@@ -1,4 +1,4 @@
-"""Which layers a model can spare: a ranking found greedily from the loss."""
+"""Rank layers by how much the loss rises without them, with a greedy search."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .loss import loss_by_position
 
 
 class LayerOrder:
-    """Rank layers: drop the one whose removal raises the loss on ``batches`` least, then the next, as far as asked.
+    """Greedy search for a layer order: drop the layer whose removal raises the loss least, then the next, and so on.
 
-    The prompt keeps all layers, as in decoding. Dropping one of ``n`` layers costs ``n - warmup`` passes over the
-    batches, all of them ``L**2 / 2``.
+    The prompt keeps all layers. Dropping one of ``n`` layers takes ``n - warmup`` passes over the batches, a whole
+    search about ``L**2 / 2`` for ``L`` layers.
 
     Args:
-        model: with gates or without.
-        batches: as :func:`skipdecode.evaluation.loss.batches_of` makes them.
-        warmup: bottom layers that are never dropped.
-        file: keeps every loss that was measured, so that an interrupted search goes on from there.
+        model: a causal LM, with or without gates.
+        batches: from :func:`skipdecode.evaluation.loss.batches_of`.
+        warmup: number of bottom layers that are never dropped.
+        file: stores every measured loss, so that an interrupted search resumes.
         job: identifies model and data; losses of another job in ``file`` are replaced.
-        on_pass: called with the passes done and in all, for the depth asked for.
+        on_pass: called with the passes done and the passes in all, after each pass of :meth:`down_to`.
 
     Attributes:
         losses: loss in nats per token by the number of layers left.
@@ -53,7 +53,7 @@ class LayerOrder:
         self.losses = {len(self._left): self._loss(())}
 
     def down_to(self, depth: int) -> tuple[int, ...]:
-        """Rank until ``depth`` layers are left, and return all layers: those first, in network order."""
+        """Drop layers until ``depth`` are left; return these in network order, then the others, last dropped first."""
         done, total = 0, passes(len(self._left), max(depth, 1), self._warmup)
         while len(self._left) > max(depth, self._warmup, 1):
             trials = {}
@@ -68,7 +68,7 @@ class LayerOrder:
         return (*self._left, *reversed(self._dropped))
 
     def _loss(self, dropped: tuple[int, ...]) -> float:
-        """The loss without these layers, measured once."""
+        """Return the loss without the dropped layers, measured at most once."""
         key = ",".join(map(str, sorted(dropped)))
         if key not in self._known:
             count = len(decoder_layers(self._model))
@@ -82,12 +82,12 @@ class LayerOrder:
 
 
 def passes(layers: int, depth: int, warmup: int = 1) -> int:
-    """How many passes it takes to go from so many layers down to ``depth``."""
+    """Return the number of passes that a search takes to go from ``layers`` layers down to ``depth``."""
     return sum(n - warmup for n in range(max(depth, warmup, 1) + 1, layers + 1))
 
 
 def read_losses(file: Path, job: str) -> dict[str, float]:
-    """The losses of this job in ``file`` by the layers left out; none if it is missing, damaged or of another job."""
+    """Read the losses of ``job`` by dropped layers; empty if ``file`` is missing, damaged or of another job."""
     try:
         values = read_json(file)
     except (FileError, FileNotFoundError):
@@ -99,7 +99,7 @@ def read_losses(file: Path, job: str) -> dict[str, float]:
 
 
 def is_losses(data: bytes) -> bool:
-    """Whether these are the bytes of a file of losses, which may be replaced."""
+    """Whether ``data`` is the content of a file of losses, which may be replaced."""
     try:
         values = parse_json(data, "losses")
     except FileError:

@@ -1,4 +1,4 @@
-"""Teacher-forced loss on held-out responses, as decoding would see it: the mean, and position by position."""
+"""Compute the teacher-forced loss of responses, with layers skipped as in decoding, in all and by position."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..generation.generate import max_positions
 def batches_of(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, batch_size: int
 ) -> list[dict[str, Any]]:
-    """Collated batches of the examples (first references) that fit the model, on its device."""
+    """Return batches, on the model's device, of examples that fit its positions; first references are responses."""
     rows = encode(examples, tokenizer, max_positions(model.config) or 1 << 30)
     collate = Collator(tokenizer.pad_token_id, max_length=max_positions(model.config))
     return [
@@ -32,9 +32,9 @@ def batches_of(
 def loss_by_position(
     model: PreTrainedModel, batches: Sequence[Mapping[str, Any]], schedule: Schedule
 ) -> tuple[float, list[tuple[float, int]]]:
-    """Cross-entropy in nats: the mean over all response tokens, and per position (mean, how many tokens it is over).
+    """Return the mean cross-entropy in nats per response token, and (mean, number of tokens) for each position.
 
-    Position 0 is the token that the prompt alone predicts; position g + 1 is predicted by decode step g.
+    The prompt predicts position 0; decode step g predicts position g + 1.
     """
     attach(model)
     sums: list[float] = []
@@ -56,7 +56,7 @@ def loss_by_position(
         for position, (loss, count) in enumerate(zip(losses.sum(0).tolist(), here, strict=True)):
             sums[position] += loss
             counts[position] += count
-    while counts and counts[-1] == 0:  # widths are rounded up
+    while counts and counts[-1] == 0:  # the collator pads widths to a multiple
         sums.pop(), counts.pop()
     means = [(loss / max(count, 1), count) for loss, count in zip(sums, counts, strict=True)]
     return sum(sums) / max(sum(counts), 1), means

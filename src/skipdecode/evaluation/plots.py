@@ -1,4 +1,4 @@
-"""Pictures: a schedule as a staircase, and what it trades."""
+"""Draw schedules, and the trade-off between quality and speed."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MARKERS = "*osD^vPX<>"
 
 
 def check_picture(path: Path) -> None:
-    """What a picture cannot be written to, said before the work.
+    """Check that a picture can be written to ``path``.
 
     Raises:
-        FileError: a folder, or a file in a folder that is not there.
-        UsageError: a name whose ending is no picture's.
+        FileError: ``path`` is a folder, or its parent folder is missing.
+        UsageError: its suffix is not that of an image format.
     """
     check_target(path)
     kinds = plt.Figure().canvas.get_supported_filetypes()
@@ -49,7 +49,7 @@ def _save(figure: Figure, path: Path, dpi: int) -> None:
 
 
 def draw_schedule(schedule: Schedule, path: Path) -> None:
-    """Which layers run at each step: the picture of ``skipdecode schedule``."""
+    """Draw which layers run at each decode step, as ``skipdecode schedule --png`` does."""
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     length = schedule.horizon + max(schedule.horizon // 4, 2)
     _grid(axes, schedule, length)
@@ -61,7 +61,7 @@ def draw_schedule(schedule: Schedule, path: Path) -> None:
 
 
 def draw_demo(schedules: Mapping[float, Schedule], timings: Mapping[float, Timing], path: Path, note: str) -> None:
-    """The staircases of all speeds, and target against layers and clock."""
+    """Draw the depth by step of every schedule, and the measured ratios of layers and seconds against the target."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     steps = max(max(t.result.lengths) for t in timings.values())
     for speedup, schedule in schedules.items():
@@ -104,14 +104,14 @@ def draw_tradeoff(
     note: str,
     highlight: Collection[str],
 ) -> None:
-    """Quality against a step's layer ratio and against the job's clock, all methods, one line of panels per metric.
+    """Draw each metric (one per line of panels) against a step's layer ratio and against the job's clock ratio.
 
     Args:
-        rows: the first one is the full model's.
-        metrics: (key in the rows, label) of each.
-        path: where the picture goes.
-        note: small print above it.
-        highlight: methods that are drawn thicker.
+        rows: table rows of an evaluation, the full model first.
+        metrics: (key in the table rows, label) of each metric.
+        path: file of the picture.
+        note: small print above the panels.
+        highlight: names of methods with thicker lines.
     """
     figure, panels = plt.subplots(
         len(metrics), 2, figsize=(11, 3.6 * len(metrics)), layout="constrained", squeeze=False, sharey="row"
@@ -141,16 +141,13 @@ def draw_tradeoff(
 
 
 def draw_losses(rows: Sequence[Mapping[str, Any]], path: Path, note: str, methods: Collection[str]) -> None:
-    """Teacher-forced loss by position in the response: these methods at every budget, and the full model (first row).
-
-    Nothing is drawn if no row has a loss: without responses there is none.
-    """
+    """Draw the loss by response position of the full model (first row) and of ``methods``; nothing without losses."""
     if not any("loss_by_position" in row for row in rows):
         return
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     for number, row in enumerate(rows):
         if (number == 0 or row["method"] in methods) and "loss_by_position" in row:
-            # The last positions are reached by a handful of texts: their means are noise.
+            # Few texts reach the last positions, so their means are noisy.
             most = max(count for _, count in row["loss_by_position"])
             shown = [loss for loss, count in row["loss_by_position"] if count >= most / 10]
             axes.plot(shown, label=f"{row['label']} {row['target']:g}x", lw=1.2 if number else 2)

@@ -1,4 +1,4 @@
-"""The reference that skipping is compared with. It uses nothing of ours but how many positions each layer runs."""
+"""The reference that skipping is compared with: a stock model without gates or SkipCache."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ..core.stack import decoder_layers, with_lenders_first
 
 @contextmanager
 def undone(model: nn.Module, schedule: Schedule, prompt_length: int, text: Tensor) -> Iterator[None]:
-    """The reference: every layer of the stock model runs whole, then gets its input back where it should not have run.
+    """Replace each layer's output by its input at the positions that the schedule skips, inside the context.
 
-    Nothing is used but how many positions each layer runs: no gate, no cache, no cutting. Layers look back only, so
-    that what they did on later positions, undone, cannot be seen.
+    Every layer still runs on all positions. Attention is causal and each layer runs a prefix of the positions, so the
+    replaced outputs do not affect the others.
 
     Args:
-        model: without gates.
-        schedule: which layers each position runs.
+        model: a stock model, without gates.
+        schedule: defines the number of positions that each layer runs.
         prompt_length: width of the prompt block.
-        text: the ids (rows, positions) that the pass inside will be over.
+        text: token ids (rows, positions) of the pass inside the context.
     """
     counts = with_lenders_first(schedule, model.config).positions_per_layer(prompt_length, text.shape[1])
     shapes = GateState(frozenset())
@@ -36,7 +36,7 @@ def undone(model: nn.Module, schedule: Schedule, prompt_length: int, text: Tenso
             if isinstance(output, tuple):
                 made = output[0]
             axis = shapes.axis(hidden, tuple(text.shape))
-            # A model may drop positions whose logits nobody asks for.
+            # A model may drop leading positions whose logits are not needed.
             width = hidden.shape[axis]
             kept = max(count - (text.shape[1] - width), 0)
             mixed = torch.cat([made.narrow(axis, 0, kept), hidden.narrow(axis, kept, width - kept)], dim=axis)

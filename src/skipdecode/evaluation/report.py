@@ -1,4 +1,4 @@
-"""Finished rows as tables for people (Markdown), spreadsheets (CSV) and machines (JSON)."""
+"""Write the results of an evaluation as Markdown, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 
 
 def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
-    """Heads and cells of what fits a terminal of 80 columns: below each score its difference's 95% interval."""
+    """Return heads and cells of a table for a terminal of 80 columns; 95% intervals of differences are below scores."""
     heads = ["method", "target", "step layers", *(label for _, label in metrics), "step clock", "job clock", "peak KV"]
 
     def score(row: Row, name: str) -> str:
@@ -42,15 +42,14 @@ def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list
 
 
 def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
-    """Heads and cells of everything that is measured.
+    """Return heads and cells of the full table.
 
-    Every ratio is the full model's figure divided by the row's, and its head begins with what it is of: a decode
-    step, a token, or the whole job, which is the prompt and the decode steps. ``layers`` are those of the texts,
-    ``timed … layers`` those of the timed runs, beside their ``clock``.
+    Every ratio is the full model's figure divided by the row's, per decode step, per token or per job (prompt and
+    decode steps). ``layers`` belong to the scored texts, ``timed … layers`` and ``clock`` to the timed runs.
 
     Args:
-        rows: the first one is the full model's.
-        metrics: (key in the rows, label) of each; intervals are those of the difference from the full model.
+        rows: table rows of an evaluation, the full model first.
+        metrics: (key in the table rows, label) of each metric.
     """
     heads = ["method", "target", "layers per step", "step layers", "token layers", "job layers"]
     heads += [cell for _, label in metrics for cell in (label, "vs full (95%)")]
@@ -83,7 +82,7 @@ def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[li
 
 
 def notes(rows: Sequence[Row]) -> dict[str, str]:
-    """How these rows were timed, what their ratios mean, and what has to be known about their clock."""
+    """Return notes on how the rows were timed, what the ratios mean, and how reliable the timings are."""
     first = rows[0]
     figures = [
         shown(row[f"{what}_clock_ratio"], row["timed_step_layer_ratio"]) for row in rows for what in ("step", "job")
@@ -102,26 +101,26 @@ def notes(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def markdown(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], note: str) -> str:
-    """A Markdown table, with the note below."""
+    """Return the full table in Markdown, with ``note`` below it."""
     return f"{markdown_table(*columns(rows, metrics))}\n\n{note}\n"
 
 
-#: What :func:`save` writes, and the plots beside it.
+#: Files of :func:`save`, and the plots of an evaluation in the same folder.
 FILES = ("table.md", "table.csv", "table.json", "tradeoff.png", "losses.png")
 
 
 def check(folder: Path, job: str, variants: Iterable[tuple[str, float]], overwrite: bool) -> None:
-    """Refuse to replace tables in ``folder`` that are of another job, or that would lose rows.
+    """Check that saving tables to ``folder`` replaces none of another job and loses no row.
 
     Args:
-        folder: where the tables are, or will be.
-        job: as :func:`save` is given it.
-        variants: (method, target) of each row to come.
-        overwrite: replace whatever is there.
+        folder: folder of the tables, which need not exist.
+        job: as for :func:`save`.
+        variants: (method, target) of each row that will be saved.
+        overwrite: allow any file to be replaced.
 
     Raises:
-        FileError: one of them cannot be written.
-        JobError: they are of other settings, not ours, or hold rows that would be gone.
+        FileError: a file cannot be written.
+        JobError: the tables come from another job or another program, or have rows that ``variants`` lacks.
     """
     for name in FILES:
         check_target(folder / name)
@@ -151,10 +150,10 @@ def save(
 ) -> None:
     """Write ``table.md``, ``table.csv`` and ``table.json`` to ``folder``.
 
-    ``about`` says how they were measured, and ``job`` is the full model's row: both together what they belong to.
+    ``about`` has the notes on how the rows were measured; ``job`` is the fingerprint of the full model's row.
     """
     rows = [{name: value for name, value in row.items() if name not in ("job", "checksum", "texts")} for row in rows]
-    rows = [{**row, "model": Path(row["model"]).name} for row in rows]  # whose disk it lay on says nothing to others
+    rows = [{**row, "model": Path(row["model"]).name} for row in rows]  # local paths mean nothing elsewhere
     note = "\n".join(f"{name}: {value}  " for name, value in about.items())
     write(folder / "table.md", markdown(rows, metrics, note))
     flat = [{k: v for k, v in row.items() if not isinstance(v, (dict, list))} for row in rows]

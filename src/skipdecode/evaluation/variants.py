@@ -1,4 +1,4 @@
-"""What is compared: methods at target speed-ups, and schedules from files, each on its checkpoint."""
+"""List what an evaluation compares: methods at target speed-ups, and schedules from files."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..methods import Method, get_method
 
 @dataclass(frozen=True)
 class Variant:
-    """A method at one target speed-up, on one checkpoint: one row of the table.
+    """A method at one target speed-up on one checkpoint, which gives one row of the table.
 
     Attributes:
-        method: how it decodes.
+        method: the decoding method.
         speedup: the target.
         model: directory or hub name.
-        key: names the file of its row.
-        schedule: runs in place of the method's own choice.
-        file: the name of the file that ``schedule`` was read from.
+        key: unique name, used for the file of the table row.
+        schedule: replaces the schedule that the method would choose.
+        file: name of the file that ``schedule`` was read from.
     """
 
     method: Method
@@ -35,34 +35,33 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The method's name, or the schedule file's."""
+        """Return the file name of the schedule, else the method's name."""
         return self.file or self.method.name
 
     @property
     def label(self) -> str:
-        """The name for people."""
+        """Return the file name of the schedule, else the method's display name."""
         return self.file or self.method.label
 
     def identity(self) -> dict[str, Any]:
-        """Everything that distinguishes it, in plain values."""
+        """Return plain values that distinguish this variant from others."""
         values = {"method": self.method.name, "speedup": self.speedup, "model": self.model, "key": self.key}
         return values | ({"schedule": self.schedule.to_dict()} if self.schedule else {})
 
 
 def variants(methods: str, model: str, speedups: Sequence[float], schedules: Sequence[Path] = ()) -> list[Variant]:
-    """List what an evaluation compares; the full model comes first, once.
+    """Return the variants that an evaluation compares, the full model first.
 
     Args:
-        methods: names with commas between, like ``skipdecode,d3,d3=DIR,static=DIR-{speedup}``. A method without a
-            checkpoint of its own runs on ``model``; ``full=DIR`` is another full model to compare with.
+        methods: comma-separated names, like ``skipdecode,d3,d3=DIR,static=DIR-{speedup}``. A method without ``=DIR``
+            runs on ``model``; ``full=DIR`` makes DIR the full model to compare with.
         model: directory or hub name.
         speedups: targets of every method.
-        schedules: JSON files, each of which runs on ``model``.
+        schedules: JSON files of schedules to run on ``model``.
 
     Raises:
-        UsageError: no method of this name, one that is named twice, or a method that needs a checkpoint per speed-up
-            and is not given one.
-        ScheduleError, FileError: a file that holds no schedule.
+        UsageError: a method is unknown, named twice, or needs a checkpoint per speed-up and has none.
+        ScheduleError, FileError: a file has no valid schedule.
     """
     parts = [part.strip().partition("=") for part in methods.split(",") if part.strip()]
     asked = [(get_method(name), checkpoint) for name, _, checkpoint in parts]
@@ -75,7 +74,7 @@ def variants(methods: str, model: str, speedups: Sequence[float], schedules: Seq
             raise UsageError(f"{method.name} needs a checkpoint per speed-up: give {method.name}=DIR-{{speedup}}")
         twice = [other for other, _ in asked].count(method) > 1
         suffix = "-trained" if twice and checkpoint else ""
-        own_weights = method.fits_depths and checkpoint not in ("", full)  # whose full depth is a row too
+        own_weights = method.fits_depths and checkpoint not in ("", full)  # then compare its full depth too
         result += [
             Variant(
                 method, float(k), checkpoint.replace("{speedup}", f"{k:g}") or model, f"{method.name}-{k:g}x{suffix}"

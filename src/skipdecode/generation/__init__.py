@@ -1,1 +1,1 @@
-"""Prompts in, texts and what they cost out: batches, jobs that resume."""
+"""Generate texts for prompts and count their cost: one batch, many batches, and jobs that resume after a kill."""

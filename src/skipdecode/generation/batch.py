@@ -1,4 +1,4 @@
-"""One batch of prompts through the ordinary ``model.generate``, and what it took."""
+"""Generate one batch of prompts with the ordinary ``model.generate``, and measure its cost."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from .finished_rows import track_finished_rows
 from .options import end_tokens, given, max_new_tokens, num_beams
 from .results import Completion, Cost
 
-#: How to decode: a schedule, None for the stock model, or what makes each batch's cache for methods of their own.
+#: How to decode: with a schedule, with the stock model (None), or with the cache that a function makes for each batch.
 Decoding = Schedule | Callable[[PreTrainedModel], DynamicCache] | None
 
 
 class Passes(StoppingCriteria):
-    """Counts the forward passes of a ``generate`` call and times them; ends no row.
+    """A stopping criterion that stops no sequence: it counts and times the forward passes of a ``generate`` call.
 
-    ``generate`` asks its stopping criteria once a pass, whatever the mode of decoding. (Logits processors it asks once
-    a token, so several times in a pass that verifies looked-up tokens.)
+    ``generate`` calls stopping criteria once per pass in every decoding mode. It calls logits processors once per
+    token, which is several times in a pass that verifies tokens of prompt lookup.
 
     Args:
-        every: time every pass, not just the first. The device is waited for at each pass that is timed.
+        every: time every pass, not only the first. Each timed pass waits for the device.
 
     Attributes:
-        count: passes so far; the pieces of a prompt that is prefilled in chunks are one.
-        times: when the tokens of the timed passes were there (``time.perf_counter``).
+        count: passes so far; a prompt that is prefilled in chunks counts as one pass.
+        times: ``time.perf_counter()`` at the end of each timed pass.
     """
 
     def __init__(self, every: bool = False) -> None:
@@ -51,7 +51,7 @@ class Passes(StoppingCriteria):
         self.times: list[float] = []
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """No row (rows,) has to end."""
+        """Return (batch,) False: no sequence stops."""
         if self.every or not self.count:
             synchronize(input_ids.device)
             self.times.append(time.perf_counter())
@@ -68,13 +68,11 @@ def generate_batch(
     passes: Passes | None = None,
     **options: Any,
 ) -> tuple[list[Completion], Cost]:
-    """Decode one batch of token-id prompts.
+    """Generate completions for one batch of token-id prompts. Finished sequences leave it (:mod:`.finished_rows`).
 
     Args:
-        decoding: None is the stock model with its ordinary cache.
-        passes: notes the passes of this call.
-        options: go to ``model.generate``; greedy unless ``do_sample`` is among them. Rows that have ended leave the
-            batch (:mod:`.finished_rows`).
+        passes: counts the passes of this call.
+        options: passed to ``model.generate``; decoding is greedy unless they set ``do_sample``.
     """
     passes = passes or Passes()
     options, asked = given(options), model.generation_config
@@ -86,7 +84,7 @@ def generate_batch(
     strings, stops = options.get("stop_strings", asked.stop_strings), end_tokens(options, asked)
     finished = track_finished_rows(model, tokenizer, cache, len(prompts), stops, strings, options)
     criteria = options.pop("stopping_criteria", [])
-    # What a checkpoint says of its cache and outputs is for others: the cache is ours, texts are what is wanted.
+    # These override what the checkpoint's generation config says of cache and outputs.
     defaults = {"do_sample": False, "num_return_sequences": 1, "use_cache": True, "cache_implementation": None}
     defaults |= {"max_new_tokens": max_new_tokens(options, asked)}
     start = time.perf_counter()
@@ -129,7 +127,7 @@ def generate_batch(
         row_steps=getattr(cache, "row_steps", 0),
         prompt_positions=width,
         prompt_layer_positions=sum(in_prompt),
-        # A stock cache grows to the end, or until rows leave it.
+        # A stock cache is largest at the end, or just before finished sequences leave it.
         peak_kv_bytes=getattr(cache, "peak_kv_bytes", None)
         or max(total_kv_bytes(cache), finished.peak_kv_bytes if finished else 0),
     )
@@ -137,7 +135,7 @@ def generate_batch(
 
 
 def _padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that stands where nothing is: any will do, since it is masked."""
+    """Return the padding token; any token will do, since the attention mask hides it."""
     ends = end_tokens({}, model.generation_config)
     known = tokenizer.pad_token_id, model.generation_config.pad_token_id, min(ends, default=None)
     return next((token for token in known if token is not None), 0)
@@ -150,7 +148,7 @@ def _cache(model: PreTrainedModel, decoding: Decoding) -> DynamicCache:
 
 
 def _unpadded(row: Sequence[int], pad: int) -> int | None:
-    """How many tokens there are before the padding at the row's end; None if there is no padding."""
+    """Return the number of tokens before the padding at the end of ``row``; None if there is no padding."""
     length = next((n for n in range(len(row), 0, -1) if row[n - 1] != pad), 0)
     return length if length < len(row) else None
 

@@ -1,4 +1,4 @@
-"""What writes a job's rows: what a job asks of an engine, and the engine that is transformers' own loop."""
+"""Engines generate the texts of a job: their protocol, and the default engine, which calls ``model.generate``."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .batch_size import BatchSize
 from .generate import batches
 from .results import Completion, Cost
 
-#: Rows that are finished: their keys, their texts, and what they took.
+#: A finished batch: the keys of its prompts, their completions, and the cost.
 Batch = tuple[list[int], list[Completion], Cost]
-#: Writes rows, given as token-id prompts by key, and hands them out in groups as they finish.
+#: Takes token-id prompts by key, generates their texts, and yields batches as they finish.
 Write = Callable[[Mapping[int, list[int]]], Iterator[Batch]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What an engine is told of a job: the model, where it runs, and how it decodes.
+    """The settings of a job that an engine needs: the model, where it runs, and how it decodes.
 
     Attributes:
         model: directory, hub name, or ``demo``.
         dtype, device, revision, offload, quantization, prepack: as :func:`skipdecode.load` takes them.
-        clock: what the speed-up is of: ``layers``, ``step`` or ``job``.
-        batch_size: rows decoded together; ``auto``: rows of like length, as many as fit into memory.
-        seed: of sampling: a row's text depends on it and on the row's number, not on its batch.
-        options: as ``model.generate`` names them.
+        clock: what the speed-up divides: ``layers`` per step, seconds of a ``step``, or seconds of the ``job``.
+        batch_size: prompts decoded together; ``auto``: prompts of similar length, as many as fit into memory.
+        seed: for sampling; a text depends on the seed and the prompt's number, not on its batch.
+        options: options of ``model.generate``.
     """
 
     model: str
@@ -48,56 +48,54 @@ class EngineConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def faster(self) -> dict[str, Any]:
-        """What makes layers faster, as :func:`skipdecode.load` takes it."""
+        """Return those of the options ``quantization`` and ``prepack`` of :func:`skipdecode.load` that are on."""
         return optimizations(self.quantization, self.prepack)
 
 
 class Engine(Protocol):
-    """What writes the rows of a :class:`~skipdecode.generation.jobs.GenerationJob`."""
+    """The interface of engines, which generate the texts of a :class:`~skipdecode.generation.jobs.GenerationJob`."""
 
     @property
     def name(self) -> str:
-        """What tells its texts from another engine's, in the journal; empty for transformers' own loop."""
+        """Return the engine's name, which keeps other engines from resuming its jobs; empty for the default engine."""
 
     @property
     def unknown(self) -> frozenset[str]:
-        """Figures of :meth:`Cost.summary` that it cannot tell: they are left out."""
+        """Return the names of figures in :meth:`Cost.summary` that this engine cannot measure; jobs omit them."""
 
     def check(self, job: EngineConfig, config: Any, defaults: Any) -> None:
-        """Refuse what it cannot do, before weights are loaded.
+        """Check, before weights are loaded, that the engine can run the job.
 
         Args:
-            job: what it is asked for.
-            config: the model's.
+            config: the model's config.
             defaults: the checkpoint's generation_config.
 
         Raises:
-            SkipDecodeError: naming the option.
+            SkipDecodeError: the engine does not support an option, which the message names.
         """
 
     def open(self, job: EngineConfig, schedule: Schedule | None, positions: int) -> AbstractContextManager[Write]:
-        """Hold the weights in memory, and return what writes with them.
+        """Return a context that loads the weights, and yields the function that generates texts with them.
 
         Args:
-            job: what it is asked for.
-            schedule: None: the unmodified model.
-            positions: the most tokens of a row, prompt and new ones together.
+            schedule: None runs the unmodified model.
+            positions: the most tokens of a prompt and its text together.
         """
 
 
 @dataclass(frozen=True)
 class Transformers:
-    """The default: batches of similar length through ``model.generate``."""
+    """The default engine: it batches prompts of similar length and calls ``model.generate``."""
 
     name: str = ""
     unknown: frozenset[str] = frozenset()
 
     def check(self, job: EngineConfig, config: Any, defaults: Any) -> None:
-        """Nothing: the job's own checks are this engine's."""
+        """Do nothing: the job's own checks suffice."""
 
     @contextmanager
     def open(self, job: EngineConfig, schedule: Schedule | None, positions: int) -> Iterator[Write]:
-        """The model of :func:`~skipdecode.weights.loading.load`."""
+        """Load the model with :func:`~skipdecode.weights.loading.load`."""
         where: dict[str, Any] = {"dtype": job.dtype, "device": job.device, "revision": job.revision}
         model, tokenizer = load(job.model, offload=job.offload, **where, **job.faster())
         yield partial(

@@ -1,8 +1,7 @@
-"""Rows that have ended leave the batch: the model computes the others alone, and ``generate``'s loop goes on over all.
+"""Remove finished sequences ("rows") from a batch: the model computes only the others; ``generate`` still sees all.
 
-So tokens, random numbers, processors of single rows and lengths are what they were. A patch stands around each pass.
-It takes the rows that have ended out of what the model is given, and out of its cache, and puts zeros in the place of
-their logits, for which the loop writes padding.
+A patch around the model's forward removes finished rows from its inputs and the cache, and gives them zero logits, for
+which ``generate`` writes padding. Tokens, random numbers, logits processors and lengths are the same as without it.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from ..core.cache import SkipCache, total_kv_bytes
 from ..core.patch import Patch, put
 from .options import num_beams
 
-#: Rows leave when at most this share of the rows in the cache goes on. What stays is copied: all cuts together copy no
-#: more than the first cache held.
+#: Remove finished rows when at most this share of the cached rows goes on. Each removal copies the remaining rows; with
+#: one half, all copies together are no larger than the first cache.
 SHARE = 0.5
-#: What a pass is given for each row: (rows, positions).
+#: Inputs of a forward pass with the shape (rows, positions).
 BY_ROW = ("input_ids", "attention_mask", "position_ids")
 
 
@@ -43,17 +42,16 @@ def track_finished_rows(
     strings: Any,
     options: Mapping[str, Any],
 ) -> FinishedRows | None:
-    """How the rows of a batch leave; None where they stay.
+    """Return a tracker that removes finished rows from the batch; None if it cannot, and all rows stay.
 
-    They stay with beams, which are put in order at every step; with stopping criteria of the caller, which may end a
-    row unnoticed or take the place of others; where no token ends a text, since ``generate`` then goes on writing;
-    with a method's own cache, which may know things of its rows; and in compiled layers or models, which other numbers
-    of rows may compile anew.
+    Rows stay with beam search, which reorders them at every step; with the caller's stopping criteria, which may end
+    rows that the tracker does not see; without end tokens, since ``generate`` then does not pad ended rows; with a
+    baseline's own cache, which may hold data per row; and in compiled models, which may recompile for fewer rows.
 
     Args:
         stops: token ids that end a text.
-        strings: as ``stop_strings`` of ``model.generate``.
-        options: the others.
+        strings: ``stop_strings`` of ``model.generate``.
+        options: its other options.
     """
     ours = isinstance(cache, SkipCache) or type(cache) is DynamicCache
     beams = num_beams(options, model.generation_config) > 1 or hasattr(model, "_reorder_cache")
@@ -68,10 +66,12 @@ def track_finished_rows(
 
 
 class FinishedRows(StoppingCriteria):
-    """Ends no row: notes which have ended. To be given to ``model.generate``, and entered around that call.
+    """A stopping criterion that stops no row: it tracks which rows have ended, and removes them from the batch.
+
+    Pass it to ``model.generate``, and enter it as a context around that call.
 
     Attributes:
-        peak_kv_bytes: most bytes that the cache held when rows left it.
+        peak_kv_bytes: the largest size of the cache just before a removal.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class FinishedRows(StoppingCriteria):
         self.cache = cache
         self.ends = StoppingCriteriaList(ends)
         self.ended = torch.zeros(rows, dtype=torch.bool, device=model.device)
-        self.kept: Tensor | None = None  # rows in the cache, once some have left
+        self.kept: Tensor | None = None  # indices of the rows in the cache, once some have left
         self.peak_kv_bytes = 0
 
     def __enter__(self) -> FinishedRows:
@@ -94,14 +94,14 @@ class FinishedRows(StoppingCriteria):
         del self.cache.finished_rows
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """No row (rows,) has to end for this."""
+        """Update the ended rows, and return (rows,) False: no row stops because of this criterion."""
         self.ended |= self.ends(input_ids, scores, **kwargs)
         return torch.zeros_like(self.ended)
 
     def before(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What the model is given in place of ``kwargs``."""
+        """Return ``kwargs`` of the model's forward without the rows that have left, after a removal if one is due."""
         given = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
-        # A family may be given more than we know of: then its rows stay.
+        # If a model family takes other tensors, whose rows are unknown, all rows stay.
         if all(name in BY_ROW and value.shape[:-1] == self.ended.shape for name, value in given.items()):
             self._cut()
         if self.kept is None:
@@ -109,16 +109,16 @@ class FinishedRows(StoppingCriteria):
         return kwargs | {name: value[self.kept.to(value.device)] for name, value in given.items()}
 
     def _cut(self) -> None:
-        """Let rows leave if enough of them have ended."""
+        """Remove ended rows from the cache if enough of them have ended."""
         kept = torch.arange(len(self.ended), device=self.ended.device) if self.kept is None else self.kept
         goes_on = ~self.ended[kept]
         if 0 < int(goes_on.sum()) <= SHARE * len(kept):
             self.peak_kv_bytes = max(self.peak_kv_bytes, total_kv_bytes(self.cache))
-            self.cache.reorder_cache(goes_on.nonzero()[:, 0])  # as beams do, so every kind of layer can
+            self.cache.reorder_cache(goes_on.nonzero()[:, 0])  # beam search needs it, so every cache layer has it
             self.kept = kept[goes_on]
 
     def after(self, output: Any) -> Any:
-        """The model's output for all rows again."""
+        """Return the output with zero logits inserted for the rows that have left."""
         if self.kept is not None:
             all_rows = output.logits.new_zeros(len(self.ended), *output.logits.shape[1:])
             output.logits = all_rows.index_copy_(0, self.kept.to(all_rows.device), output.logits)
@@ -129,11 +129,11 @@ _LOCK = threading.Lock()
 
 
 class RowsPatch(Patch):
-    """Stands in for the model's ``forward``: passes whose cache has :class:`FinishedRows` go through them."""
+    """Replaces the model's ``forward``: where the cache has a :class:`FinishedRows`, it skips rows that have left."""
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for all rows."""
+        """Run the model on the rows that go on, and return its output for all rows."""
         rows = getattr(kwargs.get("past_key_values"), "finished_rows", None)
         if rows is None:
             return self.original(*args, **kwargs)

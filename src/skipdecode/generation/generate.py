@@ -1,4 +1,4 @@
-"""Prompts in, texts and what they cost out: batches of similar length through the ordinary ``model.generate``."""
+"""Generate texts for prompts with ``model.generate``, in batches of similar length, and count their cost."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def generate(
     """Generate a text for each prompt.
 
     Args:
-        prompts: a text, a conversation (a list of ``{"role": …, "content": …}``, to which the tokenizer's chat
-            template is applied; one that ends with the assistant's words is continued), or a list of either.
-            Batches are made of similar lengths; completions come back in the order given.
-        speedup, schedule, full: one of them: a target layer reduction, a schedule or its file, the unmodified model.
-            By default the schedule of the model's config.
-        batch_size: rows per ``model.generate`` call; ``"auto"``: rows of like length, as many as fit into memory.
-        seed: for sampling: a row's text then depends on it and on the row's place in ``prompts``, not on its batch
-            (with beams: on the whole batch). None: torch's global generator.
-        options: as ``model.generate`` names them (``max_new_tokens``, ``do_sample``, ``num_beams``, …); None means not
-            given. Greedy unless ``do_sample`` is given, whatever the checkpoint's generation_config says.
+        prompts: a text, a conversation (a list of ``{"role": …, "content": …}``), or a list of either. The tokenizer's
+            chat template is applied to conversations; a last message of the assistant is continued. Batches hold
+            prompts of similar length; completions are returned in the order of ``prompts``.
+        speedup, schedule, full: at most one of: a target layer reduction, a schedule or its file, the unmodified model.
+            Default: the schedule of the model's config.
+        batch_size: prompts per ``model.generate`` call; ``"auto"``: as many of similar length as fit in memory.
+        seed: for sampling; a text depends on the seed and the prompt's index, not on its batch (but on the whole batch
+            in beam search). None: torch's global generator.
+        options: options of ``model.generate`` (``max_new_tokens``, ``do_sample``, ``num_beams``, …); None: not given.
+            Decoding is greedy unless ``do_sample`` is given, whatever the checkpoint's generation_config says.
 
     Raises:
-        ScheduleError: a schedule that does not fit the model.
-        UsageError: no prompts, one that is no string or has no token, a prompt and ``max_new_tokens`` that need more
-            positions than the model has, or options that are not taken.
+        ScheduleError: the schedule does not fit the model.
+        UsageError: there are no prompts; a prompt is neither text nor conversation, has no token, or needs, with
+            ``max_new_tokens``, more positions than the model has; or an option is not supported.
 
     Example:
         >>> model, tokenizer = skipdecode.load("demo")
@@ -74,12 +74,12 @@ def generate(
 
 
 def horizon_for(config: Any, new_tokens: int) -> int | None:
-    """Over how many steps a schedule falls that has to be made anew; None where the model's own say it."""
+    """Return the decode steps over which a new schedule's depth falls; None if the config has trained schedules."""
     return None if trained_schedules(config) else max(new_tokens - 1, 1)
 
 
 def to_prompts(given: Any) -> list[Prompt]:
-    """Texts and conversations from one of either, or a list of them. Raises UsageError."""
+    """Return a list of prompts from one text or conversation, or several. Raise UsageError."""
     if isinstance(given, str) or _is_conversation(given):
         given = [given]
     if not isinstance(given, Iterable) or isinstance(given, (Mapping, bytes)):
@@ -103,7 +103,7 @@ def to_prompts(given: Any) -> list[Prompt]:
 
 
 def _is_conversation(value: Any) -> bool:
-    """Whether it is a list of messages, as chat templates take them."""
+    """Return whether ``value`` is a list of messages, as chat templates take them."""
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(m, (Mapping, Message)) for m in value)
 
 
@@ -117,7 +117,7 @@ def generate_ids(
     seed: int | None = None,
     **options: Any,
 ) -> Generated:
-    """Generate a text for each token-id prompt with any decoding; ``on_batch`` is told each batch's cost."""
+    """Generate a text for each token-id prompt with any decoding; call ``on_batch`` with each batch's cost."""
     empty = next((number for number, prompt in enumerate(prompts) if not len(prompt)), None)
     if empty is not None:
         raise UsageError(f"prompt {empty} has no token to go on from: the tokenizer puts none at the beginning")
@@ -149,13 +149,13 @@ def batches(
     """Generate token-id ``prompts`` batch by batch.
 
     Yields:
-        Keys, texts and cost of a batch. With a ``seed``, a key samples the same when it is run again.
+        The keys, completions and cost of a batch. With a ``seed``, a key samples the same text in every run.
     """
     defaults, options = model.generation_config, given(options)
     check_options(options, batch_size, seed)
     check_with_model(options, defaults, seed)
     check_batch_size(batch_size, options, defaults)
-    # Similar lengths share a batch, the longest first: what does not fit in memory shows at once.
+    # Longest first: a prompt that does not fit in memory fails at once.
     order = sorted(prompts, key=lambda key: (-len(prompts[key]), key))
     lengths = [len(prompts[key]) for key in order]
     sizes = None if isinstance(batch_size, int) else BatchSizes.of(model, max_new_tokens(options, defaults))
@@ -165,7 +165,7 @@ def batches(
         keys = order[at : at + (sizes.next(lengths, at) if sizes else int(batch_size))]
         meter = PeakMeter() if sizes and sizes.per_position is None else None
         own: dict[str, Any] = {}
-        if seed is not None and sampled and num_beams(options, defaults) == 1:  # beams are drawn for a whole batch
+        if seed is not None and sampled and num_beams(options, defaults) == 1:  # beam search draws for a whole batch
             own = {"watermarking_config": Sampling(seed, keys)}
         try:
             with torch.random.fork_rng(_devices(model), enabled=sampled), meter or nullcontext():
@@ -182,7 +182,7 @@ def batches(
             continue
         finally:
             if sizes and model.device.type == "cuda":
-                torch.cuda.empty_cache()  # batches of other shapes find no use for the pieces
+                torch.cuda.empty_cache()  # batches of other shapes cannot reuse its blocks
         if sizes and meter:
             sizes.measured(meter.peak, lengths[at], cost)
         at += len(keys)
@@ -190,15 +190,15 @@ def batches(
 
 
 def _devices(model: PreTrainedModel) -> list[torch.device]:
-    """The devices whose random numbers a call draws, beside the CPU's."""
+    """Return the devices, other than the CPU, whose random state sampling changes."""
     return [model.device] if model.device.type == "cuda" else []
 
 
 def max_positions(config: Any) -> int | None:
-    """How many tokens, prompt and new ones together, a model was made for; None if its config does not say."""
+    """Return the number of positions that the model was trained for; None if its config does not say."""
     return getattr(text_config(config), "max_position_embeddings", None)
 
 
 def position_limit(config: Any) -> int | None:
-    """How many tokens a model can be given at all: where positions are computed (RoPE), as many as one likes."""
+    """Return the most positions that the model can compute; None with RoPE, which has no limit, or if unknown."""
     return None if getattr(text_config(config), "rope_parameters", None) else max_positions(config)

@@ -1,4 +1,4 @@
-"""A generation job: a text for every row of an input. What is wrong with a row is said before weights are loaded."""
+"""A generation job: generate a text for every item of an input. Bad items are found before weights are loaded."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from .results import Completion, Cost
 
 
 def _ignore(*_: Any) -> None:
-    """Nobody wants to know."""
+    """Do nothing: the default callback."""
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a job wrote.
+    """The result of a job.
 
     Attributes:
-        items: the input's rows; ``error`` says what is wrong with a bad one.
-        completions: by index of their item; bad items have none. Empty if all was written by a run before this one.
-        summary: numbers of the job, earlier runs of it included: those of :meth:`Cost.summary` that the engine
-            can tell, ``bad_rows``,
-            ``target_speedup`` (layers), ``layers`` (of the model), and scores where the input has references.
+        items: all items of the input; ``error`` says what is wrong with a bad one.
+        completions: by index of their item; bad items have none.
+        summary: figures of the job with its earlier, killed runs: those of :meth:`Cost.summary` that the engine can
+            measure, ``bad_rows`` (items), ``target_speedup`` and ``target_of`` (layers, step or job), ``layers`` (of
+            the model), and scores if the input has references.
     """
 
     items: Sequence[Item]
@@ -56,12 +56,12 @@ class JobResult:
 
     @property
     def texts(self) -> list[str]:
-        """The texts alone, in the order of the input, without bad rows."""
+        """Return the texts in the order of the input, without bad items."""
         return [completion.text for _, completion in sorted(self.completions.items())]
 
     @property
     def jsonl(self) -> str:
-        """The output: one line per row of the input, in its order, with the row's own columns."""
+        """Return the output: one line per item, in the order of the input, with the item's own columns."""
         made = [
             {column: _plain(value) for column, value in item.columns.items()}
             | ({"error": f"line {item.line}: {item.error}"} if item.error else asdict(self.completions[index]))
@@ -72,30 +72,29 @@ class JobResult:
 
 @dataclass(frozen=True)
 class GenerationJob(EngineConfig):
-    """A text for every row of an input. With an output file, a job that was killed goes on where it was.
+    """Generate a text for every item of an input. With an output file, a killed job resumes where it stopped.
 
     Args:
-        model: directory, hub name, or ``demo``; the other fields of :class:`~.engine.EngineConfig` are taken by name.
-        input: a file, ``-`` for standard input, or the prompts: texts, which the task prompts as it does the lines of a
-            text file, or conversations.
-        output: the JSONL file to write; None: the result holds all. A pipe or a device is written to at the end.
-        task: how rows are read and prompted; any JSONL by default.
+        model: directory, hub name, or ``demo``; the other fields of :class:`~.engine.EngineConfig` are keywords.
+        input: a file, ``-`` for standard input, or a list of conversations or texts; the task makes a prompt of each
+            text, as of a line of a text file.
+        output: the JSONL file to write; None: only return the result. A pipe or a device is written at the end.
+        task: reads items and makes their prompts; default: any JSONL.
         format: ``jsonl``, ``csv`` or ``text``, if the input's name does not tell.
-        speedup, schedule, full: one of them: a target layer reduction, a schedule, the unmodified model. By default
+        speedup, schedule, full: at most one of: a target layer reduction, a schedule, the unmodified model. Default:
             the schedule of the model's config.
-        prompt_layers: layers that the prompt runs at most: a number, or ``max`` for as many as the first step. None: as
-            trained, else all.
-        profile: what ``skipdecode profile`` measured here. With it, ``clock`` says what ``speedup`` is of: the seconds
-            of a decode ``step``, or of the whole ``job`` if every row writes ``max_new_tokens``.
-        overwrite: replace an output, finished or not, that is already there.
-        chat: each prompt that is a text is a user's message: the tokenizer's chat template is applied.
-        engine: what writes the rows; the default is transformers' loop, others are in :mod:`skipdecode.engines`.
+        prompt_layers: the most layers that the prompt runs: a number, or ``max`` for as many as the first decode step.
+            None: as trained, else all.
+        profile: layer times that ``skipdecode profile`` measured on this machine. With it, ``clock`` says what
+            ``speedup`` divides: seconds of a decode ``step``, or of the ``job`` if all texts have ``max_new_tokens``.
+        overwrite: replace an existing output, finished or not.
+        chat: treat each text as a user's message, and apply the tokenizer's chat template.
+        engine: generates the texts; default: ``model.generate``; others are in :mod:`skipdecode.engines`.
 
-    ``options`` are those of ``model.generate``; ``max_new_tokens`` is the task's if it is not among them.
+    ``options`` are those of ``model.generate``; without ``max_new_tokens``, the task's value is used.
 
     Raises:
-        UsageError: arguments that contradict each other, or options that cannot be told from others when a killed job
-            goes on.
+        UsageError: arguments contradict each other, or an option's value has no hash by which a killed job can resume.
     """
 
     model: str
@@ -138,7 +137,7 @@ class GenerationJob(EngineConfig):
                     raise UsageError(f"{name}: {error}, and a killed job could not go on: leave output out") from None
 
     def _refuse_input(self, output: Path) -> None:
-        """Neither the output nor its journal may be the file that is read."""
+        """Raise UsageError if the output or its journal is the input file."""
         real = Path(os.path.realpath(output))
         for path in (real, real.with_name(real.name + ".partial")):
             source = self.input if isinstance(self.input, (str, Path)) and self.input != "-" else None
@@ -152,15 +151,15 @@ class GenerationJob(EngineConfig):
         on_batch: Callable[[Cost], object] = _ignore,
         say: Callable[[str], object] = _ignore,
     ) -> JobResult:
-        """Write what is not written yet.
+        """Generate the texts that no earlier run has generated, and write the output.
 
         Args:
-            on_start: told how many rows there are to write, and how many of them an earlier run has written.
-            on_batch: told what each batch took.
-            say: told what a person should know.
+            on_start: called with the number of good items, and how many of them an earlier run has finished.
+            on_batch: called with the cost of each batch.
+            say: called with messages for the user.
 
         Raises:
-            SkipDecodeError: of the kind that says what the user can mend.
+            SkipDecodeError: the input, the model or an option is wrong; the message says what to do.
         """
         config = read_config(self.model, self.revision)
         defaults = read_generation_config(self.model, self.revision)
@@ -190,14 +189,14 @@ class GenerationJob(EngineConfig):
             result = work(None)
             write(self.output, result.jsonl)
             return result
-        # Another type or kind of device rounds otherwise; a hub name alone does not say which version it is.
+        # Texts depend on dtype and device, which round differently, and on the commit of a hub model.
         placed = [*map(str, placement(config, self.dtype, self.device)), getattr(config, "_commit_hash", None)]
         placed += [name if value is True else value for name, value in self.faster().items()]
         placed += [self.engine.name] if self.engine.name else []
         parts = (prompts, schedule.to_dict() if schedule else None, self.options, self.seed, placed, self.batch_size)
         job = fingerprint(identity(resolve(self.model)), *parts)
         with Journal(self.output, job, replace=self.overwrite) as journal:
-            if journal.summary is not None:  # killed between its last two writes
+            if journal.summary is not None:  # an earlier run was killed after it had written the output
                 journal.drop()
                 return JobResult(items, journal.rows, journal.summary)
             journal.check_output()
@@ -241,7 +240,7 @@ class GenerationJob(EngineConfig):
         on_batch: Callable[[Cost], object],
         say: Callable[[str], object],
     ) -> JobResult:
-        """The completions that the journal does not hold yet, with those that it holds."""
+        """Generate the completions that the journal does not hold yet, and return them with those that it holds."""
         completions = dict(journal.rows) if journal else {}
         cost = Cost(layer_count(config))
         for earlier in journal.costs if journal else []:
@@ -272,7 +271,7 @@ class GenerationJob(EngineConfig):
     def _scores(
         self, items: Sequence[Item], completions: Mapping[int, Completion], say: Callable[[str], object]
     ) -> dict[str, float]:
-        """The task's score where the input has references and its library is installed."""
+        """Return the task's scores; none if the input has no references or the scoring library is not installed."""
         scored = [index for index in completions if items[index].references]
         if not scored:
             return {}
@@ -285,7 +284,7 @@ class GenerationJob(EngineConfig):
 
 
 def _plain(value: Any) -> Any:
-    """A column's value as JSON has it: messages as they can be read again."""
+    """Return a column's value for JSON, with messages as objects that can be read again."""
     if isinstance(value, (list, tuple)):
         return [each._asdict() if isinstance(each, Message) else each for each in value]
     return value
@@ -294,7 +293,7 @@ def _plain(value: Any) -> Any:
 def encode_items(
     items: Sequence[Item], tokenizer: PreTrainedTokenizerBase, config: Any, new_tokens: int
 ) -> dict[int, list[int]]:
-    """Token ids of the rows that can be written, by index; the others get the error that says why not."""
+    """Return the prompts' token ids by item index; items that cannot be generated get an ``error`` instead."""
     limit, found = position_limit(config), {}
     good = [index for index, item in enumerate(items) if item.error is None]
     for index, ids in zip(good, _encode(tokenizer, [items[index].prompt for index in good]), strict=True):
@@ -311,7 +310,7 @@ def encode_items(
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int] | str]:
-    """Token ids of each prompt, or what is wrong with it: a chat template may refuse one conversation."""
+    """Return each prompt's token ids, or an error message if the chat template refuses that conversation."""
     try:
         return list(encode_prompts(tokenizer, prompts))
     except ModelError:

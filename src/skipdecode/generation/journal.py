@@ -1,4 +1,4 @@
-"""The journal of a generation job: a killed job goes on without losing or repeating a row."""
+"""The journal of a generation job: a killed job resumes without losing or repeating a finished batch."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ MAGIC = b'{"skipdecode journal": 1, "job": "'
 
 
 class Journal:
-    """Finished batches, one JSON line each, in ``OUTPUT.partial``; its first line names the job it belongs to.
+    """A file ``OUTPUT.partial`` that keeps finished batches, one JSON line each; its first line names the job.
 
-    Each line ends in a checksum of itself and of all lines before it. Reading stops at the first line that is not
-    whole and right (cut by a kill, damaged, doubled, of another shape): what it held is done again. The output is
-    locked for as long as the journal is open; nothing is written before the first batch.
+    Each line ends in a checksum of itself and all lines before it. Reading stops at the first bad line (cut by a kill,
+    damaged, doubled, of another shape); the job generates that batch and later ones again. The output is locked while
+    the journal is open; nothing is written before the first batch.
 
     Args:
-        output: the file that the job will write; a link stands for what it points to.
-        job: what makes two jobs the same, from :func:`skipdecode.provenance.fingerprint`.
-        replace: finished batches of another job are dropped, instead of refused.
+        output: the file that the job will write; symbolic links are followed.
+        job: the job's hash, from :func:`skipdecode.provenance.fingerprint`.
+        replace: drop finished batches of another job, instead of raising JobError.
 
     Attributes:
-        rows, costs: what is finished.
-        summary: of a job that was killed after its output was whole; None of any other.
+        rows: finished completions by item index.
+        costs: the cost of each finished batch.
+        summary: of a job that was killed after it had written its output; else None.
 
     Raises:
-        JobError: another process works on ``output``, or the batches there are another job's.
-        FileError: ``OUTPUT.partial`` is there and is no journal.
-        OSError: from what writes; it names the file.
+        JobError: another process works on ``output``, or the finished batches belong to another job.
+        FileError: ``OUTPUT.partial`` exists and is no journal.
+        OSError: a method cannot write; the error names the file.
     """
 
     def __init__(self, output: Path, job: str, *, replace: bool = False) -> None:
@@ -50,7 +51,7 @@ class Journal:
         self.costs: list[Cost] = []
         self.summary: dict[str, Any] | None = None
         self._job, self._replace = job, replace
-        self._good = self._chain = 0  # how many bytes are right, and their checksum
+        self._good = self._chain = 0  # number of valid bytes, and their checksum
         self._file: BinaryIO | None = None
         with ExitStack() as stack:
             stack.enter_context(locked(self.output))
@@ -64,18 +65,18 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Another process may go on with it."""
+        """Close the file, and unlock the output for other processes."""
         if self._file:
             self._file.close()
         self._lock.close()
 
     def check_output(self) -> None:
-        """Raises FileError if the output is there and may not be replaced."""
+        """Raise FileError if the output exists and may not be replaced."""
         if self.output.exists() and not self._replace:
             raise FileError(f"{self.output} is already there: move it away, or give --overwrite to replace it")
 
     def _read(self) -> None:
-        """Take in the lines that are whole and right."""
+        """Read the valid lines."""
         if not self.path.exists():
             return
         data = self.path.read_bytes()
@@ -92,7 +93,7 @@ class Journal:
             return
         self._good, self._chain = good, chain
         for entry, good, chain in lines:
-            if "output" in entry:  # the last line; a job that goes on writes it anew
+            if "output" in entry:  # the last line; a resumed job writes it again
                 summary = entry.get("summary")
                 if isinstance(summary, dict) and self.output.is_file():
                     self.summary = summary if _digest(self.output.read_bytes()) == entry["output"] else None
@@ -105,7 +106,7 @@ class Journal:
             self._good, self._chain = good, chain
 
     def add(self, indices: Sequence[int], rows: Sequence[Completion], cost: Cost) -> None:
-        """Keep one finished batch; on return it is on the disk."""
+        """Append a finished batch, and flush it to the disk."""
         self._append({"rows": {i: asdict(row) for i, row in zip(indices, rows, strict=True)}, "cost": asdict(cost)})
         self.rows.update(zip(indices, rows, strict=True))
         self.costs.append(cost)
@@ -129,9 +130,9 @@ class Journal:
         self._good, self._chain = self._good + len(lines), chain
 
     def finish(self, text: str, summary: dict[str, Any]) -> None:
-        """Write the output, whole, and drop the journal; killed in between, the next run finds ``summary``.
+        """Write the output, and delete the journal; after a kill between the two, the next run finds ``summary``.
 
-        Raises FileError for an output that somebody else has written meanwhile; finished batches are kept.
+        Raise FileError, and keep the finished batches, if another program has written the output meanwhile.
         """
         self.check_output()
         self._append({"output": _digest(text.encode()), "summary": summary})
@@ -139,7 +140,7 @@ class Journal:
         self.drop()
 
     def drop(self) -> None:
-        """The output is there: the journal goes."""
+        """Delete the journal, once the output is written."""
         if self._file:
             self._file.close()
         self.path.unlink(missing_ok=True)
@@ -147,7 +148,7 @@ class Journal:
 
 
 def _sealed(data: bytes, path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """The lines that are whole and follow from those before: what each says, where it ends, the checksum there."""
+    """Yield (content, end offset, checksum so far) of each line up to the first whose checksum or JSON is wrong."""
     end = chain = 0
     for line in io.BytesIO(data):
         payload, seal = line[:-10], line[-10:]
@@ -169,7 +170,7 @@ def _digest(data: bytes) -> str:
 
 
 def _batch(entry: dict[str, Any]) -> tuple[dict[int, Completion], Cost] | None:
-    """The batch that a journal's line holds; None if it is of another shape."""
+    """Return the batch that a journal's line holds; None if its fields are not a batch's."""
     try:
         rows = {int(index): Completion(**row) for index, row in entry["rows"].items()}
         cost = Cost(**entry["cost"])
@@ -179,7 +180,7 @@ def _batch(entry: dict[str, Any]) -> tuple[dict[int, Completion], Cost] | None:
 
 
 def _plain(value: Completion | Cost) -> bool:
-    """Whether the fields are of their types; numbers are not negative."""
+    """Return whether all fields have their declared types, and no number is negative."""
     kinds: dict[Any, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
     pairs = [(field.type, getattr(value, field.name)) for field in fields(value)]
     return all(type(x) in kinds[kind] and (kind == "str" or x >= 0) for kind, x in pairs)

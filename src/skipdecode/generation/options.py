@@ -1,4 +1,4 @@
-"""Which of ``model.generate``'s options are taken, and what they mean: one rule for all callers."""
+"""Check and read options of ``model.generate``: the same rules for all callers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MORE = "texts and their cost are returned; for more, give model.generate a Skip
 _GONE = "transformers no longer has this way of decoding"
 _DRAFT = "what the draft costs would be missing from the cost; call model.generate"
 _PADDED = "it counts the prompt and its padding, so a text would depend on its batch"
-#: Options of ``model.generate`` that are not taken here, and why.
+#: Options of ``model.generate`` that SkipDecode refuses, and why.
 REFUSED = {
     "inputs": _OURS,
     "input_ids": _OURS,
@@ -45,25 +45,21 @@ REFUSED = {
     "force_words_ids": _GONE,
     "custom_generate": "it would replace the loop whose steps are counted",
 }
-#: Those of them that a checkpoint's generation_config cannot ask for either.
+#: Refused options that a checkpoint's generation_config may not set either.
 NEVER = ("guidance_scale", *(name for name, reason in REFUSED.items() if reason in (_DRAFT, _GONE)))
-#: Options that say how to sample. Without ``do_sample`` they would say nothing.
+#: Options that have an effect only with ``do_sample``.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-#: What transformers writes where neither the options nor the checkpoint say how much.
+#: transformers' default of ``max_new_tokens``.
 NEW_TOKENS = 20
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are given: None means "not given", whichever option it is."""
+    """Return the options that are not None, which means "not given"."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def check_options(options: Mapping[str, Any], batch_size: int | str = 1, seed: int | None = None) -> None:
-    """Check what can be checked without a model. Decoding is greedy unless ``do_sample`` is among the options.
-
-    Raises:
-        UsageError: an option that is not taken, or options that contradict each other.
-    """
+    """Check options without a model. Raise UsageError if one is refused or unknown, or two contradict each other."""
     options = given(options)
     if batch_size != "auto" and (type(batch_size) is not int or batch_size < 1):
         raise UsageError(f"batch_size is a number of rows, 1 or more, or 'auto', not {batch_size!r}")
@@ -83,7 +79,7 @@ def check_options(options: Mapping[str, Any], batch_size: int | str = 1, seed: i
     new, least = options.get("max_new_tokens"), options.get("min_new_tokens")
     if new is not None and least is not None and least > new:
         raise UsageError(f"min_new_tokens {least} is more than max_new_tokens {new}")
-    if not options.get("use_cache", True):  # the whole text would go to a cache that holds it already
+    if not options.get("use_cache", True):  # each pass would give the whole text to a cache that holds it
         raise UsageError(f"use_cache=False: {_CACHE}; leave it out")
     if options.get("num_return_sequences", 1) != 1:
         raise UsageError("one text per prompt is generated: repeat the prompt instead of num_return_sequences")
@@ -92,7 +88,7 @@ def check_options(options: Mapping[str, Any], batch_size: int | str = 1, seed: i
 
 
 def check_with_model(options: Mapping[str, Any], defaults: GenerationConfig, seed: int | None = None) -> None:
-    """Check what options mean with a checkpoint's generation_config, which may ask for more. Raises UsageError."""
+    """Check options together with a checkpoint's generation_config, which may set others. Raise UsageError."""
     options = given(options)
     for name in NEVER:
         if name not in options and getattr(defaults, name, None):
@@ -107,23 +103,23 @@ def check_with_model(options: Mapping[str, Any], defaults: GenerationConfig, see
 
 
 def check_budget(speedup: float | None, schedule: object, full: bool) -> None:
-    """Raises UsageError for more than one of them."""
+    """Raise UsageError if more than one of the arguments is given."""
     if (speedup is not None) + (schedule is not None) + full > 1:
         raise UsageError("give one of speedup, schedule and full")
 
 
 def num_beams(options: Mapping[str, Any], defaults: GenerationConfig) -> int:
-    """How many beams are searched: 1 is no beam search."""
+    """Return the number of beams; 1 is no beam search."""
     return options.get("num_beams") or defaults.num_beams or 1
 
 
 def max_new_tokens(options: Mapping[str, Any], defaults: GenerationConfig) -> int:
-    """How many tokens a text has at most."""
+    """Return the most new tokens of a text."""
     return options.get("max_new_tokens") or defaults.max_new_tokens or NEW_TOKENS
 
 
 def end_tokens(options: Mapping[str, Any], defaults: GenerationConfig) -> set[int]:
-    """The tokens that end a text."""
+    """Return the token ids that end a text."""
     ends: Any = options.get("eos_token_id", defaults.eos_token_id)
     ends = ends.flatten().tolist() if hasattr(ends, "flatten") else ends
     return {ends} if isinstance(ends, int) else set(ends or ())

@@ -1,4 +1,4 @@
-"""What a run gives back: completions, and what they cost."""
+"""The results of generation: completions and their cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Completion:
-    """One generated text: new ``tokens``, end-of-sequence included; ``finish_reason`` is ``stop`` or ``length``."""
+    """One generated text; ``tokens`` counts the end-of-sequence token, ``finish_reason`` is ``stop`` or ``length``."""
 
     text: str
     tokens: int
@@ -17,10 +17,10 @@ class Completion:
 
 @dataclass
 class Cost:
-    """What a run took. Seconds are wall clock; a decode step is a forward pass after the prompt's.
+    """The cost of one or more batches. Seconds are wall-clock time; a decode step is a forward pass after the prompt's.
 
-    Steps, their layers and the prompt's positions are counted once for a batch, whatever its rows and however many of
-    them have left it. A batch's steps go on until its longest text has ended.
+    ``rows`` and ``tokens`` count completions and their tokens. Steps, layers and the prompt's (padded) positions are
+    counted once per batch, whatever its size; a batch runs steps until its longest text ends.
     """
 
     num_layers: int
@@ -38,34 +38,34 @@ class Cost:
 
     @property
     def average_depth(self) -> float:
-        """Layers per decode step that really ran."""
+        """Return the layers that ran per decode step."""
         return self.layer_steps / self.steps if self.steps else float(self.num_layers)
 
     @property
     def layer_ratio(self) -> float:
-        """How many times fewer layers the decode steps ran than the full model would have."""
+        """Return the full model's layers per decode step, divided by those that ran."""
         return self.num_layers / self.average_depth
 
     @property
     def prompt_depth(self) -> float:
-        """Layers per position of the prompt that really ran."""
+        """Return the layers that ran per position of the prompt."""
         return self.prompt_layer_positions / self.prompt_positions if self.prompt_positions else float(self.num_layers)
 
     @property
     def job_depth(self) -> float:
-        """Layers per position of the whole job: the prompt's positions and the decode steps."""
+        """Return the layers that ran per position of the whole job, which is prompt positions and decode steps."""
         positions = self.prompt_positions + self.steps
         ran = self.prompt_layer_positions + self.layer_steps
         return ran / positions if positions else float(self.num_layers)
 
     @property
     def row_depth(self) -> float:
-        """Layers per decode step that a row alone would have run: less than ``average_depth`` if rows exit singly."""
+        """Return the layers per step of one sequence: less than ``average_depth`` if sequences exit on their own."""
         return self.row_layers / self.row_steps if self.row_steps else self.average_depth
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second of wall clock, prompts included."""
+        """Return new tokens per second, the time for prompts included."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def __iadd__(self, other: Cost) -> Cost:
@@ -75,7 +75,7 @@ class Cost:
         return self
 
     def summary(self) -> dict[str, Any]:
-        """Plain numbers for JSON."""
+        """Return rounded figures for JSON."""
         return {
             "rows": self.rows,
             "tokens": self.tokens,
@@ -90,7 +90,7 @@ class Cost:
 
 @dataclass
 class Generated:
-    """Rows in the order of the prompts, their cost, and the decode steps that each batch took."""
+    """Completions in the order of the prompts, their cost, and the decode steps of each batch (``lengths``)."""
 
     cost: Cost
     completions: list[Completion] = field(default_factory=list)

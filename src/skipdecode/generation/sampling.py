@@ -1,4 +1,4 @@
-"""Random numbers that are a row's own: what it samples depends on the seed and its number, not on its batch."""
+"""Sample each text with random numbers of its own, so that it does not depend on the other prompts of its batch."""
 
 from __future__ import annotations
 
@@ -15,44 +15,42 @@ from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
 @dataclass
 class Sampling(BaseWatermarkingConfig):
-    """Draws each row's tokens with numbers that depend on the seed and the row alone, not on its batch.
+    """Draws each text's tokens with random numbers that depend only on the seed and the prompt's number in the job.
 
-    ``model.generate`` lets nobody else process the scores after temperature, top-k and the like; hence a "watermark"
-    that marks nothing.
+    It is a "watermark" that marks nothing: only watermarks process scores after temperature, top-k and the like.
 
     Attributes:
-        seed: of the job.
-        rows: the number of each row of the batch in the job.
+        rows: the number in the job of each prompt of the batch.
     """
 
     seed: int
     rows: Sequence[int]
 
     def validate(self) -> None:
-        """Nothing can be wrong."""
+        """Do nothing: every value is valid."""
 
     def construct_processor(self, vocab_size: int, device: Any) -> LogitsProcessor:
-        """What ``model.generate`` calls last."""
+        """Return the logits processor that ``model.generate`` calls last."""
         return _Draw([torch.Generator(device).manual_seed(stable_hash(self.seed, row)) for row in self.rows])
 
 
 class _Draw(LogitsProcessor):
-    """Leaves of each row's scores (rows, vocabulary) one token, drawn from their softmax."""
+    """Draws one token per sequence from the softmax of its scores (batch, vocabulary), and sets all others to -inf."""
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self.generators = generators
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         probabilities = scores.softmax(-1)
-        # The largest of p / (exponential noise) is token i with probability p_i: what torch.multinomial does.
+        # As torch.multinomial does: token i has the largest p / (exponential noise) with probability p_i.
         noise = [
             torch.empty_like(row).exponential_(generator=g) for row, g in zip(scores, self.generators, strict=True)
         ]
         chosen = (probabilities / torch.stack(noise)).argmax(-1, keepdim=True)
-        # Not just 0: NaN stays NaN, and ends the job as it would without us.
+        # Not just 0: NaN stays NaN, and raises the same error as without this processor.
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0 * probabilities.gather(1, chosen))
 
 
 def stable_hash(*parts: int) -> int:
-    """63 bits, the same in every process."""
+    """Return a hash of 63 bits that is the same in every process."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1

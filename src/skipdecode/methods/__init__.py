@@ -1,4 +1,4 @@
-"""SkipDecode and what it is compared with, all trained and run by the same code.
+"""SkipDecode and its baselines, which the same code trains and runs.
 
 To add a method, write a subclass of :class:`Method` in ``skipdecode/baselines``, and add it to METHODS and MethodName.
 """
@@ -12,10 +12,10 @@ from typing import Literal
 from ..errors import UsageError
 from .base import Method
 
-#: For command lines, which need the names and no torch.
+#: The methods' names, which command lines need without importing torch.
 MethodName = Literal["full", "skipdecode", "multi_exit", "calm", "unified", "d3", "hsd", "static", "scratch"]
 
-#: Name -> (file, class); the file is imported on first use.
+#: Module and class of each method, by name; :func:`get_method` imports the module.
 METHODS: dict[str, tuple[str, str]] = {
     "full": ("methods.base", "Full"),
     "skipdecode": ("methods.base", "SkipDecode"),
@@ -31,7 +31,7 @@ METHODS: dict[str, tuple[str, str]] = {
 
 @cache
 def get_method(name: str) -> Method:
-    """The method called ``name``. Raises UsageError for a name that is none."""
+    """Return the method called ``name``. Raises UsageError if there is none."""
     if name not in METHODS:
         raise UsageError(f"unknown method {name!r}; known are {', '.join(METHODS)}")
     file, method = METHODS[name]

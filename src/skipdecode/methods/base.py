@@ -1,4 +1,4 @@
-"""The form of a method: how it skips, what its training does differently, how it decodes."""
+"""The base class of methods (how each skips layers, trains and decodes), SkipDecode, and the full model."""
 
 from __future__ import annotations
 
@@ -17,49 +17,46 @@ if TYPE_CHECKING:
 
 
 class Method:
-    """One way of running fewer layers. ``lengths`` are always the decode steps that batches really take.
+    """A way of running fewer layers; other code asks its attributes, never its name.
 
-    What is particular to a method is said here, so that nobody has to ask for a method by its name.
+    ``lengths`` are measured numbers of decode steps, one per batch.
     """
 
     name: str
     label: str
-    #: Layer order of its schedules, whose depths and horizon are fitted; None: :meth:`schedule` has a rule of its own.
+    #: Layer order of its fitted schedules; None: :meth:`schedule` sets order and depths itself.
     order: str | None = None
-    #: Whether it runs a schedule, which can be fitted to lengths as ``calibrate`` does.
+    #: Whether it runs a schedule, which ``calibrate`` can fit to lengths.
     fits_depths = True
-    #: Whether training reads the exit of every layer in every step, whatever budget is drawn.
+    #: Whether every training step computes a loss from every layer's output, whatever schedule is drawn.
     trains_exits = False
-    #: Whether each speed-up needs a model of its own; else one checkpoint serves all.
+    #: Whether each speed-up needs its own model; else one checkpoint serves all.
     model_per_speedup = False
 
     @property
     def skips(self) -> bool:
-        """Whether it leaves out layers of its model; else it always runs all that its model has."""
+        """Return whether the method skips layers of its model."""
         return self.fits_depths or self.trains_exits
 
     @property
     def takes_style(self) -> bool:
-        """Whether the user may set horizon, order and decay, or give a schedule; baselines follow their papers."""
+        """Return whether the user may set horizon, order and decay, or a schedule; baselines follow their papers."""
         return self.name == DEFAULT_METHOD
 
     def is_trained_by(self, name: str) -> bool:
-        """Whether a model trained by the method called ``name`` is trained for this method too."""
+        """Return whether a model trained by the method called ``name`` also serves this method."""
         return name == self.name
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """The depths whose achieved layer ratio over ``lengths`` is as near to ``speedup`` as the method allows.
-
-        Raises ScheduleError.
-        """
+        """Return the schedule whose layer ratio over ``lengths`` is nearest to ``speedup``. Raises ScheduleError."""
         return fit(num_layers, speedup, lengths, order=self.order or "top")
 
     def prepare(self, model: PreTrainedModel, speedup: float) -> PreTrainedModel:
-        """The model to train, made from the one given."""
+        """Return the model to train, made from ``model``."""
         return model
 
     def objective(self, model: PreTrainedModel, schedules: Mapping[float, Schedule]) -> Objective | None:
-        """What training minimises; None for the response's cross-entropy."""
+        """Return the loss that training minimises; None for the response's cross-entropy."""
         return None
 
     def decoding(
@@ -70,14 +67,14 @@ class Method:
         decode: Callable[[Any], Any],
         **options: Any,
     ) -> tuple[Schedule | Callable[[PreTrainedModel], Any] | None, dict[str, Any]]:
-        """How to decode at ``speedup`` (as ``generate_ids`` takes it), and what about it belongs in a table.
+        """Return how to decode at ``speedup`` (an argument of ``generate_ids``), and details of it to report.
 
         Args:
-            model: as loaded.
+            model: the loaded model.
             speedup: target.
             lengths: measures the full model's decode steps on held-out prompts.
-            decode: writes texts for held-out prompts, decoding as told, and returns their cost.
-            options: as ``model.generate`` will get them.
+            decode: generates texts for held-out prompts with the decoding it is given, and returns their cost.
+            options: keyword arguments of ``model.generate``.
         """
         if not self.skips:
             return None, {}
@@ -86,7 +83,7 @@ class Method:
 
 
 class SkipDecode(Method):
-    """SkipDecode (Del Corro et al., 2023): depth falls with the position, lower and middle layers go first."""
+    """SkipDecode (Del Corro et al., 2023): depth falls with the position; lower and middle layers are skipped first."""
 
     name = DEFAULT_METHOD
     label = "SkipDecode"
@@ -94,16 +91,16 @@ class SkipDecode(Method):
 
 
 class Full(Method):
-    """The stock model, which the others are compared with: all layers at every step, whatever the target."""
+    """The unchanged model, the reference of all methods: every step runs all layers, whatever the target."""
 
     name = UNTRAINED
     label = "full model"
     fits_depths = False
 
     def is_trained_by(self, name: str) -> bool:
-        """It needs no training."""
+        """Return True: the full model needs no training for skipping."""
         return True
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """The full schedule."""
+        """Return the schedule that runs all layers."""
         return Schedule.full(num_layers)

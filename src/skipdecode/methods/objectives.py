@@ -1,4 +1,4 @@
-"""What a training step minimises: the response's cross-entropy, and distillation from full depth."""
+"""Training losses: the response's cross-entropy, and distillation from a model that runs all layers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..errors import UsageError
 
 
 def response_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """Cross-entropy on response tokens, the mean over the whole accumulated batch. ``labels``: (batch, 1 + R)."""
+    """Return the mean cross-entropy of response tokens over the accumulated batch. ``labels``: (batch, 1 + R)."""
     return token_loss(outputs.logits, labels, num_items_in_batch)
 
 
 def token_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """The same from ``logits`` (batch, at least R, vocabulary), of which the last R columns count."""
+    """Return :func:`response_loss` of the last R columns of ``logits`` (batch, at least R, vocabulary)."""
     labels = labels[:, 1:]
     logits = logits[:, -labels.shape[1] :].float()
     total = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
@@ -28,18 +28,18 @@ def token_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int 
 
 
 class Objective:
-    """Cross-entropy on the response, the paper's. Subclasses add to it."""
+    """The paper's loss, cross-entropy on the response, and the base class of other losses."""
 
     #: Whether the loss reads ``outputs.hidden_states``.
     hidden_states = False
-    #: Runs in every training step, whatever was drawn, if not None.
+    #: If not None, the schedule that every training step runs in place of the drawn one.
     schedule: Schedule | None = None
 
     def prepare(self, model: nn.Module, inputs: dict[str, Any], schedule: Schedule) -> None:
-        """Called before each forward pass of training, outside its gates."""
+        """Prepare the loss before each forward pass of training, while no schedule is active."""
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """The loss of one batch, a scalar."""
+        """Return the loss of a batch, a scalar."""
         return response_loss(outputs, labels, num_items_in_batch)
 
 
@@ -48,8 +48,8 @@ class Distillation(Objective):
 
     Args:
         weight: 0 to 1.
-        teacher: another model of the same vocabulary; None: the trained one itself at full depth, without dropout.
-            Steps drawn at full depth then have nothing to learn from and are plain.
+        teacher: another model of the same vocabulary; None: the trained model itself at full depth, without dropout.
+            A step whose schedule is full then uses cross-entropy alone.
     """
 
     def __init__(self, weight: float, teacher: nn.Module | None = None) -> None:
@@ -74,7 +74,7 @@ class Distillation(Objective):
         teacher.train(training)
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Cross-entropy and distance, both means per response token."""
+        """Return the weighted sum of cross-entropy and divergence, both means per response token."""
         loss = super().__call__(outputs, labels, num_items_in_batch)
         if self._target is None:
             return loss

@@ -1,1 +1,1 @@
-"""Which schedule applies, and which one gives a speed-up of layers or of seconds."""
+"""Find the schedule that applies, or make one that gives a speed-up in layers or in seconds."""

@@ -1,4 +1,4 @@
-"""What a job's speed-up is of: layers, or seconds as a profile of this machine predicts them."""
+"""The clock of a job: its speed-up counts layers, or the seconds that a profile of this machine predicts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .profile import Profile, shape_of
 def check_profile(
     profile: Profile, config: Any, dtype: str = "auto", device: str | None = None, **options: Any
 ) -> None:
-    """Whether a profile is of this machine, and of models of this config placed and made faster so.
+    """Check that a profile was measured on this machine, for this config, dtype, device and loading options.
 
     Raises:
-        UsageError: it is not; the message says what differs.
-        ModelError: there is no such device.
+        UsageError: something differs; the message says what.
+        ModelError: the device does not exist.
     """
     kind, place = placement(config, dtype, device)
     kind = config.dtype if kind == "auto" else kind
@@ -37,14 +37,14 @@ def check_profile(
 
 @dataclass(frozen=True)
 class Clock:
-    """What a job's speed-up is of.
+    """What a job's speed-up counts: layers, or the seconds of decode steps or of the whole job.
 
     Args:
         name: ``layers``, ``step`` or ``job``.
-        profile: what ``skipdecode profile`` measured here, or its file; the last two need one.
+        profile: measured by ``skipdecode profile`` on this machine, or its file; only for ``step`` and ``job``.
 
     Raises:
-        UsageError: another name, or no profile where one is needed.
+        UsageError: the name is unknown, or does not go with the profile.
         FileError: the file holds no profile.
     """
 
@@ -60,16 +60,16 @@ class Clock:
             object.__setattr__(self, "profile", Profile.load(self.profile))
 
     def check(self, config: Any, dtype: str, device: str | None, **options: Any) -> None:
-        """Whether the profile is this machine's, for models of this config. Raises UsageError."""
+        """Check the profile, if there is one, with :func:`check_profile`. Raises UsageError, ModelError."""
         if isinstance(self.profile, Profile):
             check_profile(self.profile, config, dtype, device, **options)
 
     def predictor(
         self, lengths: Sequence[int], batch_size: int | str, new_tokens: int, beams: int = 1
     ) -> Predictor | None:
-        """Of rows with prompts of these lengths that write ``new_tokens`` each at most; None where layers count.
+        """Return a predictor for prompts of these lengths and ``new_tokens`` at most; None without profile or prompts.
 
-        Raises UsageError: batches that the profile does not reach, or whose size is not known beforehand.
+        Raises UsageError for batches outside the profile, an automatic batch size, or beam search.
         """
         if not isinstance(self.profile, Profile) or not lengths:
             return None

@@ -1,4 +1,4 @@
-"""Depths that achieve the speed-up asked for, over the lengths that are really written. Pure Python."""
+"""Fit schedules to a target speed-up over the lengths that a model actually generates. Pure Python."""
 
 from __future__ import annotations
 
@@ -13,38 +13,36 @@ from ..core.decays import mix, remaining, share_of_max
 from ..core.schedule import MOST_TOKENS, Schedule
 from ..errors import ScheduleError
 
-#: How near the achieved ratio comes where whole layers allow it.
+#: Relative error of the achieved ratio that counts as reaching the target.
 TOLERANCE = 0.01
-#: How far a falling depth may be off before a constant one, if that is nearer, takes its place.
+#: Relative error from which on a constant depth, if it is nearer, replaces a falling one.
 NEAR = 0.05
-#: A horizon of twice as many steps is still one that a schedule may have.
+#: Longest length: a schedule may still have a horizon of twice as many steps.
 LONGEST = MOST_TOKENS // 2
 
 logger = logging.getLogger(__name__)
 
 
 class Measure(Protocol):
-    """What a speed-up is of: layers over lengths (:class:`Lengths`), or seconds
-    (:class:`~skipdecode.planning.planner.Predictor`).
-    """
+    """What a speed-up counts: layers (:class:`Lengths`), seconds (:class:`~skipdecode.planning.planner.Predictor`)."""
 
     @property
     def typical(self) -> int:
-        """Decode steps that most batches have at most, at least 1."""
+        """Return the 90th percentile of the batches' decode steps, at least 1."""
 
     @property
     def longest(self) -> int:
-        """Decode steps that the longest batch has."""
+        """Return the decode steps of the longest batch."""
 
     def ratio(self, schedule: Schedule) -> float:
-        """Times less than full depth takes; never less for fewer layers."""
+        """Return full depth's cost over the schedule's; fewer layers must never lower it."""
 
 
 class Lengths:
-    """Decode steps of batches, sorted once, so that a schedule's layers are counted by its levels, not step by step.
+    """Decode steps of batches, sorted once, so that a schedule's layers are counted per depth, not per step.
 
     Raises:
-        ScheduleError: a length that is no whole number from 0 to :data:`LONGEST`, or no steps at all.
+        ScheduleError: a length is no whole number from 0 to :data:`LONGEST`, or all are 0.
     """
 
     def __init__(self, lengths: Iterable[int]) -> None:
@@ -58,22 +56,22 @@ class Lengths:
 
     @property
     def typical(self) -> int:
-        """The 90th percentile, at least 1."""
+        """Return the 90th percentile, at least 1."""
         return max(self.ordered[9 * len(self.ordered) // 10], 1)
 
     @property
     def longest(self) -> int:
-        """Decode steps of the longest batch."""
+        """Return the decode steps of the longest batch."""
         return self.ordered[-1]
 
     def before(self, step: int) -> int:
-        """How many of all steps come before ``step`` in their batch."""
+        """Count the steps of all batches that come before ``step`` in their batch."""
         short = bisect_right(self.ordered, step)
         return self.sums[short] + step * (len(self.ordered) - short)
 
     def ratio(self, schedule: Schedule) -> float:
-        """Times fewer layers than the full model's."""
-        # Depth d is run by the steps before the one at which the schedule falls below d.
+        """Return the layers that all steps run at full depth over those they run with the schedule."""
+        # The steps before ``fall(schedule, d)`` have a depth of at least d.
         deeper = sum(
             self.before(fall(schedule, depth)) for depth in range(schedule.min_depth + 1, schedule.max_depth + 1)
         )
@@ -81,7 +79,7 @@ class Lengths:
 
 
 def fall(schedule: Schedule, depth: int) -> int:
-    """The first step that runs fewer than ``depth`` layers, which is above ``min_depth``."""
+    """Return the first step that runs fewer than ``depth`` layers; ``depth`` must be above ``min_depth``."""
     if schedule.depths is not None:
         return bisect_right(schedule.depths, -depth, key=lambda value: -value)
     s = schedule
@@ -93,23 +91,23 @@ def fall(schedule: Schedule, depth: int) -> int:
 
 
 def achieved(schedule: Schedule, lengths: Sequence[int]) -> float:
-    """Times fewer layers that decode steps run than the full model's, over batches of ``lengths`` steps each."""
+    """Return the speed-up in layers over batches of ``lengths`` decode steps each."""
     return Lengths(lengths).ratio(schedule)
 
 
 def batch_lengths(tokens: Sequence[int], batch_size: int) -> list[int]:
-    """Decode steps of batches made, in order, of texts of so many tokens (end-of-sequence included).
+    """Return the decode steps of each batch, if texts of these token counts (end-of-sequence too) are batched in order.
 
-    A batch runs until its longest row ends, and the first token is the prompt's.
+    A batch runs until its longest text ends; the pass over the prompt yields the first token.
     """
     longest = (max(tokens[i : i + batch_size]) for i in range(0, len(tokens), batch_size))
     return [max(length - 1, 1) for length in longest]
 
 
 def constant_schedules(num_layers: int, **style: Any) -> list[Schedule]:
-    """The schedules of one depth that this style can have, the shallowest first.
+    """Return the constant-depth schedules that these fields allow, shallowest first.
 
-    Raises ScheduleError: there are none, since the prompt runs fewer layers than the warm-up.
+    Raises ScheduleError if there are none, as the prompt runs fewer layers than the warm-up.
     """
     least = max(style.get("warmup", 1) if style.get("order", "top") == "top" else 1, 1)
     in_prompt = style.get("prompt_layers")
@@ -120,29 +118,29 @@ def constant_schedules(num_layers: int, **style: Any) -> list[Schedule]:
 
 
 def nearest(at: Callable[[int], Schedule], span: range, speedup: float, measure: Measure) -> Schedule:
-    """Of the schedules ``at(i)``, whose ratio never grows with ``i``, the one that comes nearest to ``speedup``."""
+    """Return the schedule ``at(i)`` whose ratio is nearest to ``speedup``; the ratio must never grow with ``i``."""
     first = bisect_left(span, True, key=lambda i: measure.ratio(at(i)) < speedup)
     return min((at(i) for i in span[max(first - 1, 0) : first + 1]), key=lambda s: _error(s, speedup, measure))
 
 
 def fit(num_layers: int, speedup: float, lengths: Sequence[int] | Measure, **style: Any) -> Schedule:
-    """The schedule in the paper's style (max, min, linear decay) that achieves ``speedup`` over ``lengths``.
+    """Return the schedule of the paper's form (max, min, linear decay) that achieves ``speedup`` over ``lengths``.
 
-    Style goes first: of the falling depths that come within 1% over some horizon, those are taken whose max has nearest
-    to the paper's share of max + min and whose horizon is nearest to the 90th percentile of lengths; else the falling
-    ones that come nearest. A constant depth is taken only with ``decay="constant"``, or (a logged warning says so)
-    where it is nearer and no falling one comes within 5%.
+    Of the falling schedules within 1% of ``speedup``, it takes the one whose max has nearest to the paper's share of
+    max + min and whose horizon is nearest to the 90th percentile of lengths; if there is none, the falling schedule
+    nearest to ``speedup``. It takes a constant depth only with ``decay="constant"``, or with a logged warning if no
+    falling one comes within 5% and the constant one is nearer.
 
     Args:
         num_layers: decoder layers of the model.
         speedup: 1 to ``num_layers``.
-        lengths: decode steps of each batch, as generation reports them; or what else ``speedup`` is to be of.
-        style: further fields of the schedule, ``order`` and ``decay`` among them.
+        lengths: decode steps of each batch, as generation reports them; or another :class:`Measure`.
+        style: further fields of the schedule, such as ``order`` and ``decay``.
 
     Raises:
-        ScheduleError: a speed-up that the model has not the layers for, or no lengths.
+        ScheduleError: the model has too few layers for the speed-up, or there are no lengths.
     """
-    of_layers = isinstance(lengths, (Sequence, Lengths))  # seconds may fall by more, where some layers cost little
+    of_layers = isinstance(lengths, (Sequence, Lengths))  # in seconds, more is possible if some layers cost little
     if not speedup >= 1 or (of_layers and speedup > num_layers):
         raise ScheduleError(f"a speed-up is 1 to the number of layers ({num_layers}), not {speedup}")
     if speedup == 1:
@@ -167,7 +165,7 @@ def fit(num_layers: int, speedup: float, lengths: Sequence[int] | Measure, **sty
 def _fit_falling(
     flats: Sequence[Schedule], flat: Schedule, speedup: float, measure: Measure, style: dict[str, Any]
 ) -> Schedule | None:
-    """The falling schedule of the best style within 1%, else the one that comes nearest; None of a single depth."""
+    """Return the falling schedule within 1% most like the paper's, else the nearest; None if all depths are equal."""
     middle, typical = flat.max_depth, measure.typical
     wanted = share_of_max(flat.num_layers / middle)
     horizons = range(max(typical // 3, 2), max(2 * typical, 2) + 1)
@@ -180,7 +178,7 @@ def _fit_falling(
     best: tuple[tuple[float, float], Schedule] | None = None
     for most, low in pairs:
         if best is not None and best[0][0] == 0 and best[0][1] <= off_style((most, low)):
-            break  # no later pair is of a better style
+            break  # no later pair is nearer to the paper's share
         schedule = _move_horizon(Schedule(flat.num_layers, most, low, 2, **style), horizons, speedup, measure)
         error = _error(schedule, speedup, measure)
         off = off_style((most, low)) + 0.5 * abs(schedule.horizon / typical - 1)
@@ -191,12 +189,12 @@ def _fit_falling(
 
 
 def refit(schedule: Schedule, speedup: float, lengths: Sequence[int] | Measure) -> Schedule | None:
-    """The same depths over the horizon at which they achieve ``speedup`` within 1%; None if there is no such horizon.
+    """Return the schedule with a horizon at which it achieves ``speedup`` within 1%; None if there is no such horizon.
 
-    The schedule itself if it does already: nothing that was trained is moved without need.
+    A schedule that already does is returned unchanged, since a model may have been trained with it.
 
     Raises:
-        ScheduleError: no lengths.
+        ScheduleError: there are no lengths.
     """
     measure: Measure = Lengths(lengths) if isinstance(lengths, Sequence) else lengths
     if _error(schedule, speedup, measure) <= TOLERANCE:
@@ -215,7 +213,7 @@ def _move_horizon(schedule: Schedule, horizons: range, speedup: float, measure: 
 def bisect_ratio(
     at: Callable[[float], Schedule], low: float, high: float, speedup: float, lengths: Sequence[int]
 ) -> Schedule:
-    """The schedule ``at(x)`` whose achieved ratio is nearest to ``speedup``, if the ratio grows with x."""
+    """Return the schedule ``at(x)`` whose layer ratio is nearest to ``speedup``; the ratio must grow with ``x``."""
     parts = 2**30
     return nearest(lambda i: at(high - (high - low) * i / parts), range(parts + 1), speedup, Lengths(lengths))
 

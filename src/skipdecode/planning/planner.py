@@ -1,4 +1,4 @@
-"""Depths that give a speed-up of seconds: of a decode step, or of a whole job. Pure Python."""
+"""Plan schedules that give a speed-up in seconds, of decode steps or of a whole job. Pure Python."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ..errors import ScheduleError, UsageError
 from .fitting import constant_schedules, fall, fit
 from .profile import Profile
 
-#: What a speed-up may be of: layers that run, seconds of a decode step, seconds of a job with its prompt.
+#: What a speed-up may count: layers that run, seconds of decode steps, seconds of a job with its prompt.
 CLOCKS = ("layers", "step", "job")
-#: What is aimed at lies so far above what is asked for: a whole layer or the machine's noise may take it back.
+#: A plan aims at this multiple of the target, as whole layers or the machine's noise may cost the surplus.
 AIM = 1.01
-#: A speed-up that comes out below the one asked for by less than this counts as had.
+#: A plan reaches its target if it is predicted to give at least this share of it.
 SHORT = 0.98
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a batch does: ``batch_size`` rows of ``prompt_tokens`` each (padding included) write ``new_tokens`` each."""
+    """One batch: ``batch_size`` prompts of ``prompt_tokens`` each (with padding), each generating ``new_tokens``."""
 
     batch_size: int = 1
     prompt_tokens: int = 64
@@ -36,12 +36,12 @@ class Workload:
 
     @property
     def steps(self) -> int:
-        """Decode steps: the first token is the prompt's."""
+        """Return the number of decode steps; the pass over the prompt yields the first token."""
         return self.new_tokens - 1
 
 
 def workloads(prompt_tokens: Sequence[int], batch_size: int, new_tokens: int) -> list[Workload]:
-    """The whole batches that rows of these prompts make: of like lengths, the longest first; one, if they are few."""
+    """Batch the prompts by length, longest first; leave out a last batch that is smaller, unless it is the only one."""
     ordered = sorted(prompt_tokens, reverse=True)
     batches = (ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size))
     works = [Workload(len(batch), batch[0], new_tokens) for batch in batches]
@@ -50,7 +50,7 @@ def workloads(prompt_tokens: Sequence[int], batch_size: int, new_tokens: int) ->
 
 @dataclass(frozen=True)
 class Seconds:
-    """Where the time of jobs goes: their prompts, and the head, the layers and the rest of all decode steps."""
+    """Seconds that jobs spend on prompts, and in all decode steps on the head, the layers and the rest."""
 
     prompt: float
     head: float
@@ -59,25 +59,25 @@ class Seconds:
 
     @property
     def steps(self) -> float:
-        """Seconds of all decode steps."""
+        """Return the seconds of all decode steps."""
         return self.head + self.layers + self.rest
 
     @property
     def job(self) -> float:
-        """Seconds of prompts and decode steps."""
+        """Return the seconds of prompts and decode steps."""
         return self.prompt + self.steps
 
 
 class Predictor:
-    """What schedules take on a machine, for batches of known sizes and lengths.
+    """A predictor of the seconds that schedules take on a machine, for batches of known sizes and lengths.
 
     Args:
-        profile: of this model on this machine.
+        profile: measured with this model on this machine.
         workloads: one or several batches.
-        clock: what :meth:`ratio` is of: ``step`` or ``job``.
+        clock: seconds that :meth:`ratio` compares: ``step`` or ``job``.
 
     Raises:
-        UsageError: a workload outside what the profile measured, or another clock.
+        UsageError: the profile does not reach a workload, there is none, or the clock is another.
     """
 
     def __init__(self, profile: Profile, workloads: Sequence[Workload], clock: str = "step") -> None:
@@ -90,7 +90,7 @@ class Predictor:
         lengths = sorted(work.steps for work in workloads)
         self.longest, self.typical = lengths[-1], lengths[9 * len(lengths) // 10]
         steps = [self._steps(work) for work in workloads]
-        # What all batches together take up to each step: in the head, in the rest, and in one layer of each kind.
+        # Seconds of all batches together up to each step: in the head, in the rest, and in one layer of each kind.
         self._head, self._rest, *self._layers = (
             list(map(sum, zip(*columns, strict=True))) for columns in zip(*steps, strict=True)
         )
@@ -98,7 +98,7 @@ class Predictor:
         self.full = self.seconds(Schedule.full(self.num_layers))
 
     def _steps(self, work: Workload) -> list[list[float]]:
-        # Costs are straight lines in the context: a few hundred points of them are as good as all.
+        # Seconds are piecewise linear in the context length, so a few hundred points are enough.
         stride = max(work.steps // 256, 1)
         rows: list[tuple[float, ...]] = []
         for step in range(work.steps):
@@ -109,7 +109,7 @@ class Predictor:
         return [[0.0, *accumulate(column)] for column in zip(*rows, strict=True)]
 
     def seconds(self, schedule: Schedule) -> Seconds:
-        """What the schedule takes for all workloads together."""
+        """Return the seconds that the schedule takes for all workloads together."""
         kinds, layers = self.profile.layers, 0.0
         for rank, layer in enumerate(schedule.ranking[: schedule.max_depth]):
             runs = self.longest if rank < schedule.min_depth else min(fall(schedule, rank + 1), self.longest)
@@ -129,28 +129,27 @@ class Predictor:
         return self._prompts[key]
 
     def ratio(self, schedule: Schedule) -> float:
-        """Full depth's seconds over the schedule's: of the decode steps, or of the job."""
+        """Return full depth's seconds over the schedule's, of the decode steps or of the job."""
         full, own = self.full, self.seconds(schedule)
         return full.job / own.job if self.clock == "job" else full.steps / own.steps
 
     def ratios(self, schedule: Schedule) -> dict[str, float]:
-        """Full depth's figure over the schedule's, by clock: layers of decode steps, seconds of steps and of jobs."""
+        """Return the speed-up on each clock: in layers of decode steps, in seconds of steps, in seconds of jobs."""
         full, own = self.full, self.seconds(schedule)
         layers = schedule.layer_ratio(self.typical)
         return {"layers": layers, "step": full.steps / own.steps, "job": full.job / own.job}
 
 
 def plan(predictor: Predictor, speedup: float, **style: Any) -> Schedule:
-    """The schedule in the paper's style that gives ``speedup`` on the predictor's clock.
+    """Return the schedule of the paper's form that gives ``speedup`` on the predictor's clock.
 
     Args:
-        predictor: of the machine, for the workloads to come.
-        speedup: against full depth, at least 1.
+        predictor: for the machine and the workloads to come.
+        speedup: full depth's seconds over the schedule's, at least 1.
         style: further fields of the schedule: ``order``, ``decay``, ``prompt_layers`` and others.
 
     Raises:
-        ScheduleError: a speed-up that this machine cannot give; the message says the highest one that it can, and what
-            the time goes to.
+        ScheduleError: this machine cannot give the speed-up; the message says the highest one and where time goes.
     """
     num_layers = predictor.num_layers
     if not speedup >= 1:
@@ -164,12 +163,12 @@ def plan(predictor: Predictor, speedup: float, **style: Any) -> Schedule:
     schedule = fit(num_layers, min(speedup * AIM, most), predictor, **style)
     if predictor.ratio(schedule) >= speedup * SHORT:
         return schedule
-    # Whole layers lie too far apart: the deepest of those that are fast enough.
+    # The nearest schedule is too slow: take the deepest constant one that is fast enough.
     return next(flat for flat in reversed(flats) if predictor.ratio(flat) >= speedup * SHORT)
 
 
 def _limit(predictor: Predictor, style: dict[str, Any]) -> str:
-    """The highest speed-up in words, and what the time of the fastest schedule goes to."""
+    """Describe the highest possible speed-up, and where the time of the fastest schedule goes."""
     fastest = constant_schedules(predictor.num_layers, **style)[0]
     seconds = predictor.seconds(fastest)
     parts = {"the head": seconds.head, "these layers": seconds.layers, "embedding, sampling and the loop": seconds.rest}

@@ -1,7 +1,7 @@
-"""What prompts and decode steps take on one machine: measurements, and the lines between them. Pure Python.
+"""Measured seconds of prompts and decode steps on one machine, and interpolation between them. Pure Python.
 
-``skipdecode profile`` measures them. The seconds of a pass are those of its layers, each by its kind, of its head, and
-of the rest; between measured batch sizes and lengths they are taken to lie on straight lines.
+``skipdecode profile`` measures them. The seconds of a pass are those of its layers, by kind, of its head, and of the
+rest; each is interpolated linearly between measured batch sizes and lengths.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..errors import FileError, SkipDecodeError, UsageError
 from ..files import parse_json, read_json, write
 from ..provenance import fingerprint
 
-#: The version of a profile's file. Version 1 had other fields: such a profile has to be measured again.
+#: Version of the file format. Version 1 had other fields, so such a profile has to be measured again.
 VERSION = 2
-#: A pass takes more seconds than the first and fewer than the second (a day): anything else was not measured.
+#: Bounds on the seconds of a pass (the upper one is a day): values outside cannot have been measured.
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 86_400.0
-#: Rounds that differ by more than this share make a profile doubtful.
+#: A profile with more ``noise`` than this gets a warning.
 NOISY = 0.1
-#: How far beyond the longest measured length a straight line is still believed.
+#: Lengths are extrapolated up to this multiple of the longest measured one.
 FARTHEST = 1.25
 
 Made = TypeVar("Made")
@@ -35,14 +35,14 @@ class Pass:
     """Seconds of one forward pass over the whole batch.
 
     Attributes:
-        batch_size: rows.
-        length: positions: those of the prompt, or those that a decode step attends to.
-        layers: seconds of one layer, by its kind.
-        rest: seconds outside layers and head: embedding, norm, sampling, and the loop around them.
-        head: seconds of the product with the vocabulary.
+        batch_size: number of sequences.
+        length: number of positions in the prompt, or that a decode step attends to.
+        layers: seconds of one layer of each kind.
+        rest: seconds outside layers and head: embedding, norm, sampling, and the generation loop.
+        head: seconds of the output projection to the vocabulary.
 
     Raises:
-        UsageError: a size that is no whole number of at least 1, or seconds that nothing can have taken.
+        UsageError: a size is no whole number of at least 1, or no pass can take these seconds.
     """
 
     batch_size: int
@@ -62,28 +62,28 @@ class Pass:
 
     @property
     def outside_layers(self) -> float:
-        """Seconds of head and rest."""
+        """Return the seconds of head and rest."""
         return self.head + self.rest
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What a model takes on a machine.
+    """Measured seconds of a model on a machine.
 
     Attributes:
         model: name of the model that was measured.
-        shape: fingerprint of its config: other weights of the same shape take as long.
+        shape: fingerprint of the model's config: other weights of the same shape take as long.
         machine: processor, threads and versions.
         dtype, device: type and place of the weights.
         kinds: names of the kinds of layers.
         layers: kind of each layer, an index into ``kinds``.
         prompts: measured passes over prompts.
         steps: measured decode steps.
-        options: how the model was loaded beside that: attention and what makes layers faster.
-        noise: by how much the rounds differed, as a share: the middle one beside the fastest, on average over cells.
+        options: other settings with which the model was loaded, such as the attention implementation.
+        noise: by what share the median of repeated measurements exceeds the fastest, averaged over all measured sizes.
 
     Raises:
-        UsageError: values that are missing, of a wrong type, or that contradict each other.
+        UsageError: values are missing, of a wrong type, or contradict each other.
     """
 
     model: str
@@ -117,27 +117,27 @@ class Profile:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers of the model."""
+        """Return the number of decoder layers of the model."""
         return len(self.layers)
 
     @property
     def warning(self) -> str | None:
-        """What must be said of a profile whose rounds differ much; None of a good one."""
+        """Return a warning if the measurements differ much, else None."""
         if self.noise <= NOISY:
             return None
         return f"the rounds of this profile differ by {self.noise:.0%}: something else computed; measure again"
 
     def step(self, batch_size: int, length: int) -> Pass:
-        """A decode step of so many rows that attends to ``length`` positions. Raises UsageError out of range."""
+        """Predict a decode step that attends to ``length`` positions per sequence. Raises UsageError out of range."""
         return _between(self._by_batch_size["steps"], batch_size, length, "a decode step")
 
     def prompt(self, batch_size: int, length: int) -> Pass:
-        """The pass over a prompt of ``length`` positions in each of so many rows. Raises UsageError out of range."""
+        """Predict the pass over prompts of ``length`` positions each. Raises UsageError out of range."""
         return _between(self._by_batch_size["prompts"], batch_size, length, "a prompt")
 
     @cached_property
     def _by_batch_size(self) -> dict[str, dict[int, list[Pass]]]:
-        """The measured passes, the smallest batch size first, of ascending lengths."""
+        """Group the measured passes of prompts and of steps by batch size, in ascending order of size and length."""
         found: dict[str, dict[int, list[Pass]]] = {}
         for name, passes in (("prompts", self.prompts), ("steps", self.steps)):
             for one in sorted(passes, key=lambda one: (one.batch_size, one.length)):
@@ -145,11 +145,7 @@ class Profile:
         return found
 
     def check(self, *, machine: str | None = None, shape: str | None = None, **placed: Any) -> None:
-        """Whether the profile is one of this machine, model and placement; what is None is not asked.
-
-        Raises:
-            UsageError: it is another's; the message says what differs.
-        """
+        """Raise UsageError, saying what differs, if the profile has another machine, shape or placement (None: any)."""
         for name, value in {"machine": machine, "shape": shape, **placed}.items():
             mine = getattr(self, name)
             if value is not None and value != mine:
@@ -159,12 +155,12 @@ class Profile:
                 )
 
     def to_json(self) -> str:
-        """One JSON object, indented."""
+        """Return the profile as an indented JSON object."""
         return json.dumps({"skipdecode_profile": VERSION} | asdict(self), indent=1)
 
     @classmethod
     def from_dict(cls, values: Any) -> Profile:
-        """Inverse of :meth:`to_json`. Raises FileError for anything that a profile cannot be."""
+        """Make the profile that :meth:`to_json` wrote, from its JSON values. Raises FileError for other values."""
         if not isinstance(values, dict) or values.get("skipdecode_profile") != VERSION:
             raise FileError(f"this is no profile of version {VERSION}: skipdecode profile writes one")
         given = {name: value for name, value in values.items() if name != "skipdecode_profile"}
@@ -176,7 +172,7 @@ class Profile:
             raise FileError(f"the profile is damaged: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON to ``path``, whole or not at all. Raises FileError where another kind of file is there."""
+        """Write the JSON to ``path``, all or nothing. Raises FileError if ``path`` is a file but no profile."""
         write(path, self.to_json() + "\n", may_replace=is_profile)
 
     @classmethod
@@ -190,7 +186,7 @@ class Profile:
 
 
 def is_profile(data: bytes) -> bool:
-    """Whether a file's bytes are a profile's, which may be replaced by another; of any version."""
+    """Tell whether a file's bytes are a profile of any version, so that another profile may replace the file."""
     try:
         values = parse_json(data, "it")
     except FileError:
@@ -199,7 +195,7 @@ def is_profile(data: bytes) -> bool:
 
 
 def shape_of(config: Any) -> str:
-    """A fingerprint of what decides how long a pass takes: the config without names, token ids and schedules."""
+    """Return a fingerprint of what decides how long a pass takes: the config without names, token ids and schedules."""
     values = config.get_text_config(decoder=True).to_dict()
     others = ("_", "architectures", "transformers_version", "dtype", "torch_dtype", "skipdecode", "use_cache")
     return fingerprint({k: v for k, v in values.items() if not k.startswith(others) and not k.endswith("_token_id")})
@@ -227,7 +223,7 @@ def _from_object(cls: type[Made], values: Any, what: str) -> Made:
 
 
 def _between(measured: Mapping[int, Sequence[Pass]], batch_size: int, length: int, what: str) -> Pass:
-    """The pass on the straight lines between the measured ones."""
+    """Interpolate a pass linearly between the measured ones. Raises UsageError out of range."""
     sizes, longest = [*measured], max(passes[-1].length for passes in measured.values())
     if not sizes[0] <= batch_size <= sizes[-1] or not 0 < length <= FARTHEST * longest:
         raise UsageError(
@@ -235,7 +231,7 @@ def _between(measured: Mapping[int, Sequence[Pass]], batch_size: int, length: in
             f"positions: {what} of {batch_size} rows and {length} positions needs another one (skipdecode profile "
             "--batch … --context …)"
         )
-    # The nearest measured batch size on either side; both are the same where this one was measured.
+    # The nearest measured batch sizes on either side, or this one alone if it was measured.
     near = sorted({max(s for s in sizes if s <= batch_size), min(s for s in sizes if s >= batch_size)})
     at_length = []
     for passes in map(measured.__getitem__, near):
@@ -246,9 +242,9 @@ def _between(measured: Mapping[int, Sequence[Pass]], batch_size: int, length: in
 
 
 def _line(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
-    """The value at ``x`` of the straight lines through the points.
+    """Interpolate linearly at ``x``, or extrapolate the outer lines.
 
-    The outer lines go on, but neither below the share of the first point that ``x`` is of it, nor below the last point.
+    Below the first point the value is at least proportional to ``x``; above the last it is at least the last one.
     """
     if len(xs) == 1:
         return ys[0]

@@ -1,6 +1,6 @@
-"""New schedules for a model: fitted to lengths or planned on a machine's clock, in the style of its own schedules.
+"""Make new schedules for a model, fitted to lengths or planned on a clock, with fields of the config's schedules.
 
-Which of its own schedules applies, :func:`skipdecode.core.checkpoint_config.schedule_for` decides.
+:func:`skipdecode.core.checkpoint_config.schedule_for` decides which of the config's schedules applies.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from .planner import Predictor, plan
 
 
 class Rule(Protocol):
-    """What is asked of a method here; :class:`skipdecode.methods.Method` says what each means."""
+    """What this module needs of a method; :class:`skipdecode.methods.Method` documents each member."""
 
     name: str
     order: str | None
 
     @property
     def takes_style(self) -> bool:
-        """Whether horizon, order and decay can be set."""
+        """Tell whether horizon, order and decay can be set."""
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """The method's schedule for this speed-up over these lengths."""
+        """Return the method's schedule for this speed-up over these lengths."""
 
 
 def new_schedule(
@@ -38,19 +38,18 @@ def new_schedule(
     horizon: int | None = None,
     **style: Any,
 ) -> Schedule:
-    """A new schedule, in the style of the fastest one that the config has.
+    """Make a new schedule with the order, decay and further fields of the config's fastest schedule.
 
     Args:
-        config: the model's, as transformers reads it.
-        speedup: target, 1 to the number of layers. None: the fastest of the config, else 2.
-        basis: decode steps of each batch, over which ``speedup`` is a ratio of layers; or what predicts a machine's
-            seconds for the batches to come, of which ``speedup`` is then a ratio.
-        method: only schedules that the config has for this method give their style, and its order and rule hold.
-        horizon: steps over which the paper's budget falls, in place of a fit to the lengths.
-        style: further fields: ``order``, ``decay``, ``warmup``, ….
+        config: the model's transformers config.
+        speedup: target, 1 to the number of layers. None: the config's fastest, else 2.
+        basis: decode steps of each batch, for a speed-up in layers; or a predictor, for a speed-up in seconds.
+        method: whose rule to follow, and whose schedules in the config to take fields from; None: any schedules.
+        horizon: steps over which the paper's budget falls, instead of a fit to ``basis``.
+        style: fields to set: ``order``, ``decay``, ``warmup``, ….
 
     Raises:
-        ScheduleError: no schedule can be made from these values, or the method has its own rule for them.
+        ScheduleError: no schedule can be made from these values, or the method does not allow them.
     """
     layers = layer_count(config)
     known = trained_schedules(config) if method is None else schedules_of(config, method.name)
@@ -72,10 +71,10 @@ def new_schedule(
 def method_schedule(
     method: Rule, config: Any, speedup: float, measure: Callable[[], Sequence[int]], **style: Any
 ) -> Schedule:
-    """The config's own schedule for this method and speed-up; else a new one, fitted to what ``measure`` returns.
+    """Return the config's schedule for this method and speed-up, else fit a new one to the lengths from ``measure``.
 
-    ``measure`` is called only if it is needed. A style (but ``prompt_layers`` alone, which leaves the depths) always
-    means a new one. Raises ScheduleError as :func:`new_schedule` does.
+    Any field in ``style``, except ``prompt_layers`` alone, means a new one. ``measure`` is called only for a new one.
+    Raises ScheduleError as :func:`new_schedule` does.
     """
     known = schedules_of(config, method.name)
     if speedup in known and set(style) <= ({"prompt_layers"} if method.takes_style else set()):

@@ -1,1 +1,1 @@
-"""The plugin that gives each request of a vLLM server its own depth, and ``skipdecode serve``."""
+"""The vLLM plugin that gives each request its own schedule, and ``skipdecode serve``."""

@@ -1,12 +1,12 @@
-"""Frees the blocks of layers that a request will not run again, for others or to stay in the prefix cache.
+"""Frees the KV-cache blocks of layers that a request will not run again: other requests or the prefix cache use them.
 
-vLLM keeps one list of blocks per request and *group* of layers. Ours are the buckets (:mod:`.buckets`), told apart by
-the spec that the worker gives each layer. Blocks are taken for the positions that run a bucket, and no others; vLLM's
-null block stands in for the rest, as it does behind a sliding window.
+vLLM keeps one list of blocks per request and *group* of layers. Here the groups are buckets (:mod:`.buckets`): each
+layer's KV-cache spec names its bucket. A request takes a bucket's blocks only for positions before the bucket's *end*,
+the first position that runs none of its layers, and vLLM's null block for later ones, as with a sliding window.
 
-Why that is exact: gates hand a layer only the tokens that run it, so a request behind its end neither reads nor writes
-keys of the bucket, whatever ids the worker's block table still holds. A request counts as behind it only when no step
-under way is before it. A preempted one starts at its first position and takes blocks as if it were new.
+This is exact: gates give a layer only the tokens that run it, so from the end on a request neither reads nor writes the
+bucket's keys, whatever ids the worker's block table still holds. Blocks are freed only when no step in flight is before
+the end. A preempted request starts again at its first position and takes blocks like a new one.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from ..errors import UnsupportedModel
 from .requests import ends_of
 from .settings import Serving
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM's handlers and level hold below its own name
+logger = init_logger(f"vllm.{__name__}")  # a child of vLLM's logger has its handlers and level
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSpec(FullAttentionSpec):
-    """Full attention of the layers of one bucket, which share blocks with each other and with no other bucket."""
+    """The KV-cache spec of the full-attention layers in one bucket, which share one list of blocks per request."""
 
     bucket: int = 0
 
     @classmethod
     def merge(cls, specs: list[Any]) -> Any:
-        """One spec for all. Raises AssertionError, as vLLM expects, for those of several buckets."""
+        """Return one spec for all layers. Raises AssertionError, as vLLM expects, if they are in several buckets."""
         if {type(spec) for spec in specs} != {cls} or len({spec.bucket for spec in specs}) > 1:
             raise AssertionError("layers of different buckets have blocks of their own")
         return replace_as(FullAttentionSpec.merge(specs), cls, bucket=specs[0].bucket)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
-        """Whether all are of this bucket: otherwise vLLM would put them into one group after all."""
+        """Return whether all specs are of this bucket: vLLM puts uniform specs into one group."""
         return all(isinstance(spec, BucketSpec) and spec.bucket == self.bucket for spec in kv_cache_specs.values())
 
 
 def why_kept(specs: dict[str, Any], serving: Serving, config: Any) -> str:
-    """Why blocks are kept until their request ends; nothing where those of retired layers are freed."""
+    """Return why all blocks must be kept until their request ends, or an empty string if some can be freed earlier."""
     if serving.free_blocks is False:
         return "free_blocks is false"
     if not serving.buckets:
@@ -65,10 +65,10 @@ def why_kept(specs: dict[str, Any], serving: Serving, config: Any) -> str:
 
 
 def in_buckets(specs: dict[str, Any], serving: Serving, config: Any) -> dict[str, Any]:
-    """The layers' specs, each in its bucket; as they are where vLLM cannot tell the buckets apart.
+    """Return the layers' specs with their buckets, or unchanged where blocks cannot be freed early.
 
     Raises:
-        UnsupportedModel: ``free_blocks`` asks for what cannot be had.
+        UnsupportedModel: the option ``free_blocks`` is true, but blocks cannot be freed early.
     """
     reason = why_kept(specs, serving, config)
     if reason and serving.free_blocks:
@@ -86,17 +86,17 @@ def in_buckets(specs: dict[str, Any], serving: Serving, config: Any) -> dict[str
 
 
 class BucketManager(FullAttentionManager):
-    """One bucket's blocks of all requests."""
+    """Manages the blocks of one bucket for all requests."""
 
-    #: From this position on, the request at hand runs none of the bucket's layers.
+    #: The first position from which the current request runs none of the bucket's layers.
     end: float = math.inf
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
-        """As vLLM counts them, for positions before the end."""
+        """Count the blocks that positions before the end need, as vLLM does."""
         return super().get_num_blocks_to_allocate(request_id, self._before_end(num_tokens), *args, **kwargs)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[Any]:
-        """Blocks for positions before the end, null blocks behind it."""
+        """Allocate blocks for positions before the end, and null blocks for later ones."""
         new = super().allocate_new_blocks(request_id, self._before_end(num_tokens), num_tokens_main_model)
         blocks = self.req_to_blocks[request_id]
         none = [self._null_block] * (-(-num_tokens // self.block_size) - len(blocks))
@@ -106,7 +106,7 @@ class BucketManager(FullAttentionManager):
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """All blocks of the request are free once no step can run the bucket for it any more."""
+        """Free all blocks of the request once no step can run the bucket for it."""
         if processed_computed_tokens >= self.end:
             self._remove_blocks_in_range(request_id, 0, -(-int(self.end) // self.block_size))
 
@@ -115,17 +115,17 @@ class BucketManager(FullAttentionManager):
 
 
 class BucketCoordinator(HybridKVCacheCoordinator):
-    """Prefix-cache hits of requests that need some buckets' blocks only."""
+    """Finds prefix-cache hits for requests that need the blocks of some buckets only."""
 
     attention_groups: list[Any]
 
     def find_longest_cache_hit(self, block_hashes: Any, max_cache_hit_length: int) -> Any:
-        """The longest prefix that every bucket has which the request runs behind it; null blocks for the others."""
+        """Return the longest prefix cached in all buckets that the request runs after it; others get null blocks."""
         every, managers, length = self.attention_groups, self.single_type_managers, max_cache_hit_length
         needed: list[Any] = []
         try:
             while len(needed) < len(now := [g for g in every if managers[g.group_ids[0]].end > length]):
-                # A shorter hit needs more buckets: those that end between the two.
+                # A shorter hit needs more buckets: those that end between the shorter and the longer length.
                 self.attention_groups = needed = now
                 found, length, uncached = super().find_longest_cache_hit(block_hashes, max_cache_hit_length)
         finally:
@@ -140,15 +140,15 @@ class BucketCoordinator(HybridKVCacheCoordinator):
 
 
 class BucketKVCacheManager(KVCacheManager):
-    """Tells the managers which request they are asked about."""
+    """Sets each bucket manager's ``end`` for the current request before vLLM calls it."""
 
     def get_computed_blocks(self, request: Any) -> Any:
-        """As vLLM's."""
+        """Look up the prefix cache, as vLLM does."""
         self._expect(request)
         return super().get_computed_blocks(request)
 
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, which takes a while with many buckets; most steps of most requests change no block of any."""
+        """Allocate as vLLM does, but skip its slow search through all buckets if the step changes no block."""
         processed = request.num_computed_tokens - request.num_in_flight_tokens
         if not args and not any(kwargs.values()) and self._stays(request, num_new_tokens, processed):
             return self.empty_kv_cache_blocks
@@ -157,7 +157,7 @@ class BucketKVCacheManager(KVCacheManager):
         return super().allocate_slots(request, num_new_tokens, *args, **kwargs)
 
     def _stays(self, request: Any, num_new_tokens: int, processed: int) -> bool:
-        """Whether new tokens begin no block and end none, and none is free since this request was asked about last."""
+        """Return whether the tokens neither start nor fill a block, and no bucket ended since the last allocation."""
         size = self.coordinator.single_type_managers[0].block_size
         inside = request.num_computed_tokens % size
         if request.status != RequestStatus.RUNNING or not inside or inside + num_new_tokens >= size:
@@ -172,14 +172,14 @@ class BucketKVCacheManager(KVCacheManager):
 
 
 def adopt(manager: KVCacheManager) -> None:
-    """A manager that vLLM made is ours where its groups are buckets; otherwise it stays as it is."""
+    """Turn vLLM's manager into a :class:`BucketKVCacheManager` if its groups are buckets; otherwise leave it."""
     if all(isinstance(group.kv_cache_spec, BucketSpec) for group in manager.kv_cache_config.kv_cache_groups):
         manager.__class__ = BucketKVCacheManager
         if isinstance(manager.coordinator, HybridKVCacheCoordinator):
             manager.coordinator.__class__ = BucketCoordinator
 
 
-# Where a spec is known its manager is, in whichever process: to unpickle the one imports this. vLLM's own first: it
-# registers them only while nothing is.
+# Registered on import: a process that unpickles a BucketSpec imports this module, so it knows the manager too. vLLM
+# registers its own specs only into an empty registry, so they go first.
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(BucketSpec, BucketManager)

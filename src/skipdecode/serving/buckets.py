@@ -1,7 +1,7 @@
-"""Chooses which layers share blocks of keys and values, and says from where on a request needs them no more.
+"""Groups layers into buckets whose KV-cache blocks are freed together, and computes when a request can free each.
 
-No vLLM here. A layer reads and writes keys and values for the positions that run it: a prefix of the text, since
-depths never increase. Behind that prefix its blocks serve nobody but the prefix cache.
+Imports no vLLM. Depths never increase, so the positions that run a layer are a prefix of the text. After that prefix,
+only the prefix cache still uses the layer's blocks.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from functools import lru_cache
 
 from ..core.schedule import Schedule
 
-#: Layer indices; all layers occur once.
+#: The layer indices of each bucket; each layer is in exactly one.
 Buckets = tuple[tuple[int, ...], ...]
 
-#: Each bucket has a block table of its own, which costs host time in every step.
+#: At most so many, since each bucket's block table costs host time in every step.
 MOST_BUCKETS = 8
-#: Buckets are added as long as they save this share of what is held.
+#: Fewer buckets are chosen if they keep at most this share more layers in the KV cache than the best choice.
 WORTH = 0.05
 
 
 def choose_buckets(schedules: Iterable[Schedule]) -> Buckets:
-    """Buckets in the order in which layers retire: the fewest that hold (nearly) the least after prompts.
+    """Return the fewest equal buckets that, after the prompt, keep (nearly) the fewest layers in the KV cache.
 
-    All of one size, since blocks are: unequal ones would take more memory than none at full depth. None at all if no
-    schedule ever retires a layer.
+    Buckets follow the layers' ranking. vLLM's blocks have one size, so unequal buckets would take more memory than no
+    buckets at full depth. Returns no buckets if freeing would save (almost) nothing.
 
     Args:
-        schedules: of one model, the fastest last: its ranking is followed.
+        schedules: of one model, the fastest last: its ranking is used.
     """
     known = [schedule for schedule in schedules if not schedule.is_full]
     if not known:
@@ -47,7 +47,7 @@ def _split(ranking: Sequence[int], count: int) -> Buckets:
 
 
 def held_layers(schedule: Schedule, buckets: Buckets) -> float:
-    """Mean number of layers whose keys and values are held, over the schedule's steps."""
+    """Return the mean number of layers that a request keeps in the KV cache, over the schedule's steps."""
     ends = retirements(schedule, buckets)
     steps = [min(max(end, 0), schedule.horizon) for end in ends]
     return sum(len(bucket) * held for bucket, held in zip(buckets, steps, strict=True)) / schedule.horizon
@@ -55,10 +55,10 @@ def held_layers(schedule: Schedule, buckets: Buckets) -> float:
 
 @lru_cache(maxsize=1024)
 def retirements(schedule: Schedule, buckets: Buckets) -> tuple[float, ...]:
-    """For each bucket the first position that runs none of its layers, as are all that follow.
+    """Return each bucket's end: the first position from which none of its layers run.
 
-    Counted from the prompt's end: 0 is the first step, negative ones are the prompt's last positions, minus infinity
-    means that no position runs any, and infinity that there is no such position.
+    Positions count from the prompt's end: 0 is the first decode step, negative ones are in the prompt. Minus infinity:
+    no position runs the bucket; infinity: it never ends.
     """
     depths = [schedule.prompt_depth(distance) for distance in range(schedule.prompt_decay, 0, -1)]
     depths += [schedule.depth(step) for step in range(schedule.horizon)]

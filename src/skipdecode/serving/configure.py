@@ -1,4 +1,4 @@
-"""Reads a vLLM config: whether the plugin acts, which worker runs, and what is refused."""
+"""Reads a vLLM config: decides whether the plugin acts, chooses the worker and refuses unsupported options."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .release import ALLOW
 from .settings import Serving
 
 GPU = "skipdecode.serving.worker.SkipGPUWorker"
-#: vLLM's worker -> ours.
+#: vLLM's worker class -> ours.
 WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "skipdecode.serving.worker.SkipCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": GPU,
 }
 
-logger = logging.getLogger(f"vllm.{__name__}")  # vLLM's handlers and level hold below its own name
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's logger has its handlers and level
 
 
 def serving_of(vllm_config: Any) -> Serving | None:
-    """The settings of an engine of this config; None where the plugin does not act. Raises ScheduleError."""
+    """Return the settings of an engine with this config, or None if the plugin does not act. Raises ScheduleError."""
     if vllm_config.model_config is None:
         return None
     additional = vllm_config.additional_config
@@ -31,10 +31,10 @@ def serving_of(vllm_config: Any) -> Serving | None:
 
 
 def choose_worker(vllm_config: Any) -> None:
-    """Put our worker in place of vLLM's, where the model has schedules.
+    """Replace vLLM's worker class by ours, if the model has schedules.
 
     Raises:
-        UnsupportedModel: the engine is asked for something that would not be exact, or was never tried.
+        UnsupportedModel: the config has an option that would not be exact with schedules, or was never tested.
         ScheduleError: the schedules or options cannot be read.
     """
     serving = serving_of(vllm_config)
@@ -42,7 +42,7 @@ def choose_worker(vllm_config: Any) -> None:
         return
     refuse(vllm_config, serving)
     parallel = vllm_config.parallel_config
-    if parallel.worker_cls in WORKERS:  # vLLM checks a config again where it is copied
+    if parallel.worker_cls in WORKERS:  # warn once: vLLM checks the config again when it copies it
         _warn(vllm_config.model_config, serving)
     parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
     if parallel.worker_cls == GPU:
@@ -50,7 +50,7 @@ def choose_worker(vllm_config: Any) -> None:
 
 
 def refuse(vllm_config: Any, serving: Serving) -> None:
-    """Raises UnsupportedModel for what would not be exact, or was never tried."""
+    """Raise UnsupportedModel for an option that would not be exact with schedules, or was never tested."""
     parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
     worker = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
     mode = getattr(vllm_config.compilation_config.mode, "name", "")
@@ -103,7 +103,7 @@ def refuse(vllm_config: Any, serving: Serving) -> None:
 
 
 def _warn(model: Any, serving: Serving) -> None:
-    """Say at the start what an operator may not expect of this model's texts."""
+    """Warn if the checkpoint is float32 but runs in less, or was not trained for the fastest schedule."""
     stored, runs = getattr(model.hf_config.get_text_config(decoder=True), "dtype", None), model.dtype
     if "float32" in str(stored) and "float32" not in str(runs):
         logger.warning(
@@ -116,7 +116,7 @@ def _warn(model: Any, serving: Serving) -> None:
 
 
 def _without_graphs(compilation: Any) -> None:
-    """A CUDA graph holds the layers that ran when it was captured."""
+    """Turn CUDA graphs off: a graph replays the layers that ran when it was captured."""
     from vllm.config import CUDAGraphMode
 
     compilation.cudagraph_mode = CUDAGraphMode.NONE

@@ -1,6 +1,6 @@
-"""Plans which tokens of a step run which layers, from each request's schedule and its positions alone.
+"""Plans which tokens of a step run which layers, from each request's schedule and positions alone.
 
-No vLLM here, and no device: requests, counts and positions are numpy arrays on the host.
+Imports no vLLM and uses no device: requests, counts and positions are numpy arrays on the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Whole = NDArray[np.int64]
 
 
 class Table:
-    """One schedule as rows of layers: prompt positions first, then the steps; the last row holds from there on."""
+    """The layers that a schedule runs at each position: rows for the prompt, then for steps; the last row repeats."""
 
     def __init__(self, schedule: Schedule) -> None:
         inside = schedule.prompt_decay
@@ -30,23 +30,23 @@ class Table:
         ranks[list(schedule.ranking)] = np.arange(schedule.num_layers)
         #: (rows, layers): whether the layer runs.
         self.runs: Flags = ranks < np.array(depths)[:, None]
-        #: What is added to a position, counted from the prompt's end, to have its row.
+        #: Add this to a position, counted from the prompt's end, to get its row.
         self.shift = inside + 1
-        #: How many rows run all layers: the first ones, since depths never increase.
+        #: The first so many rows run all layers, since depths never increase.
         self.full = sum(depth == schedule.num_layers for depth in depths)
-        #: Where its rows begin among those of :class:`Tables`.
+        #: Index of this table's first row in the joined table of :class:`Tables`.
         self.first = 0
 
     def rows(self, steps: Whole) -> Whole:
-        """The row of each position, given as position less prompt length (negative inside the prompt)."""
+        """Return the row of each position, given as position minus prompt length (negative inside the prompt)."""
         return np.clip(steps + self.shift, 0, len(self.runs) - 1)
 
 
 class Tables:
-    """The tables of all schedules of a server, one below the other.
+    """The tables of all schedules of a server, joined into one.
 
     Args:
-        schedules: by speed-up. None stands for full depth, of requests that have no schedule.
+        schedules: by speed-up. A table for full depth is added under None, for requests without a schedule.
     """
 
     def __init__(self, schedules: Mapping[float, Schedule]) -> None:
@@ -62,26 +62,26 @@ class Tables:
         self._facts: Whole = np.zeros((4, 0), dtype=np.int64)
 
     def of(self, speedup: float | None) -> Table:
-        """The table of a speed-up; one object for each."""
+        """Return the table of a speed-up, the same object each time."""
         return self._tables[speedup]
 
     def step(self, tables: Sequence[Table], counts: Whole, computed: Whole, prompts: Whole) -> Step:
-        """What one step runs.
+        """Return the plan of one step.
 
         Args:
-            tables: of each request of the step, as :meth:`of` gave them.
-            counts: (requests,), tokens that each request has in the step, one after another.
-            computed: (requests,), tokens of each request before these.
-            prompts: (requests,), the length of each request's prompt.
+            tables: each request's table, from :meth:`of`.
+            counts: (requests,), how many tokens each request has in the step; they are contiguous.
+            computed: (requests,), how many tokens of each request earlier steps have computed.
+            prompts: (requests,), each request's prompt length.
         """
-        if self._batch != tables:  # mostly the requests of the step before
+        if self._batch != tables:  # most steps have the same requests as the step before
             facts = [(table.shift, len(table.runs) - 1, table.first, table.full) for table in tables]
             self._batch, self._facts = list(tables), np.array(facts).T
         shift, last, first, full = self._facts
         starts = np.zeros(len(tables) + 1, dtype=np.int64)
         np.cumsum(counts, out=starts[1:])
         rows = computed - prompts + shift  # of each request's first token
-        # Where its last token runs all layers, all of its tokens do.
+        # If a request's last token runs all layers, its earlier ones do too.
         if (np.minimum(np.maximum(rows + counts - 1, 0), last) < full).all():
             return Step(np.broadcast_to(np.True_, (int(starts[-1]), tables[0].runs.shape[1])), starts, is_full=True)
         rows = np.arange(starts[-1]) + np.repeat(rows - starts[:-1], counts)
@@ -91,15 +91,15 @@ class Tables:
 
 @dataclass(frozen=True)
 class Part:
-    """The tokens of a step that a layer runs, where it runs some and not all."""
+    """The tokens of a step that a layer runs, if it runs some but not all."""
 
-    #: (tokens,), their indices in the step.
+    #: (tokens,), the tokens' indices in the step.
     tokens: Whole
-    #: (requests,), the requests that have any: indices in the step.
+    #: (requests,), indices of the requests that have such tokens.
     requests: Whole
-    #: (requests,), how many each of these has: the first of its tokens in the step, since depths never increase.
+    #: (requests,), how many of each such request's tokens run: its first ones in the step, since depths never increase.
     counts: Whole
-    #: (requests,), how many of its tokens in the step each of these leaves out.
+    #: (requests,), how many of each such request's tokens in the step do not run.
     dropped: Whole
 
 
@@ -107,23 +107,22 @@ class Step:
     """The plan of one step.
 
     Args:
-        runs: (tokens, layers), whether the token runs the layer.
-        starts: (requests + 1,), where each request's tokens begin.
-        is_full: every token is known to run every layer.
+        runs: (tokens, layers), True where the token runs the layer.
+        starts: (requests + 1,), index of each request's first token, then the total.
+        is_full: the caller knows that every token runs every layer.
     """
 
     def __init__(self, runs: Flags, starts: Whole, is_full: bool = False) -> None:
         self.runs = runs
         self.starts = starts
         self.tokens, layers = runs.shape
-        #: By layer: how many tokens run it.
+        #: How many tokens run each layer.
         self.counts: list[int] = [self.tokens] * layers if is_full else runs.sum(axis=0).tolist()
-        #: Whether every token runs every layer.
         self.is_full = is_full or self.counts == [self.tokens] * layers
         self._parts: dict[bytes, Part] = {}
 
     def part(self, layer: int) -> Part:
-        """Which tokens run a layer that some run and some do not; one object for all layers of the same tokens."""
+        """Return which tokens run a layer; layers that run the same tokens share one object."""
         column = self.runs[:, layer]
         key = column.tobytes()
         if key not in self._parts:

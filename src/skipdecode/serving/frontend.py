@@ -1,7 +1,7 @@
-"""Follows requests in vLLM's API server from their start to their end, for metrics, responses and the load policy.
+"""Follows requests in vLLM's API server from start to end, for metrics, responses and the load policy.
 
-Patches methods of the ``AsyncLLM`` *instance* and its processors. The plugin imports this where one is made for a model
-with schedules.
+Patches methods of the ``AsyncLLM`` *instance* and its processors. The plugin imports this module when vLLM creates an
+``AsyncLLM`` for a model with schedules.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .policy import Load
 from .requests import OWN, SPEEDUP, refuse_look_alikes
 from .settings import Serving
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM's handlers and level hold below its own name
+logger = init_logger(f"vllm.{__name__}")  # a child of vLLM's logger has its handlers and level
 
 
 def _logged_once(method: Any) -> Any:
-    """Guard a method that vLLM's loops call: a failure ends no request. The first one is logged."""
+    """Wrap a method that vLLM's loops call so that no exception leaves it; log the first one."""
     seen = False
 
     @functools.wraps(method)
@@ -47,11 +47,11 @@ def _logged_once(method: Any) -> Any:
 
 
 class Frontend:
-    """The requests of one API server.
+    """Follows the requests of one API server.
 
     Args:
         serving: the server's settings.
-        model_name: as it is served.
+        model_name: the name that the server gives the model, as a metrics label.
     """
 
     def __init__(self, serving: Serving, model_name: str) -> None:
@@ -59,23 +59,23 @@ class Frontend:
         self.load = None if serving.limits is None else Load(serving.limits, self.requests)
         self._counters = Counters(model_name)
         self._tables = Tables(serving.schedules)
-        #: By vLLM's own request id: its state, and our part of its parameters.
+        #: By vLLM's request id: the output processor's state, the speed-up, and whether the load policy raised it.
         self._followed: dict[str, tuple[Any, float, bool]] = {}
 
     def requests(self) -> tuple[int, int]:
-        """How many requests wait for their first token, and how many have it."""
-        states = list(self._followed.values())  # vLLM's threads ask too
+        """Count the requests that wait for their first token, and those that have it."""
+        states = list(self._followed.values())  # a copy: other threads of vLLM call this too
         waiting = sum(state.is_prefilling for state, _, _ in states)
         return waiting, len(states) - waiting
 
     def stat_loggers(self) -> list[Any]:
-        """For vLLM's argument of this name: what tells the load policy how far apart tokens come."""
+        """Return factories for vLLM's argument of this name: their logger passes token times to the load policy."""
         if self.load is None or self.load.limits.token_ms is None:
             return []
         return [functools.partial(TokenTimes, self.load)]
 
     def follow(self, client: Any) -> None:
-        """Patch an ``AsyncLLM``'s processors."""
+        """Patch the processors of an ``AsyncLLM`` to report its requests here."""
         client.input_processor.skipdecode, client.input_processor.skipdecode_load = self.serving, self.load
         processor = client.output_processor
         add, end, abort = processor.add_request, processor._update_stats_from_finished, processor.abort_requests
@@ -103,19 +103,19 @@ class Frontend:
 
     @_logged_once
     def _begin(self, request: Any, states: Any) -> None:
-        """Follow a request of ours."""
+        """Start to follow a request, if the plugin has given it a speed-up."""
         extra = getattr(request.sampling_params, "extra_args", None) or {}
         if OWN in extra:
             self._followed[request.request_id] = states[request.request_id], extra[SPEEDUP], extra[OWN]["moved"]
 
     @_logged_once
     def _end(self, name: str, reason: str) -> None:
-        """Count a request once; its response finds the summary with vLLM's own figures."""
+        """Count a request once, and attach its summary to vLLM's statistics, where the response reads it."""
         if name not in self._followed:
             return
         state, speedup, moved = self._followed.pop(name)
         new = state.detokenizer.num_output_tokens()
-        # Before its first token nobody here knows how much of the prompt was run, if any.
+        # Before the first token, this process does not know how much of the prompt has run: count none.
         cached = state.num_cached_tokens if new else state.prompt_len
         work = Work.of(self._tables.of(speedup), state.prompt_len, cached, new)
         self._counters.finished(speedup, reason, moved, work, self.serving.num_layers, new)
@@ -126,24 +126,24 @@ class Frontend:
 
 
 class TokenTimes(StatLoggerBase):
-    """Hands the times between tokens, which vLLM measures, to the load policy."""
+    """Passes the times between tokens, as vLLM measures them, to the load policy."""
 
     def __init__(self, load: Load, vllm_config: Any, engine_index: int = 0) -> None:
         self.load = load
 
     @_logged_once
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
-        """One step's outputs came."""
+        """Pass on the times of one step."""
         if iteration_stats is not None:
             self.load.tokens(iteration_stats.inter_token_latencies_iter)
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Do nothing."""
 
 
 @functools.cache
 def _patch_classes() -> None:
-    """Patch what belongs to no instance, once per process."""
+    """Patch vLLM's classes and modules, once per process."""
     for request in (CompletionRequest, ChatCompletionRequest, ResponsesRequest):
         request.to_sampling_params = _patched_to_sampling_params(request.to_sampling_params)
     for module in (completion, chat_completion):
@@ -152,7 +152,7 @@ def _patch_classes() -> None:
 
 
 def _patched_timing_metrics(original: Any) -> Any:
-    """The response's ``metrics``, with ours beside vLLM's."""
+    """Add our summary to the ``metrics`` of a response."""
 
     @functools.wraps(original)
     def build_per_request_timing_metrics(metrics: Any, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +165,7 @@ def _patched_timing_metrics(original: Any) -> Any:
 
 
 def _patched_to_sampling_params(original: Any) -> Any:
-    """Refuse a ``speedup`` beside the request's own fields, which the OpenAI API would take and ignore."""
+    """Refuse ``speedup`` as a top-level field of a request: the OpenAI API would accept and ignore it."""
 
     @functools.wraps(original)
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +179,7 @@ def _patched_to_sampling_params(original: Any) -> Any:
 
 
 def _patched_beam_search(original: Any) -> Any:
-    """Refuse beams: each of their steps is a new request in vLLM, and would run no schedule."""
+    """Refuse beam search: vLLM runs each of its steps as a new request, which would follow no schedule."""
 
     @functools.wraps(original)
     def beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Gates on the decoder layers of vLLM's model: each runs for the tokens that need it, and passes the others on.
+"""Gates on the decoder layers of vLLM's model: each runs its layer on the tokens that need it and passes on the rest.
 
-No vLLM here. One class serves native layers, which hand a residual beside the hidden states, and those of the
-Transformers backend. The gate sits on the layer instance, as ours for transformers does.
+Imports no vLLM. One class serves vLLM's native layers, which return hidden states and a residual, and those of its
+Transformers backend. Like the gate for transformers, this one replaces ``forward`` of the layer instance.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from torch import Tensor, nn
 from ..errors import UnsupportedModel
 from .depths import Part, Step
 
-#: Within it, attention knows only the tokens of this part.
+#: Returns a context manager within which attention sees only the tokens of a part.
 Narrowed = Callable[[Part], AbstractContextManager[Any]]
 
 
 class Plan:
-    """What the gates of one model share: the step under way, and how attention is narrowed to a part of it."""
+    """The state that all gates of a model share: the current step, how to narrow attention to a part, and counters."""
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
         self.step: Step | None = None
         self.narrowed: Narrowed | None = None
-        self.indices: dict[int, Tensor] = {}  # of a part's tokens, on the device
-        self.extras: int | None = None  # what layers return beside hidden states, as a tuple; None: a tensor alone
-        #: Tokens times layers since the start: of full depth, needed by schedules, run.
+        self.indices: dict[int, Tensor] = {}  # token indices on the device, by id of their part
+        self.extras: int | None = None  # values after hidden states in a layer's tuple; None: it returns a tensor
+        #: Layer-tokens (one token in one layer) since the start: at full depth, needed by the schedules, and run.
         self.full_tokens, self.needed_tokens, self.run_tokens = 0, 0, 0
-        self._planned_run = 0  # run_tokens at the end of the step under way
-        #: Steps since the start, and layers that any of their tokens needed.
+        self._planned_run = 0  # what run_tokens must be when the current step ends
+        #: Steps since the start, and the sum over them of layers that at least one token needed.
         self.steps, self.entered_layers = 0, 0
 
     def begin(self, step: Step, narrowed: Narrowed | None) -> None:
-        """The gates follow ``step`` until :meth:`end`; a full one needs no narrowing."""
+        """Make the gates follow ``step`` until :meth:`end`; ``narrowed`` may be None for a step at full depth."""
         self.step, self.narrowed, self.indices = step, narrowed, {}
         needed = sum(step.counts)
         self.full_tokens += step.tokens * len(step.counts)
         self.needed_tokens += needed
         self._planned_run = self.run_tokens + needed
-        self.run_tokens += step.is_full * needed  # a compiled graph counts nothing
+        self.run_tokens += step.is_full * needed  # counted here: a compiled graph does not call the gates' counters
         self.steps += 1
         self.entered_layers += sum(count > 0 for count in step.counts)
 
     def end(self) -> None:
-        """The gates are open again."""
+        """Open the gates: every layer runs for every token."""
         self.step = self.narrowed = None
 
     def require_followed(self) -> None:
-        """Raises RuntimeError if the step that ended ran other layers: compiled graphs would, without a word."""
+        """Raise RuntimeError if the last step did not run as planned: a compiled graph would silently bypass gates."""
         if self.run_tokens != self._planned_run:
             raise RuntimeError(
                 f"{self.run_tokens} tokens times layers have gone through the gates where {self._planned_run} were "
@@ -60,13 +60,13 @@ class Plan:
             )
 
     def counted(self) -> dict[str, int]:
-        """The counters by name."""
+        """Return the counters by name."""
         tokens = {"full": self.full_tokens, "needed": self.needed_tokens, "run": self.run_tokens}
         return tokens | {"steps": self.steps, "entered": self.entered_layers}
 
 
 class Gate:
-    """Replaces one layer's ``forward``."""
+    """Replaces the ``forward`` of one layer."""
 
     def __init__(self, layer: nn.Module, plan: Plan, index: int) -> None:
         self.original: Callable[..., Any] = layer.forward
@@ -77,7 +77,7 @@ class Gate:
         self.__signature__ = inspect.signature(self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output for the tokens that run it; the other tokens' hidden states (and residual) as given."""
+        """Run the layer on the tokens that need it; return the other tokens' hidden states (and residual) unchanged."""
         plan = self.plan
         if plan.step is None:
             return self.original(*args, **kwargs)
@@ -110,15 +110,15 @@ class Gate:
             self.plan.extras = len(output) - 1 if isinstance(output, tuple) else None
             return self._like_output(hidden.index_copy(axis, tokens, ran))
         ran, ran_residual = output
-        if ran_residual is None:  # families that add by themselves, and only hand the name on
+        if ran_residual is None:  # model families that add the residual inside the layer
             return hidden.index_copy(axis, tokens, ran), None
         if residual is None:
-            # The first layer makes the residual of its input. Of a token that passes it, nothing is in there yet.
+            # The first layer turns its input into the residual; a token that skips it has all of its state in hidden.
             residual = torch.zeros_like(hidden)
         return hidden.index_copy(axis, tokens, ran), residual.index_copy(axis, tokens, ran_residual)
 
     def _given(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The argument of this name; of layers that name it otherwise, the first one."""
+        """Return the argument with this name, or the first one if the layer names it otherwise."""
         if name in kwargs:
             return kwargs[name]
         index = self.position.get(name, 0)
@@ -129,38 +129,38 @@ class Gate:
 
 
 class Cut:
-    """Takes the given tokens out of everything that has one entry per token of the step.
+    """Selects the given tokens from every tensor that has one entry per token of the step.
 
     Args:
-        tokens: (part,), indices.
-        count: tokens of the whole step.
+        tokens: (tokens of the part,), indices in the step.
+        count: how many tokens the step has.
     """
 
     def __init__(self, tokens: Tensor, count: int) -> None:
         self.tokens, self.count = tokens, count
 
     def __call__(self, value: Any) -> Any:
-        """``value`` with its tensors cut, through tuples, lists and dicts."""
+        """Return ``value`` with all tensors cut, also those in tuples, lists and dicts."""
         if isinstance(value, tuple | list):
             return type(value)(self(item) for item in value)
         if isinstance(value, dict):
             return {name: self(item) for name, item in value.items()}
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
-        # Positions, alone or with sections before them; hidden states and rotations, with a size after them.
+        # Tokens are the last axis of positions (integers or 1-D), the second to last of hidden states and rotations.
         axis = value.ndim - 1 if value.ndim == 1 or not value.is_floating_point() else value.ndim - 2
         return value.index_select(axis, self.tokens) if value.shape[axis] == self.count else value
 
 
 def add_gates(model: nn.Module, num_layers: int) -> Plan:
-    """Gates on the model's decoder layers.
+    """Put a gate on each decoder layer, and return the plan that they share.
 
     Raises:
-        UnsupportedModel: the stack of decoder layers cannot be told.
+        UnsupportedModel: the model does not have exactly one stack of ``num_layers`` layers.
     """
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
     inner = {id(part) for stack in stacks for part in stack.modules() if part is not stack}
-    # Gemma 4 holds its layers in several lists.
+    # Gemma 4 holds the same layers in several lists.
     stacks = list({tuple(map(id, stack)): stack for stack in stacks if id(stack) not in inner}.values())
     if len(stacks) != 1:
         raise UnsupportedModel(

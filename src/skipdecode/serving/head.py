@@ -1,6 +1,6 @@
-"""Replaces the LM head's weights by int8, with the products that vLLM has for int8 layers. All speeds get quicker.
+"""Quantizes the LM head to int8 with vLLM's matrix product for int8 layers, which helps at every speed-up.
 
-Logits change, alike for all speeds, so it is off unless asked for.
+It changes the logits (equally at every speed-up), so it is off by default.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from ..errors import UnsupportedModel
 from ..weights.device import cpu_capabilities
 
-#: Rows of the head that are rounded at once: in float32 it may be larger than all layers.
+#: Rows of the head that are rounded at once: the whole head in float32 may take more memory than all layers.
 ROWS = 8192
 
 
 class Int8Product:
-    """Replaces the product that vLLM made for a head: ``(rows, width)`` to ``(rows, vocabulary)``, in float32.
+    """Multiplies hidden states ``(…, width)`` by an int8 LM head, to float32 logits ``(…, vocabulary)``.
 
     Args:
-        weight: (vocabulary, width), of floats; one scale per row of it, and one per row of what it is given.
+        weight: (vocabulary, width), floats to quantize with one scale per row; each hidden state gets its own scale.
     """
 
     def __init__(self, weight: Tensor) -> None:
-        self._scale = scale = weight.abs().amax(1).float().clamp_min(1e-12) / 127  # the product reads it where it is
+        self._scale = scale = weight.abs().amax(1).float().clamp_min(1e-12) / 127  # kept alive: it is read in place
         parts = zip(weight.split(ROWS), scale.split(ROWS), strict=True)
         rounded = torch.cat([(rows / of[:, None]).round_().to(torch.int8) for rows, of in parts])
         self._handler = ops.create_onednn_scaled_mm(rounded.t(), scale, torch.float32, True, False, 32)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Logits; the weights that vLLM hands over are not read."""
+        """Return the logits; ``weight``, which vLLM passes, is not read."""
         rows, scale, _ = ops.onednn_scaled_int8_quant(x.reshape(-1, x.shape[-1]))
         logits = x.new_empty((len(rows), self._handler.n), dtype=torch.float32)
         ops.onednn_scaled_mm(self._handler, rows, logits, scale, None, None, None)
@@ -41,16 +41,16 @@ class Int8Product:
 
 
 def why_no_int8() -> str:
-    """Why this CPU has no int8 head; nothing where it has one."""
+    """Return why this CPU cannot run an int8 head, or an empty string if it can."""
     multiplies = any("vnni" in name or "int8" in name for name, has in cpu_capabilities().items() if has)
     return "" if multiplies else "int8_head needs a CPU that multiplies int8 (VNNI or AMX): leave it out"
 
 
 def quantize_head(model: nn.Module) -> None:
-    """Give a loaded model's LM head int8 weights. An embedding that is tied to it keeps its own.
+    """Quantize the LM head of a loaded model to int8. A tied embedding keeps its float weights.
 
     Raises:
-        UnsupportedModel: there is no head of floats here, or the CPU does not multiply int8.
+        UnsupportedModel: the model has no LM head of floats, or the CPU does not multiply int8.
     """
     heads: list[Any] = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
     if len(heads) != 1 or not isinstance(heads[0].quant_method, UnquantizedEmbeddingMethod):

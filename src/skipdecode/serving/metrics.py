@@ -1,4 +1,4 @@
-"""Counts layers times tokens, for a request's response, for Prometheus and for the log. No vLLM here."""
+"""Counts layer-tokens (one token in one layer) for responses, Prometheus and the log. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .policy import Load
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens that passed through the model, and layers that they ran: a layer-token is one token in one layer.
+    """The work of one request: tokens that passed through the model, and layers that they ran.
 
-    The last token of a text is written and not read, so a text of ``n`` tokens takes ``n - 1`` decode steps. What the
-    prefix cache had counts as no work. What is computed twice, after a preemption, counts once.
+    The last generated token is not fed back, so ``n`` tokens take ``n - 1`` decode steps. Tokens from the prefix cache
+    do not count, and tokens computed again after a preemption count once.
     """
 
     prompt_tokens: int
@@ -30,13 +30,13 @@ class Work:
 
     @classmethod
     def of(cls, table: Table, prompt: int, cached: int, new: int) -> Work:
-        """The work of one request.
+        """Compute the work of one request.
 
         Args:
-            table: of its schedule.
-            prompt: tokens of its prompt.
-            cached: of these, how many came from the prefix cache.
-            new: tokens written.
+            table: the table of its schedule.
+            prompt: number of prompt tokens.
+            cached: how many prompt tokens came from the prefix cache.
+            new: number of generated tokens.
         """
         steps = np.arange(min(cached, prompt) - prompt, max(new - 1, 0))
         layers = table.runs.sum(axis=1)[table.rows(steps)]
@@ -44,7 +44,7 @@ class Work:
         return cls(int(inside.sum()), int(layers[inside].sum()), int((~inside).sum()), int(layers[~inside].sum()))
 
     def summary(self, speedup: float, num_layers: int) -> dict[str, Any]:
-        """As a response gives it; ``of`` is what the model's full depth would have run."""
+        """Return the fields for a response; ``of`` is what full depth would have run."""
         return {
             "speedup": speedup,
             "prompt_tokens": self.prompt_tokens,
@@ -55,13 +55,13 @@ class Work:
 
 
 class LayerLog:
-    """Logs now and then how much of the model the steps ran, beside vLLM's own line of figures.
+    """Logs periodically what share of full depth the steps ran, as vLLM logs its own figures.
 
     Args:
-        plan: counts.
-        seconds: from one line to the next, at least. Without steps there is none.
-        write: takes a line.
-        clock: seconds that only grow.
+        plan: holds the counters.
+        seconds: least time between two lines. Without steps nothing is logged.
+        write: receives each line.
+        clock: monotonic time in seconds.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LayerLog:
         self._since, self._before = clock(), plan.counted()
 
     def step(self) -> None:
-        """A step has ended."""
+        """Log a line at the end of a step, if it is time."""
         now = self._clock()
         if now - self._since < self._seconds:
             return
@@ -87,13 +87,13 @@ class LayerLog:
 
 
 class Counters:
-    """Counters for Prometheus, by speed-up; safe with several API servers, as vLLM's own are."""
+    """Prometheus counters by speed-up; like vLLM's, they work with several API servers."""
 
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name
 
     def finished(self, speedup: float, reason: str, moved: bool, work: Work, num_layers: int, new: int) -> None:
-        """One text ended: by itself, at its greatest length, or because its client left."""
+        """Count one request that ended, for any reason."""
         made, labels = _collectors(), (self.model_name, f"{speedup:g}")
         made["requests"].labels(*labels, reason).inc()
         made["tokens"].labels(*labels).inc(new)
@@ -107,14 +107,14 @@ class Counters:
             made["full_layer_tokens"].labels(*labels, phase).inc(tokens * num_layers)
 
     def load(self, load: Load) -> None:
-        """What the load policy sees."""
-        _collectors()["token_ms"].labels(self.model_name).set(load.token_ms())  # an idle server forgets it
+        """Set the gauges to what the load policy measures."""
+        _collectors()["token_ms"].labels(self.model_name).set(load.token_ms())  # refresh may reset it
         _collectors()["load"].labels(self.model_name).set(load.refresh())
 
 
 @cache
 def _collectors() -> dict[str, Any]:
-    """Made once per process, after vLLM has said where several API servers put their numbers together."""
+    """Make the collectors once per process, after vLLM has set where several API servers merge their metrics."""
     from prometheus_client import Counter, Gauge
 
     labels = ("model_name", "speedup")

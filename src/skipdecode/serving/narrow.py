@@ -1,6 +1,6 @@
-"""Narrows attention to some tokens of a step: makes its metadata for a layer when that layer asks.
+"""Narrows attention to some tokens of a step: builds attention metadata when a layer asks for it.
 
-A part's metadata differ by group of layers (their blocks), and one layer asks for those of its group alone.
+The metadata of a part depend on the layer's group (each group has its own blocks).
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from .depths import Part
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a model runner has prepared for a step; requests and tokens in its order."""
+    """The inputs that a model runner has prepared for a step, with requests and tokens in the runner's order."""
 
-    #: By place of a block table, the groups of layers that share it.
+    #: For each block table (by index), the groups of layers that share it.
     groups: Sequence[Sequence[Any]]
-    #: By such a place: (requests, blocks), on the device.
+    #: Returns the block table with this index: (requests, blocks), on the device.
     block_table: Callable[[int], torch.Tensor]
-    #: (requests,), tokens of the text behind the step: on the device, and on the host.
+    #: (requests,), length of each text including the step's tokens, on the device; then the same on the host.
     lengths: torch.Tensor
     lengths_cpu: torch.Tensor
-    #: (requests,), whether the request reads its prompt; on the host.
+    #: (requests,), True while a request computes its prompt; on the host.
     prefilling: torch.Tensor
-    #: (tokens,), on the device.
+    #: (tokens,), each token's position in its text, on the device.
     positions: torch.Tensor
 
 
 class Narrowing:
-    """A context manager per part of one step.
+    """Narrows attention in one step to the tokens of a part.
 
     Args:
-        prepared: by the model runner.
-        context: the step's.
+        prepared: the model runner's inputs of the step.
+        context: vLLM's forward context of the step.
     """
 
     def __init__(self, prepared: Prepared, context: ForwardContext) -> None:
         self.prepared, self.context = prepared, context
-        #: By layer name: which block table, and what makes its metadata.
+        #: By layer name: the index of its block table, and the group that builds its metadata.
         self.groups = {
             name: (place, group)
             for place, groups in enumerate(prepared.groups)
@@ -56,12 +56,12 @@ class Narrowing:
 
     @contextmanager
     def __call__(self, part: Part) -> Iterator[None]:
-        """Within it, attention knows only the part's tokens."""
+        """Return a context within which attention sees only the part's tokens."""
         if id(part) not in self._made:
             groups = Groups(self, part)
             self._made[id(part)] = ByLayer(groups.metadata), ByLayer(groups.slots)
         before = self.context.attn_metadata, self.context.slot_mapping
-        # Attention reads the one, and the write of keys and values the other.
+        # Attention reads attn_metadata; the write of keys and values reads slot_mapping.
         self.context.attn_metadata, self.context.slot_mapping = self._made[id(part)]
         try:
             yield
@@ -70,7 +70,7 @@ class Narrowing:
 
 
 class ByLayer(dict[str, Any]):
-    """Values by layer name, made when they are asked for. (vLLM asks for a dict.)"""
+    """A dict of values by layer name, each made on first use (vLLM requires a dict)."""
 
     def __init__(self, make: Callable[[str], Any]) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class ByLayer(dict[str, Any]):
         return made
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of a dict that has all layers."""
+        """Return the value of any layer: no name is missing, so ``default`` is not used."""
         return self[name]
 
     def __bool__(self) -> bool:
@@ -89,18 +89,18 @@ class ByLayer(dict[str, Any]):
 
 
 class Groups:
-    """Metadata and slots of the groups of layers for the tokens and requests of one part."""
+    """Builds attention metadata and KV-cache slots for one part of a step, once per group of layers."""
 
     def __init__(self, step: Narrowing, part: Part) -> None:
         self.groups, self.prepared = step.groups, step.prepared
-        self.whole: Any = step.context.slot_mapping  # of the whole step: ours takes its place
+        self.whole: Any = step.context.slot_mapping  # the whole step's: narrowing replaces it in the context
         self._made: dict[int, tuple[Any, torch.Tensor]] = {}
         prepared, device = step.prepared, step.prepared.lengths.device
         requests = torch.from_numpy(part.requests)
         self.tokens, self.requests = torch.from_numpy(part.tokens).to(device), requests.to(device)
         starts = np.zeros(len(part.counts) + 1, dtype=np.int32)
         np.cumsum(part.counts, out=starts[1:])
-        # Every request's tokens in the part are its first ones in the step: its text ends that much earlier.
+        # A part has the first tokens of each request in the step, so the text ends earlier by those left out.
         dropped = torch.from_numpy(part.dropped)
         lengths = (prepared.lengths_cpu[requests] - dropped).int()
         starts_cpu = torch.from_numpy(starts)
@@ -119,11 +119,11 @@ class Groups:
         }
 
     def metadata(self, name: str) -> Any:
-        """What the layer's attention reads."""
+        """Return the metadata that the layer's attention reads."""
         return self._of(name)[0]
 
     def slots(self, name: str) -> torch.Tensor:
-        """(tokens,), where the layer's keys and values go."""
+        """Return the KV-cache slots of the layer's keys and values: (tokens,)."""
         return self._of(name)[1]
 
     def _of(self, name: str) -> tuple[Any, torch.Tensor]:

@@ -1,13 +1,13 @@
-"""Patches vLLM. It is an entry point of ``vllm.general_plugins``: vLLM calls it in every process that it starts.
+"""Patches vLLM. :func:`register` is an entry point of ``vllm.general_plugins``: every process of vLLM calls it.
 
 Each patch calls the original, and does nothing else for a model without schedules:
 
-- the platform's ``check_and_update_config`` chooses our worker, or refuses the config;
-- ``InputProcessor.process_inputs`` checks a request's speed-up, or raises it under load;
-- ``AsyncLLM.generate`` checks it before a response begins, so that a bad one is HTTP 400 for streams too;
+- the platform's ``check_and_update_config`` chooses our worker or refuses the config;
+- ``InputProcessor.process_inputs`` checks a request's speed-up, and may increase it under load;
+- ``AsyncLLM.generate`` checks the speed-up before a response starts, so that a bad one is HTTP 400 for streams too;
 - ``AsyncLLM.__init__`` follows requests to their end (``frontend.py``);
-- ``generate_block_hash_extra_keys`` tells blocks of the prefix cache apart by their depths;
-- ``KVCacheManager.__init__`` takes our manager of blocks where the worker put layers into buckets.
+- ``generate_block_hash_extra_keys`` adds depths to the hashes of prefix-cache blocks;
+- ``KVCacheManager.__init__`` installs our block manager if the worker put layers into buckets.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..errors import ScheduleError, UnsupportedModel
 if TYPE_CHECKING:
     from .settings import Serving
 
-logger = logging.getLogger("vllm.skipdecode")  # vLLM's handlers and level hold below its own name
+logger = logging.getLogger("vllm.skipdecode")  # a child of vLLM's logger has its handlers and level
 
 
 def register() -> None:
     """Patch vLLM, once per process.
 
-    Where a release lacks what is patched, models without schedules run as ever and those with schedules are refused.
+    If this release of vLLM cannot be patched, models with schedules are refused and other models run unchanged.
     """
     import vllm
     from vllm.platforms import current_platform
@@ -47,7 +47,7 @@ def register() -> None:
     except Exception as error:
         logger.error("skipdecode: vLLM %s cannot be patched, so no model skips layers: %r", vllm.__version__, error)
         return
-    # In an untested release the check refuses models with schedules; nothing else is patched.
+    # In an untested release, only the check is patched: it refuses models with schedules.
     if is_tested(vllm.__version__):
         try:
             _patch()
@@ -102,7 +102,7 @@ def _patched_process_inputs(original: Any) -> Any:
                     raise ScheduleError("only text, here: attention across a picture was not tried with schedules")
                 if request.resumable:
                     raise ScheduleError("a prompt that goes on growing has no place where a schedule begins")
-                # The request's own copy.
+                # vLLM has copied these parameters for this request, so they can be changed.
                 assign_speedup(request.sampling_params, serving, getattr(self, "skipdecode_load", None))
         return request
 
@@ -140,7 +140,7 @@ def _patched_init(original: Any) -> Any:
 
 
 def _serving(input_processor: Any) -> Serving | None:
-    """The settings of the engine that an input processor belongs to."""
+    """Return the settings of the input processor's engine."""
     from .configure import serving_of
 
     if "skipdecode" not in vars(input_processor):
@@ -150,7 +150,7 @@ def _serving(input_processor: Any) -> Serving | None:
 
 @contextmanager
 def _bad_request() -> Iterator[None]:
-    """Turn a ScheduleError into HTTP 400."""
+    """Turn a ScheduleError into vLLM's validation error, which is HTTP 400."""
     from vllm.exceptions import VLLMValidationError
 
     try:
@@ -160,10 +160,9 @@ def _bad_request() -> Iterator[None]:
 
 
 def _refuse_beams() -> None:
-    """Make ``LLM.beam_search`` an error: each step of a beam is a new request there, and would run no schedule.
+    """Make ``LLM.beam_search`` raise: vLLM runs each beam step as a new request, which would follow no schedule.
 
-    Importing that module where plugins are loaded would import half of vLLM in every process; whoever has an ``LLM``
-    has imported it.
+    Patch its module only if it is imported, as it is wherever an ``LLM`` exists: the import is slow in every process.
     """
     if (offline := sys.modules.get("vllm.entrypoints.generate.beam_search.offline")) is None:
         return

@@ -1,7 +1,7 @@
-"""Decides under load which new requests get a faster schedule. No vLLM here; tests bring a clock of their own.
+"""Decides which new requests get a faster schedule under load. Imports no vLLM.
 
-One checkpoint serves every speed, so a server need not turn anybody away or load a smaller model: while its limits are
-passed, requests that *begin* take fewer layers. What runs already keeps the schedule that it began with.
+One checkpoint serves every speed-up, so a server under load need not reject requests or load a smaller model: while
+its limits are exceeded, *new* requests run fewer layers. Running requests keep their schedules.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 
 #: Seconds over which the time per token is averaged.
 WINDOW = 5.0
-#: Load ends when both figures are down to this share of their limits, so that it does not come and go.
+#: Load ends when both measures are at most this share of their limits, so that it does not flip back and forth.
 RELEASE = 0.5
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What an operator sets.
+    """The load policy that an operator sets.
 
     Attributes:
-        speedup: what new requests get under load, unless they are faster anyway.
-        waiting: load begins when more requests than this wait for their first token; None: they do not count.
-        token_ms: load begins when tokens come further apart than this, in milliseconds; None: that does not count.
-        everyone: requests that asked for a speed-up of their own are made faster too.
+        speedup: what new requests get under load, unless theirs is higher.
+        waiting: load begins when more requests than this wait for their first token; None: no limit.
+        token_ms: load begins when the mean time between tokens exceeds this, in milliseconds; None: no limit.
+        everyone: whether requests that name a speed-up are made faster too.
     """
 
     speedup: float
@@ -35,12 +35,12 @@ class Limits:
 
 
 class Load:
-    """Whether a server is under load, and which speed-up a new request gets.
+    """Measures a server's load and chooses the speed-up of new requests.
 
     Args:
-        limits: the operator's.
-        requests: how many requests wait for their first token now, and how many have it.
-        clock: seconds that only grow.
+        limits: set by the operator.
+        requests: returns how many requests wait for their first token now, and how many have it.
+        clock: monotonic time in seconds.
     """
 
     def __init__(
@@ -50,24 +50,23 @@ class Load:
         self.is_high = False
         self._requests = requests
         self._clock = clock
-        self._gaps: deque[tuple[float, float, int]] = deque()  # (when, sum of seconds, how many)
+        self._gaps: deque[tuple[float, float, int]] = deque()  # (time, sum of seconds, number of gaps)
 
     def tokens(self, gaps: Sequence[float]) -> None:
-        """One step brought tokens, so many seconds after their requests' last ones."""
+        """Record one step: for each new token, the seconds since the previous token of its request."""
         if gaps:
             self._gaps.append((self._clock(), sum(gaps), len(gaps)))
             self._forget()
 
     def token_ms(self) -> float:
-        """Mean time between a request's tokens over the last seconds; 0 before any. The newest step counts however old
-        it is: a server that stands still is not idle."""
+        """Return the mean time between tokens over ``WINDOW`` seconds, and at least the newest step; 0 before any."""
         self._forget()
-        gaps = tuple(self._gaps)  # steps go on meanwhile
+        gaps = tuple(self._gaps)  # a copy: another thread may record steps meanwhile
         count = sum(count for _, _, count in gaps)
         return 1000 * sum(seconds for _, seconds, _ in gaps) / count if count else 0.0
 
     def refresh(self) -> bool:
-        """Whether the server is under load now."""
+        """Update and return whether the server is under load."""
         waiting, writing = self._requests()
         if not waiting and not writing:
             self._gaps.clear()
@@ -80,11 +79,11 @@ class Load:
         return self.is_high
 
     def choose(self, speedup: float, asked: bool) -> float:
-        """The speed-up of a request that begins now: ``speedup``, or under load the operator's if that is faster.
+        """Return the speed-up of a new request: ``speedup``, or under load the operator's if that is higher.
 
         Args:
-            speedup: what holds without load.
-            asked: whether the request itself named it.
+            speedup: what the request gets without load.
+            asked: whether the request named it.
         """
         if not self.refresh() or (asked and not self.limits.everyone):
             return speedup

@@ -1,4 +1,4 @@
-"""A request's speed-up on its way from the client to the layers, in the extra arguments of its parameters."""
+"""Passes a request's speed-up from the client to the scheduler and workers, in ``extra_args`` of its parameters."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from .buckets import retirements
 from .policy import Load
 from .settings import Serving
 
-#: What a client sets (``vllm_xargs`` of the OpenAI API, ``extra_args`` of SamplingParams).
+#: The argument that a client sets (``vllm_xargs`` of the OpenAI API, ``extra_args`` of SamplingParams).
 SPEEDUP = "speedup"
-#: What we add where a request enters, for the processes that know neither config nor options.
+#: The argument that we add when a request enters, so that other processes need no settings.
 OWN = "skipdecode"
-#: Arguments of connectors that move keys and values, which are refused here.
+#: Arguments for KV connectors: checked here, since vLLM would fail in the engine if they were no objects.
 CONNECTORS = ("kv_transfer_params", "ec_transfer_params")
 
 
 def requested_speedup(params: Any, serving: Serving) -> tuple[float, bool]:
-    """The speed-up that a request gets where no load changes it, and whether the request itself named it.
+    """Return the speed-up that a request gets without load, and whether the request named it.
 
     Raises:
-        ScheduleError: a speed-up that the server does not offer, or arguments that are ours.
+        ScheduleError: the server does not offer this speed-up, or an argument has a reserved or similar name.
     """
     extra = params.extra_args or {}
     refuse_look_alikes(name for name in extra if name != SPEEDUP)
-    for name in CONNECTORS:  # vLLM itself would fail over it in the engine
+    for name in CONNECTORS:
         if not isinstance(extra.get(name), dict | None):
             raise ScheduleError(f"{name} must be an object, not {repr(extra[name])[:100]}")
     asked = extra.get(SPEEDUP)
@@ -36,7 +36,7 @@ def requested_speedup(params: Any, serving: Serving) -> tuple[float, bool]:
 
 
 def refuse_look_alikes(names: Iterable[str]) -> None:
-    """Raises ScheduleError for a name that its client must have meant for ours: full depth would be no answer."""
+    """Raise ScheduleError for a name that resembles ``speedup`` or ``skipdecode``: vLLM would ignore it."""
     for name in names:
         if re.sub("[^a-z]", "", name.lower()).removesuffix("s") in (SPEEDUP, OWN):
             raise ScheduleError(f'{name} is no argument of a request: ask with "vllm_xargs": {{"{SPEEDUP}": 2}}')
@@ -46,12 +46,12 @@ def assign_speedup(params: Any, serving: Serving, load: Load | None = None) -> N
     """Write the request's speed-up, and what its keys and values depend on, into its parameters.
 
     Args:
-        params: vLLM's, this request's alone.
-        serving: what the server offers.
-        load: makes new requests faster while limits are passed.
+        params: vLLM's SamplingParams, not shared with other requests.
+        serving: the server's settings.
+        load: the load policy, if there is one.
 
     Raises:
-        ScheduleError: a speed-up that the server does not offer, or arguments that are ours.
+        ScheduleError: the server does not offer this speed-up, or an argument has a reserved or similar name.
     """
     speedup, asked = requested_speedup(params, serving)
     given = speedup if load is None else load.choose(speedup, asked)
@@ -61,8 +61,7 @@ def assign_speedup(params: Any, serving: Serving, load: Load | None = None) -> N
 
 
 def identity(schedule: Schedule, speedup: float) -> dict[str, Any]:
-    """What keys and values depend on: the layers of prompts, how many of a prompt's last positions have a depth of
-    their own, and the schedule."""
+    """Return what keys and values depend on: the prompt's layers, ``prompt_decay``, and the schedule's speed-up."""
     layers = schedule.layers(schedule.deepest)
     prompt = "" if len(layers) == schedule.num_layers else ",".join(map(str, layers))
     return {
@@ -74,40 +73,39 @@ def identity(schedule: Schedule, speedup: float) -> dict[str, Any]:
 
 
 def speedup_of(params: Any) -> float | None:
-    """The speed-up of a request that :func:`assign_speedup` saw; None for any other (vLLM's own trial requests)."""
+    """Return the speed-up that :func:`assign_speedup` set, or None without one (as in vLLM's own trial requests)."""
     return None if (own := _own(params)) is None else float(own["speedup"])
 
 
 def _own(params: Any) -> dict[str, Any] | None:
-    """What :func:`assign_speedup` put there. Clients of a stock server may use our name too, but not for a mapping."""
+    """Return what :func:`assign_speedup` added; under stock vLLM, a client's own argument may have the same name."""
     own = (getattr(params, "extra_args", None) or {}).get(OWN)
     return own if isinstance(own, dict) else None
 
 
 def ends_of(request: Any) -> list[float] | None:
-    """For each bucket of layers the first position that runs none of them, all that follow included; None where that
-    is not known: all layers are kept then.
+    """Return each bucket's end, the first position from which none of its layers run; None for an unknown schedule.
 
     Args:
-        request: vLLM's, in the scheduler.
+        request: the scheduler's request object.
     """
     own = _own(request.sampling_params)
     return None if own is None else [max(request.num_prompt_tokens + end, 0) for end in own["ends"]]
 
 
 def block_keys(request: Any, start: int, end: int) -> list[tuple[str, str]]:
-    """What tells a block of keys and values apart from one of the same tokens at other depths.
+    """Return hash keys that distinguish a KV-cache block from one with the same tokens at other depths.
 
     Args:
-        request: vLLM's, in the scheduler.
+        request: the scheduler's request object.
         start: the block's first position.
-        end: the position after its last.
+        end: the position after its last one.
     """
     if (extra := _own(request.sampling_params)) is None:
         return []
     keys = [("skipdecode_prompt", extra["prompt"])] if start == 0 and extra["prompt"] else []
     own_from = request.num_prompt_tokens - extra["own"]
     if end > own_from and (extra["steps"] or extra["own"]):
-        # Positions with a depth of their own: of use to requests of the same schedule and the same prompt alone.
+        # Positions that follow the schedule can be reused only with the same schedule and prompt length.
         keys.append(("skipdecode_steps", f"{extra['steps']}:{request.num_prompt_tokens}"))
     return keys

@@ -1,7 +1,7 @@
-"""Common to the adapters of vLLM's two model runners: gates after loading, and a plan for each step.
+"""The common base of the adapters of vLLM's two model runners: adds gates after loading, and plans each step.
 
-A class of ours stands before the class of the runner that vLLM made (:func:`adapted`), so that each adapter serves
-every runner of its interface, on CPUs and GPUs.
+:func:`adapted` subclasses the class of vLLM's runner with an adapter as mixin, so each adapter serves every runner of
+its interface, on CPUs and GPUs.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 else:
     Runner = object
 
-#: Kinds of attention that keep nothing of a step behind what they make of its metadata: ours are made amid the step.
+#: Attention backends that keep a step's state in its metadata only, so that more metadata can be built in the step.
 ATTENTION = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM's handlers and level hold below its own name
+logger = init_logger(f"vllm.{__name__}")  # a child of vLLM's logger has its handlers and level
 
 
 class Skipping(Runner):
     """A model runner whose steps follow each request's schedule."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model; put a gate on each decoder layer, and int8 weights into the head where that is asked for."""
+        """Load the model, put a gate on each decoder layer, and quantize the LM head if ``int8_head`` is set."""
         super().load_model(*args, **kwargs)
         serving = serving_of(self.vllm_config)
         assert serving is not None
@@ -53,16 +53,16 @@ class Skipping(Runner):
         self.skip_log = LayerLog(self.skip_plan, VLLM_LOG_STATS_INTERVAL, say)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's; the head's int8 weights are made anew."""
+        """Reload the weights, and quantize the LM head again."""
         super().reload_weights(*args, **kwargs)
         if self.skip_int8_head:
             quantize_head(self.model)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        """What vLLM's says, in buckets. Raises UnsupportedModel where layers keep more than keys and values."""
+        """Return vLLM's KV-cache specs with buckets. Raises UnsupportedModel if layers keep other state or share it."""
         specs = super().get_kv_cache_spec()
         for name, spec in specs.items():
-            if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):  # kinds of theirs need more metadata
+            if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):  # other specs need more metadata
                 raise UnsupportedModel(f"{name} keeps {type(spec).__name__}: only keys and values can skip layers here")
         if any(getattr(part, "kv_sharing_target_layer_name", None) for part in self.model.modules()):
             raise UnsupportedModel("layers of this model borrow each other's keys and values: not supported in vLLM")
@@ -71,7 +71,7 @@ class Skipping(Runner):
         return in_buckets(specs, serving, self.vllm_config)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's. Raises UnsupportedModel for a kind of attention whose metadata cannot be made twice in a step."""
+        """Initialize the cache. Raises UnsupportedModel for an attention backend or block size without support."""
         super().initialize_kv_cache(*args, **kwargs)
         for group in (group for groups in self.attn_groups for group in groups):
             name = group.backend.get_name()
@@ -83,7 +83,7 @@ class Skipping(Runner):
                 )
 
     def planned(self, tables: Sequence[Table], counts: Whole, computed: Whole, prompts: Whole, positions: Any) -> Step:
-        """The plan of a step whose tokens are at ``positions``; the rest as for :meth:`Tables.step`."""
+        """Return the step's plan from :meth:`Tables.step`. Raises RuntimeError if ``positions`` has another length."""
         step = self.skip_tables.step(tables, counts, computed, prompts)
         if positions.shape[-1] != step.tokens:
             raise RuntimeError(f"the step has {positions.shape[-1]} tokens where {step.tokens} were planned")
@@ -91,14 +91,14 @@ class Skipping(Runner):
 
     @contextmanager
     def following(self, step: Step, prepared: Callable[[], Prepared]) -> Iterator[None]:
-        """Within it, in vLLM's forward context, the model runs as planned."""
-        # A compiled graph holds the layers that ran when it was traced: all. It serves full steps, and only those.
+        """Return a context within which the model runs as planned; needs vLLM's forward context."""
+        # A compiled graph was traced with all layers, so only steps at full depth may use it.
         narrowing = None
         if not step.is_full:
             context = get_forward_context()
             context.skip_compiled = True
             context.cudagraph_runtime_mode = CUDAGraphMode.NONE
-            context.all_moe_layers = None  # experts are counted off in the order of all layers; by name they need not
+            context.all_moe_layers = None  # vLLM then finds MoE layers by name, not by call order
             narrowing = Narrowing(prepared(), context)
         self.skip_plan.begin(step, narrowing)
         try:
@@ -110,5 +110,5 @@ class Skipping(Runner):
 
 
 def adapted(runner: type[Any], adapter: type[Skipping]) -> type[Any]:
-    """The class of a runner of vLLM's with one of our adapters before it."""
+    """Return a subclass of vLLM's runner class with the adapter's methods in front."""
     return type(f"Skipping{runner.__name__}", (adapter, runner), {})

@@ -1,4 +1,4 @@
-"""vLLM's model runner V1, adapted: what it has prepared for a step, read where it calls the model."""
+"""Adapts vLLM's model runner V1: reads its prepared inputs where it calls the model."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from .runner import Skipping
 
 
 class SkippingV1(Skipping):
-    """Stands before a runner of interface V1."""
+    """The adapter for runners with interface V1."""
 
     def _model_forward(self, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not get_forward_context().attn_metadata:  # a dry run, for memory or compilation: all layers
+        if not get_forward_context().attn_metadata:  # a dry run, for memory or compilation, runs all layers
             return super()._model_forward(input_ids, positions, *args, **kwargs)
         with self.following(self._step(positions), self._prepared):
             return super()._model_forward(input_ids, positions, *args, **kwargs)
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, where a prompt that is not read to its end takes no random number of its request's own.
+        """Sample as vLLM does, but without the random generators of requests whose prompt is not complete.
 
-        vLLM throws away what such a row samples and sets its generator back, which generators of a CPU cannot do: the
-        engine would end.
+        vLLM discards such a request's sample and rewinds its generator. CPU generators cannot rewind: vLLM would crash.
         """
         generators = self.input_batch.generators
         thrown_away = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs]).tolist()
@@ -34,7 +33,7 @@ class SkippingV1(Skipping):
         return super()._sample(*args, **kwargs)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's; then requests have their generators again."""
+        """Run vLLM's bookkeeping, then give the requests their generators back."""
         try:
             return super()._bookkeeping_sync(*args, **kwargs)
         finally:

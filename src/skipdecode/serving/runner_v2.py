@@ -1,7 +1,7 @@
-"""vLLM's model runner V2, adapted: what it has prepared for a step, read where its model state hears of it.
+"""Adapts vLLM's model runner V2: reads its prepared inputs where it passes them to its model state.
 
-The runner calls the model by itself, or replays a CUDA graph of it. So the plan begins where the model's ``forward``
-is called; a graph, which knows no depths, would not call it, and is an error (configure.py turns them off).
+The runner calls the model, or replays a CUDA graph of it, so the plan starts in the model's ``forward``. A replayed
+graph would ignore depths without calling ``forward``: that is an error (configure.py turns graphs off).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from .runner import Skipping
 
 
 class SkippingV2(Skipping):
-    """Stands before a runner of interface V2."""
+    """The adapter for runners with interface V2."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """As of both runners; then the model state tells us of requests and of steps."""
+        """Load the model with gates, and hook the model state to learn of requests and steps."""
         super().load_model(*args, **kwargs)
         self.skip_requests: dict[str, Table] = {}
-        self.skip_batch: tuple[Any, Any] | None = None  # of the step that the model is to run next
+        self.skip_batch: tuple[Any, Any] | None = None  # (batch, block tables) of the step that the model runs next
         state = self.model_state
         state.add_request = _then(state.add_request, self._add_table)
         state.remove_request = _then(state.remove_request, self._remove_table)
-        state.preprocess_state = _then(state.preprocess_state, self._keep)  # of requests' steps; not of dry runs
+        state.preprocess_state = _then(state.preprocess_state, self._keep)  # dry runs do not call it
         self.model.forward = self._planned_forward(self.model.forward)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's. Raises RuntimeError if the step was run by something that does not know its plan."""
+        """Run a step. Raises RuntimeError if it did not call the model's ``forward``, which follows the plan."""
         output = super().execute_model(*args, **kwargs)
         if self.skip_batch is not None:
             raise RuntimeError("the step did not call the model: depths need --compilation-config.cudagraph_mode=NONE")

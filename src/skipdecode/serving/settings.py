@@ -1,4 +1,4 @@
-"""What a server offers: the speed-ups that its requests may ask for, and the schedule of each."""
+"""Reads a server's settings: the speed-ups that requests may name, and the schedule of each."""
 
 from __future__ import annotations
 
@@ -15,38 +15,37 @@ from .policy import Limits
 REQUESTS = ("speedups", "speedup", "prompt_layers")
 LOAD = ("load_speedup", "load_waiting", "load_token_ms", "load_all")
 OPTIONS = (*REQUESTS, "schedule", "free_blocks", "int8_head", *LOAD)
-#: What a model without schedules of its own offers, as far as it has layers.
+#: Speed-ups that a server offers for a model without trained schedules, up to its number of layers.
 USUAL = (1.0, 2.0, 3.0, 5.0)
 
 
 class Serving:
-    """The schedules of one server by speed-up: a function of the model's config and of options, alike in every process.
+    """The settings of one server. Every process derives the same ones from the model's config and the options.
 
     Args:
-        config: the model's, as transformers reads it, with what ``--hf-overrides`` put into it.
-        options: each may be left out, or None.
+        config: the model's config, as transformers reads it, with any ``--hf-overrides``.
+        options: each may be missing or None.
 
-            - ``speedups``: a list of what requests may ask for. Default: 1 and what the model was trained for, or 1, 2,
-              3 and 5 for a model without schedules; and the values of ``speedup`` and ``load_speedup``.
-            - ``speedup``: of requests that name none. Default: the fastest of the list that the model was trained for,
-              else the slowest.
-            - ``prompt_layers``: layers of every prompt, in place of the schedules' own: a number, where a schedule's
-              first step runs no more, or ``"max"``, as many as that step runs.
-            - ``schedule``: one for every request, as :meth:`Schedule.to_dict` writes it, in place of these three.
+            - ``speedups``: the list that requests may choose from. Default: 1 and the trained speed-ups (1, 2, 3 and 5
+              for a model without schedules), and the values of ``speedup`` and ``load_speedup``.
+            - ``speedup``: for requests that name none. Default: the highest trained one in the list, else the lowest.
+            - ``prompt_layers``: how many layers every prompt runs, instead of the schedules' values: a number (a
+              schedule whose first step runs more uses that depth), or ``"max"``, the depth of the first step.
+            - ``schedule``: one for every request, as :meth:`Schedule.to_dict` returns it, instead of these three.
             - ``free_blocks``: whether to free keys and values of layers that a request will not run again. Default:
-              where vLLM can.
-            - ``int8_head``: whether the LM head has int8 weights. Default: false.
-            - ``load_speedup``, ``load_waiting``, ``load_token_ms``, ``load_all``: what new requests get under load, see
+              if vLLM can.
+            - ``int8_head``: whether to quantize the LM head to int8. Default: false.
+            - ``load_speedup``, ``load_waiting``, ``load_token_ms``, ``load_all``: the load policy, see
               :class:`~skipdecode.serving.policy.Limits`.
 
     Attributes:
-        schedules: by speed-up, all that the server will ever run.
+        schedules: every schedule that the server can run, by speed-up.
         default: the speed-up of requests that name none.
-        limits: of the load policy, or None.
-        buckets: layers whose keys and values are kept and freed together; empty: all layers' are kept.
+        limits: the load policy, or None.
+        buckets: groups of layers whose keys and values are freed together; empty if none are freed early.
 
     Raises:
-        ScheduleError: unknown options, or values that contradict each other or the model.
+        ScheduleError: an option is unknown, or values contradict each other or the model.
     """
 
     def __init__(self, config: Any, options: Mapping[str, Any] | None = None) -> None:
@@ -77,13 +76,13 @@ class Serving:
 
     @classmethod
     def of(cls, config: Any, options: Mapping[str, Any] | None = None) -> Serving | None:
-        """The settings, or None for a model without schedules where no options are given: a stock server."""
+        """Return the settings, or None (a stock server) if the model has no schedules and no options are given."""
         if options is None and not getattr(config, CONFIG_KEY, None):
             return None
         return cls(config, options)
 
     def speedup(self, value: Any, name: str = "speedup") -> float:
-        """A speed-up that is offered. Raises ScheduleError, which says what is."""
+        """Return the value as a float. Raises ScheduleError if the server does not offer this speed-up."""
         if isinstance(value, bool) or not isinstance(value, int | float) or value not in self.schedules:
             offered = ", ".join(f"{speedup:g}" for speedup in self.schedules)
             several = "one of " if len(self.schedules) > 1 else ""
@@ -91,7 +90,7 @@ class Serving:
         return float(value)
 
     def _offered(self, options: Mapping[str, Any], stored: Mapping[float, Schedule]) -> list[float]:
-        """The speed-ups of the server, slowest first."""
+        """Return the speed-ups that the server offers, lowest first."""
         if (listed := options.get("speedups")) is None:
             named = [options[name] for name in ("speedup", "load_speedup") if name in options]
             usual = [1.0, *stored] if stored else [speedup for speedup in USUAL if speedup <= self.num_layers]
@@ -107,7 +106,7 @@ class Serving:
         return layers
 
     def _limits(self, options: Mapping[str, Any]) -> Limits | None:
-        """The load policy, if there is one."""
+        """Return the load policy, or None without its options."""
         given = {name: options[name] for name in LOAD if name in options}
         if not given:
             return None
@@ -121,25 +120,25 @@ class Serving:
 
 
 def _schedule(config: Any, speedup: float, layers: Any, stored: Mapping[float, Schedule]) -> Schedule:
-    """The schedule of one speed-up, with the layers that its prompts are to run."""
-    # A falling depth needs rows that start together; a server's do not. Trained schedules keep their own form.
+    """Return the schedule of one speed-up, with ``layers`` as its prompt layers."""
+    # A falling depth needs requests that start together; a server's do not. Trained schedules keep their decay.
     style: dict[str, Any] = {} if stored else {"decay": "constant"}
     if layers is None and stored and speedup not in stored:
-        layers = stored[max(stored)].style.get("prompt_layers")  # a number may be too few for a slower one
+        layers = stored[max(stored)].style.get("prompt_layers")  # a number may be too low at a lower speed-up
     schedule = schedule_for(config, speedup, **style | ({"prompt_layers": "max"} if layers else {}))
     return schedule if layers in (None, "max") else schedule.replace(prompt_layers=max(layers, schedule.max_depth))
 
 
 def _flag(options: Mapping[str, Any], name: str, default: bool | None) -> Any:
-    """An option that is true or false."""
+    """Return a boolean option. Raises ScheduleError for another type."""
     if name in options and not isinstance(options[name], bool):
         raise ScheduleError(f"{name} must be true or false, not {options[name]!r}")
     return options.get(name, default)
 
 
 def _number(name: str, value: Any, least: float, most: float) -> float:
-    """A number within bounds; a bool or a text is none."""
+    """Return the value as a float. Raises ScheduleError if it is no number within the bounds; a bool is none."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not least <= value <= most:  # NaN is in no bounds
+    if not is_number or not least <= value <= most:  # also true for NaN
         raise ScheduleError(f"{name} must be a number from {least:g} to {most:g}, not {repr(value)[:100]}")
     return float(value)

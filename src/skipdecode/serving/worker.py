@@ -1,4 +1,4 @@
-"""vLLM's workers with a model runner that follows schedules. That of GPUs was never run, and is refused."""
+"""vLLM's workers with a model runner that follows schedules. The GPU worker is untested, and refused by default."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class SkipWorker(Worker):
     """A worker whose model runner follows schedules."""
 
     def init_device(self) -> None:
-        """As vLLM's; the runner that it made becomes ours before it has loaded anything.
+        """Initialize the device, and adapt vLLM's model runner before it loads the model.
 
         Raises:
-            UnsupportedModel: for what vLLM has put into the config since it was checked there.
+            UnsupportedModel: vLLM has set an unsupported option since the config was checked.
         """
         serving = serving_of(self.vllm_config)
         assert serving is not None
@@ -35,14 +35,13 @@ class SkipWorker(Worker):
         self.model_runner.__class__ = adapted(type(self.model_runner), adapter)
 
     def skipdecode_layers(self) -> dict[str, int]:
-        """Since the start, tokens times layers: of full depth, that schedules needed, and that were run. And steps, and
-        layers that any of a step's tokens ran."""
+        """Return the counters of :class:`~skipdecode.serving.gate.Plan` since the start, by name."""
         return self.model_runner.skip_plan.counted()
 
 
 class SkipCPUWorker(SkipWorker, CPUWorker):
-    """vLLM's CPU worker with a runner of ours."""
+    """vLLM's CPU worker with an adapted runner."""
 
 
 class SkipGPUWorker(SkipWorker, GPUWorker):
-    """vLLM's GPU worker with a runner of ours."""
+    """vLLM's GPU worker with an adapted runner."""

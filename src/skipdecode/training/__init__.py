@@ -1,1 +1,1 @@
-"""Training a model for its schedules, and going on where a run was stopped."""
+"""Train a model for its schedules, and resume a stopped run."""

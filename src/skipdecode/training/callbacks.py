@@ -1,4 +1,4 @@
-"""What happens around training steps: the bar, the seeds, and a stop by signal."""
+"""Trainer callbacks: a progress bar, a seed per step, and a checkpoint when a signal stops the run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from transformers.trainer_callback import ProgressCallback
 
 from .sampler import draw
 
-#: Steps that the first estimate of the time is made from; the first one of all is not among them.
+#: Steps that the estimate of the remaining time is measured over; the first step of all is not counted.
 TIMED = 10
 
 
 class TrainingBar(ProgressCallback):
-    """One bar with the loss. Its time to the end is of the mean step so far: steps differ by their budgets and rows."""
+    """A progress bar with the loss. It averages all steps for the time left: budgets and lengths make steps differ."""
 
     training_bar: Any
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Says how much there is to do."""
+        """Start the bar, and print how many steps there are."""
         self.current_step = self.start = state.global_step
         if state.is_world_process_zero:
             options: dict[str, Any] = {"initial": self.start, "smoothing": 0, "dynamic_ncols": True}
@@ -36,7 +36,7 @@ class TrainingBar(ProgressCallback):
             self.write(f"{state.max_steps:,} steps of {rows:,} rows: {state.num_train_epochs} passes over the data")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After some steps, says how long the rest will take."""
+        """Advance the bar; after ``TIMED`` steps, print how long the rest will take."""
         super().on_step_end(args, state, control, **kwargs)
         done, left = state.global_step - self.start, state.max_steps - state.global_step
         if done == 1:
@@ -46,47 +46,44 @@ class TrainingBar(ProgressCallback):
             self.write(f"{pace:.2g} seconds a step: about {tqdm.format_interval(pace * left)} for the {left:,} to come")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Loss and rate go beside the bar; evaluations are written when they are complete."""
+        """Show loss and tokens per second in the bar. :meth:`SkipTrainer.evaluate` prints evaluations itself."""
         if self.training_bar is not None and logs and "loss" in logs:
             self.training_bar.set_postfix_str(f"loss {logs['loss']:.4f}, {logs['tokens_per_second']:,.0f} tokens/s")
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any) -> None:
-        """No bar of its own: it would wipe out the lines above it."""
+        """Show no bar for evaluation: it would erase the lines above."""
 
     def write(self, line: str) -> None:
-        """One line above the bar."""
+        """Print a line above the bar."""
         if self.training_bar is not None:
             self.training_bar.write(line, file=sys.stderr)
 
     def close(self) -> None:
-        """Ends the bar's line, whatever ended the training."""
+        """Close the bar, also after an error."""
         if self.training_bar is not None:
             self.training_bar.close()
             self.training_bar = None
 
 
 class StepSeed(TrainerCallback):
-    """Seeds all generators at the start of each optimizer step, so that dropout is a function of seed and step.
+    """Seeds all generators at the start of each optimizer step, so that dropout depends on seed and step alone.
 
-    transformers brings back a checkpoint's random state, but evaluation draws from it too, at steps that may be others
-    in the resumed run.
+    A checkpoint's random state is not enough: evaluation draws from it too, maybe at other steps in a resumed run.
     """
 
     def __init__(self, process: int = 0) -> None:
         self.process = process
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called before the first batch of a step."""
+        """Seed the step."""
         set_seed(draw("step", args.seed, state.global_step, self.process))
 
 
 class StopBySignal(TrainerCallback):
-    """While it is entered, SIGINT and SIGTERM end training with a checkpoint after the step under way.
+    """Context manager in which SIGINT or SIGTERM ends training with a checkpoint after the current step.
 
-    The signal comes once more when it is left, for whoever handled it before. A second one ends the training at once.
-
-    Raises:
-        KeyboardInterrupt: a signal came, and whoever handled it before raised nothing.
+    It then raises the signal again on exit, for the previous handler; if that raises nothing, KeyboardInterrupt.
+    A second signal goes to the previous handler at once.
     """
 
     def __init__(self, accelerator: Accelerator, say: Callable[[str], object]) -> None:
@@ -119,7 +116,7 @@ class StopBySignal(TrainerCallback):
             signal.signal(number, handler)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Processes stop after the same step, whichever of them the signal came to."""
+        """Stop all processes after the same step, whichever of them got the signal."""
         if self.accelerator.num_processes > 1:
             number = torch.tensor([self.number], device=self.accelerator.device)
             self.number = int(self.accelerator.gather(number).max())
@@ -127,6 +124,6 @@ class StopBySignal(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called when a checkpoint is written."""
+        """Report the checkpoint that a signal asked for."""
         if self.number:
             self.say(f"step {state.global_step:,} of {state.max_steps:,} is saved")

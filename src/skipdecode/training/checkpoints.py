@@ -1,4 +1,4 @@
-"""A training run's folder: checkpoints to resume from and the trained model, each of them whole or not there."""
+"""A training run's folder: checkpoints and the trained model, each either complete or absent."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ..files import locked, read_json, sync_folder, write
 from ..provenance import MATTERS
 
 AUTHOR = "skipdecode train"
-#: Says that the folder is a training run's, and holds the run's options.
+#: File that marks the folder of a training run, and holds the run's options.
 RECORD = "training.json"
-#: In a checkpoint: what makes its run what it is, and size and checksum of its files. Written last.
+#: A checkpoint's last file: the run's identity (``_record`` in run.py), and size and checksum of the other files.
 SEAL = "whole.json"
-#: The trained model is put together here before any of it takes its place.
+#: Subfolder in which the trained model is completed before its files are moved to their place.
 STAGE = ".saving"
-#: Here a checkpoint is written before it gets its name, and removed after it has lost it.
+#: Subfolder in which a checkpoint is written before it is moved to its place, or moved to be deleted.
 SCRAP = ".checkpoint"
-#: Checkpoints that stay: should the newest be damaged, there is the one before.
+#: Number of checkpoints to keep: if the newest is damaged, the one before it is used.
 KEEP = 2
 
 NAME = re.compile(r"checkpoint-(\d{1,12})")
-#: What a former model may have left beside the weights of a new one.
+#: Weight files of a previous model, which must not remain next to those of a new one.
 FORMER = (
     "model*.safetensors",
     "model.safetensors.index.json",
@@ -44,23 +44,18 @@ FORMER = (
 
 
 class RunFolder:
-    """The folder that one training run writes. Only checkpoints with a seal are resumed from, or removed."""
+    """The output folder of one training run, which resumes from and deletes only checkpoints with a ``SEAL``."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        #: Whether a save that a kill had cut short was finished when the folder was opened.
+        #: Whether opening the folder completed the save of a killed run.
         self.finished = False
 
-    # --- whose it is
-
     def claim(self, model: str | None = None) -> None:
-        """Refuse a folder that holds another's model or checkpoints: saving would write over them.
+        """Raise FileError if the folder holds a model, checkpoint or ``training.json`` that no training run wrote.
 
         Args:
-            model: the model to be trained; its own folder may be written to.
-
-        Raises:
-            FileError: there is a model, a checkpoint or a ``training.json`` that a training run did not write.
+            model: the model to be trained, whose own folder may be overwritten.
         """
         path, theirs = self.folder / RECORD, []
         if path.exists():
@@ -78,21 +73,20 @@ class RunFolder:
                 raise FileError(f"{path} was written by no training run: move it away, or give another --output")
 
     def is_folder_of(self, model: str) -> bool:
-        """Whether ``model`` is this folder, however it is written."""
+        """Return whether the path ``model`` leads to this folder."""
         return bool(model) and Path(model).is_dir() and Path(model).resolve() == self.folder.resolve()
 
     # --- checkpoints
 
     def checkpoints(self) -> list[Path]:
-        """The sealed ones, oldest first."""
+        """Return the checkpoints that have a ``SEAL``, oldest first."""
         found = [path for path in self.folder.glob("checkpoint-*") if NAME.fullmatch(path.name)]
         return sorted((path for path in found if (path / SEAL).exists()), key=_step)
 
     def newest(self, run: Mapping[str, Any], say: Callable[[str], object] = warnings.warn) -> Path | None:
-        """The newest whole checkpoint of this very run, or None; ``say`` gets a line for each that is passed over.
+        """Return the newest undamaged checkpoint, or None; ``say`` reports each damaged one.
 
-        Raises:
-            JobError: a checkpoint is of a run of which ``run`` does not hold; the message names what differs.
+        Raises JobError if that checkpoint belongs to a run other than ``run``, and names what differs.
         """
         for path in reversed(self.checkpoints()):
             sealed, damage = _damage(path)
@@ -108,7 +102,7 @@ class RunFolder:
         return None
 
     def start(self, plan: Mapping[str, Any], resume: Path | None = None) -> None:
-        """Write down the run's options. Checkpoints newer than ``resume`` go; all of them without it."""
+        """Save the run's options, and delete the checkpoints newer than ``resume`` (without it, all)."""
         shutil.rmtree(self.folder / SCRAP, ignore_errors=True)
         kept = [] if resume is None else [p for p in self.checkpoints() if _step(p) <= _step(resume)][-KEEP:]
         for path in self.checkpoints():
@@ -117,13 +111,13 @@ class RunFolder:
         write(self.folder / RECORD, _json({"author": AUTHOR, "plan": dict(plan)}))
 
     def new_scrap(self) -> Path:
-        """An empty folder to write a checkpoint into."""
+        """Make an empty folder to write a checkpoint into."""
         shutil.rmtree(self.folder / SCRAP, ignore_errors=True)
         (self.folder / SCRAP).mkdir()
         return self.folder / SCRAP
 
     def keep(self, name: str, run: Mapping[str, Any]) -> None:
-        """Seal the checkpoint ``name`` in the scrap folder, give it its place, and drop the oldest."""
+        """Seal the checkpoint ``name`` in ``SCRAP``, move it to its place, and delete all but the newest ``KEEP``."""
         path = self.folder / SCRAP / name
         _seal(path, run)
         os.replace(path, self.folder / name)
@@ -133,17 +127,17 @@ class RunFolder:
         shutil.rmtree(self.folder / SCRAP, ignore_errors=True)
 
     def _drop(self, path: Path) -> None:
-        """Remove a checkpoint: its name first, so that a kill in between leaves nothing that looks like one."""
+        """Move a checkpoint away, then delete it: a kill in between leaves no half-deleted checkpoint."""
         os.replace(path, self.new_scrap() / path.name)
         shutil.rmtree(self.folder / SCRAP, ignore_errors=True)
 
     # --- the trained model
 
     def publish(self, save: Callable[[Path], object]) -> None:
-        """Put what ``save`` writes into a folder in place of the model here, so that no mixture of the two ever loads.
+        """Replace the model in this folder by the one that ``save`` writes, so that no mixture of the two ever loads.
 
-        Killed before all is written, the old model is still there. Killed later, there is no ``config.json``, so that
-        nothing loads, and :meth:`finish` does the rest.
+        A kill while ``save`` writes leaves the old model. A later kill leaves no ``config.json``, so that nothing
+        loads until :meth:`finish` completes the replacement.
         """
         stage = self.folder / STAGE
         shutil.rmtree(stage, ignore_errors=True)
@@ -154,7 +148,7 @@ class RunFolder:
         self.finish()
 
     def finish(self) -> bool:
-        """Do what a killed :meth:`publish` left undone. Returns whether there was something to do."""
+        """Complete a :meth:`publish` that was killed; return whether there was one."""
         stage, config = self.folder / STAGE, self.folder / "config.json"
         if not (stage / SEAL).exists():
             return False
@@ -166,7 +160,7 @@ class RunFolder:
                 if old.relative_to(self.folder).as_posix() not in names:
                     old.unlink()
             files = [path for path in _files(stage) if path.name != SEAL]
-            for path in sorted(files, key=lambda path: path == stage / config.name):  # the config comes last
+            for path in sorted(files, key=lambda path: path == stage / config.name):  # config last: loading needs it
                 target = self.folder / path.relative_to(stage)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 sync_folder(target.parent)
@@ -178,13 +172,11 @@ class RunFolder:
 
 @contextmanager
 def run_folder(folder: str | Path, model: str | None = None) -> Iterator[RunFolder]:
-    """Make ``folder`` and hold it against other processes for a training run. A save cut short by a kill is finished.
-
-    Of several processes that train together, the first holds it.
+    """Create ``folder``, lock it for a training run (by the first of its processes), and complete a killed save.
 
     Raises:
         JobError: another process trains there.
-        FileError: the folder is another model's (see :meth:`RunFolder.claim`).
+        FileError: ``folder`` is a file, or :meth:`RunFolder.claim` refuses it.
     """
     run = RunFolder(folder)
     if run.folder.exists() and not run.folder.is_dir():
@@ -197,15 +189,15 @@ def run_folder(folder: str | Path, model: str | None = None) -> Iterator[RunFold
             run.finished = first and run.finish()
             yield run
     finally:
-        with suppress(OSError):  # nothing came of it: an empty folder goes
+        with suppress(OSError):  # succeeds only if the folder is empty
             run.folder.rmdir()
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Around calls of transformers that write: what torch and safetensors raise on a full disk becomes a FileError.
+    """Turn the errors that torch and safetensors raise on a full disk, none with an errno, into FileError.
 
-    Each has several kinds of it, none with an errno. Nothing of ours runs inside.
+    Only calls that save belong inside: any RuntimeError becomes a FileError.
     """
     try:
         yield
@@ -226,14 +218,14 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _seal(folder: Path, run: Mapping[str, Any]) -> None:
-    """Bring all files of ``folder`` to the disk and note that it is whole."""
+    """Flush all files of ``folder`` to disk, then write its ``SEAL``."""
     files = {path.relative_to(folder).as_posix(): _checksum(path) for path in _files(folder)}
     sync_folder(folder)
     write(folder / SEAL, _json({"run": dict(run), "files": files}))
 
 
 def _checksum(path: Path) -> list[int]:
-    """Size and CRC-32 of a file, which is on the disk when this returns."""
+    """Flush a file to disk, and return its size and CRC-32."""
     size = total = 0
     with path.open("rb") as file:
         while chunk := file.read(1 << 24):
@@ -244,7 +236,7 @@ def _checksum(path: Path) -> list[int]:
 
 
 def _damage(folder: Path) -> tuple[dict[str, Any], str | None]:
-    """What makes the run of a sealed checkpoint what it is, and what is wrong with the checkpoint, or None."""
+    """Return the run that a checkpoint's ``SEAL`` records, and how the checkpoint is damaged (None: it is not)."""
     try:
         values = read_json(folder / SEAL)
         run, files = dict(values["run"]), dict(values["files"])

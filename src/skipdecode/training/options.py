@@ -1,4 +1,4 @@
-"""Options of a run: how a field of the plan is described, and how a value of any source becomes the field's."""
+"""Options of a training run: describe the fields of the plan, and convert values from YAML or the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import FileError, UsageError
 from ..files import read_json
 from .checkpoints import AUTHOR
 
-#: More than any number of an option; 32 bits hold it.
+#: Default upper limit of a number; it fits in 32 bits.
 ENDLESS = 2**31 - 1
 
 
@@ -29,24 +29,24 @@ def option(
     most: float = ENDLESS,
     choices: Sequence[str] = (),
 ) -> Any:
-    """A field of the plan: what it means, where it stands in the help, and what its numbers may be."""
+    """Make a field of the plan with its help text, its group in the help, and its allowed numbers or choices."""
     about = {"help": help, "group": group, "least": least, "most": most, "choices": tuple(choices)}
     return field(default=default, metadata=about)
 
 
 def option_name(name: str) -> str:
-    """``max_steps`` as the command line has it."""
+    """Return the command line's name: ``--max-steps`` for ``max_steps``."""
     return f"--{name.replace('_', '-')}"
 
 
 def bare_type(kind: Any) -> Any:
-    """``int`` for ``int | None``."""
+    """Return ``int`` for ``int | None``."""
     several = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)  # Literal[…] | None is a Union
     return next(each for each in several if each is not NoneType)
 
 
 def convert_value(name: str, kind: Any, value: Any, about: Mapping[str, Any]) -> Any:
-    """``value`` in the type of its field, which YAML and the command line may not have given it. Raises UsageError."""
+    """Convert ``value``, as YAML or the command line gives it, to its field's type. Raises UsageError."""
     option, bare = option_name(name), bare_type(kind)
     if value is None and bare is not kind:
         return None
@@ -68,7 +68,7 @@ def convert_value(name: str, kind: Any, value: Any, about: Mapping[str, Any]) ->
 def _number(option: str, kind: type, value: Any, about: Mapping[str, Any]) -> Any:
     numbers = ("whole " if kind is int else "") + "numbers" + " with commas between" * ("several" in about)
     try:
-        number = math.nan if isinstance(value, bool) else float(value)  # YAML takes 5e-4 for text
+        number = math.nan if isinstance(value, bool) else float(value)  # YAML reads 5e-4 as a string
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or (kind is int and number != int(number)):
@@ -84,7 +84,7 @@ def _refuse(option: str, value: Any, what: str) -> NoReturn:
 
 
 def read_order(value: Any) -> str | tuple[int, ...] | None:
-    """The name of an order, or a ranking of layers: as it stands, or from a schedule's file. Raises UsageError."""
+    """Return a layer order (name or ranking), given as it is or as a schedule file. Raises UsageError."""
     if value is None or value in ORDERS:
         return value
     if isinstance(value, str | Path) and "," not in str(value)[:4] and Path(value).is_file():
@@ -97,7 +97,7 @@ def read_order(value: Any) -> str | tuple[int, ...] | None:
 
 
 def read_schedule(value: Any) -> Schedule | None:
-    """A schedule, its fields, or the one in a file. Raises ScheduleError, FileError."""
+    """Return a schedule, given as it is, as a mapping of its fields, or as a file. Raises ScheduleError, FileError."""
     if value is None or isinstance(value, Schedule):
         return value
     if isinstance(value, Mapping):
@@ -108,7 +108,7 @@ def read_schedule(value: Any) -> Schedule | None:
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
-    """The keys and values of a run's file. Raises FileError."""
+    """Read a run's options from YAML, JSON or a ``training.json``. Raises FileError."""
     if path.suffix.lower() in (".yaml", ".yml"):
         values = _read_yaml(path)
     else:

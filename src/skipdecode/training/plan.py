@@ -1,4 +1,4 @@
-"""What one training run is: the options of ``skipdecode train``, and the keys of a run's file."""
+"""TrainingPlan: the options of ``skipdecode train``, which are also the keys of a run's YAML or JSON file."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .options import convert_value, option, read_order, read_run_file, read_sche
 if TYPE_CHECKING:
     from ..data.tasks import Task
 
-#: More of anything than a run can mean; less than what hangs or exhausts the memory.
+#: Upper limit of counts: no run needs more, and far more could hang or exhaust the memory.
 MANY = 1_000_000
-#: Decode steps of one batch; to fit a schedule takes a millisecond or two for each.
+#: Upper limit of a batch's decode steps; fitting a schedule takes 1 to 2 ms per step.
 LONGEST = 100_000
-#: Options of which the last one given counts: one on the command line puts the other one in the file out.
+#: Options that exclude each other: one on the command line removes its whole group from the file's options.
 EITHER_OR = (("speedup", "speedups"), ("model", "from_config"), ("max_steps", "num_train_epochs"))
 
 DATA = "Data"
@@ -37,15 +37,15 @@ SCRATCH = "From scratch"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """One training run, from the model to begin with to the folder of the result.
+    """The options of one training run.
 
-    Every field is an option of ``skipdecode train`` (``max_steps`` is ``--max-steps``), which says what it means, and a
-    key of a run's file. Those that TrainingArguments has too have its names and meanings, but for ``batch_size``, its
-    ``per_device_train_batch_size``, which all commands call so. Lists may be given as text with commas between.
+    Every field is an option of ``skipdecode train``, whose help explains it (``max_steps`` is ``--max-steps``), and a
+    key of a run's file. Fields named as in TrainingArguments mean the same; ``batch_size`` is its
+    ``per_device_train_batch_size``. A list may also be a string with commas.
 
     Raises:
-        UsageError: a value that its field cannot have, or values that contradict each other.
-        ScheduleError: a schedule, its prompt's layers, or a file of one, that cannot be read.
+        UsageError: a field cannot have its value, or fields contradict each other.
+        ScheduleError: ``schedule`` or ``prompt_layers`` cannot be read.
 
     Example:
         >>> TrainingPlan(model="demo", data="rows.jsonl", speedups=(1, 2, 5)).budgets
@@ -160,11 +160,9 @@ class TrainingPlan:
             object.__setattr__(self, name, convert(value) if convert else convert_value(name, kind, value, about))
         self._check_combinations()
 
-    # --- what follows from the fields
-
     @property
     def budgets(self) -> tuple[float, ...]:
-        """Target speed-ups to train for."""
+        """Return the target speed-ups to train for."""
         if self.speedups is not None:
             return self.speedups
         if self.speedup is not None:
@@ -173,18 +171,16 @@ class TrainingPlan:
 
     @property
     def style(self) -> dict[str, Any]:
-        """Fields of the schedules that were asked for; in the others a model that brings schedules keeps its own."""
+        """Return the schedule fields that the user set; for the others a model with schedules keeps its own."""
         fields = {"order": self.order, "decay": self.decay, "warmup": self.warmup_layers}
         fields |= {"prompt_decay": self.prompt_decay, "prompt_layers": self.prompt_layers}
         return {name: value for name, value in fields.items() if value is not None}
 
     def get_task(self) -> Task:
-        """How the data is read and scored. Raises TaskError."""
+        """Return the task that reads and scores the data. Raises TaskError."""
         from ..data.tasks import task_from
 
         return task_from(vars(self))
-
-    # --- what is refused
 
     def _check_combinations(self) -> None:
         method, name, shares = get_method(self.method), self.method, self.weights
@@ -215,11 +211,11 @@ class TrainingPlan:
             raise UsageError(f"{name} makes a model per budget: give --speedup")
 
     def check(self, config: Any) -> None:
-        """Refuse what does not fit the model or this machine. Needs the model's config only, not its weights.
+        """Check the plan against the model's config.
 
         Raises:
-            UsageError: a rank or a schedule that does not fit the model, or a report that cannot be made here.
-            ScheduleError: no schedule of this form can be made for the model.
+            UsageError: the LoRA rank exceeds the hidden size, or a tracker in ``report_to`` is not installed.
+            ScheduleError: the schedule does not fit the model, or none can be made for it.
         """
         from transformers.integrations import get_available_reporting_integrations
 
@@ -240,21 +236,19 @@ class TrainingPlan:
             )
 
     def check_teacher(self, config: Any, teacher: Any) -> None:
-        """Refuse a teacher of another vocabulary, by the configs of both. Raises UsageError."""
+        """Raise UsageError if the vocabulary sizes of the model's and the teacher's configs differ."""
         if len({each.get_text_config(decoder=True).vocab_size for each in (config, teacher)}) > 1:
             raise UsageError(f"{self.teacher} has another vocabulary than the model: its logits cannot be learned from")
 
-    # --- files
-
     def to_dict(self) -> dict[str, Any]:
-        """Plain values of all fields, for JSON or YAML."""
+        """Return all fields as plain values for JSON or YAML."""
         values = {name: getattr(self, name) for name in option_fields()}
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         return plain | ({"schedule": self.schedule.to_dict()} if self.schedule else {})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str | Path = "the plan") -> TrainingPlan:
-        """Inverse of :meth:`to_dict`; fields may be left out. Raises UsageError for a key that is no field."""
+        """Make a plan from some or all of its fields. Raises UsageError for a key that is no field."""
         for key in values:
             if key not in option_fields():
                 near = difflib.get_close_matches(str(key), option_fields(), n=2)
@@ -264,11 +258,11 @@ class TrainingPlan:
 
     @classmethod
     def load(cls, path: str | Path, **overrides: Any) -> TrainingPlan:
-        """The plan in a YAML or JSON file, or in the ``training.json`` that a run leaves.
+        """Read a plan from a YAML or JSON file with some or all fields, or from a run's ``training.json``.
 
         Args:
-            path: the file; its keys are the fields' names, and it may leave some out.
-            overrides: fields whose values go before the file's.
+            path: the file.
+            overrides: fields that replace the file's.
 
         Raises:
             FileError: the file cannot be read, or holds no plan.
@@ -282,6 +276,6 @@ class TrainingPlan:
 
 @cache
 def option_fields() -> dict[str, tuple[Any, Mapping[str, Any]]]:
-    """Name of each field -> its type, and what is said about it: help, group, least, most, choices."""
+    """Return the type and metadata (help, group, least, most, choices) of each field, by name."""
     types = get_type_hints(TrainingPlan)
     return {each.name: (types[each.name], each.metadata) for each in fields(TrainingPlan)}

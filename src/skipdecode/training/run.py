@@ -1,4 +1,4 @@
-"""One training run from beginning to end: what ``skipdecode train`` does, for Python too."""
+"""Run a training plan from loading the data to saving the model: the code behind ``skipdecode train``."""
 
 from __future__ import annotations
 
@@ -35,32 +35,33 @@ from .trainer import SkipTrainer, checkpointing_option, refuse_broken, training_
 
 logger = logging.getLogger(__name__)
 
-#: Training responses that schedules are fitted to.
+#: Number of training responses that schedules are fitted to.
 MEASURED = 5000
-#: Steps from one report of the loss to the next.
+#: Optimizer steps between reports of the loss.
 LOGGED = 10
 
 
 def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], object] = logger.warning) -> None:
-    """Train as ``plan`` says. The checkpoint and ``training.json``, which holds the plan, lie in its ``output`` then.
+    """Train a model as ``plan`` says, and save it and ``training.json`` (the plan) in ``plan.output``.
 
-    A run that was stopped goes on from its newest whole checkpoint, and ends with the weights it would have had.
+    A stopped run resumes from its newest undamaged checkpoint, and ends with the weights of an uninterrupted run.
 
     Args:
         plan: the run.
-        resume: False starts anew, and removes the checkpoints of the run in ``plan.output``.
-        say: gets a line for whatever the user should know: where it goes on from, what is left out, where it is saved.
+        resume: False starts anew, and deletes the run's checkpoints in ``plan.output``.
+        say: receives messages for the user.
 
     Raises:
         UsageError, ScheduleError: the plan does not fit the model.
-        TaskError: data that is missing, not in the task's form, or longer than the model's positions.
-        ModelError: a model or a teacher that is not there, is damaged, or cannot skip layers.
-        JobError: another process trains in the folder, or what is to be resumed there is another run.
-        FileError: the folder holds what no training run wrote.
-        DivergedError: loss or weights are no longer finite; the last checkpoint and model stay.
+        TaskError: the data is missing, does not fit the task, or is longer than the model's positions.
+        ModelError: the model or teacher is missing, is damaged, or cannot skip layers.
+        JobError: another process trains in the folder, its checkpoints belong to another run, or completing
+            a killed run's save has just replaced the model to be trained.
+        FileError: the folder holds a model or checkpoints that no training run wrote.
+        DivergedError: the loss or a weight is not finite; the last checkpoint and model stay.
     """
     if os.environ.get("RANK", "0") != "0":
-        say = _silent  # of several processes the first one speaks
+        say = _silent  # only the first process prints
     task = plan.get_task()
     training = task.read(Path(plan.data), "train")
     validation = task.read(Path(plan.data), "validation")[: plan.max_eval_samples] if plan.eval_steps else []
@@ -71,7 +72,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
             say(f"{plan.output}: a save that a kill had cut short was finished")
             if plan.model is not None and folder.is_folder_of(plan.model):
                 raise JobError(f"{plan.output} holds the trained model now: start again to train that one further")
-        # What is wrong shows before any weights are loaded.
+        # Check before loading weights, so that a wrong option fails at once.
         config = _read_config(plan)
         plan.check(config)
         args = make_args(plan)
@@ -123,20 +124,20 @@ def fine_tune(
     say: Callable[[str], object],
     **options: Any,
 ) -> PreTrainedModel:
-    """Train a model that is in memory, from ``checkpoint`` on, and save it to ``folder``.
+    """Train ``model``, from ``checkpoint`` if there is one, and save it to ``folder``.
 
     Args:
-        options: of :class:`SkipTrainer`.
+        options: keyword arguments of :class:`SkipTrainer`.
 
     Returns:
-        The trained model. Gates stay on; its config carries the schedules.
+        The trained model, with gates on its layers and the schedules in its config.
     """
     entry = to_config_entry(options["schedules"], plan.method)
     if entry is not None:
         setattr(model.config, CONFIG_KEY, entry)
     elif hasattr(model.config, CONFIG_KEY):
         delattr(model.config, CONFIG_KEY)
-    options["args"]._n_gpu = 1  # torch's DataParallel would copy gates that point to the first GPU: accelerate launch
+    options["args"]._n_gpu = 1  # no DataParallel: its copies' gates would point to the first GPU
     trained: Any = attach(model)  # before peft wraps it: the guard belongs on the model that is returned
     if plan.lora_rank:
         from peft import LoraConfig, get_peft_model
@@ -146,7 +147,7 @@ def fine_tune(
     collator = Collator(tokenizer.pad_token_id, max_length=max_positions(model.config))
     trainer = SkipTrainer(model=trained, data_collator=collator, processing_class=tokenizer, folder=folder, **options)
     first = trainer.is_world_process_zero()
-    trainer.accelerator.wait_for_everyone()  # all have looked for the checkpoint
+    trainer.accelerator.wait_for_everyone()  # start() deletes checkpoints: all processes have chosen theirs by now
     if first:
         folder.start(plan.to_dict(), checkpoint)
     stop = StopBySignal(trainer.accelerator, trainer.bar.write)
@@ -177,7 +178,7 @@ def fine_tune(
     return model
 
 
-#: Options that TrainingArguments has too.
+#: Options with the same name in TrainingArguments.
 SAME = (
     "num_train_epochs gradient_accumulation_steps learning_rate lr_scheduler_type warmup_steps weight_decay adam_beta2 "
     "bf16 save_steps eval_steps seed"
@@ -185,7 +186,7 @@ SAME = (
 
 
 def make_args(plan: TrainingPlan) -> TrainingArguments:
-    """The plan as transformers has it."""
+    """Convert the plan to TrainingArguments."""
     return training_args(
         output_dir=plan.output,
         max_steps=plan.max_steps or -1,
@@ -211,7 +212,7 @@ def _read_config(plan: TrainingPlan) -> Any:
 def _load(
     plan: TrainingPlan, config: Any, training: Sequence[Example]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model to begin with, after a look at its teacher."""
+    """Load or create the model and tokenizer; check the teacher's vocabulary before a checkpoint is read."""
     attention = plan.attn_implementation
     if plan.from_config:
         texts = [f"{example.prompt} {example.references[0]}" for example in training]
@@ -220,7 +221,7 @@ def _load(
     if plan.teacher:
         plan.check_teacher(config, loading.read_config(plan.teacher))
     if not plan.from_config:
-        # In float32 whatever the checkpoint holds (--bf16 casts products, not weights); the Trainer moves it.
+        # Weights stay float32, also with --bf16; the Trainer moves them to the device.
         model, tokenizer = loading.load(str(plan.model), dtype="float32", device="cpu", attention=attention)
     return model, tokenizer
 
@@ -228,7 +229,7 @@ def _load(
 def _held_out(
     validation: Sequence[Example], tokenizer: PreTrainedTokenizerBase, limit: int, max_new_tokens: int
 ) -> tuple[Dataset, list[Example]]:
-    """Validation rows of at most ``limit`` tokens for the loss, and examples that leave room for a text to score."""
+    """Return validation data of at most ``limit`` tokens for the loss, and the examples with room to generate."""
     prompts = [len(row["prompt_ids"]) for row in encode(validation, tokenizer)]
     scored = [e for e, tokens in zip(validation, prompts, strict=True) if tokens + max_new_tokens <= limit]
     return encode(validation, tokenizer, limit), scored
@@ -237,7 +238,7 @@ def _held_out(
 def _schedules(
     plan: TrainingPlan, config: Any, rows: Dataset, max_new_tokens: int, say: Callable[[str], object]
 ) -> dict[float, Schedule]:
-    """Target speed-up -> schedule to train for."""
+    """Return the schedule to train for at each target speed-up."""
 
     @cache
     def measure() -> list[int]:
@@ -261,7 +262,7 @@ def _schedules(
 
 
 def _objective(plan: TrainingPlan, model: PreTrainedModel, schedules: Mapping[float, Schedule]) -> Objective | None:
-    """What is minimised, with the teacher loaded; None for cross-entropy."""
+    """Return the loss to minimise, and load its teacher; None for cross-entropy."""
     if not plan.distill_weight:
         return get_method(plan.method).objective(model, schedules)
     teacher = loading.load(plan.teacher, dtype="float32", device="cpu")[0] if plan.teacher else None
@@ -276,18 +277,18 @@ def _record(
     schedules: Mapping[float, Schedule],
     args: TrainingArguments,
 ) -> dict[str, Any]:
-    """What makes the run what it is. A checkpoint of a run in which any of it differs is not resumed."""
+    """Return the run's identity: a checkpoint is resumed only by a run in which all of it is equal."""
     teacher = plan.teacher and fingerprint(identity(loading.resolve(plan.teacher)))
     if plan.from_config:
         start: Any = _read_config(plan).to_dict()
-    else:  # a hub name alone does not say which version it is
+    else:  # a hub name does not identify the version
         start = [identity(loading.resolve(str(plan.model))), getattr(model.config, "_commit_hash", None)]
     return {
         "model": fingerprint(start),
         "tokenizer": fingerprint(*vocabulary(tokenizer)),
         "data": fingerprint(*map(asdict, training)),
         "method": plan.method,
-        "budgets": [[k, schedule.to_dict()] for k, schedule in schedules.items()],  # in the order they are drawn by
+        "budgets": [[k, schedule.to_dict()] for k, schedule in schedules.items()],  # the draw depends on the order
         "weights": plan.weights and list(plan.weights),
         "distillation": [plan.distill_weight, teacher],
         "batch": [plan.batch_size, plan.gradient_accumulation_steps, args.world_size],
@@ -301,7 +302,7 @@ def _record(
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """What decides which ids a text or a chat has."""
+    """Return everything of a tokenizer that determines the token ids of a text or chat."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     words = tokenizer.get_vocab() if fast is None else fast.to_str()
     return [type(tokenizer).__name__, tokenizer.special_tokens_map, words, tokenizer.chat_template]

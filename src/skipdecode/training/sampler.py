@@ -1,4 +1,4 @@
-"""The order in which training sees its rows: a function of the seed and the epoch alone."""
+"""The order of the training examples: a function of the seed and the epoch alone."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 
 def draw(*what: object) -> int:
-    """32 bits that are a function of ``what`` alone, the same in every process."""
+    """Return 32 bits that depend on ``what`` alone, so that all processes get the same."""
     return random.Random(" ".join(map(str, what))).getrandbits(32)
 
 
 class LengthGrouped(Sampler[int]):
-    """All rows once, those of like length side by side: transformers' grouping, from a generator of its own.
+    """Yields each example once, grouped by length as transformers does it, but from its own random generator.
 
-    transformers' own sampler draws from the global generator, whose state at the start of an epoch a resumed run does
-    not have: it would train on other rows. The epoch is asked for, not told (``set_epoch``): with several processes
-    accelerate does not pass it on through the batches that it skips. Every process makes the same order and takes its
-    batches from it, so it must be resumed with as many processes.
+    transformers' sampler draws from the global generator, whose state a resumed run does not have, so that run would
+    train on other examples. The epoch comes from a callback because accelerate does not forward ``set_epoch`` while it
+    skips batches. All processes compute one order and share its batches: resume with the same number of processes.
 
     Args:
-        lengths: of each row, in any unit.
-        group: rows of one optimizer step, over all processes; they are the ones to be alike.
-        seed: of the run.
-        epoch: asked each time that an epoch begins.
+        lengths: the examples' lengths, in any unit.
+        group: number of examples in an optimizer step over all processes, which get similar lengths.
+        seed: the run's seed.
+        epoch: returns the epoch; called at the start of each.
     """
 
     def __init__(self, lengths: Sequence[int], group: int, seed: int, epoch: Callable[[], int]) -> None:

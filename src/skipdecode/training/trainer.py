@@ -1,4 +1,4 @@
-"""Train with the schedule on: each layer computes only the columns that decoding would give it (docs/training.md)."""
+"""Train with skipping on: each layer runs only the positions that it would run in decoding (docs/training.md)."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from .sampler import LengthGrouped
 
 
 class SkipTrainer(Trainer):
-    """transformers' Trainer with a schedule drawn per step.
+    """transformers' Trainer, which draws a schedule for each optimizer step.
 
-    Rows, schedule and dropout of a step are functions of the seed and the step alone, so that a resumed run goes on as
-    if it had never stopped.
+    A step's examples, schedule and dropout depend on the seed and the step alone, so that a resumed run computes the
+    same as an uninterrupted one.
 
     Args:
-        schedules: target speed-up -> schedule. One is drawn per optimizer step (the same on all processes); evaluation
-            reports the loss of each and the task's score of the last.
-        objective: what is minimised; evaluation is always cross-entropy.
-        weights: how often each of ``schedules`` is drawn, relative to the others; equally if None.
-        task, eval_examples: what the validation score is computed on, with ``model.generate``; None for no score.
-        folder: keeps the checkpoints in ``args.output_dir`` whole; None: they are transformers' own affair.
-        record: what makes the run what it is, which each checkpoint in ``folder`` says.
+        schedules: schedules by target speed-up. Each optimizer step draws one, the same on all processes; evaluation
+            reports the loss at each, and the task's score at the last.
+        objective: the loss to minimise; evaluation always uses cross-entropy.
+        weights: relative frequencies of ``schedules``; None: equal.
+        task, eval_examples: the task and examples to score with ``model.generate``; None for no score.
+        folder: protects the checkpoints in ``args.output_dir`` against kills; None: transformers writes them alone.
+        record: the run's identity, stored in each checkpoint in ``folder``.
 
     Raises:
-        DivergedError: the loss, or a weight about to be saved, is no longer finite. What was saved before stays.
+        DivergedError: the loss, or a weight about to be saved, is not finite. Earlier checkpoints stay.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SkipTrainer(Trainer):
         self.folder = folder
         self.record = record or {}
         self._evaluated: Schedule | None = None
-        self._step: ExitStack | None = None  # what ends with the training step under way
+        self._step: ExitStack | None = None  # closes at the end of the current training step
         self._tokens = 0
         self._clock = time.perf_counter()
         attach(self.model)
@@ -76,7 +76,7 @@ class SkipTrainer(Trainer):
         self.add_callback(StepSeed(self.args.process_index))
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The stock loss, on the positions that each layer would run while decoding."""
+        """Compute the loss while each layer runs only the positions that it would run in decoding."""
         prompt_length = inputs["prompt_length"]
         inputs = {name: value for name, value in inputs.items() if name != "prompt_length"}
         inputs["logits_to_keep"] = inputs["input_ids"].shape[1] - prompt_length + 1
@@ -93,7 +93,7 @@ class SkipTrainer(Trainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The stock step. The backward pass may recompute layers, so the gates stay set until it is over."""
+        """Run a training step. The backward pass may recompute layers, so the gates stay set until its end."""
         with ExitStack() as self._step:
             try:
                 loss = super().training_step(*args, **kwargs)
@@ -111,12 +111,12 @@ class SkipTrainer(Trainer):
         return loss(outputs, labels, num_items_in_batch)
 
     def _drawn(self) -> Schedule:
-        """A function of the seed and the step alone, so that a resumed run draws what the killed one would have."""
+        """Draw the step's schedule from the seed and the step alone, so that a resumed run draws the same."""
         dice = random.Random(f"{self.args.seed} {self.state.global_step}")
         return dice.choices(list(self.schedules.values()), self.weights)[0]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The stock batches of a step; none once all steps are done, where transformers would train one too many."""
+        """Return a step's batches; none after the last step, where transformers would train one step too many."""
         if self.state.global_step > self.state.max_steps:
             raise JobError(
                 f"{self.args.output_dir} holds a checkpoint of step {self.state.global_step}, past the "
@@ -147,17 +147,17 @@ class SkipTrainer(Trainer):
             self.folder.keep(f"checkpoint-{self.state.global_step}", self.record)
 
     def _get_output_dir(self, *args: Any, **kwargs: Any) -> str:
-        """Where transformers writes its checkpoint: not yet in its place."""
+        """Return where transformers writes its checkpoint: ``SCRAP``, from which ``folder`` moves it to its place."""
         return super()._get_output_dir(*args, **kwargs) if self.folder is None else str(self.folder.folder / SCRAP)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Says nothing of the second names of tied weights, which no checkpoint holds."""
+        """Omit tied weights, which no checkpoint holds twice, from the warning about missing keys."""
         tied = getattr(self.model, "all_tied_weights_keys", {})
         load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in tied]
         super()._issue_warnings_after_load(load_result)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds this process's tokens (prompt and response, no padding) per second since the last log."""
+        """Add this process's tokens per second (prompt and response, no padding) since the last log."""
         if "loss" in logs:
             now = time.perf_counter()
             logs["tokens_per_second"] = round(self._tokens / (now - self._clock), 1)
@@ -165,7 +165,7 @@ class SkipTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
-        """Loss at every speed-up (``eval_loss`` at the last), and the task's score there."""
+        """Return the loss at every speed-up, and ``eval_loss`` and the task's scores at the last."""
         metrics: dict[str, float] = {}
         scores: dict[str, float] = {}
         try:
@@ -200,7 +200,7 @@ class SkipTrainer(Trainer):
 
 
 def refuse_broken(model: nn.Module) -> None:
-    """Raises DivergedError if a weight is not finite."""
+    """Raise DivergedError if a weight is not finite."""
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
             raise DivergedError(
@@ -208,19 +208,19 @@ def refuse_broken(model: nn.Module) -> None:
             )
 
 
-#: TrainingArguments with what SkipDecode's collator and sampler need.
+#: TrainingArguments with the values that SkipDecode's collator and sampler need.
 training_args = partial(
     TrainingArguments,
     remove_unused_columns=False,
     prediction_loss_only=True,
     train_sampling_strategy="group_by_length",
-    logging_nan_inf_filter=False,  # a loss that is not finite is an end, not a gap
+    logging_nan_inf_filter=False,  # log a NaN loss as it is: training_step raises on it
     report_to="none",
     label_names=["labels"],
 )
 
 
 def checkpointing_option(wanted: bool) -> dict[str, bool]:
-    """TrainingArguments' name for gradient checkpointing, which transformers 5.23 changed."""
+    """Return gradient checkpointing as a TrainingArguments option, which transformers 5.23 renamed."""
     new = "activation_checkpointing"
     return {new if new in TrainingArguments.__dataclass_fields__ else "gradient_checkpointing": True} if wanted else {}

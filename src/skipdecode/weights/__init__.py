@@ -1,1 +1,1 @@
-"""Checkpoints and what they run on: loading and checks, int8 and prepacked layers, offload, devices and memory."""
+"""Load and check checkpoints, make layers int8 or prepacked, offload them, and choose devices and memory."""

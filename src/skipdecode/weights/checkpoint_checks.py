@@ -1,4 +1,4 @@
-"""Refuse damaged checkpoints: what transformers would silently fill in or leave out, or stumble over later."""
+"""Refuse damaged checkpoints, which transformers would load with random or missing weights, or fail on later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..core.stack import decoder_layers
 from ..errors import FileError, ModelError, SkipDecodeError, UnsupportedModel
 from ..files import read_json
 
-#: Ends of keys that old checkpoints hold though models compute the values: masks, angles, versions.
+#: Suffixes of keys in old checkpoints whose values models now compute: masks, angles, versions.
 COMPUTED = (
     "inv_freq",
     "masked_bias",
@@ -35,12 +35,12 @@ TEXT_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json
 
 @contextmanager
 def as_model_error(what: str) -> Iterator[None]:
-    """Turn what transformers raises while it reads files into a ModelError that begins with ``what``."""
+    """Turn any error in the block, except a SkipDecodeError, into a ModelError whose message begins with ``what``."""
     try:
         yield
     except SkipDecodeError:
         raise
-    except Exception as error:  # of any class: half a dozen libraries read a checkpoint's files
+    except Exception as error:  # many libraries read a checkpoint's files, each with its own errors
         raise ModelError(f"{what}: {_one_line(error)}") from error
 
 
@@ -57,7 +57,7 @@ def _one_line(error: BaseException | None) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file of a checkpoint that must hold an object. Raises ModelError."""
+    """Read a JSON file of a checkpoint. Raise ModelError if it cannot be read or holds no JSON object."""
     try:
         values = read_json(path)
     except FileError as error:
@@ -68,14 +68,14 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, names: Sequence[str] = TEXT_FILES) -> None:
-    """Raises ModelError where one of the files exists, but holds no JSON object: transformers may ignore it."""
+    """Raise ModelError if one of the files exists but holds no JSON object, which transformers may ignore."""
     for path in (folder / name for name in names):
         if path.is_file():
             read_object(path)
 
 
 def check_config(name: str, config: Any) -> None:
-    """Raises ModelError for an encoder-decoder model, and for a number of layers that no model has."""
+    """Raise UnsupportedModel for an encoder-decoder model, ModelError for an impossible number of layers."""
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs")
     with as_model_error(f"the config of {name} names no num_hidden_layers"):
@@ -85,29 +85,24 @@ def check_config(name: str, config: Any) -> None:
 
 
 def check_size(folder: Path, model: PreTrainedModel) -> None:
-    """Raises ModelError for a large model that is larger than its files, before it is given memory.
-
-    Args:
-        folder: of the checkpoint.
-        model: on the meta device.
-    """
+    """Raise ModelError if a large ``model`` (on the meta device) has more weights than the files in ``folder`` hold."""
     files = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     count = sum(parameter.numel() for parameter in model.parameters())
-    # Quantized weights have at least a bit each. What is missing from a small one is told by name.
+    # Quantized weights have at least a bit each. For small models, check_weights names the missing weights.
     if count > max(8 * files, 1 << 28):
         raise ModelError(f"{folder}: its config describes {count:,} weights, its files have room for {8 * files:,}")
 
 
 def check_weights(name: str, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
-    """Check that a model was loaded as it was saved: all parameters from files, no layer left over, finite numbers.
+    """Check that a model was loaded as it was saved.
 
     Args:
-        name: of the checkpoint.
+        name: the checkpoint's name, for messages.
         model: as ``from_pretrained`` returned it.
-        info: its ``output_loading_info``. Tied weights, and what a family says may be left out, are not in it.
+        info: its ``output_loading_info``, which omits tied weights and those that the model family may leave out.
 
     Raises:
-        ModelError: it was not.
+        ModelError: weights are missing, of another shape or not finite, or the files hold layers that the model lacks.
     """
     for key, saved, wanted in sorted(info["mismatched_keys"]):
         raise ModelError(f"{name}: {key} has the shape {tuple(saved)}, its config wants {tuple(wanted)}")
@@ -115,21 +110,21 @@ def check_weights(name: str, model: PreTrainedModel, info: Mapping[str, Any]) ->
     extra = {key for key in info["unexpected_keys"] if not key.endswith(COMPUTED)}
     layers = decoder_layers(model)
     stack = next(path for path, module in model.named_modules() if module is layers)
-    # Under the module that holds the layers; older files leave the base model's name out.
+    # Keys of the decoder begin with one of these; older files leave the base model's name out.
     decoder = (stack.rpartition(".")[0] + ".", stack.removeprefix(f"{model.base_model_prefix}.") + ".")
     _refuse(name, {key for key in extra if key.startswith(decoder)}, "in its files are not used by its config")
     if extra:
         shown = ", ".join(sorted(extra)[:3])
         warnings.warn(f"{name}: {len(extra)} weights are no part of a causal LM: left out ({shown})", stacklevel=3)
     for key, parameter in model.named_parameters():
-        # Quantized weights are whole numbers, and those offloaded to a disk have nothing to be read here.
+        # Quantized weights are integers; weights offloaded to the disk are on the meta device.
         if parameter.is_floating_point() and not parameter.is_meta and not finite(parameter.detach()):
             raise ModelError(f"{name}: {key} holds values that are not finite")
 
 
 def finite(weight: torch.Tensor) -> bool:
-    """Whether all values of a weight are finite."""
-    # A finite sum is proof, and needs no memory; one that is not may have come of large numbers.
+    """Return whether all values of a weight are finite."""
+    # A finite sum proves it without extra memory; large finite numbers may overflow the sum.
     return bool(weight.sum(dtype=torch.float32).isfinite()) or bool(weight.isfinite().all())
 
 
@@ -140,9 +135,9 @@ def _refuse(name: str, keys: set[str], why: str) -> None:
 
 
 def check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
-    """Raises ModelError for a tokenizer without words, or one whose ids the model has no embeddings for.
+    """Raise ModelError if the vocabulary is empty, or a token has no embedding among the model's ``rows``.
 
-    Added tokens may lie beyond the last of ``rows`` (Gemma 3's stand for images), unless every batch may hold them.
+    Added tokens other than pad, eos and bos may lack one, as Gemma 3's image token does.
     """
     words = set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder)
     if not words:

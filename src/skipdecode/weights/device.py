@@ -1,4 +1,4 @@
-"""Devices: what is there, what a model may run on, and what numbers are measured with."""
+"""Choose and check devices and dtypes, wait for devices, and describe the machine that numbers are measured on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tuple[str | torch.dtype, str]:
-    """The type and the device that a model of this config is run in. Raises ModelError for what is not there."""
+    """Return the dtype and device to run a model of this config. Raise ModelError if they are not available."""
     if device is None:
         # (From torch 2.7 on, current_accelerator can check by itself that there is one.)
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -28,7 +28,7 @@ def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tupl
 
 
 def check_device(device: str) -> None:
-    """Raises ModelError for a device that is not there, or that computes nothing."""
+    """Raise ModelError if the device is missing or computes nothing (``meta``)."""
     try:
         place = torch.device(device)
         torch.zeros(1, device=place)
@@ -39,7 +39,7 @@ def check_device(device: str) -> None:
 
 
 def check_dtype(dtype: str | torch.dtype) -> None:
-    """Raises ModelError for a type that no model is run in."""
+    """Raise ModelError for a dtype other than ``auto`` and :data:`DTYPES`."""
     if dtype not in ("auto", *DTYPES, *(getattr(torch, kind) for kind in DTYPES)):
         raise ModelError(f"a dtype is auto, {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, not {dtype!r}")
 
@@ -49,23 +49,23 @@ def _first_line(error: Exception) -> str:
 
 
 def _fast_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware."""
+    """Return whether this CPU multiplies bfloat16 in hardware."""
     return any(present is True and name.endswith("bf16") for name, present in cpu_capabilities().items())
 
 
 def cpu_capabilities() -> Mapping[str, Any]:
-    """What torch knows about the CPU; nothing on torch versions that do not say."""
+    """Return torch's dictionary of CPU features; empty on torch versions without it."""
     return getattr(torch.cpu, "get_capabilities", dict)()
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what a GPU or another accelerator still computes, so that clocks read what it took."""
+    """Wait until an accelerator has finished its work, so that timings include it."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def machine(device: str | None = None) -> str:
-    """The machine and versions, to stand beside every number; ``device`` as :func:`skipdecode.load` takes it."""
+    """Return the machine and library versions, for reports; ``device`` as :func:`skipdecode.load` takes it."""
     if torch.cuda.is_available() and (device is None or device.startswith("cuda")):
         device = torch.cuda.get_device_name(device)
     else:

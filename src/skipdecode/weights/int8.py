@@ -1,4 +1,4 @@
-"""Linear modules with weights and activations of 8 bits (W8A8, dynamic), for decoding on CPUs."""
+"""Linear modules with int8 weights and dynamically quantized int8 activations (W8A8), for decoding on CPUs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from .linear import DecodingLinear
 
-#: The zero point of inputs: oneDNN's products for CPUs of today take unsigned ones.
+#: The zero point of inputs: oneDNN's fast kernels take unsigned ones.
 ZERO = 128
-#: oneDNN's products of one row take longer than those of four: there are too few sums to add to at once.
+#: Inputs are padded to four rows: oneDNN multiplies one row more slowly, since it has too few sums to add to at once.
 ROWS = 4
 
 
 class Int8Linear(DecodingLinear):
-    """A linear module with one scale per output, and one per row of its input (symmetric, computed at each call).
+    """An int8 linear module with a scale per output, and a scale per row of its input that each call computes.
 
-    oneDNN multiplies int8 by int8 into exact int32 sums, over weights in a layout of its own. (On CPUs, torchao 0.18
-    turns both into int32 or float32 first: its products are slower than those of floats.)
+    oneDNN multiplies int8 by int8 into exact int32 sums, with weights in its own layout. (On CPUs, torchao 0.18
+    converts both to int32 or float32 first, which is slower than float weights.)
 
     Args:
         weight: (outputs, inputs).
@@ -42,9 +42,9 @@ class Int8Linear(DecodingLinear):
         self.register_buffer("int8_scale", scale)
         self.register_buffer("int8_zero", torch.zeros(self.out_features, dtype=torch.int64))
 
-    @torch.compiler.disable  # inductor takes oneDNN's products of constant weights only
+    @torch.compiler.disable  # inductor supports this oneDNN kernel for constant weights only
     def forward(self, x: Tensor) -> Tensor:
-        """(…, inputs) to (…, outputs), in the type of ``x``."""
+        """Map (…, inputs) to (…, outputs), in the dtype of ``x``."""
         self.check_call(x)
         rows = x.reshape(-1, self.in_features)
         scale = rows.abs().amax(1, keepdim=True).float().clamp_min_(1e-12).div_(127)
@@ -55,7 +55,7 @@ class Int8Linear(DecodingLinear):
 
     @classmethod
     def check_products(cls, dtype: torch.dtype) -> None:
-        """Raises ModelError where int8 products overflow: CPUs without VNNI or AMX add pairs of them in 16 bits."""
+        """Raise ModelError if int8 products overflow: CPUs without VNNI or AMX add pairs of them in 16 bits."""
         if not _sums_are_exact():
             raise ModelError(
                 "quantization='int8' needs a CPU with exact int8 products (VNNI or AMX) and a torch that uses them, "
@@ -64,7 +64,7 @@ class Int8Linear(DecodingLinear):
 
 
 def _product(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Multiply (rows, inputs) into (rows, outputs): exact sums of int8 products, times a scale per output, float32."""
+    """Multiply (rows, inputs) by the weight into float32 (rows, outputs): exact int32 sums times a scale per output."""
     rows = len(x)
     if rows < ROWS:
         x = nn.functional.pad(x, (0, 0, 0, ROWS - rows))
@@ -75,7 +75,7 @@ def _product(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def _sums_are_exact() -> bool:
-    """Whether torch has the product, and its sums are right where they would overflow 16 bits."""
+    """Return whether torch has the kernel, and its sums are right where they would overflow 16 bits."""
     ones, zeros = torch.ones(16), torch.zeros(16, dtype=torch.int64)
     most = torch.full((16, 64), 127, dtype=torch.int8)
     x = (most.int() + ZERO).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Linear modules of the layers and the LM head, replaced by ones that hold their weights in another form."""
+"""Replace linear modules of the decoder layers and the LM head by ones that store their weights in another form."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from transformers.pytorch_utils import Conv1D
 from ..core.stack import decoder_layers
 from ..errors import ModelError, UnsupportedModel
 
-#: What is replaced: torch's linear module, and transformers' with a transposed weight.
+#: Modules that are replaced: torch's linear module, and transformers' with a transposed weight.
 LINEAR = (nn.Linear, Conv1D)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class DecodingLinear(nn.Module):
-    """A linear module to decode with: it cannot be saved, loaded, moved, resized or trained.
+    """A linear module for decoding only: it cannot be saved, loaded, moved, resized or trained.
 
-    It has no ``weight``: a family that reads a weight without calling its module fails instead of computing nonsense.
+    It has no ``weight`` attribute, so a model that reads weights without calling their modules fails.
 
     Args:
-        weight: (outputs, inputs), which a subclass keeps in its own form.
+        weight: (outputs, inputs); a subclass stores it in its own form.
         bias: (outputs), or None.
 
     Attributes:
-        option: the option of ``load`` that makes such modules, as a user writes it.
-        least_share: of the layers' weights that must be in linear modules for it to be worth its name.
+        option: the option of ``load`` that makes such modules, for messages.
+        least_share: the least share of the layers' weights in linear modules for which the option is allowed.
     """
 
     option: ClassVar[str]
@@ -44,11 +44,11 @@ class DecodingLinear(nn.Module):
 
     @classmethod
     def check_products(cls, dtype: torch.dtype) -> None:
-        """Raises ModelError where torch cannot multiply so on this CPU."""
+        """Raise ModelError if torch lacks this module's kernel on this CPU."""
         raise NotImplementedError
 
     def check_call(self, x: Tensor) -> None:
-        """Raises ModelError in training and under ``torch.autocast``, which would both go wrong silently."""
+        """Raise ModelError in training and under ``torch.autocast``, which would both give wrong results silently."""
         if x.requires_grad and torch.is_grad_enabled():
             raise ModelError(
                 f"models with {self.option} are not trained: decode under torch.no_grad(), or leave it out"
@@ -61,7 +61,7 @@ class DecodingLinear(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> DecodingLinear:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        # oneDNN's tensors are cloned: they have no storage that deepcopy could copy.
+        # oneDNN tensors have no storage that deepcopy could copy.
         twin.__dict__ = {
             name: {key: None if x is None else x.clone() for key, x in value.items()}
             if name == "_buffers"
@@ -79,7 +79,7 @@ class DecodingLinear(nn.Module):
         )
 
     def refuse_resize(self, *_: Any, **__: Any) -> NoReturn:
-        """In place of ``resize_token_embeddings``, which finds no weight, or gives a tied head one beside its own."""
+        """Raise ModelError in place of ``resize_token_embeddings``, which would find no weight or add a second one."""
         raise ModelError(
             f"weights of {self.option} keep their size: resize and save the model without {self.option}, and load that"
         )
@@ -95,7 +95,7 @@ class DecodingLinear(nn.Module):
 
 
 def plain_linear(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yield (parent, name, module) of each linear module that is no more: no subclass, hooks or computed weight."""
+    """Yield (parent, name, module) of each linear module without subclass, own forward, hooks or computed weight."""
     for parent in model.modules():
         for name, child in parent.named_children():
             if (
@@ -108,7 +108,7 @@ def plain_linear(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 
 
 def check_linear(model: PreTrainedModel, kind: type[DecodingLinear]) -> None:
-    """Raises UnsupportedModel where too few of the layers' weights are in linear modules. (On the meta device too.)"""
+    """Raise UnsupportedModel if too few layer weights are in linear modules; the model may be on the meta device."""
     layers = decoder_layers(model)
     every = sum(weight.numel() for weight in layers.parameters() if weight.ndim > 1)
     linear = sum(child.weight.numel() for _, _, child in plain_linear(layers))
@@ -121,14 +121,14 @@ def check_linear(model: PreTrainedModel, kind: type[DecodingLinear]) -> None:
 
 @torch.no_grad()
 def replace_linear(model: PreTrainedModel, kind: type[DecodingLinear]) -> None:
-    """Replace each plain linear module of all layers, and the LM head, by one of the kind.
+    """Replace each plain linear module of the decoder layers, and the LM head, by a ``kind`` module.
 
-    Modules are replaced one by one, each old weight freed before the next is converted: one weight is held twice at
-    most. A head that is tied to the embedding gets weights of its own. No parameter is trained from then on.
+    Modules are replaced one by one, so at most one weight is in memory twice. A head that is tied to the embedding
+    gets its own weight. All parameters stop requiring gradients.
 
     Raises:
-        UnsupportedModel: too few weights are in linear modules, or one is read without its module; in the second case
-            the model cannot be used any more.
+        UnsupportedModel: too few weights are in linear modules; or the model reads a weight without calling its
+            module, and is then unusable.
         ModelError: the modules were replaced by another kind before.
     """
     options = {module.option for module in model.modules() if isinstance(module, DecodingLinear)}
@@ -141,7 +141,7 @@ def replace_linear(model: PreTrainedModel, kind: type[DecodingLinear]) -> None:
     places = [(parent, name) for parent, name, _ in plain_linear(layers)]
     places += [(parent, name) for parent, name, child in plain_linear(model) if child is head]
     del head
-    made: dict[int, DecodingLinear] = {}  # a module may stand in several places
+    made: dict[int, DecodingLinear] = {}  # by id: several parents may share a module
     for parent, name in places:
         old = getattr(parent, name)
         if id(old) not in made:

@@ -42,7 +42,7 @@ from .optimize import check_optimizations, linear_kind, optimizations, optimize
 
 DEMO = Path(__file__).parent.parent / "demo"
 
-#: Model types whose decoding the tests hold equal to a pass without a cache.
+#: Model types for which tests check that cached decoding equals a pass without a cache.
 TESTED = frozenset(
     """opt gpt2 gpt_neo gpt_neox llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 mixtral qwen3_moe gpt_oss
     glm4_moe deepseek_v3 qwen3_5_text granitemoehybrid falcon_h1 jamba gemma3n_text gemma4_text""".split()
@@ -50,17 +50,15 @@ TESTED = frozenset(
 
 
 def resolve(name: str, files: Sequence[str] = ("config.json",)) -> str:
-    """Return where everything of a model is read from: an absolute path, or a hub name.
-
-    ``demo`` is the embedded checkpoint; a folder comes before a hub name. Nothing else decides what a name means, so
-    config, weights, tokenizer and generation config of a name are always those of one place.
+    """Return the absolute path or hub name from which config, weights, tokenizer and generation config are read.
 
     Args:
-        name: as the user gave it, or as this function returned it.
-        files: one of these must be in a folder.
+        name: ``demo`` (the embedded checkpoint), a folder, or else a hub name; results of this function stay the same.
+        files: a folder must hold one of these.
 
     Raises:
-        ModelError: the name can be neither, or ``demo`` could be a folder here too.
+        ModelError: there is no such folder and the name is no hub name; the folder holds no whole checkpoint; or
+            ``demo`` is also a folder here.
     """
     path = Path(name)
     if name == "demo":
@@ -89,25 +87,24 @@ def load(
     quantization: str | None = None,
     prepack: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal LM with gates attached, and its tokenizer. No code of the checkpoint is run.
+    """Load a causal LM with gates attached, and its tokenizer, without running code of the checkpoint.
 
     Args:
         name: directory, hub name, or ``demo``.
-        dtype: ``float32``, ``bfloat16``, ``float16``; ``auto`` is the checkpoint's own on a GPU; on a CPU float32, or
-            bfloat16 where both the checkpoint and the CPU's arithmetic have it.
-        device: ``cuda``, ``mps``, ``cpu``, …; an accelerator if there is one. Where accelerate is installed, weights
-            are read straight onto it.
-        attention: ``eager``, ``sdpa``, …; transformers' choice if None.
-        revision: of a hub model.
-        offload: which decoder layers are on the disk or in host memory until they run: ``auto``, ``disk``, ``cpu``, or
-            an :class:`~skipdecode.weights.offload.Offload`, which says how much memory the weights may take.
-        quantization: ``int8``: layers and LM head multiply in 8 bits, on CPUs.
-        prepack: weights of layers and LM head keep the layout of the CPU's products; bfloat16 and float32.
+        dtype: ``float32``, ``bfloat16`` or ``float16``. ``auto``: the checkpoint's dtype on a GPU; on a CPU bfloat16 if
+            the checkpoint has it and the CPU computes it in hardware, else float32.
+        device: ``cuda``, ``mps``, ``cpu``, …; None: an accelerator if there is one, else the CPU.
+        attention: ``eager``, ``sdpa``, …; None: transformers' choice.
+        revision: revision of a hub model.
+        offload: keep decoder layers in host memory or on the disk until they run: ``auto``, ``disk``, ``cpu``, or an
+            :class:`~skipdecode.weights.offload.Offload`, which also limits the memory for weights.
+        quantization: ``int8``: layers and LM head compute in 8 bits, on CPUs.
+        prepack: store bfloat16 or float32 weights of layers and LM head in the layout of the CPU's kernels.
 
     Raises:
-        ModelError: there is no such model, device or type; int8 or prepacked weights are not possible here; or the
-            checkpoint is no decoder-only causal LM, or damaged: weights that are missing, left over, of another shape
-            or not finite, a tokenizer of another model, files that are no JSON.
+        ModelError: the model, device or dtype does not exist; this machine cannot use int8 or prepacked weights; the
+            checkpoint is no decoder-only causal LM; or it is damaged: weights that are missing, unused, of another
+            shape or not finite, a tokenizer of another model, invalid JSON.
         UsageError: an unknown quantization, or more than one of quantization, prepack and offload.
     """
     config = read_config(name, revision)
@@ -139,13 +136,12 @@ def load(
 
 
 def read_weights(path: str, *, config: Any = None, revision: str | None = None, **options: Any) -> PreTrainedModel:
-    """Read a checkpoint's model as it was saved, nothing filled in.
+    """Read a checkpoint's model, and check that its weights are complete (:func:`check_weights`).
 
     Args:
         path: as :func:`resolve` returns it.
-        config: of the model; read from there if None.
-        revision: of a hub model.
-        options: others of transformers' ``from_pretrained``.
+        config: the model's config; None: read it from ``path``.
+        options: further options of transformers' ``from_pretrained``.
 
     Raises:
         ModelError: the checkpoint is damaged.
@@ -158,14 +154,14 @@ def read_weights(path: str, *, config: Any = None, revision: str | None = None, 
         check_size(folder, empty)
     with as_model_error(f"{path} cannot be loaded"), _quiet():
         options |= {"config": config, "revision": revision, "trust_remote_code": False, "output_loading_info": True}
-        # Mismatched shapes are refused too, but by name.
+        # check_weights refuses mismatched shapes, and names the weight.
         model, info = AutoModelForCausalLM.from_pretrained(path, ignore_mismatched_sizes=True, **options)
     check_weights(path, model, info)
     return model
 
 
 def _on_meta(config: Any) -> PreTrainedModel | None:
-    """The model on the meta device; None where it cannot be made: reading it says why."""
+    """Return the model on the meta device; None if that fails, since reading the model then raises a clear error."""
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
@@ -175,11 +171,9 @@ def _on_meta(config: Any) -> PreTrainedModel | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence transformers' warnings about weights: :func:`check_weights` raises an error instead."""
-    level, dispatching = (
-        logging.get_verbosity(),
-        getLogger("accelerate.big_modeling"),
-    )  # it says that layers are offloaded
+    """Silence transformers' and accelerate's warnings about weights: :func:`check_weights` raises errors instead."""
+    # accelerate warns that layers are offloaded.
+    level, dispatching = logging.get_verbosity(), getLogger("accelerate.big_modeling")
     logging.set_verbosity_error()
     before, dispatching.disabled = dispatching.disabled, True
     try:
@@ -190,15 +184,15 @@ def _quiet() -> Iterator[None]:
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a checkpoint, with left padding and a padding token. Raises ModelError."""
-    path = resolve(name, ("config.json", "tokenizer_config.json"))  # it may be there without a model
+    """Return the tokenizer of a checkpoint, with left padding and a padding token. Raise ModelError."""
+    path = resolve(name, ("config.json", "tokenizer_config.json"))  # a folder may hold a tokenizer only
     check_files(Path(path))
     with as_model_error(f"the tokenizer of {name} cannot be read"):
         return for_decoding(AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False))
 
 
 def read_config(name: str, revision: str | None = None) -> Any:
-    """Read a model's config without its weights. Raises ModelError."""
+    """Read a model's config without its weights. Raise ModelError."""
     check_files(Path(resolve(name)), ["config.json"])
     with as_model_error(f"no model could be read at {name}"):
         config = AutoConfig.from_pretrained(resolve(name), revision=revision, trust_remote_code=False)
@@ -207,9 +201,9 @@ def read_config(name: str, revision: str | None = None) -> Any:
 
 
 def read_generation_config(name: str, revision: str | None = None) -> GenerationConfig:
-    """Read a checkpoint's generation config; transformers' defaults if there is none. Raises ModelError."""
+    """Read a checkpoint's generation config; return transformers' defaults if there is none. Raise ModelError."""
     path = resolve(name)
-    with as_model_error(f"{path}: generation_config.json cannot be used"), suppress(OSError):  # it need not be there
+    with as_model_error(f"{path}: generation_config.json cannot be used"), suppress(OSError):  # the file is optional
         config = GenerationConfig.from_pretrained(path, revision=revision)
         config.validate()
         return config
@@ -217,7 +211,7 @@ def read_generation_config(name: str, revision: str | None = None) -> Generation
 
 
 def new_config(path: Path) -> Any:
-    """Read the ``config.json`` of a model to be trained from scratch. Raises ModelError."""
+    """Read the ``config.json`` of a model to train from scratch. Raise ModelError."""
     values = read_object(path)
     with as_model_error(f"{path} is no model config"):
         if not isinstance(values.get("model_type"), str):
@@ -230,10 +224,10 @@ def new_config(path: Path) -> Any:
 def from_config(
     path: Path, texts: Sequence[str], tokenizer_name: str | None = None, attention: str | None = None, seed: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Make a model with random weights from a ``config.json``, and a tokenizer: a given one, or BPE of ``texts``.
+    """Make a model with random weights from a ``config.json``; load its tokenizer, or train a BPE one on ``texts``.
 
-    The config's ``vocab_size`` is the size to train to; its token ids become the tokenizer's. Raises ModelError for a
-    config that no model can be made from.
+    BPE is trained to the config's ``vocab_size``; the config gets the tokenizer's special token ids. Raise ModelError
+    if the config is invalid.
     """
     config = new_config(path)
     tokenizer = load_tokenizer(tokenizer_name) if tokenizer_name else train_tokenizer(texts, config.vocab_size)

@@ -1,7 +1,7 @@
-"""Models larger than memory: decoder layers wait on the disk or in host memory, and a skipped one is never loaded.
+"""Run models larger than memory: decoder layers stay on the disk or in host memory until they run.
 
-accelerate and transformers offload the layers (``device_map``) and load each weight where it is used; gates stand above
-their hooks. Here it is decided which layers are offloaded, and the layer that runs next is read ahead.
+accelerate offloads the layers (``device_map``) and loads weights when a layer runs; gates skip layers before its hooks
+do so. This module chooses the layers to offload, and reads the next layer ahead.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from .checkpoint_checks import as_model_error, finite
 from .memory import GIB, available_memory
 
 PLACES = ("auto", "disk", "cpu")
-#: The share of the free memory that ``auto`` fills with weights: activations, keys and values need the rest.
+#: The share of free memory that ``auto`` uses for weights; activations, keys and values need the rest.
 SHARE = 0.8
-#: Bytes of a page of memory: reading one byte of it reads it all.
+#: Bytes per memory page: reading one byte loads the page.
 PAGE = 4096
 
 
 @dataclass(frozen=True)
 class Offload:
-    """Where the decoder layers are offloaded to that do not fit; embeddings, norms and head always stay.
+    """Settings for offloading decoder layers; embeddings, norms and head always stay on the device that computes.
 
     Args:
-        place: ``disk``; ``cpu``, host memory, for a model that runs on a GPU; ``auto``: host memory where there is
-            enough of it, else the disk, and only if the model does not fit.
-        max_memory: GiB that weights may take on the device that computes, a running layer included. None: all layers
-            are offloaded (``disk``, ``cpu``), or weights may take four fifths of what is free (``auto``).
-        folder: for weights that transformers converts while it reads them (experts, files that are not safetensors):
-            they are written there once more.
+        place: ``disk``; ``cpu``: host memory, for a model that runs on a GPU; ``auto``: only if the model does not fit,
+            to host memory if it has room, else to the disk.
+        max_memory: GiB for weights on the device that computes, including one offloaded layer while it runs. None:
+            offload all layers (``disk``, ``cpu``), or use four fifths of the free memory (``auto``).
+        folder: holds a copy of weights that transformers converts while reading (experts, files other than
+            safetensors).
 
     Raises:
-        UsageError: an unknown place, or a memory that is no positive number.
+        UsageError: an unknown place, or ``max_memory`` is no positive number.
         MissingExtra: accelerate is not installed.
     """
 
@@ -65,16 +65,16 @@ class Offload:
             raise MissingExtra("offloading needs accelerate: pip install 'skipdecode[memory]'") from None
 
     def options(self, model: PreTrainedModel | None, dtype: str | torch.dtype, device: str) -> dict[str, Any]:
-        """Return what ``from_pretrained`` is told; nothing if all layers stay.
+        """Return options for ``from_pretrained``; empty if no layer is offloaded.
 
         Args:
-            model: on the meta device; None if it could not be made there.
-            dtype: of its weights; ``auto`` is the config's.
-            device: that computes.
+            model: on the meta device; None if it cannot be made there.
+            dtype: dtype of the weights; ``auto`` is the config's.
+            device: the device that computes.
 
         Raises:
-            ModelError: ``max_memory`` has no room for what always stays, or the model's size is not known.
-            UsageError: ``cpu`` for a model that runs there.
+            ModelError: memory lacks room for embeddings, head and one layer, or the model's size is unknown.
+            UsageError: ``place`` is ``cpu``, but the model runs on the CPU.
         """
         if model is None or getattr(model.config, "quantization_config", None):
             raise ModelError("this model cannot be offloaded: its size is not known before it is read")
@@ -94,7 +94,7 @@ class Offload:
         return {"device_map": device_map(model, device, dict.fromkeys(offloaded, place)), "offload_folder": folder}
 
     def _offloaded(self, sizes: list[int], fixed: int, device: str, config: Any) -> list[int]:
-        """The layers that do not stay, given bytes of each layer and of all else."""
+        """Return the layers to offload, given the bytes of each layer (``sizes``) and of all else (``fixed``)."""
         if self.max_memory is not None:
             budget = self.max_memory * GIB
         elif self.place == "auto":
@@ -110,7 +110,7 @@ class Offload:
                 f"may take {budget / GIB:.2f}: allow more memory, or take a smaller dtype"
             )
         offloaded = []
-        # A ranking begins with the layers that every step runs: these stay first.
+        # A ranking begins with the layers that most steps run: these get memory first.
         schedule = default_schedule(config)
         for layer in schedule.ranking if schedule else ranking("top", len(sizes), warmup=1):
             room -= sizes[layer]
@@ -120,7 +120,7 @@ class Offload:
 
 
 def device_map(model: PreTrainedModel, device: str, places: Mapping[int, str]) -> dict[str, str]:
-    """Return transformers' ``device_map``: decoder layers where ``places`` says, everything else on ``device``."""
+    """Return a ``device_map`` with decoder layers placed by ``places``, and everything else on ``device``."""
     layers = decoder_layers(model)
     stack = next(name for name, module in model.named_modules() if module is layers)
     found = {f"{stack}.{index}": places.get(index, device) for index in range(len(layers))}
@@ -140,9 +140,9 @@ def _bytes(module: nn.Module, dtype: torch.dtype) -> int:
 
 
 def prepare_offloaded(model: PreTrainedModel) -> None:
-    """Let a model that accelerate has offloaded read ahead, check weights when they first come, and run in one thread.
+    """Make an offloaded model read layers ahead, check weights at their first use, and run one pass at a time.
 
-    To be called before :func:`skipdecode.attach`: a layer that a gate skips is not read.
+    Call it before :func:`skipdecode.attach`, so that layers that a gate skips are not read.
     """
     from accelerate.hooks import ModelHook, add_hook_to_module
 
@@ -163,7 +163,7 @@ def prepare_offloaded(model: PreTrainedModel) -> None:
 
 
 def _one_pass_at_a_time(model: PreTrainedModel) -> None:
-    """Make threads wait for each other: weights that one pass has unloaded would be missing in another."""
+    """Put a lock around ``model.forward``: a pass in another thread would miss weights that this one unloads."""
     lock, forward = threading.RLock(), model.forward
 
     @functools.wraps(forward)
@@ -175,16 +175,16 @@ def _one_pass_at_a_time(model: PreTrainedModel) -> None:
 
 
 class ReadAhead:
-    """While a layer computes, a thread reads the offloaded weights of the one that runs next into the page cache.
+    """Reads the next layer's offloaded weights into the page cache, in a thread, while a layer computes.
 
-    Depths of the steps to come are known, and so is the next layer: that of the same pass, or the first of the next
-    step. Nothing is held: accelerate then loads each weight from memory instead of from the disk.
+    The schedule tells which layer runs next, in this pass or the next step. This class keeps no weights: accelerate
+    then loads them from the page cache instead of the disk.
 
     Args:
         layers: all decoder layers of a model.
 
     Attributes:
-        weights: of each layer, the offloaded weights by name: calls that load one.
+        weights: for each layer, a function per offloaded weight that loads it, by name.
     """
 
     def __init__(self, layers: nn.ModuleList) -> None:
@@ -193,10 +193,10 @@ class ReadAhead:
         self._thread: threading.Thread | None = None
 
     def before(self, index: int, cache: Any) -> None:
-        """Layer ``index`` is about to run in a pass with a SkipCache, or with none: then all layers run.
+        """Check layer ``index`` at its first run, and start to read the next one; without a SkipCache, all layers run.
 
         Raises:
-            ModelError: its weights cannot be read, or are not finite.
+            ModelError: the layer's weights cannot be read, or are not finite.
         """
         if self._thread is not None:
             self._thread.join()
@@ -210,7 +210,7 @@ class ReadAhead:
             self._thread.start()
 
     def _try_read(self, index: int) -> None:
-        with suppress(Exception):  # it is read again, and its error raised, when the layer runs
+        with suppress(Exception):  # ``before`` reads the layer again, and raises its error
             self._read(index)
 
     def _read(self, index: int) -> None:
@@ -218,7 +218,7 @@ class ReadAhead:
             for name, load in self.weights[index].items():
                 weight = load()
                 if index in self._checked:
-                    if weight.device.type == "cpu":  # by numpy: torch's threads are those that compute
+                    if weight.device.type == "cpu":  # by numpy: torch would take threads from the layer that computes
                         weight.detach().view(-1).view(torch.uint8).numpy()[::PAGE].max(initial=0)
                 elif weight.is_floating_point() and not finite(weight):
                     raise ModelError(f"layer {index}: {name} holds values that are not finite")

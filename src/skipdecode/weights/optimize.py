@@ -1,4 +1,4 @@
-"""Linear layers in int8 or prepacked, and a contiguous input for the LM head: faster whatever the schedule."""
+"""Make layers faster at any depth: int8 or prepacked linear modules, and a contiguous input for the LM head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 def optimizations(quantization: str | None = None, prepack: bool = False, **others: Any) -> dict[str, Any]:
-    """Return those of the options that are on, by name: a measured time is reported with them.
+    """Return the options that are on, by name, for :func:`optimize` and for reports of measured times.
 
     Raises:
         UsageError: an unknown option, an unknown quantization, or both options at once.
@@ -35,24 +35,22 @@ def optimizations(quantization: str | None = None, prepack: bool = False, **othe
 
 
 def linear_kind(**options: Any) -> type[DecodingLinear] | None:
-    """Return the module that replaces linear ones under these :func:`optimizations`; None if they stay."""
+    """Return the class that replaces linear modules under these :func:`optimizations`; None if none is on."""
     given = optimizations(**options)
     return Int8Linear if "quantization" in given else PackedLinear if given else None
 
 
 def check_optimizations(name: str, config: Any, dtype: str | torch.dtype, device: str, **options: Any) -> None:
-    """Check, before weights are read, that a model's linear layers can be replaced on this machine.
+    """Check, before weights are read, that a model's linear modules can be replaced on this machine.
 
     Args:
-        name: of the model, for messages.
-        config: of the model.
-        dtype: of its weights; ``auto`` is the config's.
-        device: where it runs.
+        name: the model's name, for messages.
+        dtype: dtype of the weights; ``auto`` is the config's.
         options: as :func:`optimizations` takes them.
 
     Raises:
         UsageError: as :func:`optimizations`.
-        ModelError: the device is no CPU, the checkpoint is quantized, or torch has no such products for this CPU.
+        ModelError: the device is no CPU, the checkpoint is quantized, or torch lacks the kernels for this CPU.
     """
     if (kind := linear_kind(**options)) is None:
         return
@@ -64,20 +62,20 @@ def check_optimizations(name: str, config: Any, dtype: str | torch.dtype, device
 
 
 def optimize(model: Model, *, quantization: str | None = None, prepack: bool = False) -> Model:
-    """Change a model in place, before gates are attached, so that its layers and its head run faster. Returns it.
+    """Make a model's layers and LM head run faster, in place, and return it.
 
-    The input of the head is always made contiguous (:func:`contiguous_head`). A model whose linear layers are replaced
-    can be decoded with, but neither saved nor trained.
+    The input of the head is always made contiguous (:func:`contiguous_head`). With ``quantization`` or ``prepack``, the
+    model can decode, but be neither saved nor trained.
 
     Args:
         model: any causal LM without gates.
         quantization: ``int8``: weights and activations of 8 bits, on CPUs (:mod:`.int8`).
-        prepack: weights in the layout of the CPU's products, once instead of at every call (:mod:`.prepack`).
+        prepack: convert weights to the layout of the CPU's kernels once, instead of at every call (:mod:`.prepack`).
 
     Raises:
-        UsageError: both ``quantization`` and ``prepack``.
-        ModelError: the model is attached already, its weights are offloaded, or torch has no such products here.
-        UnsupportedModel: its layers' weights are not in linear modules, or are read past them.
+        UsageError: an unknown ``quantization``, or both ``quantization`` and ``prepack``.
+        ModelError: the model has gates already, its weights are offloaded, or torch lacks the kernels for this CPU.
+        UnsupportedModel: too few weights are in linear modules, or the model reads them without calling the modules.
     """
     if is_attached(model):
         raise ModelError("the model has gates already: optimize it before attach, or detach it first")
@@ -89,17 +87,17 @@ def optimize(model: Model, *, quantization: str | None = None, prepack: bool = F
         check_optimizations(type(model).__name__, model.config, model.dtype, str(model.device), **given)
         hooks = getattr(model.get_output_embeddings(), "_forward_pre_hooks", {})
         for key in [key for key, hook in hooks.items() if hook is _contiguous]:
-            del hooks[key]  # a head with hooks would not be replaced
+            del hooks[key]  # heads with hooks are not replaced
         replace_linear(model, kind)
     return contiguous_head(model)
 
 
 def contiguous_head(model: Model) -> Model:
-    """Copy the LM head's input to contiguous memory before each call. Returns the model.
+    """Copy the LM head's 16-bit inputs to contiguous memory before each call. Return the model.
 
-    ``generate`` hands the head a view (batch, 1, size) of all prompt columns. In bfloat16 and float16, torch's CPU
-    products then copy the head's weight once per row. In float32 the view stays: its product is another one, and bits
-    would differ from the stock model's.
+    ``generate`` passes the head a view (batch, 1, size) of the hidden states of all prompt positions. In bfloat16 and
+    float16, torch's CPU kernels then copy the head's weight once per sequence. In float32 the view stays: contiguous
+    inputs would use another kernel, whose bits differ from the stock model's.
     """
     head = model.get_output_embeddings()
     if head is not None and _contiguous not in head._forward_pre_hooks.values():

@@ -1,4 +1,4 @@
-"""Linear modules whose weights are prepacked: kept in the layout that this CPU's products read."""
+"""Linear modules with prepacked weights, which have the layout that the CPU's kernels read."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from ..errors import ModelError
 from .linear import DecodingLinear
 
-#: Types of weights that oneDNN packs.
+#: Weight dtypes that oneDNN packs.
 DTYPES = (torch.bfloat16, torch.float32)
 
 
 class PackedLinear(DecodingLinear):
-    """A linear module whose weight has the blocked layout of oneDNN's products.
+    """A linear module whose weight has the blocked layout of oneDNN's kernels.
 
-    ``F.linear`` on a CPU brings the weight into that layout at every call; inductor packs it once when it freezes a
-    model, and so does this. In bfloat16 the product is the same, bit for bit, where it was measured; in float32
-    ``F.linear`` uses another product, and roundings differ.
+    ``F.linear`` on a CPU converts the weight to that layout at every call; this module does it once, as inductor does
+    when it freezes a model. In bfloat16, measured results were equal bit for bit; in float32 they round differently,
+    since ``F.linear`` uses another kernel.
 
     Args:
         weight: (outputs, inputs), bfloat16 or float32, on a CPU.
@@ -29,18 +29,18 @@ class PackedLinear(DecodingLinear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
-        # The number of rows that the layout is made for, one here, changed nothing that could be measured.
+        # The batch size that the layout is made for (1 here) made no measurable difference.
         self.register_buffer("packed_weight", torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1))
 
-    @torch.compiler.disable  # inductor takes oneDNN's products of constant weights only
+    @torch.compiler.disable  # inductor supports this oneDNN kernel for constant weights only
     def forward(self, x: Tensor) -> Tensor:
-        """(…, inputs) to (…, outputs), in the type of the weight."""
+        """Map (…, inputs) to (…, outputs), in the dtype of the weight."""
         self.check_call(x)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed_weight, self.bias, "none", [], "")
 
     @classmethod
     def check_products(cls, dtype: torch.dtype) -> None:
-        """Raises ModelError where torch has no prepacked products of ``dtype`` for this CPU."""
+        """Raise ModelError if torch has no prepacked kernel for ``dtype`` on this CPU."""
         if not torch.backends.mkldnn.is_available():
             raise ModelError("prepack needs a torch that is built with oneDNN (mkldnn): leave it out")
         if dtype not in DTYPES:

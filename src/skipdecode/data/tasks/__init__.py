@@ -1,4 +1,4 @@
-"""Text tasks: how each is read, prompted and scored."""
+"""Tasks: how to read data, make prompts, and score texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .jsonl import Jsonl
 
 TASKS: dict[str, Task] = {task.name: task for task in (E2E, REDDIT_TLDR, CNN_DM, Jsonl())}
 
-#: Options of tasks, and why others do not have them.
+#: Options of tasks, and the error message for tasks without them.
 OPTIONS = {
     "max_source_words": "only summaries (reddit_tldr, cnn_dm) have a source to cut",
     "prompt_column": "its columns have fixed names, only those of jsonl can be chosen",
@@ -23,17 +23,14 @@ OPTIONS = {
 
 
 def get_task(name: str, **options: Any) -> Task:
-    """The task called ``name``.
+    """Return the task called ``name``.
 
     Args:
-        name: ``jsonl`` for any data, or a data set with a prompt format of its own: ``e2e``, ``reddit_tldr``,
-            ``cnn_dm``.
-        options: ``max_source_words`` (summaries: where their source is cut); ``prompt_column``, ``response_column``
-            (jsonl: columns of other names) and ``prompt_share`` (jsonl: rows are plain text, of which this share of
-            the words is the prompt). None: not given.
+        name: ``jsonl`` for any data, or a data set with its own prompt format: ``e2e``, ``reddit_tldr``, ``cnn_dm``.
+        options: fields that the task lets a user set (see ``Jsonl`` and ``DataSet``); None: not given.
 
     Raises:
-        TaskError: no such task, or an option that it does not have.
+        TaskError: there is no such task, or it does not have an option.
     """
     if name not in TASKS:
         raise TaskError(f"unknown task {name!r}; known are {', '.join(TASKS)}")
@@ -45,7 +42,7 @@ def get_task(name: str, **options: Any) -> Task:
 
 
 def task_from(options: Mapping[str, Any]) -> Task:
-    """The task that the options of a verb or a run name, with those of them that are a task's. Raises TaskError."""
+    """Return the task that a command's or plan's options choose, with the task's own options. Raises TaskError."""
     return get_task(options["task"], **{name: options[name] for name in OPTIONS})
 
 

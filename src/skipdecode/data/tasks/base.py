@@ -1,4 +1,4 @@
-"""What a task is."""
+"""The base class of tasks, and examples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..chat import Prompt
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt and the responses that people wrote for it (none where only a prompt is known)."""
+    """One prompt and its reference responses, of which there may be none."""
 
     prompt: Prompt
     references: tuple[str, ...]
@@ -22,13 +22,13 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """How rows are read, prompted and scored.
+    """A way to read rows, make prompts of them, and score texts.
 
     Attributes:
-        name: what the command line calls it.
-        max_new_tokens: how many new tokens its texts need at most.
-        distinct: whether inputs repeat, one row per reference, and are meant to be generated once.
-        options: its fields that a user may set.
+        name: its name on the command line.
+        max_new_tokens: upper limit of generated tokens.
+        distinct: whether inputs repeat, one row per reference, so that generation keeps each once.
+        options: fields that a user may set.
     """
 
     name: str
@@ -39,33 +39,33 @@ class Task(ABC):
     @property
     @abstractmethod
     def prompt_columns(self) -> Sequence[tuple[str, ...]]:
-        """The columns that a prompt may be made of: each entry is enough. A line of a text file is the first column."""
+        """Return alternative sets of columns that make a prompt; a text file holds the first set's first column."""
 
     @property
     @abstractmethod
     def described(self) -> str:
-        """The columns of a whole row, for messages."""
+        """Return a description of the expected columns, for error messages."""
 
     @abstractmethod
     def example(self, row: Mapping[str, Any]) -> Example:
-        """The prompt of a row, and its references if it has any. Raises TaskError for a row without a prompt."""
+        """Return the prompt of a row, and any references. Raises TaskError if it has no prompt."""
 
     @abstractmethod
     def check_reference(self, row: Mapping[str, Any]) -> None:
-        """Raises TaskError for a row without a reference."""
+        """Raise TaskError if a row has no reference."""
 
     @abstractmethod
     def read(self, folder: Path, split: str) -> list[Example]:
-        """Examples of a split (``train``, ``validation`` or ``test``) from the task's own files, or from the hub.
+        """Read a split (``train``, ``validation`` or ``test``) from a folder's files or from the hub.
 
-        ``train`` keeps one example per reference; the others gather all references of a prompt.
+        ``train`` has an example per reference; the other splits have one per prompt, with all its references.
 
         Raises:
-            TaskError: no such data, or a row without prompt or reference.
+            TaskError: the data is missing, or a row has no prompt or reference.
         """
 
     def examples(self, rows: Iterable[tuple[str, Mapping[str, Any]]], split: str) -> list[Example]:
-        """The examples of rows, each given with its place for messages, as :meth:`read` returns them."""
+        """Make :meth:`read`'s examples of (place, row) pairs; error messages name the place."""
         pairs: list[tuple[Prompt, str]] = []
         for where, row in rows:
             try:
@@ -78,7 +78,7 @@ class Task(ABC):
         return [Example(prompt, (text,)) for prompt, text in pairs] if split == "train" else gather(pairs)
 
     def check_text(self, row: Mapping[str, Any], columns: Iterable[str]) -> None:
-        """Raises TaskError for columns without text; where there are no such columns, it says which there are."""
+        """Raise TaskError if one of ``columns`` holds no text in ``row``."""
         empty = [column for column in columns if not holds_text(row.get(column))]
         if not empty:
             return
@@ -88,25 +88,25 @@ class Task(ABC):
         raise TaskError(message)
 
     def score(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-        """Corpus BLEU (lower-cased sacrebleu) and mean ROUGE-L, 0 to 100: each text against all its references."""
+        """Return corpus BLEU (lower-cased sacrebleu) and mean ROUGE-L, 0 to 100, against all references."""
         from ..metrics import DEFAULT
 
         return {metric.name: metric.score(texts, references) for metric in DEFAULT}
 
 
 def holds_text(value: object) -> bool:
-    """Whether it is a string of more than white space."""
+    """Return whether ``value`` is a string of more than white space."""
     return isinstance(value, str) and bool(value.strip())
 
 
 def subsample(examples: Sequence[Example], count: int) -> list[Example]:
-    """So many of them, from beginning to end: data sets are often sorted by length."""
+    """Return ``count`` evenly spaced examples, because data sets are often sorted by length."""
     count = min(count, len(examples))
     return [examples[i * len(examples) // count] for i in range(count)]
 
 
 def gather(pairs: Iterable[tuple[Prompt, str]]) -> list[Example]:
-    """One example per distinct prompt, with all its references, in order of first appearance."""
+    """Return an example per distinct prompt, with all its references, in order of first appearance."""
     references: dict[Prompt, list[str]] = {}
     for prompt, reference in pairs:
         references.setdefault(prompt, []).append(reference)

@@ -1,4 +1,4 @@
-"""The paper's data sets: fixed columns, and a prompt format for each."""
+"""The paper's data sets, each with fixed columns and its own prompt format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...errors import TaskError
 from .base import Example, Task, holds_text
 from .splits import JSONL, split_rows
 
-#: What the column of the text to write is called here, whatever it is called in the data.
+#: Our name for the column of references, whatever its name in the data.
 REFERENCE = "reference"
 
 
@@ -21,11 +21,11 @@ class DataSet(Task):
     """A published data set.
 
     Attributes:
-        forms: for each way in which its rows are published, what each column is called here.
-        write: makes a prompt of a row's texts, by the names of ``forms``, and of ``max_source_words``.
-        max_source_words: how many words of the source a prompt has at most; None where there is no source to cut.
-        files: files of each split, in the order they are looked for in a folder.
-        hub_config: the configuration that the data set on the hub needs.
+        forms: for each published version, a mapping from its columns to our names of them.
+        write: makes a prompt of a row's texts (by our names) and ``max_source_words``.
+        max_source_words: upper limit of the source's words in a prompt; None: the source is never cut.
+        files: possible file names of each split; the first that exists is read.
+        hub_config: configuration name on the hub.
     """
 
     forms: Sequence[Mapping[str, str]]
@@ -38,16 +38,16 @@ class DataSet(Task):
 
     @property
     def prompt_columns(self) -> list[tuple[str, ...]]:
-        """Those of each form but the reference's."""
+        """Return each form's columns without the reference's."""
         return [_prompt_columns(form) for form in self.forms]
 
     @property
     def described(self) -> str:
-        """Each form's columns."""
+        """Return each form's columns as text."""
         return " or ".join(" and ".join(form) for form in self.forms)
 
     def example(self, row: Mapping[str, Any]) -> Example:
-        """The prompt in the data set's format; line breaks in the reference become spaces."""
+        """Make the prompt in the data set's format; line breaks in the reference become spaces."""
         form = self._form(row)
         self.check_text(row, _prompt_columns(form))
         texts = {name: row[column] for column, name in form.items() if holds_text(row.get(column))}
@@ -56,16 +56,16 @@ class DataSet(Task):
         return Example(prompt, () if reference is None else (normalize_whitespace(reference),))
 
     def check_reference(self, row: Mapping[str, Any]) -> None:
-        """Raises TaskError for a row without a reference."""
+        """Raise TaskError if a row has no reference."""
         self.check_text(row, [column for column, name in self._form(row).items() if name == REFERENCE])
 
     def read(self, folder: Path, split: str) -> list[Example]:
-        """From the files of a folder, or of the data set of this name on the hub."""
+        """Read a split from a folder's files, or from the hub if ``folder`` is the name of a data set there."""
         line = self.prompt_columns[0][0]
         return self.examples(split_rows(folder, split, self.files[split], self.hub_config, line), split)
 
     def _form(self, row: Mapping[str, Any]) -> Mapping[str, str]:
-        """The form that most of the row's text is in, that of its prompt above all."""
+        """Return the form of which the row fills most columns, preferring forms whose prompt columns are all filled."""
 
         def fills(form: Mapping[str, str]) -> tuple[bool, int]:
             texts = {name for column, name in form.items() if holds_text(row.get(column))}
@@ -79,9 +79,9 @@ def _prompt_columns(form: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def normalize_whitespace(text: str, max_words: int | None = None) -> str:
-    """One space between words and no line breaks; with ``max_words``, only so many, each up to 30 characters.
+    """Join words by single spaces; ``max_words`` limits their number, and each word to 30 characters.
 
-    A path or a link can have hundreds of tokens, and a model has only so many positions.
+    Without the second limit, one path or link could have hundreds of tokens.
     """
     parts = text.split()
     return " ".join(parts if max_words is None else [part[:30] for part in parts[:max_words]])
@@ -91,7 +91,7 @@ ATTRIBUTE = re.compile(r"\s*([^\[\],]+)\[([^\]]*)\]\s*(?:,|$)")
 
 
 def _restaurant(texts: Mapping[str, str], max_words: int | None) -> str:
-    """``name[Aromi], food[English]`` becomes ``name Aromi, food English ->``: two thirds of the tokens."""
+    """Turn ``name[Aromi], food[English]`` into ``name Aromi, food English ->``, which has a third fewer tokens."""
     mr = texts["mr"]
     attributes = ATTRIBUTE.findall(mr)
     if not attributes or ATTRIBUTE.sub("", mr).strip():
@@ -100,18 +100,18 @@ def _restaurant(texts: Mapping[str, str], max_words: int | None) -> str:
 
 
 def _post(texts: Mapping[str, str], max_words: int | None) -> str:
-    """``Post: Weird crash. After installing my new GPU … TL;DR:``; line breaks become spaces."""
+    """Make ``Post: Weird crash. After installing my new GPU … TL;DR:``; line breaks become spaces."""
     title = f"{normalize_whitespace(texts['title'])}. " if "title" in texts else ""
     return f"Post: {title}{normalize_whitespace(texts['post'], max_words)} TL;DR:"
 
 
 def _article(texts: Mapping[str, str], max_words: int | None) -> str:
-    """The article's beginning and, after an empty line, ``TL;DR:``, as GPT-2 was asked."""
+    """Make a prompt like GPT-2's: the article's beginning, an empty line, and ``TL;DR:``."""
     return f"{normalize_whitespace(texts['article'], max_words)}\n\nTL;DR:"
 
 
-#: E2E NLG (Novikova et al., 2017): a restaurant's attributes in, a description out; on the hub ``tuetschek/e2e_nlg``.
-#: ``GEM/e2e_nlg`` is read too, but is a cleaned set, one reference a row: no figure on it compares.
+#: E2E NLG (Novikova et al., 2017): describe a restaurant by its attributes; ``tuetschek/e2e_nlg`` on the hub.
+#: ``GEM/e2e_nlg`` works too, but it is cleaned and has one reference per row: scores are not comparable.
 E2E = DataSet(
     name="e2e",
     forms=(
@@ -124,7 +124,7 @@ E2E = DataSet(
     max_new_tokens=80,
     files={"train": ("trainset.csv",), "validation": ("devset.csv",), "test": ("testset_w_refs.csv",)},
 )
-#: Reddit posts and their authors' own TL;DR (Völske et al., 2017); the second form is Webis-TLDR-17's, without titles.
+#: Summarize Reddit posts as their authors did (Völske et al., 2017); the second form, without titles, is Webis-TLDR-17.
 REDDIT_TLDR = DataSet(
     name="reddit_tldr",
     forms=({"title": "title", "post": "post", "summary": REFERENCE}, {"content": "post", "summary": REFERENCE}),
@@ -133,7 +133,7 @@ REDDIT_TLDR = DataSet(
     max_source_words=120,
     max_new_tokens=60,
 )
-#: CNN/DailyMail (See et al., 2017): a news article in, its highlights out; on the hub ``abisee/cnn_dailymail``.
+#: CNN/DailyMail (See et al., 2017): summarize a news article by its highlights; ``abisee/cnn_dailymail`` on the hub.
 CNN_DM = DataSet(
     name="cnn_dm",
     forms=({"article": "article", "highlights": REFERENCE},),
@@ -141,7 +141,7 @@ CNN_DM = DataSet(
     options=("max_source_words",),
     max_source_words=400,
     max_new_tokens=120,
-    # The validation split may also be its first 300 rows.
+    # validation_300.jsonl: the first 300 rows of the validation split.
     files=JSONL | {"validation": (*JSONL["validation"], "validation_300.jsonl")},
     hub_config="3.0.0",
 )

@@ -1,4 +1,4 @@
-"""Data of one's own: prompts and responses, conversations, or plain text."""
+"""The task for the user's own data: prompts and responses, conversations, or plain text."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "tes
 
 @dataclass(frozen=True)
 class Jsonl(Task):
-    """Rows in the forms that TRL knows, as JSONL or CSV; docs/data.md shows one of each.
+    """Rows in TRL's formats, as JSONL or CSV; docs/data.md has an example of each.
 
     Attributes:
-        prompt_column: where the prompts are, a string or messages each; by default ``prompt``, ``messages`` or
-            ``text``.
-        response_column: where the responses are, a string, a list of strings (several references) or a list of one
-            assistant message each; by default ``response`` or ``completion``.
-        prompt_share: of plain text, the share of the words that is the prompt; at 0 the prompt is the begin-of-text
-            token alone. Rows of ``text`` without a response are plain text and need it.
+        prompt_column: column of prompts (strings or messages); by default ``prompt``, ``messages`` or ``text``.
+        response_column: column of responses (a string, a list of reference strings, or a list of one assistant
+            message); by default ``response`` or ``completion``.
+        prompt_share: share of a plain text's words that is the prompt; at 0 the prompt is the begin-of-text token
+            alone. Required for rows of ``text`` without a response.
     """
 
     name: str = "jsonl"
@@ -47,14 +46,14 @@ class Jsonl(Task):
 
     @property
     def prompt_columns(self) -> list[tuple[str]]:
-        """One column each: the first that holds something is taken."""
+        """Return the columns that may hold the prompt; the first that is not empty is used."""
         if self.prompt_column is not None:
             return [(self.prompt_column,)]
         return [("prompt",), ("messages",), ("text",)] if self.prompt_share is None else [("text",)]
 
     @property
     def described(self) -> str:
-        """What is looked for, and which options name other columns."""
+        """Return the expected columns, and the options that name others."""
         prompts = " or ".join(column for (column,) in self.prompt_columns)
         if self.prompt_share is not None:
             return f"{prompts} (prompt_share is for plain text)"
@@ -62,16 +61,16 @@ class Jsonl(Task):
         return f"{prompts} for the prompt, {responses} for the response (prompt_column, response_column name others)"
 
     def _column(self, row: Mapping[str, Any]) -> str:
-        """The first column that holds a prompt; but messages go first in a row that has no response beside them."""
+        """Return the first column that holds a prompt; but ``messages`` come first if the row has no response."""
         named = [column for (column,) in self.prompt_columns if column in row]
-        there = [column for column in named if row[column] is not None]  # a blank one is a row's fault
+        there = [column for column in named if row[column] is not None]  # blank ones too: the row then gets an error
         filled = [column for column in there if _holds(row[column])]
         if "messages" in filled and not any(_holds(row.get(name)) for name in self._response_columns):
             return "messages"
         return (there or named or [self.prompt_columns[0][0]])[0]
 
     def example(self, row: Mapping[str, Any]) -> Example:
-        """The prompt itself, the messages before the answer, or the beginning of the text; and what follows it."""
+        """Make an example of a prompt and response, of messages and the last answer, or of a text to split."""
         column = self._column(row)
         value: Any = row.get(column)
         references = self._references(row)
@@ -95,7 +94,7 @@ class Jsonl(Task):
         return split_text(value, self.prompt_share)
 
     def _is_plain(self, row: Mapping[str, Any], column: str) -> bool:
-        """Whether the column is a text to be cut, by request or because nothing says what its response is."""
+        """Return whether ``column`` is a plain text to split: by ``prompt_share``, or because it has no response."""
         if self.prompt_share is not None:
             return True
         named = self.prompt_column is not None or self.response_column is not None
@@ -120,7 +119,7 @@ class Jsonl(Task):
         return tuple(name for name in names if name != self.prompt_column)
 
     def _references(self, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """The texts of the first response column that holds some. Raises TaskError for other than one message."""
+        """Return the first response column's texts. Raises TaskError for messages other than one of the assistant."""
         for column in self._response_columns:
             value: Any = row.get(column)
             if holds_text(value):
@@ -135,7 +134,7 @@ class Jsonl(Task):
         return ()
 
     def check_reference(self, row: Mapping[str, Any]) -> None:
-        """Raises TaskError for a row without a reference."""
+        """Raise a TaskError that says why a row has no reference."""
         column = self._column(row)
         if column == "messages":
             raise TaskError("the last message is not the assistant's: there is no response to learn or to compare with")
@@ -145,7 +144,7 @@ class Jsonl(Task):
         self.check_text(row, (named or self._response_columns)[:1])
 
     def read(self, folder: Path, split: str) -> list[Example]:
-        """``folder`` may also be the training file alone; a missing validation or test split is empty."""
+        """Read a split; ``folder`` may be the training file alone. A missing validation or test split is empty."""
         files = [f"{name}{suffix}" for name in NAMES[split] for suffix in (".jsonl", ".csv")]
         if not folder.exists():
             raise TaskError(f"there is no {folder}: give a JSONL or CSV file, or a folder with {files[0]}")
@@ -156,9 +155,9 @@ class Jsonl(Task):
 
 
 def split_text(text: str, share: float) -> Example:
-    """A text cut behind a word: the prompt, and all the rest as it stands, white space included.
+    """Split a text after ``share`` of its words into the prompt and the unchanged rest, as the reference.
 
-    Both parts have a word at least, unless the share is 0 (no prompt) or the text has but one (no rest).
+    Both parts have at least one word, unless the share is 0 (no prompt) or the text has only one word (no reference).
     """
     if not share:
         return Example("", (text,))

@@ -1,4 +1,4 @@
-"""Where a split's rows are: in a folder's files, or on the hub."""
+"""Read a split's rows from a folder's files or from the hub."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import MissingExtra, TaskError
 from ..rows import read_rows
 
-#: Files of a split, in the order they are looked for.
+#: Possible file names of each split; the first that exists is read.
 JSONL: dict[str, tuple[str, ...]] = {
     "train": ("train.jsonl",),
     "validation": ("validation.jsonl", "valid.jsonl"),
@@ -21,17 +21,17 @@ JSONL: dict[str, tuple[str, ...]] = {
 def split_rows(
     source: Path, split: str, files: Sequence[str], config: str | None, text_column: str
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Rows of a split, each with the name of its place for messages.
+    """Yield the rows of a split, each with its place for error messages.
 
     Args:
         source: a folder, or the name of a data set on the hub (``owner/name``) if there is no such folder.
         split: ``train``, ``validation`` or ``test``.
-        files: names the split's file may have in a folder; the first that is there is read.
-        config: the configuration a data set on the hub needs.
-        text_column: what a line of a text file is called.
+        files: possible names of the split's file in a folder; the first that exists is read.
+        config: configuration name on the hub.
+        text_column: column name for the lines of a text file.
 
     Raises:
-        TaskError: no such data, or a row that cannot be read.
+        TaskError: the data is missing, or a row cannot be read.
     """
     if not source.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source.as_posix()):
         name = source.as_posix()
@@ -42,13 +42,13 @@ def split_rows(
 
 
 def file_rows(path: Path, text_column: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """As :func:`split_rows`, of one file."""
+    """Yield the rows of one file, as :func:`split_rows` does."""
     for line, row, _ in read_rows(path, strict=True, text_column=text_column):
         yield f"{path}, line {line}", row
 
 
 def find(folder: Path, files: Sequence[str]) -> Path:
-    """The first of these files that a folder holds. Raises TaskError."""
+    """Return the first of ``files`` that exists in ``folder``. Raises TaskError if none does."""
     if not folder.exists():
         raise TaskError(f"there is no {folder}: give the folder that holds {' or '.join(files)}")
     if not folder.is_dir():
@@ -70,7 +70,7 @@ def _from_hub(name: str, split: str, config: str | None) -> Iterable[Mapping[str
         try:
             return datasets.load_dataset(name, config, split=split)
         except RuntimeError:
-            # Loading scripts are no longer run; the hub keeps what they made of the data on a branch of its own.
+            # datasets no longer runs loading scripts; the hub has their data as Parquet on this branch.
             return datasets.load_dataset(name, split=split, revision="refs/convert/parquet")
     except (OSError, ValueError, RuntimeError) as error:
         why = " ".join(str(error).split())
