@@ -19,6 +19,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # seconds; else an idle connection may be cut as it is used again
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # helpers.engine turns it off in this process
     "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc: what the worker itself counted
 }
