@@ -22,9 +22,9 @@ from skipdecode.core.attach import is_attached
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
-from skipdecode.errors import ScheduleError
+from skipdecode.errors import SkipDecodeError
 from skipdecode.evaluation import evaluate as evaluation
-from skipdecode.files import write
+from skipdecode.files import parse_json, write
 from skipdecode.generation.jobs import JobResult
 from skipdecode.generation.journal import Journal
 from skipdecode.generation.results import Completion, Cost
@@ -174,8 +174,8 @@ def test_a_mutated_schedule_is_a_schedule_or_refused(draw: st.DataObject) -> Non
         cut = draw.draw(st.integers(0, len(text)))
         text = text[:cut] + draw.draw(st.sampled_from(["", "]", "[" * 5000, '"', "\0"])) + text[cut + 1 :]
     try:
-        plan = Schedule.from_json(text)
-    except ScheduleError:
+        plan = Schedule.from_dict(parse_json(text, "the schedule"))
+    except SkipDecodeError:
         return
     depths = [plan.depth(step) for step in sorted({0, 1, 2, 5, plan.horizon - 1, plan.horizon})]
     assert depths == sorted(depths, reverse=True)

@@ -169,6 +169,18 @@ def _owner(note: Path, patience: float = 1.0) -> str:
     return "another process"
 
 
+def has_key(key: str) -> Callable[[bytes], bool]:
+    """Return a function that tells whether a file's bytes are a JSON object with this key (for ``may_replace``)."""
+
+    def may_replace(data: bytes) -> bool:
+        with suppress(FileError):
+            values = parse_json(data, "it")
+            return isinstance(values, dict) and key in values
+        return False
+
+    return may_replace
+
+
 def parse_json(text: str | bytes, what: str | Path) -> Any:
     """Parse JSON. Raise FileError, which names ``what``, if it is no JSON, no UTF-8, or nested too deep."""
     try:

@@ -39,10 +39,7 @@ def to_config_entry(schedules: Mapping[float, Schedule], method: str = DEFAULT_M
 
 def trained_method(config: Any) -> str:
     """Return the method that the config names, ``full`` if none. Raises ScheduleError for a malformed entry."""
-    name = _entry(config).get("method", UNTRAINED)
-    if not isinstance(name, str):
-        raise ScheduleError(f"the model config's {CONFIG_KEY!r} names no method: {name!r}")
-    return name
+    return _entry(config).get("method", UNTRAINED)
 
 
 def is_trained(config: Any) -> bool:
@@ -52,22 +49,16 @@ def is_trained(config: Any) -> bool:
 
 def trained_schedules(config: Any) -> dict[float, Schedule]:
     """Return the config's schedules by target speed-up. Raises ScheduleError for a malformed entry."""
-    values = _entry(config)
-    if not values:
-        return {}
-    if not isinstance(values.get("schedules"), dict) or not values["schedules"]:
-        raise ScheduleError(f"the model config's {CONFIG_KEY!r} has no schedules: {str(values)[:200]}")
-    return {_speedup(k): Schedule.from_dict(schedule, strict=False) for k, schedule in values["schedules"].items()}
+    schedules = _entry(config).get("schedules", {})
+    return {_speedup(key): Schedule.from_dict(values, strict=False) for key, values in schedules.items()}
 
 
 def schedules_of(config: Any, method_name: str) -> dict[float, Schedule]:
     """Return those of :func:`trained_schedules` that were trained with this method, or calibrated for it."""
     schedules = trained_schedules(config)
-    if is_trained(config) and trained_method(config) == method_name:
+    if trained_method(config) == method_name != UNTRAINED:
         return schedules
-    methods = _entry(config).get("calibrated")  # speed-up -> method
-    if not isinstance(methods, dict):
-        return {}
+    methods = _entry(config).get("calibrated", {})  # speed-up -> method
     return {k: schedule for k, schedule in schedules.items() if methods.get(_key(k)) == method_name}
 
 
@@ -87,9 +78,7 @@ def save_calibrated(folder: Path, speedup: float, schedule: Schedule, method_nam
         values = read_json(path)
         if not isinstance(values, dict):
             raise FileError(f"{path} is no JSON object")
-        before = values.get(CONFIG_KEY) or {}
-        if not isinstance(before, dict) or not isinstance(before.get("schedules", {}), dict):
-            raise ScheduleError(f"{path} says something of {CONFIG_KEY!r} that cannot be read: {before}")
+        before = _checked(values.get(CONFIG_KEY), path)
         if before.get("method", method_name) != method_name:
             raise ScheduleError(f"{folder} was trained by {before['method']}: its schedules are not {method_name}'s")
         values[CONFIG_KEY] = before | {
@@ -195,7 +184,19 @@ def _speedup(key: str) -> float:
 
 
 def _entry(config: Any) -> dict[str, Any]:
-    values = getattr(config, CONFIG_KEY, None) or {}
-    if not isinstance(values, dict):
-        raise ScheduleError(f"the model config's {CONFIG_KEY!r} is no JSON object: {str(values)[:200]}")
-    return values
+    return _checked(getattr(config, CONFIG_KEY, None), "the model config")
+
+
+def _checked(entry: Any, where: str | Path) -> dict[str, Any]:
+    """Return a config's entry, empty if there is none. Raises ScheduleError if it is malformed."""
+    if not entry:
+        return {}
+    if not (
+        isinstance(entry, dict)
+        and isinstance(entry.get("schedules"), dict)
+        and entry["schedules"]
+        and isinstance(entry.get("calibrated", {}), dict)
+        and isinstance(entry.get("method", UNTRAINED), str)
+    ):
+        raise ScheduleError(f"{where}: {CONFIG_KEY!r} needs schedules, and may name a method: {str(entry)[:200]}")
+    return entry

@@ -12,12 +12,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..errors import FileError, ScheduleError, SkipDecodeError
-from ..files import parse_json, read_json, write
+from ..errors import ScheduleError
+from ..files import has_key, read_json, write
 from .decays import DECAYS, ORDERS, budget, flat_depth, mix, ranking, remaining, target
 
 #: Upper bound on ``num_layers``; no model has more.
 MOST_LAYERS = 1024
+#: Whether a file's bytes are a schedule, so that another schedule may replace the file.
+is_schedule = has_key("min_depth")
 #: Upper bound on horizons and lengths: a schedule stores the depth of each step, so more steps would take too long.
 MOST_TOKENS = 1_000_000
 
@@ -247,14 +249,6 @@ class Schedule:
         """Return the fields as an indented JSON object."""
         return json.dumps(self.to_dict(), indent=2)
 
-    @classmethod
-    def from_json(cls, text: str) -> Schedule:
-        """Make the schedule that :meth:`to_json` wrote. Raises ScheduleError for any other text."""
-        try:
-            return cls.from_dict(parse_json(text, "the schedule"))
-        except FileError as error:
-            raise ScheduleError(str(error)) from None
-
     def save(self, path: str | Path) -> None:
         """Write the JSON to ``path``, all or nothing. Raises FileError if ``path`` is a file but no schedule."""
         write(path, self.to_json() + "\n", may_replace=is_schedule)
@@ -267,15 +261,6 @@ class Schedule:
             return cls.from_dict(values)
         except ScheduleError as error:
             raise ScheduleError(f"{path}: {error}") from None
-
-
-def is_schedule(data: bytes) -> bool:
-    """Tell whether a file's bytes are a schedule, so that another schedule may replace the file."""
-    try:
-        Schedule.from_dict(parse_json(data, "it"))
-    except SkipDecodeError:
-        return False
-    return True
 
 
 def _check(schedule: Schedule) -> None:

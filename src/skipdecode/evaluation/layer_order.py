@@ -13,8 +13,11 @@ from transformers import PreTrainedModel
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from ..errors import FileError
-from ..files import parse_json, read_json, write
+from ..files import has_key, read_json, write
 from .loss import loss_by_position
+
+#: Whether a file's bytes are such losses, which may be replaced.
+is_losses = has_key("losses_without")
 
 
 class LayerOrder:
@@ -96,12 +99,3 @@ def read_losses(file: Path, job: str) -> dict[str, float]:
     if not isinstance(losses, dict):
         return {}
     return {key: loss for key, loss in losses.items() if type(loss) is float and math.isfinite(loss)}
-
-
-def is_losses(data: bytes) -> bool:
-    """Whether ``data`` is the content of a file of losses, which may be replaced."""
-    try:
-        values = parse_json(data, "losses")
-    except FileError:
-        return False
-    return isinstance(values, dict) and "losses_without" in values

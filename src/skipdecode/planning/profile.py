@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ..core.schedule import MOST_LAYERS, check_whole
 from ..errors import FileError, SkipDecodeError, UsageError
-from ..files import parse_json, read_json, write
+from ..files import has_key, read_json, write
 from ..provenance import fingerprint
 
 #: Version of the file format. Version 1 had other fields, so such a profile has to be measured again.
@@ -26,6 +26,8 @@ LEAST_SECONDS, MOST_SECONDS = 1e-9, 86_400.0
 NOISY = 0.1
 #: Lengths are extrapolated up to this multiple of the longest measured one.
 FARTHEST = 1.25
+#: Whether a file's bytes are a profile of any version, so that another profile may replace the file.
+is_profile = has_key("skipdecode_profile")
 
 Made = TypeVar("Made")
 
@@ -183,15 +185,6 @@ class Profile:
             return cls.from_dict(values)
         except FileError as error:
             raise FileError(f"{path}: {error}") from None
-
-
-def is_profile(data: bytes) -> bool:
-    """Tell whether a file's bytes are a profile of any version, so that another profile may replace the file."""
-    try:
-        values = parse_json(data, "it")
-    except FileError:
-        return False
-    return isinstance(values, dict) and "skipdecode_profile" in values
 
 
 def shape_of(config: Any) -> str:
