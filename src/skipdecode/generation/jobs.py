@@ -19,8 +19,8 @@ from ..data.tasks import Task, get_task
 from ..data.tokenization import encode_prompts
 from ..errors import MissingExtra, ModelError, UsageError
 from ..files import check_target, is_stream, write
-from ..planning.clock import Clock
-from ..planning.planner import Predictor
+from ..planning.clock import check_profile
+from ..planning.planner import CLOCKS, Predictor, workloads
 from ..planning.profile import Profile
 from ..planning.resolve import new_schedule
 from ..provenance import fingerprint, identity
@@ -117,9 +117,13 @@ class GenerationJob(EngineConfig):
             raise UsageError("prompt_layers and clock go with a speedup, not with a schedule or full")
         if self.clock != "layers" and (self.speedup is None or self.offload is not None):
             raise UsageError("a clock needs a speedup, and layers in memory: a profile knows no offload")
+        if self.clock not in CLOCKS:
+            raise UsageError(f"a clock is {', '.join(CLOCKS)}, not {self.clock!r}")
+        if (self.clock == "layers") != (self.profile is None):
+            raise UsageError("the clocks step and job, and they only, need a profile: skipdecode profile measures one")
         changed: dict[str, Any] = {
             "prompt_layers": parse_prompt_layers(self.prompt_layers),
-            "profile": Clock(self.clock, self.profile).profile,
+            "profile": Profile.load(self.profile) if isinstance(self.profile, (str, Path)) else self.profile,
             "schedule": Schedule.load(self.schedule) if isinstance(self.schedule, (str, Path)) else self.schedule,
             "output": None if self.output is None else Path(self.output),
             "options": {"max_new_tokens": self.task.max_new_tokens} | given(self.options),
@@ -166,8 +170,8 @@ class GenerationJob(EngineConfig):
         check_with_model(self.options, defaults, self.seed)
         check_batch_size(self.batch_size, self.options, defaults)
         self.engine.check(self, config, defaults)
-        clock = Clock(self.clock, self.profile)
-        clock.check(config, self.dtype, self.device, **self.faster())
+        if isinstance(self.profile, Profile):
+            check_profile(self.profile, config, self.dtype, self.device, **self.faster())
         items = self._items()
         prompts = [item.prompt for item in items]
         new_tokens = self.options["max_new_tokens"]
@@ -175,8 +179,7 @@ class GenerationJob(EngineConfig):
         lengths = [len(row) for row in ids.values()]
         if lengths and (made_for := max_positions(config)) is not None and max(lengths) + new_tokens > made_for:
             say(f"some rows need more than the model's {made_for} positions: their texts may be poor")
-        predictor = clock.predictor(lengths, self.batch_size, new_tokens, num_beams(self.options, defaults))
-        schedule = self._schedule(config, predictor)
+        schedule = None if self.full else self._schedule(config, lengths, num_beams(self.options, defaults))
         if schedule is not None and (warning := untrained_warning(config, schedule)):
             say(warning)
 
@@ -204,14 +207,19 @@ class GenerationJob(EngineConfig):
             journal.finish(result.jsonl, dict(result.summary))
             return result
 
-    def _schedule(self, config: Any, predictor: Predictor | None) -> Schedule | None:
+    def _schedule(self, config: Any, lengths: Sequence[int], beams: int) -> Schedule:
+        """Return the schedule for prompts of these lengths."""
         schedule = self.schedule if isinstance(self.schedule, Schedule) else None
         style: dict[str, Any] = {} if self.prompt_layers is None else {"prompt_layers": self.prompt_layers}
-        if self.full:
-            return None
-        horizon = horizon_for(config, self.options["max_new_tokens"])
-        if predictor is not None:
-            return new_schedule(config, self.speedup, predictor, **style)
+        new_tokens = self.options["max_new_tokens"]
+        if isinstance(self.profile, Profile) and lengths:
+            if not isinstance(self.batch_size, int):
+                raise UsageError("a speed-up of the clock depends on the batch size: give a number, not auto")
+            if beams > 1:
+                raise UsageError("a profile knows rows without beams: give a speedup of layers, or num_beams=1")
+            works = workloads(lengths, self.batch_size, max(new_tokens, 2))
+            return new_schedule(config, self.speedup, Predictor(self.profile, works, self.clock), **style)
+        horizon = horizon_for(config, new_tokens)
         return schedule_for(config, self.speedup, schedule, horizon=horizon, **style)
 
     def _items(self) -> list[Item]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..core.schedule import MOST_LAYERS, check_whole
-from ..errors import FileError, SkipDecodeError, UsageError
+from ..errors import FileError, ScheduleError, UsageError
 from ..files import has_key, read_json, write
 from ..provenance import fingerprint
 
@@ -54,7 +54,7 @@ class Pass:
     head: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", _tuple("a pass's layers", self.layers))
+        object.__setattr__(self, "layers", tuple(self.layers))
         check_whole("a pass's batch_size", self.batch_size)
         check_whole("a pass's length", self.length)
         seconds = (*self.layers, self.rest, self.head)
@@ -85,7 +85,7 @@ class Profile:
         noise: by what share the median of repeated measurements exceeds the fastest, averaged over all measured sizes.
 
     Raises:
-        UsageError: values are missing, of a wrong type, or contradict each other.
+        UsageError: values are out of range, or contradict each other.
     """
 
     model: str
@@ -102,7 +102,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         for name in ("kinds", "layers", "prompts", "steps"):
-            object.__setattr__(self, name, _tuple(name, getattr(self, name)))
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         for text in (self.model, self.shape, self.machine, self.dtype, self.device, *self.kinds):
             _need(isinstance(text, str), f"names are texts, not {text!r}")
         _need(0 < len(self.layers) <= MOST_LAYERS, f"a model has 1 to {MOST_LAYERS} layers, not {len(self.layers)}")
@@ -111,10 +111,8 @@ class Profile:
         for name in ("prompts", "steps"):
             passes: tuple[Pass, ...] = getattr(self, name)
             _need(bool(passes), f"{name} has no measurements")
-            _need(all(isinstance(one, Pass) for one in passes), f"{name} are passes")
             _need(len({(one.batch_size, one.length) for one in passes}) == len(passes), f"{name} has a cell twice")
             _need(all(len(one.layers) == len(self.kinds) for one in passes), f"{name} has other kinds of layers")
-        _need(isinstance(self.options, Mapping), "options is an object")
         _check_number("noise", self.noise, 1000)
 
     @property
@@ -140,10 +138,10 @@ class Profile:
     @cached_property
     def _by_batch_size(self) -> dict[str, dict[int, list[Pass]]]:
         """Group the measured passes of prompts and of steps by batch size, in ascending order of size and length."""
-        found: dict[str, dict[int, list[Pass]]] = {}
-        for name, passes in (("prompts", self.prompts), ("steps", self.steps)):
-            for one in sorted(passes, key=lambda one: (one.batch_size, one.length)):
-                found.setdefault(name, {}).setdefault(one.batch_size, []).append(one)
+        found: dict[str, dict[int, list[Pass]]] = {"prompts": {}, "steps": {}}
+        for name, passes in found.items():
+            for one in sorted(getattr(self, name), key=lambda one: (one.batch_size, one.length)):
+                passes.setdefault(one.batch_size, []).append(one)
         return found
 
     def check(self, *, machine: str | None = None, shape: str | None = None, **placed: Any) -> None:
@@ -168,9 +166,9 @@ class Profile:
         given = {name: value for name, value in values.items() if name != "skipdecode_profile"}
         try:
             for name in ("prompts", "steps"):
-                given[name] = [_from_object(Pass, one, "a pass") for one in _tuple(name, given.get(name))]
-            return _from_object(cls, given, "a profile")
-        except SkipDecodeError as error:
+                given[name] = [_from_object(Pass, one) for one in given[name]]
+            return _from_object(cls, given)
+        except (AttributeError, KeyError, TypeError, UsageError, ScheduleError) as error:
             raise FileError(f"the profile is damaged: {error}") from None
 
     def save(self, path: str | Path) -> None:
@@ -204,14 +202,9 @@ def _check_number(name: str, value: Any, most: float) -> None:
     _need(number and 0 <= value <= most, f"{name}: a number from 0 to {most:g} is needed, not {value!r}")
 
 
-def _tuple(name: str, values: Any) -> tuple[Any, ...]:
-    _need(isinstance(values, (list, tuple)), f"{name} is a list, not {values!r}")
-    return tuple(values)
-
-
-def _from_object(cls: type[Made], values: Any, what: str) -> Made:
-    names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
-    _need(isinstance(values, dict) and {*values} == {*names}, f"{what} has {', '.join(names)}, and nothing else")
+def _from_object(cls: type[Made], values: dict[str, Any]) -> Made:
+    missing = {each.name for each in fields(cls)} - values.keys()  # type: ignore[arg-type]
+    _need(not missing, f"{', '.join(sorted(missing))} is missing")  # defaults are for passes made here
     return cls(**values)
 
 
