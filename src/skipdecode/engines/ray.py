@@ -52,11 +52,6 @@ class RayEngine:
         """Return the name of the wrapped engine, since its completions do not depend on the cluster."""
         return self.engine.name
 
-    @property
-    def unknown(self) -> frozenset[str]:
-        """Add ``decode_seconds``: workers decode at the same time, so a sum of their seconds means nothing."""
-        return self.engine.unknown | {"decode_seconds"}
-
     def check(self, job: EngineConfig, config: Any, defaults: Any) -> None:
         """Raise what the wrapped engine raises, and UsageError for ``batch_size="auto"``: it depends on a machine."""
         self.engine.check(job, config, defaults)
@@ -104,6 +99,7 @@ class RayEngine:
                 raise written
             for keys, texts, cost in written:
                 now = time.perf_counter()
+                # Workers decode at the same time, so a sum of their seconds would mean nothing.
                 yield keys, texts, replace(cost, seconds=max(now - before, 1e-9), decode_seconds=0.0)
                 before = now
 

@@ -60,8 +60,6 @@ class VllmEngine:
     """
 
     name: str = "vllm"
-    #: Unknown, since prompts and decoding share steps, and all requests share one pool of KV-cache blocks.
-    unknown: frozenset[str] = frozenset({"decode_seconds", "peak_kv_bytes"})
 
     def __post_init__(self) -> None:
         require_tested(_version())

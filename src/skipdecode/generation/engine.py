@@ -59,10 +59,6 @@ class Engine(Protocol):
     def name(self) -> str:
         """Return the engine's name, which keeps other engines from resuming its jobs; empty for the default engine."""
 
-    @property
-    def unknown(self) -> frozenset[str]:
-        """Return the names of figures in :meth:`Cost.summary` that this engine cannot measure; jobs omit them."""
-
     def check(self, job: EngineConfig, config: Any, defaults: Any) -> None:
         """Check, before weights are loaded, that the engine can run the job.
 
@@ -88,7 +84,6 @@ class Transformers:
     """The default engine: it batches prompts of similar length and calls ``model.generate``."""
 
     name: str = ""
-    unknown: frozenset[str] = frozenset()
 
     def check(self, job: EngineConfig, config: Any, defaults: Any) -> None:
         """Do nothing: the job's own checks suffice."""

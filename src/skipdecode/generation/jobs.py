@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.checkpoint_config import layer_count, schedule_for, untrained_warning
 from ..core.schedule import Schedule, parse_prompt_layers
-from ..data.chat import Message, Prompt
+from ..data.chat import Message, render
 from ..data.inputs import Item, read_items, to_item
 from ..data.tasks import Task, get_task
 from ..data.tokenization import encode_prompts
@@ -45,9 +45,9 @@ class JobResult:
     Attributes:
         items: all items of the input; ``error`` says what is wrong with a bad one.
         completions: by index of their item; bad items have none.
-        summary: figures of the job with its earlier, killed runs: those of :meth:`Cost.summary` that the engine can
-            measure, ``bad_rows`` (items), ``target_speedup`` and ``target_of`` (layers, step or job), ``layers`` (of
-            the model), and scores if the input has references.
+        summary: figures of the job with its earlier, killed runs: :meth:`Cost.summary`, ``bad_rows`` (items),
+            ``target_speedup`` and ``target_of`` (layers, step or job), ``layers`` (of the model), and scores if the
+            input has references.
     """
 
     items: Sequence[Item]
@@ -94,7 +94,7 @@ class GenerationJob(EngineConfig):
     ``options`` are those of ``model.generate``; without ``max_new_tokens``, the task's value is used.
 
     Raises:
-        UsageError: arguments contradict each other, or an option's value has no hash by which a killed job can resume.
+        UsageError: arguments contradict each other.
     """
 
     model: str
@@ -134,19 +134,14 @@ class GenerationJob(EngineConfig):
         if isinstance(self.output, Path):
             check_target(self.output)
             self._refuse_input(self.output)
-            for name, value in self.options.items() if not is_stream(self.output) else ():
-                try:
-                    fingerprint(value)
-                except UsageError as error:
-                    raise UsageError(f"{name}: {error}, and a killed job could not go on: leave output out") from None
 
     def _refuse_input(self, output: Path) -> None:
         """Raise UsageError if the output or its journal is the input file."""
-        real = Path(os.path.realpath(output))
-        for path in (real, real.with_name(real.name + ".partial")):
-            source = self.input if isinstance(self.input, (str, Path)) and self.input != "-" else None
-            if source and path.exists() and os.path.exists(source) and path.samefile(source):
-                raise UsageError(f"{path} is the input: give another --output")
+        if isinstance(self.input, (str, Path)) and os.path.exists(self.input):
+            real = Path(os.path.realpath(output))
+            for path in (real, real.with_name(real.name + ".partial")):
+                if path.exists() and path.samefile(self.input):
+                    raise UsageError(f"{path} is the input: give another --output")
 
     def run(
         self,
@@ -163,7 +158,8 @@ class GenerationJob(EngineConfig):
             say: called with messages for the user.
 
         Raises:
-            SkipDecodeError: the input, the model or an option is wrong; the message says what to do.
+            SkipDecodeError: the input, the model or an option is wrong, or an option's value has no hash by which a
+                killed job could resume; the message says what to do.
         """
         config = read_config(self.model, self.revision)
         defaults = read_generation_config(self.model, self.revision)
@@ -199,12 +195,8 @@ class GenerationJob(EngineConfig):
         parts = (prompts, schedule.to_dict() if schedule else None, self.options, self.seed, placed, self.batch_size)
         job = fingerprint(identity(resolve(self.model)), *parts)
         with Journal(self.output, job, replace=self.overwrite) as journal:
-            if journal.summary is not None:  # an earlier run was killed after it had written the output
-                journal.drop()
-                return JobResult(items, journal.rows, journal.summary)
-            journal.check_output()
             result = work(journal)
-            journal.finish(result.jsonl, dict(result.summary))
+            journal.finish(result.jsonl)
             return result
 
     def _schedule(self, config: Any, lengths: Sequence[int], beams: int) -> Schedule:
@@ -257,6 +249,8 @@ class GenerationJob(EngineConfig):
             say(f"{len(completions)} rows were done before")
         todo = {index: row for index, row in ids.items() if index not in completions}
         if todo:
+            if journal:
+                journal.check_output()
             asked = EngineConfig(**{each.name: getattr(self, each.name) for each in fields(EngineConfig)})
             positions = max(map(len, todo.values())) + self.options["max_new_tokens"]
             with self.engine.open(asked, schedule, positions) as write_rows:
@@ -267,8 +261,7 @@ class GenerationJob(EngineConfig):
                     completions.update(zip(keys, batch, strict=True))
                     cost += took
                     on_batch(took)
-        figures = {name: value for name, value in cost.summary().items() if name not in self.engine.unknown}
-        summary = figures | {
+        summary = cost.summary() | {
             "bad_rows": len(items) - len(ids),
             "layers": cost.num_layers,
             "target_speedup": 1.0 if schedule is None else self.speedup or schedule.target,
@@ -302,32 +295,22 @@ def encode_items(
     items: Sequence[Item], tokenizer: PreTrainedTokenizerBase, config: Any, new_tokens: int
 ) -> dict[int, list[int]]:
     """Return the prompts' token ids by item index; items that cannot be generated get an ``error`` instead."""
+    for item in items:
+        if item.error is None and not isinstance(item.prompt, str):
+            try:
+                render(tokenizer, item.prompt)
+            except ModelError as error:  # the chat template refuses this conversation
+                if tokenizer.chat_template is None:
+                    raise
+                item.error = str(error)
     limit, found = position_limit(config), {}
     good = [index for index, item in enumerate(items) if item.error is None]
-    for index, ids in zip(good, _encode(tokenizer, [items[index].prompt for index in good]), strict=True):
-        if isinstance(ids, str):
-            items[index].error = ids
-        elif not ids:
+    for index, ids in zip(good, encode_prompts(tokenizer, [items[index].prompt for index in good]), strict=True):
+        if not ids:
             items[index].error = "the prompt has no token"
         elif limit is not None and len(ids) + new_tokens > limit:
             needs = f"{len(ids)} prompt tokens and {new_tokens} new ones"
             items[index].error = f"too long: {needs}, but the model has {limit} positions"
         else:
             found[index] = ids
-    return found
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int] | str]:
-    """Return each prompt's token ids, or an error message if the chat template refuses that conversation."""
-    try:
-        return list(encode_prompts(tokenizer, prompts))
-    except ModelError:
-        if tokenizer.chat_template is None:
-            raise
-    found: list[list[int] | str] = []
-    for prompt in prompts:
-        try:
-            found += encode_prompts(tokenizer, [prompt])
-        except ModelError as error:
-            found.append(str(error))
     return found

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from ..errors import FileError, JobError
-from ..files import locked, names_file, parse_json, sync_folder, write
+from ..files import locked, names_file, sync_folder, write
 from .results import Completion, Cost
 
 #: How a journal begins; what begins otherwise is somebody else's file.
@@ -25,7 +24,7 @@ class Journal:
     """A file ``OUTPUT.partial`` that keeps finished batches, one JSON line each; its first line names the job.
 
     Each line ends in a checksum of itself and all lines before it. Reading stops at the first bad line (cut by a kill,
-    damaged, doubled, of another shape); the job generates that batch and later ones again. The output is locked while
+    damaged, doubled, of another release); the job generates that batch and later ones again. The output is locked while
     the journal is open; nothing is written before the first batch.
 
     Args:
@@ -49,8 +48,8 @@ class Journal:
         self.path = self.output.with_name(self.output.name + ".partial")
         self.rows: dict[int, Completion] = {}
         self.costs: list[Cost] = []
-        self.summary: dict[str, Any] | None = None
-        self._job, self._replace = job, replace
+        self._header = MAGIC + job.encode() + b'"}'
+        self._replace = replace
         self._good = self._chain = 0  # number of valid bytes, and their checksum
         self._file: BinaryIO | None = None
         with ExitStack() as stack:
@@ -82,9 +81,9 @@ class Journal:
         data = self.path.read_bytes()
         if not data.startswith(MAGIC) and not MAGIC.startswith(data):
             raise FileError(f"{self.path} is not a journal of skipdecode: move it away, or give another --output")
-        lines = _sealed(data, self.path)
-        header, good, chain = next(lines, ({}, 0, 0))
-        if header.get("job") != self._job:
+        lines = _sealed(data)
+        header, good, chain = next(lines, (b"", 0, 0))
+        if header != self._header:
             if not self._replace and next(lines, None) is not None:
                 raise JobError(
                     f"{self.path} belongs to a job with another input, model or options; "
@@ -92,31 +91,27 @@ class Journal:
                 )
             return
         self._good, self._chain = good, chain
-        for entry, good, chain in lines:
-            if "output" in entry:  # the last line; a resumed job writes it again
-                summary = entry.get("summary")
-                if isinstance(summary, dict) and self.output.is_file():
-                    self.summary = summary if _digest(self.output.read_bytes()) == entry["output"] else None
+        for payload, good, chain in lines:
+            try:
+                entry = json.loads(payload)
+                rows = {int(index): Completion(**row) for index, row in entry["rows"].items()}
+                cost = Cost(**entry["cost"])
+            except (AttributeError, KeyError, TypeError, ValueError):
                 return
-            batch = _batch(entry)
-            if batch is None or batch[0].keys() & self.rows.keys():
+            if rows.keys() & self.rows.keys():
                 return
-            self.rows.update(batch[0])
-            self.costs.append(batch[1])
+            self.rows.update(rows)
+            self.costs.append(cost)
             self._good, self._chain = good, chain
 
     def add(self, indices: Sequence[int], rows: Sequence[Completion], cost: Cost) -> None:
         """Append a finished batch, and flush it to the disk."""
-        self._append({"rows": {i: asdict(row) for i, row in zip(indices, rows, strict=True)}, "cost": asdict(cost)})
-        self.rows.update(zip(indices, rows, strict=True))
-        self.costs.append(cost)
-
-    def _append(self, entry: dict[str, Any]) -> None:
+        entry = {"rows": {i: asdict(row) for i, row in zip(indices, rows, strict=True)}, "cost": asdict(cost)}
+        payload = json.dumps(entry, ensure_ascii=False).encode()
         lines, chain = b"", self._chain
-        for part in [entry] if self._good else [{"skipdecode journal": 1, "job": self._job}, entry]:
-            payload = json.dumps(part, ensure_ascii=False).encode()
-            chain = zlib.crc32(payload, chain)
-            lines += payload + b" %08x\n" % chain
+        for part in [payload] if self._good else [self._header, payload]:
+            chain = zlib.crc32(part, chain)
+            lines += part + b" %08x\n" % chain
         if self._file is None:
             self._file = self.path.open("r+b" if self._good else "wb")
         with names_file(self.path):
@@ -129,58 +124,30 @@ class Journal:
             sync_folder(self.path.parent)
         self._good, self._chain = self._good + len(lines), chain
 
-    def finish(self, text: str, summary: dict[str, Any]) -> None:
-        """Write the output, and delete the journal; after a kill between the two, the next run finds ``summary``.
+        self.rows.update(zip(indices, rows, strict=True))
+        self.costs.append(cost)
+
+    def finish(self, text: str) -> None:
+        """Write the output, unless a run that was killed after that has done so, and delete the journal.
 
         Raise FileError, and keep the finished batches, if another program has written the output meanwhile.
         """
-        self.check_output()
-        self._append({"output": _digest(text.encode()), "summary": summary})
-        write(self.output, text)
-        self.drop()
-
-    def drop(self) -> None:
-        """Delete the journal, once the output is written."""
+        if not self.output.is_file() or self.output.read_bytes() != text.encode():
+            self.check_output()
+            write(self.output, text)
         if self._file:
             self._file.close()
         self.path.unlink(missing_ok=True)
         sync_folder(self.path.parent)
 
 
-def _sealed(data: bytes, path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Yield (content, end offset, checksum so far) of each line up to the first whose checksum or JSON is wrong."""
+def _sealed(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Yield (content, end offset, checksum so far) of each line up to the first whose checksum is wrong."""
     end = chain = 0
     for line in io.BytesIO(data):
         payload, seal = line[:-10], line[-10:]
         chain = zlib.crc32(payload, chain)
         if seal != b" %08x\n" % chain:
             return
-        try:
-            entry = parse_json(payload, path)
-        except FileError:
-            return
-        if not isinstance(entry, dict):
-            return
         end += len(line)
-        yield entry, end, chain
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _batch(entry: dict[str, Any]) -> tuple[dict[int, Completion], Cost] | None:
-    """Return the batch that a journal's line holds; None if its fields are not a batch's."""
-    try:
-        rows = {int(index): Completion(**row) for index, row in entry["rows"].items()}
-        cost = Cost(**entry["cost"])
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None
-    return (rows, cost) if rows and _plain(cost) and all(map(_plain, rows.values())) else None
-
-
-def _plain(value: Completion | Cost) -> bool:
-    """Return whether all fields have their declared types, and no number is negative."""
-    kinds: dict[Any, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
-    pairs = [(field.type, getattr(value, field.name)) for field in fields(value)]
-    return all(type(x) in kinds[kind] and (kind == "str" or x >= 0) for kind, x in pairs)
+        yield payload, end, chain

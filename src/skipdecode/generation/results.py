@@ -75,8 +75,8 @@ class Cost:
         return self
 
     def summary(self) -> dict[str, Any]:
-        """Return rounded figures for JSON."""
-        return {
+        """Return rounded figures for JSON, without the decoding time and memory that an engine does not measure."""
+        figures = {
             "rows": self.rows,
             "tokens": self.tokens,
             "seconds": round(self.seconds, 3),
@@ -86,6 +86,10 @@ class Cost:
             "layer_ratio": round(self.layer_ratio, 3),
             "peak_kv_bytes": self.peak_kv_bytes,
         }
+        for name in ("decode_seconds", "peak_kv_bytes"):
+            if self.rows and not getattr(self, name):
+                del figures[name]
+        return figures
 
 
 @dataclass
