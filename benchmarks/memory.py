@@ -6,7 +6,7 @@
 Every cell runs in a process of its own. ``own`` is its memory that is no mapped file (weights that are read as they
 were saved are mapped files), counted from what it was before the job; ``kept by malloc`` is what goes when glibc is
 told to give back what it holds for later (malloc_trim). Keys and values are counted tensor by tensor, whatever the
-allocator does. ``predicted`` is what ``--batch-size auto`` reckons with.
+allocator does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 HEADS = (
-    "asked", "batch", "prompt", "depths", "KV peak", "KV at the end", "of full depth's", "own peak", "predicted",
+    "asked", "batch", "prompt", "depths", "KV peak", "KV at the end", "of full depth's", "own peak",
     "own at the end", "kept by malloc", "after the job",
 )  # fmt: skip
 
@@ -35,9 +35,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     from skipdecode import Schedule, SkipCache, generate, load
     from skipdecode.core.checkpoint_config import layer_count
     from skipdecode.generation.batch import generate_batch
-    from skipdecode.generation.batch_size import FIRST_ROWS, BatchSizes
     from skipdecode.planning.resolve import new_schedule
-    from skipdecode.weights.memory import PeakMeter
 
     generate(*load("demo", device="cpu"), "first things first", max_new_tokens=2)  # what is only allocated once
     model, tokenizer = load(str(given.model), device="cpu", dtype=given.dtype)
@@ -50,11 +48,6 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     ids = torch.randint(vocabulary // 8, vocabulary, shape, generator=generator).tolist()
     options: dict[str, Any] = {"max_new_tokens": given.new_tokens, "min_new_tokens": given.new_tokens}
     generate_batch(model, tokenizer, [row[:4] for row in ids[:1]], schedule, max_new_tokens=2, min_new_tokens=2)
-    with PeakMeter() as meter:
-        _, cost = generate_batch(model, tokenizer, ids[:FIRST_ROWS], schedule, **options)
-    sizes = BatchSizes(0, given.new_tokens)
-    sizes.measured(meter.peak, given.prompt_tokens, cost)
-    predicted = given.batch_size * (sizes.per_position or 0) * (given.prompt_tokens + given.new_tokens)
     process = psutil.Process()
 
     def own() -> int:
@@ -102,7 +95,6 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "peak_kv_bytes": kv_peak,
         "final_kv_bytes": kv_end,
         "own_peak_bytes": peak[0],
-        "predicted_bytes": round(predicted),
         "own_final_bytes": end,
         "kept_by_malloc_bytes": kept,
         "own_after_bytes": own() - start,
@@ -133,7 +125,7 @@ def cells(row: dict[str, Any], full: dict[str, Any] | None) -> list[str]:
         megabytes("peak_kv_bytes"),
         megabytes("final_kv_bytes"),
         share,
-        *map(megabytes, ("own_peak_bytes", "predicted_bytes", "own_final_bytes", "kept_by_malloc_bytes")),
+        *map(megabytes, ("own_peak_bytes", "own_final_bytes", "kept_by_malloc_bytes")),
         megabytes("own_after_bytes"),
     ]
 

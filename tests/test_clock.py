@@ -211,7 +211,6 @@ _ON_THE_CLOCK = {"clock": "job", "profile": "p.json", "speedup": 2}
         ({"clock": "job", "profile": "p.json"}, "a clock needs a speedup"),
         ({"clock": "job", "profile": "p.json", "speedup": 2, "offload": "disk"}, "knows no offload"),
         ({"clock": "job", "profile": "p.json", "full": True}, "go with a speedup"),
-        ({"clock": "job", "profile": "p.json", "speedup": 2, "batch_size": "auto"}, "give a number, not auto"),
         (
             {"clock": "job", "profile": "p.json", "speedup": 2, "options": {"num_beams": 2, "max_new_tokens": 8}},
             "without beams",

@@ -39,10 +39,9 @@ from skipdecode.core.cache import total_kv_bytes
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import train_tokenizer
 from skipdecode.errors import SkipDecodeError, UntrainedWarning, UsageError
-from skipdecode.generation import generate as generation
 from skipdecode.generation import options
 from skipdecode.generation.generate import batches, generate_ids
-from skipdecode.generation.results import Completion, Cost, Generated
+from skipdecode.generation.results import Generated
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -271,30 +270,6 @@ def test_ends_may_be_given_in_every_form_of_transformers(loaded: Loaded, kind: A
     assert rows[0].finish_reason == "stop"
     assert rows[0].tokens <= 10
     assert free.completions[0].text.startswith(rows[0].text)
-
-
-def test_scheduling_takes_no_time_of_its_own(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C10: for twice the rows, twice the looks at their lengths, with ``auto`` too."""
-    counts = []
-    for rows in (500, 1000):
-        looks = 0
-
-        class Prompt(list[int]):
-            def __len__(self) -> int:
-                nonlocal looks
-                looks += 1
-                return super().__len__()
-
-        def write(model: Any, tokenizer: Any, prompts: Any, *args: Any, **options: Any) -> Any:
-            cost = Cost(8, rows=len(prompts), steps=1)
-            return [Completion("", 1, "stop")] * len(prompts), cost
-
-        monkeypatch.setattr(generation, "generate_batch", write)
-        prompts: dict[int, list[int]] = {key: Prompt([1] * (1 + key % 50)) for key in range(rows)}
-        written = [len(keys) for keys, _, _ in batches(*loaded, prompts, None, "auto", max_new_tokens=3)]
-        assert sum(written) == rows
-        counts.append(looks)
-    assert counts[1] <= 2.1 * counts[0]
 
 
 # --- schedules

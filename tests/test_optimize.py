@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from transformers import PreTrainedModel
 
-import skipdecode
 from helpers.families import (
     FAMILIES,
     LAYERS,
@@ -348,16 +347,6 @@ def test_packing_twice_is_once_and_a_copy_has_weights_of_its_own() -> None:
 
 
 # --- together with others
-
-
-@needs
-def test_batches_that_fit_are_measured_with_packed_weights(checkpoint: Path) -> None:
-    """Weights without an address are no new memory."""
-    options: dict[str, Any] = {"speedup": 2, "max_new_tokens": 6, "eos_token_id": -1}
-    texts = ["the cat sat", "a dog"]
-    packed, plain = (load(str(checkpoint), dtype="float32", prepack=on) for on in (True, False))
-    found = skipdecode.generate(*packed, texts, batch_size="auto", **options)
-    assert found.completions == skipdecode.generate(*plain, texts, **options).completions
 
 
 def test_jobs_take_the_options_and_do_not_mix_with_others(

@@ -47,7 +47,7 @@ SUITES = {
     "core/checkpoint_config.py planning/*": "planning resolve kv_bytes checkpoint clock plan",
     "core/*": "attach cache held stack refusals habits invariants",
     "generation/jobs.py generation/journal.py": "jobs ways_in inputs",
-    "generation/*": "generation batch_size finished_rows chat ways_in",
+    "generation/*": "generation finished_rows chat ways_in",
 }
 CALLS = 200  # of a function, in one test, by which is known what the test reaches
 LIMIT = 5  # times as long as without it a mutant may take over its tests, and a minute

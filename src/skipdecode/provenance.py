@@ -64,7 +64,7 @@ def _plain(value: Any) -> Any:
     text = str(value)
     if re.search(r" at 0x[0-9a-fA-F]+", text):
         raise UsageError(
-            f"a {type(value).__name__} does not say what it does, so two of them cannot be told apart, and a killed job "
-            "could not go on: leave output out"
+            f"a {type(value).__name__} does not say what it does, so two of them cannot be told apart: a job that "
+            "could be killed and resumed takes none, leave output out"
         )
     return text

@@ -93,9 +93,6 @@ Limit = Annotated[int | None, Option(min=1, max=MOST, help="Take only the first 
 
 # --- decoding, by the names that transformers gives its options
 BatchSize = Annotated[int, Option(min=1, max=MOST, help="Rows decoded together.")]
-RowsOrAuto = Annotated[
-    str, Option("--batch-size", help="Rows decoded together; auto: as many of like length as fit into memory.")
-]
 MaxNewTokens = Annotated[int | None, Option(min=1, max=MOST, help="Default: the task's (jsonl 128, e2e 80).")]
 MinNewTokens = Annotated[int | None, Option(min=0, max=MOST, rich_help_panel=LENGTH)]
 RepetitionPenalty = Annotated[float | None, Option(min=0.001, max=1000, rich_help_panel=LENGTH)]
@@ -206,15 +203,6 @@ def engine_of(given: Mapping[str, Any]) -> Engine:
     from ..engines.ray import RayEngine
 
     return RayEngine(engine, given["ray"])
-
-
-def parse_batch_size(text: str) -> int | Literal["auto"]:
-    """Parse a number of rows, or ``auto``. Raises UsageError."""
-    if text == "auto":
-        return "auto"
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MOST:
-        raise UsageError(f"--batch-size is auto, or a number of rows from 1 to {MOST}, not {text!r}")
-    return int(text)
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:

@@ -20,6 +20,8 @@ class GrowingLayer(DynamicLayer):
     writing in place, each update concatenates instead.
     """
 
+    keys: Tensor
+    values: Tensor
     _room: tuple[Tensor, Tensor] | None = None  # for keys and values
 
     def __setattr__(self, name: str, value: Any) -> None:

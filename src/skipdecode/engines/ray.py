@@ -53,10 +53,8 @@ class RayEngine:
         return self.engine.name
 
     def check(self, job: EngineConfig, config: Any, defaults: Any) -> None:
-        """Raise what the wrapped engine raises, and UsageError for ``batch_size="auto"``: it depends on a machine."""
+        """Raise what the wrapped engine raises."""
         self.engine.check(job, config, defaults)
-        if job.batch_size == "auto":
-            raise UsageError("batch_size auto depends on a machine's memory: with workers give a number")
 
     @contextmanager
     def open(self, job: EngineConfig, schedule: Schedule | None, positions: int) -> Iterator[Write]:
@@ -87,7 +85,7 @@ class RayEngine:
         job: EngineConfig = opening[1]
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         ray.data.DataContext.get_current().enable_progress_bars = False
-        groups = [{"group": pickle.dumps(group)} for group in self._groups(prompts, int(job.batch_size))]
+        groups = [{"group": pickle.dumps(group)} for group in self._groups(prompts, job.batch_size)]
         # One block per group, so that a worker returns each finished group at once.
         data = ray.data.from_items(groups, override_num_blocks=len(groups))
         pool = ray.data.ActorPoolStrategy(size=min(self.workers, len(groups)))

@@ -71,7 +71,6 @@ class VllmEngine:
             "quantization": job.quantization and "this int8 is of transformers' loop",
             "prepack": job.prepack and "this layout of weights is of transformers' loop",
             "offload": job.offload is not None and "layers that wait elsewhere are of transformers' loop",
-            "batch_size": job.batch_size == "auto" and "vLLM fits rows into memory itself: give the most rows at once",
         }
         for name, reason in refused.items():
             if reason:
@@ -117,7 +116,7 @@ class _Writer:
     ) -> None:
         defaults = read_generation_config(job.model, job.revision)
         self.engine, self.tokenizer, self.seed = engine, tokenizer, job.seed
-        self.rows = int(job.batch_size)
+        self.rows = job.batch_size
         self.schedule = schedule or Schedule.full(layer_count(config))
         self.params = sampling_params(job.options, defaults, config)
         strings = stop_strings(job.options, defaults)
@@ -211,10 +210,10 @@ def _engine(job: EngineConfig, config: Any, schedule: Schedule | None, positions
             revision=job.revision,
             dtype=_dtype(placement(config, job.dtype, job.device)[0], config),
             max_model_len=positions,
-            max_num_seqs=int(job.batch_size),
+            max_num_seqs=job.batch_size,
             # With chunked prompts and a seed, vLLM 0.32 crashes on CPUs, whose random generators have no offset.
             enable_chunked_prefill=False,
-            max_num_batched_tokens=max(PROMPT_TOKENS, positions, int(job.batch_size)),
+            max_num_batched_tokens=max(PROMPT_TOKENS, positions, job.batch_size),
             # The checkpoint's generation config and tokenizer are applied here, not by vLLM.
             generation_config="vllm",
             skip_tokenizer_init=True,
@@ -225,7 +224,7 @@ def _engine(job: EngineConfig, config: Any, schedule: Schedule | None, positions
             hf_overrides={} if schedule else {CONFIG_KEY: None},  # without a schedule: stock vLLM
         ).create_engine_config()
         if made.cache_config.kv_cache_memory_bytes is None:
-            made.cache_config.kv_cache_memory_bytes = _kv_bytes(made, positions, int(job.batch_size))
+            made.cache_config.kv_cache_memory_bytes = _kv_bytes(made, positions, job.batch_size)
         engine = LLMEngine.from_vllm_config(made, disable_log_stats=True)
     except SkipDecodeError:
         raise

@@ -12,7 +12,6 @@ from ..core.schedule import Schedule
 from ..weights.loading import load
 from ..weights.offload import Offload
 from ..weights.optimize import optimizations
-from .batch_size import BatchSize
 from .generate import batches
 from .results import Completion, Cost
 
@@ -30,7 +29,7 @@ class EngineConfig:
         model: directory, hub name, or ``demo``.
         dtype, device, revision, offload, quantization, prepack: as :func:`skipdecode.load` takes them.
         clock: what the speed-up divides: ``layers`` per step, seconds of a ``step``, or seconds of the ``job``.
-        batch_size: prompts decoded together; ``auto``: prompts of similar length, as many as fit into memory.
+        batch_size: prompts decoded together.
         seed: for sampling; a text depends on the seed and the prompt's number, not on its batch.
         options: options of ``model.generate``.
     """
@@ -43,7 +42,7 @@ class EngineConfig:
     quantization: str | None = None
     prepack: bool = False
     clock: str = "layers"
-    batch_size: BatchSize = 32
+    batch_size: int = 32
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
 

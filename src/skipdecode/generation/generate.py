@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,8 @@ from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..data.chat import Message, Prompt, parse_messages
 from ..data.tokenization import encode_prompts
-from ..errors import ModelError, TaskError, UsageError
-from ..weights.memory import PeakMeter
+from ..errors import TaskError, UsageError
 from .batch import Decoding, generate_batch
-from .batch_size import BatchSize, BatchSizes, check_batch_size, is_out_of_memory
 from .options import check_budget, check_options, check_with_model, given, max_new_tokens, num_beams
 from .results import Completion, Cost, Generated
 from .sampling import Sampling, stable_hash
@@ -32,7 +29,7 @@ def generate(
     speedup: float | None = None,
     schedule: Schedule | str | Path | None = None,
     full: bool = False,
-    batch_size: BatchSize = 32,
+    batch_size: int = 32,
     seed: int | None = None,
     **options: Any,
 ) -> Generated:
@@ -44,7 +41,7 @@ def generate(
             prompts of similar length; completions are returned in the order of ``prompts``.
         speedup, schedule, full: at most one of: a target layer reduction, a schedule or its file, the unmodified model.
             Default: the schedule of the model's config.
-        batch_size: prompts per ``model.generate`` call; ``"auto"``: as many of similar length as fit in memory.
+        batch_size: prompts per ``model.generate`` call.
         seed: for sampling; a text depends on the seed and the prompt's index, not on its batch (but on the whole batch
             in beam search). None: torch's global generator.
         options: options of ``model.generate`` (``max_new_tokens``, ``do_sample``, ``num_beams``, …); None: not given.
@@ -112,7 +109,7 @@ def generate_ids(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[int]],
     decoding: Decoding,
-    batch_size: BatchSize,
+    batch_size: int,
     on_batch: Callable[[Cost], object] = lambda cost: None,
     seed: int | None = None,
     **options: Any,
@@ -142,7 +139,7 @@ def batches(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Mapping[int, list[int]],
     decoding: Decoding,
-    batch_size: BatchSize,
+    batch_size: int,
     seed: int | None = None,
     **options: Any,
 ) -> Iterator[tuple[list[int], list[Completion], Cost]]:
@@ -154,38 +151,17 @@ def batches(
     defaults, options = model.generation_config, given(options)
     check_options(options, batch_size, seed)
     check_with_model(options, defaults, seed)
-    check_batch_size(batch_size, options, defaults)
-    # Longest first: a prompt that does not fit in memory fails at once.
-    order = sorted(prompts, key=lambda key: (-len(prompts[key]), key))
-    lengths = [len(prompts[key]) for key in order]
-    sizes = None if isinstance(batch_size, int) else BatchSizes.of(model, max_new_tokens(options, defaults))
+    order = sorted(prompts, key=lambda key: (-len(prompts[key]), key))  # what does not fit in memory fails at once
     sampled = seed is not None and bool(options.get("do_sample"))
-    at = 0
-    while at < len(order):
-        keys = order[at : at + (sizes.next(lengths, at) if sizes else int(batch_size))]
-        meter = PeakMeter() if sizes and sizes.per_position is None else None
+    for at in range(0, len(order), batch_size):
+        keys = order[at : at + batch_size]
         own: dict[str, Any] = {}
         if seed is not None and sampled and num_beams(options, defaults) == 1:  # beam search draws for a whole batch
             own = {"watermarking_config": Sampling(seed, keys)}
-        try:
-            with torch.random.fork_rng(_devices(model), enabled=sampled), meter or nullcontext():
-                if seed is not None and sampled:
-                    torch.manual_seed(stable_hash(seed, *keys))
-                texts = [prompts[key] for key in keys]
-                rows, cost = generate_batch(model, tokenizer, texts, decoding, **options | own)
-        except Exception as error:
-            if sizes is None or not is_out_of_memory(error):
-                raise
-            if len(keys) == 1:
-                raise ModelError(f"not even one row of {lengths[at]} tokens fits into memory") from error
-            sizes.halve(len(keys))
-            continue
-        finally:
-            if sizes and model.device.type == "cuda":
-                torch.cuda.empty_cache()  # batches of other shapes cannot reuse its blocks
-        if sizes and meter:
-            sizes.measured(meter.peak, lengths[at], cost)
-        at += len(keys)
+        with torch.random.fork_rng(_devices(model), enabled=sampled):
+            if seed is not None and sampled:
+                torch.manual_seed(stable_hash(seed, *keys))
+            rows, cost = generate_batch(model, tokenizer, [prompts[key] for key in keys], decoding, **options | own)
         yield keys, rows, cost
 
 

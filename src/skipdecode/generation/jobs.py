@@ -26,7 +26,6 @@ from ..planning.resolve import new_schedule
 from ..provenance import fingerprint, identity
 from ..weights.device import placement
 from ..weights.loading import load_tokenizer, read_config, read_generation_config, resolve
-from .batch_size import check_batch_size
 from .engine import Engine, EngineConfig, Transformers
 from .generate import horizon_for, max_positions, position_limit, to_prompts
 from .journal import Journal
@@ -164,7 +163,6 @@ class GenerationJob(EngineConfig):
         config = read_config(self.model, self.revision)
         defaults = read_generation_config(self.model, self.revision)
         check_with_model(self.options, defaults, self.seed)
-        check_batch_size(self.batch_size, self.options, defaults)
         self.engine.check(self, config, defaults)
         if isinstance(self.profile, Profile):
             check_profile(self.profile, config, self.dtype, self.device, **self.faster())
@@ -205,8 +203,6 @@ class GenerationJob(EngineConfig):
         style: dict[str, Any] = {} if self.prompt_layers is None else {"prompt_layers": self.prompt_layers}
         new_tokens = self.options["max_new_tokens"]
         if isinstance(self.profile, Profile) and lengths:
-            if not isinstance(self.batch_size, int):
-                raise UsageError("a speed-up of the clock depends on the batch size: give a number, not auto")
             if beams > 1:
                 raise UsageError("a profile knows rows without beams: give a speedup of layers, or num_beams=1")
             works = workloads(lengths, self.batch_size, max(new_tokens, 2))

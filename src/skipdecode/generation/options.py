@@ -58,11 +58,11 @@ def given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def check_options(options: Mapping[str, Any], batch_size: int | str = 1, seed: int | None = None) -> None:
+def check_options(options: Mapping[str, Any], batch_size: int = 1, seed: int | None = None) -> None:
     """Check options without a model. Raise UsageError if one is refused or unknown, or two contradict each other."""
     options = given(options)
-    if batch_size != "auto" and (type(batch_size) is not int or batch_size < 1):
-        raise UsageError(f"batch_size is a number of rows, 1 or more, or 'auto', not {batch_size!r}")
+    if type(batch_size) is not int or batch_size < 1:
+        raise UsageError(f"batch_size is a number of rows, 1 or more, not {batch_size!r}")
     if seed is not None and type(seed) is not int:
         raise UsageError(f"seed is a whole number, not {seed!r}")
     for name, reason in REFUSED.items():
