@@ -58,7 +58,7 @@ def test_what_makes_layers_faster_holds_for_every_row_and_is_said(
 
 @pytest.mark.parametrize(
     ("faster", "says"),
-    [({"quantization": "int3"}, "quantization is int8"), ({"int8": True}, "not by int8")],
+    [({"quantization": "int3"}, "quantization is int8"), ({"quantization": "int8", "prepack": True}, "leave one of")],
 )
 def test_refused_before_weights_are_read(
     checkpoint: Path, data: Path, tmp_path: Path, faster: dict[str, Any], says: str

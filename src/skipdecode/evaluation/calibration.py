@@ -33,11 +33,10 @@ from ..files import check_target, is_stream
 from ..generation.generate import generate_ids
 from ..generation.results import Cost
 from ..methods import Method, get_method
-from ..planning.clock import check_profile
 from ..planning.fitting import Lengths, Measure, fit, refit
 from ..planning.planner import CLOCKS, Predictor, workloads
 from ..planning.planner import plan as plan_depths
-from ..planning.profile import Profile
+from ..planning.profile import Profile, check_profile
 from ..provenance import fingerprint, identity
 from ..weights.loading import DEMO, load, load_tokenizer, read_config, resolve
 from .inputs import read_examples

@@ -80,7 +80,10 @@ def generate_batch(
     pad = options.setdefault("pad_token_id", _padding(model, tokenizer))
     ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    cache = _cache(model, decoding)
+    if decoding is None:
+        cache = DynamicCache(config=model.config)
+    else:
+        cache = SkipCache(attach(model), decoding) if isinstance(decoding, Schedule) else decoding(model)
     strings, stops = options.get("stop_strings", asked.stop_strings), end_tokens(options, asked)
     finished = track_finished_rows(model, tokenizer, cache, len(prompts), stops, strings, options)
     criteria = options.pop("stopping_criteria", [])
@@ -110,7 +113,10 @@ def generate_batch(
                     ends[row] = min(ends[row] or length, length)
     if criteria:
         ends = [end or _unpadded(row, pad) for row, end in zip(written, ends, strict=True)]
-    rows = [_completion(tokenizer, row, end) for row, end in zip(written, ends, strict=True)]
+    rows = []
+    for row, count in zip(written, ends, strict=True):
+        text = tokenizer.decode(row[:count], skip_special_tokens=True).strip()
+        rows.append(Completion(text, len(row[:count]), "length" if count is None else "stop"))
     steps = passes.count - 1
     if num_beams(options, asked) == 1:  # on MPS, transformers stops a pass late, and drops the token of that pass
         steps = min(steps, len(written[0]) - 1)
@@ -141,18 +147,7 @@ def _padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     return next((token for token in known if token is not None), 0)
 
 
-def _cache(model: PreTrainedModel, decoding: Decoding) -> DynamicCache:
-    if decoding is None:
-        return DynamicCache(config=model.config)
-    return SkipCache(attach(model), decoding) if isinstance(decoding, Schedule) else decoding(model)
-
-
 def _unpadded(row: Sequence[int], pad: int) -> int | None:
     """Return the number of tokens before the padding at the end of ``row``; None if there is no padding."""
     length = next((n for n in range(len(row), 0, -1) if row[n - 1] != pad), 0)
     return length if length < len(row) else None
-
-
-def _completion(tokenizer: PreTrainedTokenizerBase, new: list[int], end: int | None) -> Completion:
-    text = tokenizer.decode(new[:end], skip_special_tokens=True).strip()
-    return Completion(text, len(new[:end]), "length" if end is None else "stop")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,14 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.checkpoint_config import layer_count, schedule_for, untrained_warning
 from ..core.schedule import Schedule, parse_prompt_layers
-from ..data.chat import Message, render
+from ..data.chat import Message, Prompt, render
 from ..data.inputs import Item, read_items, to_item
 from ..data.tasks import Task, get_task
 from ..data.tokenization import encode_prompts
 from ..errors import MissingExtra, ModelError, UsageError
 from ..files import check_target, is_stream, write
-from ..planning.clock import check_profile
 from ..planning.planner import CLOCKS, Predictor, workloads
-from ..planning.profile import Profile
+from ..planning.profile import Profile, check_profile
 from ..planning.resolve import new_schedule
 from ..provenance import fingerprint, identity
 from ..weights.device import placement
@@ -177,25 +177,54 @@ class GenerationJob(EngineConfig):
         if schedule is not None and (warning := untrained_warning(config, schedule)):
             say(warning)
 
-        def work(journal: Journal | None) -> JobResult:
-            return self._write(items, ids, config, schedule, journal, on_start, on_batch, say)
-
-        if not isinstance(self.output, Path):
-            return work(None)
-        if is_stream(self.output):
-            result = work(None)
-            write(self.output, result.jsonl)
+        completions: dict[int, Completion] = {}
+        cost, journal = Cost(layer_count(config)), None
+        with ExitStack() as stack:
+            if isinstance(self.output, Path) and not is_stream(self.output):
+                job = self._fingerprint(config, prompts, schedule)
+                journal = stack.enter_context(Journal(self.output, job, replace=self.overwrite))
+                completions |= journal.rows
+                for earlier in journal.costs:
+                    cost += earlier
+                if completions:
+                    say(f"{len(completions)} rows were done before")
+            todo = {index: row for index, row in ids.items() if index not in completions}
+            if todo:
+                if journal:
+                    journal.check_output()
+                asked = EngineConfig(**{each.name: getattr(self, each.name) for each in fields(EngineConfig)})
+                write_rows = stack.enter_context(
+                    self.engine.open(asked, schedule, max(map(len, todo.values())) + new_tokens)
+                )
+                on_start(len(ids), len(completions))
+                for keys, batch, took in write_rows(todo):
+                    if journal:
+                        journal.add(keys, batch, took)
+                    completions.update(zip(keys, batch, strict=True))
+                    cost += took
+                    on_batch(took)
+            figures = {
+                "bad_rows": len(items) - len(ids),
+                "layers": cost.num_layers,
+                "target_speedup": 1.0 if schedule is None else self.speedup or schedule.target,
+                "target_of": self.clock,
+            }
+            summary = cost.summary() | figures | self._scores(items, completions, say)
+            result = JobResult(items, completions, summary)
+            if journal:
+                journal.finish(result.jsonl)
+            elif self.output is not None:
+                write(self.output, result.jsonl)
             return result
-        # Texts depend on dtype and device, which round differently, and on the commit of a hub model.
+
+    def _fingerprint(self, config: Any, prompts: Sequence[Prompt], schedule: Schedule | None) -> str:
+        """Return a hash of all that the texts depend on."""
+        # That is dtype and device, which round differently, and the commit of a hub model.
         placed = [*map(str, placement(config, self.dtype, self.device)), getattr(config, "_commit_hash", None)]
         placed += [name if value is True else value for name, value in self.faster().items()]
         placed += [self.engine.name] if self.engine.name else []
         parts = (prompts, schedule.to_dict() if schedule else None, self.options, self.seed, placed, self.batch_size)
-        job = fingerprint(identity(resolve(self.model)), *parts)
-        with Journal(self.output, job, replace=self.overwrite) as journal:
-            result = work(journal)
-            journal.finish(result.jsonl)
-            return result
+        return fingerprint(identity(resolve(self.model)), *parts)
 
     def _schedule(self, config: Any, lengths: Sequence[int], beams: int) -> Schedule:
         """Return the schedule for prompts of these lengths."""
@@ -224,46 +253,6 @@ class GenerationJob(EngineConfig):
             if self.chat and isinstance(item.prompt, str) and not item.error:
                 item.prompt = (Message("user", item.prompt),)
         return items
-
-    def _write(
-        self,
-        items: Sequence[Item],
-        ids: Mapping[int, list[int]],
-        config: Any,
-        schedule: Schedule | None,
-        journal: Journal | None,
-        on_start: Callable[[int, int], object],
-        on_batch: Callable[[Cost], object],
-        say: Callable[[str], object],
-    ) -> JobResult:
-        """Generate the completions that the journal does not hold yet, and return them with those that it holds."""
-        completions = dict(journal.rows) if journal else {}
-        cost = Cost(layer_count(config))
-        for earlier in journal.costs if journal else []:
-            cost += earlier
-        if completions:
-            say(f"{len(completions)} rows were done before")
-        todo = {index: row for index, row in ids.items() if index not in completions}
-        if todo:
-            if journal:
-                journal.check_output()
-            asked = EngineConfig(**{each.name: getattr(self, each.name) for each in fields(EngineConfig)})
-            positions = max(map(len, todo.values())) + self.options["max_new_tokens"]
-            with self.engine.open(asked, schedule, positions) as write_rows:
-                on_start(len(ids), len(completions))
-                for keys, batch, took in write_rows(todo):
-                    if journal:
-                        journal.add(keys, batch, took)
-                    completions.update(zip(keys, batch, strict=True))
-                    cost += took
-                    on_batch(took)
-        summary = cost.summary() | {
-            "bad_rows": len(items) - len(ids),
-            "layers": cost.num_layers,
-            "target_speedup": 1.0 if schedule is None else self.speedup or schedule.target,
-            "target_of": self.clock,
-        }
-        return JobResult(items, completions, summary | self._scores(items, completions, say))
 
     def _scores(
         self, items: Sequence[Item], completions: Mapping[int, Completion], say: Callable[[str], object]

@@ -70,22 +70,14 @@ class DecodingLinear(nn.Module):
         }
         return twin
 
-    def __getstate__(self) -> NoReturn:
-        raise ModelError(f"weights of {self.option} are not pickled: load the model where it is needed")
-
-    def _save_to_state_dict(self, *_: Any, **__: Any) -> NoReturn:
+    def refuse(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise ModelError in place of all that would find no weight, or a second one."""
         raise ModelError(
-            f"weights of {self.option} are made when a model is loaded, and not saved: load it without {self.option}"
+            f"weights of {self.option} are made when a model is loaded: to save, pickle, resize or change them, load "
+            f"it without {self.option}"
         )
 
-    def refuse_resize(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise ModelError in place of ``resize_token_embeddings``, which would find no weight or add a second one."""
-        raise ModelError(
-            f"weights of {self.option} keep their size: resize and save the model without {self.option}, and load that"
-        )
-
-    def _load_from_state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        raise ModelError(f"weights of {self.option} are made when a model is loaded: load it anew with other weights")
+    __getstate__ = _save_to_state_dict = _load_from_state_dict = refuse
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DecodingLinear:
         moved = fn(torch.empty(0, dtype=self.dtype))
@@ -156,4 +148,4 @@ def replace_linear(model: PreTrainedModel, kind: type[DecodingLinear]) -> None:
             f"{type(model).__name__} reads weights without calling their modules: leave {kind.option} out ({error})"
         ) from error
     one = next(iter(made.values()))
-    model.save_pretrained, model.resize_token_embeddings = one._save_to_state_dict, one.refuse_resize
+    model.save_pretrained = model.resize_token_embeddings = one.refuse

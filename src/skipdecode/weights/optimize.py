@@ -18,14 +18,12 @@ from .prepack import PackedLinear
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def optimizations(quantization: str | None = None, prepack: bool = False, **others: Any) -> dict[str, Any]:
+def optimizations(quantization: str | None = None, prepack: bool = False) -> dict[str, Any]:
     """Return the options that are on, by name, for :func:`optimize` and for reports of measured times.
 
     Raises:
-        UsageError: an unknown option, an unknown quantization, or both options at once.
+        UsageError: an unknown quantization, or both options at once.
     """
-    if others:
-        raise UsageError(f"layers are optimized by quantization and prepack, not by {', '.join(others)}")
     if quantization not in (None, "int8"):
         raise UsageError(f"quantization is int8 or None, not {quantization!r}")
     if quantization and prepack:
@@ -64,8 +62,10 @@ def check_optimizations(name: str, config: Any, dtype: str | torch.dtype, device
 def optimize(model: Model, *, quantization: str | None = None, prepack: bool = False) -> Model:
     """Make a model's layers and LM head run faster, in place, and return it.
 
-    The input of the head is always made contiguous (:func:`contiguous_head`). With ``quantization`` or ``prepack``, the
-    model can decode, but be neither saved nor trained.
+    The 16-bit inputs of the head are always made contiguous. ``generate`` passes it a view (batch, 1, size) of the
+    hidden states of all prompt positions, for which torch's CPU kernels copy the head's weight once per sequence. (In
+    float32 the view stays: contiguous inputs would use another kernel, whose bits differ from the stock model's.)
+    With ``quantization`` or ``prepack``, the model can decode, but be neither saved nor trained.
 
     Args:
         model: any causal LM without gates.
@@ -79,26 +79,15 @@ def optimize(model: Model, *, quantization: str | None = None, prepack: bool = F
     """
     if is_attached(model):
         raise ModelError("the model has gates already: optimize it before attach, or detach it first")
-    kind = linear_kind(quantization=quantization, prepack=prepack)
-    if kind is not None:
+    given = optimizations(quantization, prepack)
+    if (kind := linear_kind(**given)) is not None:
         if any(hasattr(layer, "_hf_hook") for layer in decoder_layers(model)):
             raise ModelError(f"layers whose weights are offloaded take no {kind.option}")
-        given = optimizations(quantization, prepack)
         check_optimizations(type(model).__name__, model.config, model.dtype, str(model.device), **given)
         hooks = getattr(model.get_output_embeddings(), "_forward_pre_hooks", {})
         for key in [key for key, hook in hooks.items() if hook is _contiguous]:
             del hooks[key]  # heads with hooks are not replaced
         replace_linear(model, kind)
-    return contiguous_head(model)
-
-
-def contiguous_head(model: Model) -> Model:
-    """Copy the LM head's 16-bit inputs to contiguous memory before each call. Return the model.
-
-    ``generate`` passes the head a view (batch, 1, size) of the hidden states of all prompt positions. In bfloat16 and
-    float16, torch's CPU kernels then copy the head's weight once per sequence. In float32 the view stays: contiguous
-    inputs would use another kernel, whose bits differ from the stock model's.
-    """
     head = model.get_output_embeddings()
     if head is not None and _contiguous not in head._forward_pre_hooks.values():
         head.register_forward_pre_hook(_contiguous)
