@@ -33,6 +33,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     from transformers import LogitsProcessor, LogitsProcessorList
 
     from skipdecode import Schedule, SkipCache, generate, load
+    from skipdecode.core.cache import total_kv_bytes
     from skipdecode.core.checkpoint_config import layer_count
     from skipdecode.generation.batch import generate_batch
     from skipdecode.planning.resolve import new_schedule
@@ -63,7 +64,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         """Notes what is held after each pass."""
 
         def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-            trace.append((caches[0].kv_bytes, own() - start))
+            trace.append((total_kv_bytes(caches[0]), own() - start))
             return scores
 
     def cache_of(model: Any) -> SkipCache:
@@ -81,7 +82,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     generate_batch(model, tokenizer, ids, cache_of, logits_processor=LogitsProcessorList([Trace()]), **options)
     done.set()
     watcher.join()
-    end, kv_peak, kv_end = own() - start, caches[0].peak_kv_bytes, caches[0].kv_bytes
+    end, kv_peak, kv_end = own() - start, caches[0].peak_kv_bytes, total_kv_bytes(caches[0])
     trim()
     kept = end - (own() - start)
     caches.clear()

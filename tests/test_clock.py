@@ -134,7 +134,7 @@ def test_passes_that_would_take_long_run_fewer_layers(
         for one, other in zip(getattr(found, name), getattr(profile, name), strict=True):
             assert [one.rest, one.head, *one.layers] == pytest.approx([other.rest, other.head, *other.layers], abs=1e-9)
     one = found.steps[0]
-    slow = Pass(one.batch_size, one.length, one.layers, 1.0)
+    slow = Pass(one.batch_size, one.length, one.layers, 1.0, 0.0)
     assert profiling._noise([one, slow, slow]) == pytest.approx(1 / (sum(one.layers) + HEAD), rel=0.3)
     assert profiling._fastest([slow, one]).rest == one.rest
 
@@ -250,7 +250,7 @@ def test_a_job_on_the_clock_runs_what_is_planned(checkpoint: Path, tmp_path: Pat
 
 def _made(**placed: Any) -> Profile:
     """A profile of eight layers that cost what they cost everywhere."""
-    passes = [Pass(size, length, (0.01,), 0.01) for size in (1, 32) for length in (4, 90)]
+    passes = [Pass(size, length, (0.01,), 0.01, 0.0) for size in (1, 32) for length in (4, 90)]
     both: dict[str, Any] = {"prompts": tuple(passes), "steps": tuple(passes)}
     return Profile(model="made", dtype="float32", kinds=("layer",), layers=(0,) * 8, **both, **placed)
 

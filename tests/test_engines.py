@@ -106,7 +106,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> offline.VllmEngine:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"batch_size": "auto"}, "batch_size"),
         ({"quantization": "int8"}, "quantization"),
         ({"offload": "disk"}, "offload"),
         ({"options": {"num_beams": 3}}, "num_beams"),

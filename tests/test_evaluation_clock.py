@@ -29,7 +29,7 @@ def data(tmp_path: Path) -> Path:
 
 def profile_of(checkpoint: Path, **options: Any) -> Profile:
     """Of eight layers that take as long as all that is beyond them."""
-    passes = tuple(Pass(size, length, (0.00125,), 0.01) for size in (1, 8) for length in (4, 90))
+    passes = tuple(Pass(size, length, (0.00125,), 0.01, 0.0) for size in (1, 8) for length in (4, 90))
     placed: dict[str, Any] = {"shape": shape_of(read_config(str(checkpoint))), "machine": machine("cpu")}
     placed |= {"model": "made", "dtype": "float32", "device": "cpu", "options": options}
     return Profile(**placed, kinds=("layer",), layers=(0,) * 8, prompts=passes, steps=passes)

@@ -228,7 +228,7 @@ def test_the_cache_holds_what_will_still_run_and_nothing_else(name: str, schedul
             if grows[layer]:
                 held[layer] = held[layer] // (WIDTH + number) * (WIDTH + ROOM)
         assert probes[0].measure_layer_kv[number] == held
-    assert cache.kv_bytes == sum(held) == total_kv_bytes(cache)
+    assert sum(held) == total_kv_bytes(cache)
     assert cache.get_seq_length() == WIDTH + STEPS
     assert cache.step_depths == [schedule.depth(g) for g in range(STEPS)]
 

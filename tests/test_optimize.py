@@ -332,18 +332,12 @@ def test_a_module_in_two_places_is_packed_once() -> None:
 
 
 @needs
-def test_packing_twice_is_once_and_a_copy_has_weights_of_its_own() -> None:
+def test_packing_twice_is_once() -> None:
     """Also after optimize without it, which puts a hook on the head."""
     model = optimize(optimize(optimize(build("opt")), prepack=True), prepack=True)
     head: Any = model.get_output_embeddings()
     assert isinstance(head, PackedLinear)
     assert len(head._forward_pre_hooks) == 1
-    expected = run(model, prompts(), TOP)
-    twin = copy.deepcopy(model)
-    mine = {id(part.packed_weight) for part in model.modules() if isinstance(part, PackedLinear)}
-    assert not mine & {id(part.packed_weight) for part in twin.modules() if isinstance(part, PackedLinear)}
-    del model
-    assert torch.equal(run(twin, prompts(), TOP).sequences, expected.sequences)
 
 
 # --- together with others
@@ -512,7 +506,7 @@ def test_packed_and_int8_weights_are_not_mixed(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", ["opt", "gpt2"])
-def test_replaced_weights_are_neither_saved_pickled_loaded_moved_nor_trained(
+def test_replaced_weights_are_neither_saved_copied_loaded_moved_nor_trained(
     name: str, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """Each would go wrong without a word, or far from here."""
@@ -525,6 +519,8 @@ def test_replaced_weights_are_neither_saved_pickled_loaded_moved_nor_trained(
         model.state_dict()
     with pytest.raises(ModelError, match="made when a model is loaded"):
         pickle.dumps(model)
+    with pytest.raises(ModelError, match="made when a model is loaded"):
+        copy.deepcopy(model)
     with pytest.raises(ModelError, match="made when a model is loaded"):
         model.load_state_dict(plain.state_dict(), strict=False)
     with pytest.raises(ModelError, match="keep their device and type"):
@@ -544,12 +540,11 @@ def test_replaced_weights_keep_their_type_and_size(options: dict[str, Any], tied
         plain.config.tie_word_embeddings, plain._tied_weights_keys = False, None
         plain.lm_head.weight = nn.Parameter(plain.lm_head.weight.detach().clone())
     model = optimize(plain, **options)
-    for wanted in (model, copy.deepcopy(model)):
-        with pytest.raises(ModelError, match=r"leave torch\.autocast out"), torch.autocast("cpu"), torch.no_grad():
-            wanted(**prompts())
-        with pytest.raises(ModelError, match="resize or change them, load it without"):
-            wanted.resize_token_embeddings(160)
-        assert wanted(**prompts()).logits.shape[-1] == wanted.get_input_embeddings().weight.shape[0]
+    with pytest.raises(ModelError, match=r"leave torch\.autocast out"), torch.autocast("cpu"), torch.no_grad():
+        model(**prompts())
+    with pytest.raises(ModelError, match="resize or change them, load it without"):
+        model.resize_token_embeddings(160)
+    assert model(**prompts()).logits.shape[-1] == model.get_input_embeddings().weight.shape[0]
 
 
 def test_a_weight_that_is_read_without_its_module_is_refused(options: dict[str, Any]) -> None:

@@ -239,11 +239,6 @@ class SkipCache(DynamicCache):
         """Raise CacheError: every call needs a new cache."""
         raise CacheError("a SkipCache cannot be reset: make a new one")
 
-    @property
-    def kv_bytes(self) -> int:
-        """Return the bytes of keys, values and recurrent states held now."""
-        return total_kv_bytes(self)
-
 
 def total_kv_bytes(cache: Any) -> int:
     """Return the bytes of all keys, values, convolution and recurrent states in a transformers cache."""

@@ -153,21 +153,17 @@ def batches(
     check_with_model(options, defaults, seed)
     order = sorted(prompts, key=lambda key: (-len(prompts[key]), key))  # what does not fit in memory fails at once
     sampled = seed is not None and bool(options.get("do_sample"))
+    devices = [model.device] if model.device.type == "cuda" else []  # besides the CPU, whose state is always restored
     for at in range(0, len(order), batch_size):
         keys = order[at : at + batch_size]
         own: dict[str, Any] = {}
         if seed is not None and sampled and num_beams(options, defaults) == 1:  # beam search draws for a whole batch
             own = {"watermarking_config": Sampling(seed, keys)}
-        with torch.random.fork_rng(_devices(model), enabled=sampled):
+        with torch.random.fork_rng(devices, enabled=sampled):
             if seed is not None and sampled:
                 torch.manual_seed(stable_hash(seed, *keys))
             rows, cost = generate_batch(model, tokenizer, [prompts[key] for key in keys], decoding, **options | own)
         yield keys, rows, cost
-
-
-def _devices(model: PreTrainedModel) -> list[torch.device]:
-    """Return the devices, other than the CPU, whose random state sampling changes."""
-    return [model.device] if model.device.type == "cuda" else []
 
 
 def max_positions(config: Any) -> int | None:

@@ -29,10 +29,9 @@ class Workload:
     new_tokens: int = 128
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "prompt_tokens", "new_tokens"):
-            check_whole(name, getattr(self, name))
-        if self.new_tokens < 2:
-            raise UsageError("new_tokens is at least 2: the first token is the prompt's, steps come after it")
+        check_whole("batch_size", self.batch_size)
+        check_whole("prompt_tokens", self.prompt_tokens)
+        check_whole("new_tokens", self.new_tokens, 2)  # the first token is the prompt's, steps come after it
 
     @property
     def steps(self) -> int:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -31,8 +31,6 @@ NOISY = 0.1
 FARTHEST = 1.25
 #: Whether a file's bytes are a profile of any version, so that another profile may replace the file.
 is_profile = has_key("skipdecode_profile")
-
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Pass:
     length: int
     layers: tuple[float, ...]
     rest: float
-    head: float = 0.0
+    head: float
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -168,10 +166,9 @@ class Profile:
             raise FileError(f"this is no profile of version {VERSION}: skipdecode profile writes one")
         given = {name: value for name, value in values.items() if name != "skipdecode_profile"}
         try:
-            for name in ("prompts", "steps"):
-                given[name] = [_from_object(Pass, one) for one in given[name]]
-            return _from_object(cls, given)
-        except (AttributeError, KeyError, TypeError, UsageError, ScheduleError) as error:
+            passes = {name: [Pass(**one) for one in given[name]] for name in ("prompts", "steps")}
+            return cls(**given | passes)
+        except (KeyError, TypeError, UsageError, ScheduleError) as error:
             raise FileError(f"the profile is damaged: {error}") from None
 
     def save(self, path: str | Path) -> None:
@@ -223,12 +220,6 @@ def _need(holds: bool, message: str) -> None:
 def _check_number(name: str, value: Any, most: float) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     _need(number and 0 <= value <= most, f"{name}: a number from 0 to {most:g} is needed, not {value!r}")
-
-
-def _from_object(cls: type[Made], values: dict[str, Any]) -> Made:
-    missing = {each.name for each in fields(cls)} - values.keys()  # type: ignore[arg-type]
-    _need(not missing, f"{', '.join(sorted(missing))} is missing")  # defaults are for passes made here
-    return cls(**values)
 
 
 def _between(measured: Mapping[int, Sequence[Pass]], batch_size: int, length: int, what: str) -> Pass:

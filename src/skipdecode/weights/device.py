@@ -33,7 +33,8 @@ def check_device(device: str) -> None:
         place = torch.device(device)
         torch.zeros(1, device=place)
     except (RuntimeError, AssertionError, ImportError) as error:
-        raise ModelError(f"there is no device {device!r} here: {_first_line(error)}") from error
+        line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ModelError(f"there is no device {device!r} here: {line}") from error
     if place.type == "meta" or (place.type == "cpu" and place.index):
         raise ModelError(f"there is no device {device!r} here that computes")
 
@@ -42,10 +43,6 @@ def check_dtype(dtype: str | torch.dtype) -> None:
     """Raise ModelError for a dtype other than ``auto`` and :data:`DTYPES`."""
     if dtype not in ("auto", *DTYPES, *(getattr(torch, kind) for kind in DTYPES)):
         raise ModelError(f"a dtype is auto, {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, not {dtype!r}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _fast_bfloat16() -> bool:

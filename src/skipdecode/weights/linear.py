@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NoReturn
 
@@ -20,7 +19,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class DecodingLinear(nn.Module):
-    """A linear module for decoding only: it cannot be saved, loaded, moved, resized or trained.
+    """A linear module for decoding only: it cannot be saved, copied, moved, resized or trained.
 
     It has no ``weight`` attribute, so a model that reads weights without calling their modules fails.
 
@@ -58,22 +57,10 @@ class DecodingLinear(nn.Module):
                 f"weights of {self.option} keep their type: give load the dtype you need, and leave torch.autocast out"
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DecodingLinear:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        # oneDNN tensors have no storage that deepcopy could copy.
-        twin.__dict__ = {
-            name: {key: None if x is None else x.clone() for key, x in value.items()}
-            if name == "_buffers"
-            else copy.deepcopy(value, memo)
-            for name, value in vars(self).items()
-        }
-        return twin
-
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ModelError in place of all that would find no weight, or a second one."""
         raise ModelError(
-            f"weights of {self.option} are made when a model is loaded: to save, pickle, resize or change them, load "
+            f"weights of {self.option} are made when a model is loaded: to save, copy, resize or change them, load "
             f"it without {self.option}"
         )
 

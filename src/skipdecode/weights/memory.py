@@ -29,16 +29,12 @@ def available_memory(device: str | torch.device) -> int:
         UsageError: free memory cannot be measured on this kind of device.
     """
     place = torch.device(device)
-    if place.type not in ("cpu", "cuda", "mps"):
+    if place.type not in ("cpu", "cuda"):
         raise UsageError(f"free memory of {place.type} is not known: give max_memory, not auto")
     if place.type == "cuda":
         # Memory that torch has reserved but does not use is free for this process, though not for the driver.
         unused = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
         return torch.cuda.mem_get_info(place)[0] + unused
-    if place.type == "mps":  # it may use a part of the CPU's memory
-        unused = torch.mps.driver_allocated_memory() - torch.mps.current_allocated_memory()
-        rest = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-        return max(min(rest, available_memory("cpu")), 0) + unused
     try:
         import psutil
     except ModuleNotFoundError:
