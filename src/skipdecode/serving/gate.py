@@ -30,11 +30,9 @@ class Plan:
         self.narrowed: Narrowed | None = None
         self.indices: dict[int, Tensor] = {}  # token indices on the device, by id of their part
         self.extras: int | None = None  # values after hidden states in a layer's tuple; None: it returns a tensor
-        #: Layer-tokens (one token in one layer) since the start: at full depth, needed by the schedules, and run.
-        self.full_tokens, self.needed_tokens, self.run_tokens = 0, 0, 0
+        #: Since the start: steps, and layer-tokens (one token in one layer) at full depth, needed, and run.
+        self.steps, self.full_tokens, self.needed_tokens, self.run_tokens = 0, 0, 0, 0
         self._planned_run = 0  # what run_tokens must be when the current step ends
-        #: Steps since the start, and the sum over them of layers that at least one token needed.
-        self.steps, self.entered_layers = 0, 0
 
     def begin(self, step: Step, narrowed: Narrowed | None) -> None:
         """Make the gates follow ``step`` until :meth:`end`; ``narrowed`` may be None for a step at full depth."""
@@ -45,7 +43,6 @@ class Plan:
         self._planned_run = self.run_tokens + needed
         self.run_tokens += step.is_full * needed  # counted here: a compiled graph does not call the gates' counters
         self.steps += 1
-        self.entered_layers += sum(count > 0 for count in step.counts)
 
     def end(self) -> None:
         """Open the gates: every layer runs for every token."""
@@ -58,11 +55,6 @@ class Plan:
                 f"{self.run_tokens} tokens times layers have gone through the gates where {self._planned_run} were "
                 "planned: something calls layers past them, or twice"
             )
-
-    def counted(self) -> dict[str, int]:
-        """Return the counters by name."""
-        tokens = {"full": self.full_tokens, "needed": self.needed_tokens, "run": self.run_tokens}
-        return tokens | {"steps": self.steps, "entered": self.entered_layers}
 
 
 class Gate:

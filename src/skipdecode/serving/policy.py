@@ -25,13 +25,11 @@ class Limits:
         speedup: what new requests get under load, unless theirs is higher.
         waiting: load begins when more requests than this wait for their first token; None: no limit.
         token_ms: load begins when the mean time between tokens exceeds this, in milliseconds; None: no limit.
-        everyone: whether requests that name a speed-up are made faster too.
     """
 
     speedup: float
     waiting: float | None = None
     token_ms: float | None = None
-    everyone: bool = False
 
 
 class Load:
@@ -78,16 +76,9 @@ class Load:
             self.is_high = any(value > limit for value, limit in limited)
         return self.is_high
 
-    def choose(self, speedup: float, asked: bool) -> float:
-        """Return the speed-up of a new request: ``speedup``, or under load the operator's if that is higher.
-
-        Args:
-            speedup: what the request gets without load.
-            asked: whether the request named it.
-        """
-        if not self.refresh() or (asked and not self.limits.everyone):
-            return speedup
-        return max(speedup, self.limits.speedup)
+    def choose(self, speedup: float) -> float:
+        """Return the speed-up of a new request that named none: ``speedup``, or under load the operator's if higher."""
+        return max(speedup, self.limits.speedup) if self.refresh() else speedup
 
     def _forget(self) -> None:
         now = self._clock()

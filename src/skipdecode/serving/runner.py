@@ -11,9 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import CUDAGraphMode
-from vllm.envs import VLLM_LOG_STATS_INTERVAL
 from vllm.forward_context import get_forward_context
-from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from ..errors import UnsupportedModel
@@ -22,7 +20,6 @@ from .configure import serving_of
 from .depths import Step, Table, Tables, Whole
 from .gate import add_gates
 from .head import quantize_head
-from .metrics import LayerLog
 from .narrow import Narrowing, Prepared
 
 if TYPE_CHECKING:
@@ -32,8 +29,6 @@ else:
 
 #: Attention backends that keep a step's state in its metadata only, so that more metadata can be built in the step.
 ATTENTION = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
-
-logger = init_logger(f"vllm.{__name__}")  # a child of vLLM's logger has its handlers and level
 
 
 class Skipping(Runner):
@@ -49,8 +44,6 @@ class Skipping(Runner):
         self.skip_int8_head = serving.int8_head
         if self.skip_int8_head:
             quantize_head(self.model)
-        say = logger.info if self.parallel_config.rank == 0 else logger.debug
-        self.skip_log = LayerLog(self.skip_plan, VLLM_LOG_STATS_INTERVAL, say)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Reload the weights, and quantize the LM head again."""
@@ -105,7 +98,6 @@ class Skipping(Runner):
             yield
         finally:
             self.skip_plan.end()
-            self.skip_log.step()
         self.skip_plan.require_followed()
 
 

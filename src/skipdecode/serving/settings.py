@@ -13,8 +13,8 @@ from .policy import Limits
 
 #: Keys of ``--additional-config '{"skipdecode": {…}}'``.
 REQUESTS = ("speedups", "speedup", "prompt_layers")
-LOAD = ("load_speedup", "load_waiting", "load_token_ms", "load_all")
-OPTIONS = (*REQUESTS, "schedule", "free_blocks", "int8_head", *LOAD)
+LOAD = ("load_speedup", "load_waiting", "load_token_ms")
+OPTIONS = (*REQUESTS, "schedule", "int8_head", *LOAD)
 #: Speed-ups that a server offers for a model without trained schedules, up to its number of layers.
 USUAL = (1.0, 2.0, 3.0, 5.0)
 
@@ -32,17 +32,15 @@ class Serving:
             - ``prompt_layers``: how many layers every prompt runs, instead of the schedules' values: a number (a
               schedule whose first step runs more uses that depth), or ``"max"``, the depth of the first step.
             - ``schedule``: one for every request, as :meth:`Schedule.to_dict` returns it, instead of these three.
-            - ``free_blocks``: whether to free keys and values of layers that a request will not run again. Default:
-              if vLLM can.
             - ``int8_head``: whether to quantize the LM head to int8. Default: false.
-            - ``load_speedup``, ``load_waiting``, ``load_token_ms``, ``load_all``: the load policy, see
+            - ``load_speedup``, ``load_waiting``, ``load_token_ms``: the load policy, see
               :class:`~skipdecode.serving.policy.Limits`.
 
     Attributes:
         schedules: every schedule that the server can run, by speed-up.
         default: the speed-up of requests that name none.
         limits: the load policy, or None.
-        buckets: groups of layers whose keys and values are freed together; empty if none are freed early.
+        buckets: groups of layers whose keys and values are freed together; empty if none retires early.
 
     Raises:
         ScheduleError: an option is unknown, or values contradict each other or the model.
@@ -55,8 +53,9 @@ class Serving:
         if unknown := ", ".join(sorted(set(options) - set(OPTIONS))):
             raise ScheduleError(f"unknown options of {CONFIG_KEY}: {unknown}; known are {', '.join(OPTIONS)}")
         self.num_layers = layer_count(config)
-        self.free_blocks = _flag(options, "free_blocks", None)
-        self.int8_head = _flag(options, "int8_head", False)
+        self.int8_head = options.get("int8_head", False)
+        if not isinstance(self.int8_head, bool):
+            raise ScheduleError(f"int8_head must be true or false, not {self.int8_head!r}")
         if "schedule" in options:
             if others := ", ".join(sorted({*REQUESTS, *LOAD} & set(options))):
                 raise ScheduleError(f"a schedule of {CONFIG_KEY} is for every request: leave out {others}")
@@ -72,7 +71,7 @@ class Serving:
             trained = [speedup for speedup in offered if speedup in stored]
             self.default = self.speedup(options.get("speedup", max(trained, default=offered[0])))
             self.limits = self._limits(options)
-        self.buckets: Buckets = () if self.free_blocks is False else choose_buckets(self.schedules.values())
+        self.buckets: Buckets = choose_buckets(self.schedules.values())
 
     @classmethod
     def of(cls, config: Any, options: Mapping[str, Any] | None = None) -> Serving | None:
@@ -116,7 +115,7 @@ class Serving:
             _number(name, given[name], 0, 1e9) if name in given else None for name in ("load_waiting", "load_token_ms")
         )
         speedup = self.speedup(given["load_speedup"], "load_speedup")
-        return Limits(speedup, waiting, token_ms, _flag(options, "load_all", False))
+        return Limits(speedup, waiting, token_ms)
 
 
 def _schedule(config: Any, speedup: float, layers: Any, stored: Mapping[float, Schedule]) -> Schedule:
@@ -127,13 +126,6 @@ def _schedule(config: Any, speedup: float, layers: Any, stored: Mapping[float, S
         layers = stored[max(stored)].style.get("prompt_layers")  # a number may be too low at a lower speed-up
     schedule = schedule_for(config, speedup, **style | ({"prompt_layers": "max"} if layers else {}))
     return schedule if layers in (None, "max") else schedule.replace(prompt_layers=max(layers, schedule.max_depth))
-
-
-def _flag(options: Mapping[str, Any], name: str, default: bool | None) -> Any:
-    """Return a boolean option. Raises ScheduleError for another type."""
-    if name in options and not isinstance(options[name], bool):
-        raise ScheduleError(f"{name} must be true or false, not {options[name]!r}")
-    return options.get(name, default)
 
 
 def _number(name: str, value: Any, least: float, most: float) -> float:

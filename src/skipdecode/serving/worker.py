@@ -35,8 +35,9 @@ class SkipWorker(Worker):
         self.model_runner.__class__ = adapted(type(self.model_runner), adapter)
 
     def skipdecode_layers(self) -> dict[str, int]:
-        """Return the counters of :class:`~skipdecode.serving.gate.Plan` since the start, by name."""
-        return self.model_runner.skip_plan.counted()
+        """Return layer-tokens since the start: at full depth, needed by the schedules, and run."""
+        plan = self.model_runner.skip_plan
+        return {"full": plan.full_tokens, "needed": plan.needed_tokens, "run": plan.run_tokens}
 
 
 class SkipCPUWorker(SkipWorker, CPUWorker):
