@@ -20,7 +20,7 @@ from skipdecode.errors import MissingExtra, ModelError, ScheduleError, UsageErro
 from skipdecode.serving import release, server
 from skipdecode.serving.depths import Table, Tables
 from skipdecode.serving.metrics import work
-from skipdecode.serving.policy import WINDOW, Limits, Load
+from skipdecode.serving.policy import WINDOW, Load
 from skipdecode.serving.requests import OWN, assign_speedup, requested_speedup
 from skipdecode.serving.settings import Serving
 from skipdecode.weights.loading import DEMO, read_config
@@ -31,7 +31,7 @@ class World:
 
     def __init__(self, **limits: Any) -> None:
         self.now, self.waiting, self.writing = 0.0, 0, 1
-        self.load = Load(Limits(5.0, **limits), lambda: (self.waiting, self.writing), lambda: self.now)
+        self.load = Load(lambda: (self.waiting, self.writing), 5.0, **limits, clock=lambda: self.now)
 
     def step(self, ms: float, rows: int = 1) -> None:
         """A step of so many milliseconds, with a token for each row."""
@@ -104,9 +104,9 @@ def test_nobody_gets_slower(speedup: float, given: float) -> None:
 def test_a_request_under_load() -> None:
     """Its parameters hold the speed-up that it got; one that began before keeps its own."""
     serving = Serving(read_config("demo"), {"speedup": 2, "load_speedup": 5, "load_waiting": 3})
-    assert serving.limits is not None
+    assert serving.load == {"speedup": 5, "waiting": 3}
     waiting = 0
-    load = Load(serving.limits, lambda: (waiting, 0))
+    load = Load(lambda: (waiting, 0), **serving.load)
     before, during, named = (SimpleNamespace(extra_args=extra) for extra in (None, {"other": 1}, {"speedup": 2}))
     assign_speedup(before, serving, load)
     waiting = 4
@@ -212,26 +212,26 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's server on the checkpoint, under the name that was given, with our options as one JSON."""
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    command = server.server_command("demo", {"speedup": 3}, ["--port", "8000"])
-    given = list(command.arguments[1:])
+    command, environment = server.server_command("demo", {"speedup": 3}, ["--port", "8000"])
+    given = command[1:]
     assert given[:4] == ["-m", server.MODULE, "--model", str(DEMO)]
     assert given[given.index("--served-model-name") + 1] == "demo"
     assert given[given.index("--additional-config") + 1] == '{"skipdecode": {"speedup": 3}}'
     assert "--enable-per-request-metrics" in given
     assert given[-2:] == ["--port", "8000"]
-    assert command.environment == server.CPU_ROOM
+    assert environment == server.CPU_ROOM
 
 
 @pytest.mark.usefixtures("with_vllm")
 def test_what_the_operator_says_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Defaults of ours give way to vLLM's options and to the environment."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
-    command = server.server_command("demo", None, ["--served-model-name=mine", "--disable-log-stats"])
-    assert "demo" not in command.arguments
-    assert "--enable-per-request-metrics" not in command.arguments
-    assert command.environment == {}
+    command, environment = server.server_command("demo", None, ["--served-model-name=mine", "--disable-log-stats"])
+    assert "demo" not in command
+    assert "--enable-per-request-metrics" not in command
+    assert environment == {}
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
-    assert server.server_command("demo", None, ["--kv-cache-memory-bytes", "1G"]).environment == {}
+    assert server.server_command("demo", None, ["--kv-cache-memory-bytes", "1G"])[1] == {}
 
 
 @pytest.mark.usefixtures("with_vllm")

@@ -18,7 +18,7 @@ from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UnsupportedModel
 from skipdecode.serving.configure import choose_worker, serving_of
 from skipdecode.serving.depths import Part, Step, Tables
-from skipdecode.serving.gate import Cut, add_gates
+from skipdecode.serving.gate import add_gates, cut
 from skipdecode.serving.release import require_tested
 from skipdecode.serving.requests import assign_speedup, block_keys, ends_of, speedup_of
 from skipdecode.serving.settings import Serving
@@ -227,12 +227,15 @@ def test_two_stacks_are_refused() -> None:
 
 def test_cut_takes_tokens_wherever_they_are() -> None:
     """Positions have them last, hidden states before the size; what has none stays."""
-    cut = Cut(torch.tensor([0, 2]), 3)
-    assert cut(torch.arange(3)).tolist() == [0, 2]
-    assert cut(torch.arange(9).reshape(3, 3)).tolist() == [[0, 2], [3, 5], [6, 8]]
-    assert cut(torch.zeros(3, 7)).shape == (2, 7)
-    assert cut((torch.zeros(1, 3, 7), {"a": torch.zeros(5)}))[0].shape == (1, 2, 7)
-    assert cut({"a": torch.zeros(5), "b": None})["a"].shape == (5,)
+
+    def first_and_last(value: Any) -> Any:
+        return cut(value, torch.tensor([0, 2]), 3)
+
+    assert first_and_last(torch.arange(3)).tolist() == [0, 2]
+    assert first_and_last(torch.arange(9).reshape(3, 3)).tolist() == [[0, 2], [3, 5], [6, 8]]
+    assert first_and_last(torch.zeros(3, 7)).shape == (2, 7)
+    assert first_and_last((torch.zeros(1, 3, 7), {"a": torch.zeros(5)}))[0].shape == (1, 2, 7)
+    assert first_and_last({"a": torch.zeros(5), "b": None})["a"].shape == (5,)
 
 
 # --- settings
@@ -240,8 +243,8 @@ def test_cut_takes_tokens_wherever_they_are() -> None:
 
 def test_a_stock_model_is_left_alone() -> None:
     """Without schedules and without options the plugin does nothing."""
-    assert Serving.of(config()) is None
-    assert Serving.of(config(), {}) is not None
+    assert serving_of(vllm_config(additional_config={})) is None
+    assert serving_of(vllm_config()) is not None
 
 
 def test_a_server_of_a_stock_model_has_flat_schedules() -> None:

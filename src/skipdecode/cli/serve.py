@@ -43,7 +43,7 @@ def serve(
     Options that are not below go to vLLM's API server, which takes this process over.
     """
     from ..core.schedule import parse_prompt_layers
-    from ..serving.server import server_command
+    from ..serving import server
 
     options = {
         "speedups": None if speedups is None else list(o.parse_speedups(speedups)),
@@ -55,4 +55,4 @@ def serve(
         "load_token_ms": load_token_ms,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    server_command(model, given, vllm or ()).replace_this_process()
+    server.serve(model, given, vllm or ())

@@ -158,11 +158,10 @@ class BucketKVCacheManager(KVCacheManager):
 
 
 def adopt(manager: KVCacheManager) -> None:
-    """Turn vLLM's manager into a :class:`BucketKVCacheManager` if its groups are buckets; otherwise leave it."""
-    if all(isinstance(group.kv_cache_spec, BucketSpec) for group in manager.kv_cache_config.kv_cache_groups):
-        manager.__class__ = BucketKVCacheManager
-        if isinstance(manager.coordinator, HybridKVCacheCoordinator):
-            manager.coordinator.__class__ = BucketCoordinator
+    """Turn vLLM's manager, whose groups are buckets, into a :class:`BucketKVCacheManager`."""
+    manager.__class__ = BucketKVCacheManager
+    if isinstance(manager.coordinator, HybridKVCacheCoordinator):
+        manager.coordinator.__class__ = BucketCoordinator
 
 
 # Registered on import: a process that unpickles a BucketSpec imports this module, so it knows the manager too. vLLM

@@ -54,7 +54,7 @@ class Frontend:
 
     def __init__(self, serving: Serving, model_name: str) -> None:
         self.serving = serving
-        self.load = None if serving.limits is None else Load(serving.limits, self.requests)
+        self.load = None if serving.load is None else Load(self.requests, **serving.load)
         self.model_name = model_name
         self._tables = Tables(serving.schedules)
         #: By vLLM's request id: the output processor's state, the speed-up, and whether the load policy raised it.

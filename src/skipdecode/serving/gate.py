@@ -93,9 +93,8 @@ class Gate:
         if id(part) not in self.plan.indices:
             self.plan.indices[id(part)] = torch.from_numpy(part.tokens).to(hidden.device)
         tokens = self.plan.indices[id(part)]
-        cut = Cut(tokens, step.tokens)
         with self.plan.narrowed(part):
-            output = self.original(*cut(args), **cut(kwargs))
+            output = self.original(*cut(args, tokens, step.tokens), **cut(kwargs, tokens, step.tokens))
         axis = hidden.ndim - 2
         if not self.has_residual:
             ran = output[0] if isinstance(output, tuple) else output
@@ -120,28 +119,23 @@ class Gate:
         return hidden if self.plan.extras is None else (hidden, *[None] * self.plan.extras)
 
 
-class Cut:
-    """Selects the given tokens from every tensor that has one entry per token of the step.
+def cut(value: Any, tokens: Tensor, count: int) -> Any:
+    """Select tokens from every tensor that has one entry per token of the step, also in tuples, lists and dicts.
 
     Args:
+        value: an argument of a layer.
         tokens: (tokens of the part,), indices in the step.
         count: how many tokens the step has.
     """
-
-    def __init__(self, tokens: Tensor, count: int) -> None:
-        self.tokens, self.count = tokens, count
-
-    def __call__(self, value: Any) -> Any:
-        """Return ``value`` with all tensors cut, also those in tuples, lists and dicts."""
-        if isinstance(value, tuple | list):
-            return type(value)(self(item) for item in value)
-        if isinstance(value, dict):
-            return {name: self(item) for name, item in value.items()}
-        if not isinstance(value, Tensor) or value.ndim == 0:
-            return value
-        # Tokens are the last axis of positions (integers or 1-D), the second to last of hidden states and rotations.
-        axis = value.ndim - 1 if value.ndim == 1 or not value.is_floating_point() else value.ndim - 2
-        return value.index_select(axis, self.tokens) if value.shape[axis] == self.count else value
+    if isinstance(value, tuple | list):
+        return type(value)(cut(item, tokens, count) for item in value)
+    if isinstance(value, dict):
+        return {name: cut(item, tokens, count) for name, item in value.items()}
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    # Tokens are the last axis of positions (integers or 1-D), the second to last of hidden states and rotations.
+    axis = value.ndim - 1 if value.ndim == 1 or not value.is_floating_point() else value.ndim - 2
+    return value.index_select(axis, tokens) if value.shape[axis] == count else value
 
 
 def add_gates(model: nn.Module, num_layers: int) -> Plan:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..core.schedule import Schedule
 from ..errors import ScheduleError
 from .buckets import retirements
 from .policy import Load
@@ -63,20 +62,17 @@ def assign_speedup(params: Any, serving: Serving, load: Load | None = None) -> N
     speedup, asked = requested_speedup(params, serving)
     given = speedup if load is None or asked else load.choose(speedup)
     schedule = serving.schedules[given]
-    own = identity(schedule, given) | {"ends": retirements(schedule, serving.buckets), "moved": given != speedup}
-    params.extra_args = {**(params.extra_args or {}), SPEEDUP: given, OWN: own}
-
-
-def identity(schedule: Schedule, speedup: float) -> dict[str, Any]:
-    """Return what keys and values depend on: the prompt's layers, ``prompt_decay``, and the schedule's speed-up."""
     layers = schedule.layers(schedule.deepest)
-    prompt = "" if len(layers) == schedule.num_layers else ",".join(map(str, layers))
-    return {
-        "speedup": speedup,
-        "prompt": prompt,
+    own = {
+        "speedup": given,
+        "moved": given != speedup,
+        "ends": retirements(schedule, serving.buckets),
+        # What keys and values depend on: the prompt's layers, prompt_decay, and the schedule's speed-up.
+        "prompt": "" if len(layers) == schedule.num_layers else ",".join(map(str, layers)),
         "own": schedule.prompt_decay,
-        "steps": "" if schedule.is_full else f"{speedup!r}",
+        "steps": "" if schedule.is_full else f"{given!r}",
     }
+    params.extra_args = {**(params.extra_args or {}), SPEEDUP: given, OWN: own}
 
 
 def speedup_of(params: Any) -> float | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from .depths import Table
@@ -55,14 +54,10 @@ class SkippingV2(Skipping):
         if self.skip_batch is None:
             return original(*args, **kwargs)
         (batch, block_tables), self.skip_batch = self.skip_batch, None
-        step = self.planned(
-            [self.skip_requests[name] for name in batch.req_ids],
-            batch.num_scheduled_tokens.astype(np.int64),
-            batch.num_computed_tokens_np.astype(np.int64),
-            self.req_states.prompt_len.np[batch.idx_mapping_np].astype(np.int64),
-            batch.positions,
-        )
-        with self.following(step, lambda: self._prepared(batch, block_tables)):
+        tables = [self.skip_requests[name] for name in batch.req_ids]
+        prompts = self.req_states.prompt_len.np[batch.idx_mapping_np]
+        requests = batch.num_scheduled_tokens, batch.num_computed_tokens_np, prompts
+        with self.following(tables, requests, batch.positions, lambda: self._prepared(batch, block_tables)):
             return original(*args, **kwargs)
 
     def _prepared(self, batch: Any, block_tables: Any) -> Prepared:

@@ -9,7 +9,6 @@ from ..core.checkpoint_config import CONFIG_KEY, layer_count, schedule_for, trai
 from ..core.schedule import Schedule
 from ..errors import ScheduleError
 from .buckets import Buckets, choose_buckets
-from .policy import Limits
 
 #: Keys of ``--additional-config '{"skipdecode": {…}}'``.
 REQUESTS = ("speedups", "speedup", "prompt_layers")
@@ -34,12 +33,12 @@ class Serving:
             - ``schedule``: one for every request, as :meth:`Schedule.to_dict` returns it, instead of these three.
             - ``int8_head``: whether to quantize the LM head to int8. Default: false.
             - ``load_speedup``, ``load_waiting``, ``load_token_ms``: the load policy, see
-              :class:`~skipdecode.serving.policy.Limits`.
+              :class:`~skipdecode.serving.policy.Load`.
 
     Attributes:
         schedules: every schedule that the server can run, by speed-up.
         default: the speed-up of requests that name none.
-        limits: the load policy, or None.
+        load: arguments of :class:`~skipdecode.serving.policy.Load`, or None without a load policy.
         buckets: groups of layers whose keys and values are freed together; empty if none retires early.
 
     Raises:
@@ -62,7 +61,7 @@ class Serving:
             schedule = schedule_for(config, schedule=Schedule.from_dict(options["schedule"]))
             self.default = float(schedule.target)
             self.schedules = {self.default: schedule}
-            self.limits = None
+            self.load = None
         else:
             stored = trained_schedules(config)
             offered = self._offered(options, stored)
@@ -70,15 +69,8 @@ class Serving:
             self.schedules = {speedup: _schedule(config, speedup, layers, stored) for speedup in offered}
             trained = [speedup for speedup in offered if speedup in stored]
             self.default = self.speedup(options.get("speedup", max(trained, default=offered[0])))
-            self.limits = self._limits(options)
+            self.load = self._load(options)
         self.buckets: Buckets = choose_buckets(self.schedules.values())
-
-    @classmethod
-    def of(cls, config: Any, options: Mapping[str, Any] | None = None) -> Serving | None:
-        """Return the settings, or None (a stock server) if the model has no schedules and no options are given."""
-        if options is None and not getattr(config, CONFIG_KEY, None):
-            return None
-        return cls(config, options)
 
     def speedup(self, value: Any, name: str = "speedup") -> float:
         """Return the value as a float. Raises ScheduleError if the server does not offer this speed-up."""
@@ -104,18 +96,15 @@ class Serving:
             raise ScheduleError(f"prompt_layers must be a number from 1 to {self.num_layers}, or 'max', not {layers!r}")
         return layers
 
-    def _limits(self, options: Mapping[str, Any]) -> Limits | None:
-        """Return the load policy, or None without its options."""
-        given = {name: options[name] for name in LOAD if name in options}
-        if not given:
+    def _load(self, options: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the arguments of the load policy, or None without its options."""
+        limits = {name: _number(name, options[name], 0, 1e9) for name in LOAD[1:] if name in options}
+        if "load_speedup" not in options and not limits:
             return None
-        if "load_speedup" not in given or not {"load_waiting", "load_token_ms"} & set(given):
+        if "load_speedup" not in options or not limits:
             raise ScheduleError("a load policy needs load_speedup, and load_waiting or load_token_ms: the limit")
-        waiting, token_ms = (
-            _number(name, given[name], 0, 1e9) if name in given else None for name in ("load_waiting", "load_token_ms")
-        )
-        speedup = self.speedup(given["load_speedup"], "load_speedup")
-        return Limits(speedup, waiting, token_ms)
+        limits["load_speedup"] = self.speedup(options["load_speedup"], "load_speedup")
+        return {name.removeprefix("load_"): value for name, value in limits.items()}
 
 
 def _schedule(config: Any, speedup: float, layers: Any, stored: Mapping[float, Schedule]) -> Schedule:
