@@ -168,9 +168,9 @@ def plain(model: nn.ModuleList, tokens: int) -> Tensor:
 
 
 @contextmanager
-def nothing(_: Part) -> Iterator[None]:
+def nothing(part: Part) -> Iterator[Tensor]:
     """Layers without attention: nothing to narrow."""
-    yield
+    yield torch.from_numpy(part.tokens)
 
 
 @pytest.mark.parametrize(("layer", "run"), [(Native, native), (Plain, plain), (Adding, adding), (Naming, adding)])
@@ -181,9 +181,8 @@ def test_each_token_passes_its_own_layers(layer: type[nn.Module], run: Any) -> N
     stock = [run(nn.ModuleList(layers[i] for i in np.flatnonzero(row).tolist()), step.tokens) for row in step.runs]
     gates = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
     full = run(layers, step.tokens)
-    gates.begin(step, nothing)
-    found = run(layers, step.tokens)
-    gates.end()
+    with gates.following(step, nothing):
+        found = run(layers, step.tokens)
     for token, expected in enumerate(stock):
         torch.testing.assert_close(found[token], expected[token])
     torch.testing.assert_close(run(layers, step.tokens), full)
@@ -195,13 +194,10 @@ def test_layers_that_are_called_past_their_gates_are_noticed() -> None:
     step = plan([(2.0, 3, 30, 1), (4.0, 3, 30, 1)])
     layers = nn.ModuleList(Native() for _ in range(LAYERS))
     gates = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
-    gates.begin(step, nothing)
-    native(layers, step.tokens)
-    gates.end()
-    gates.require_followed()
-    gates.begin(step, nothing)
-    with pytest.raises(RuntimeError, match="layers past them"):
-        gates.require_followed()
+    with gates.following(step, nothing):
+        native(layers, step.tokens)
+    with pytest.raises(RuntimeError, match="layers past them"), gates.following(step, nothing):
+        pass
 
 
 def test_a_layer_that_no_token_needs_is_not_called() -> None:
@@ -212,8 +208,8 @@ def test_a_layer_that_no_token_needs_is_not_called() -> None:
     for index, layer in enumerate(layers):
         cast(Native, layer).mix.register_forward_hook(lambda *_, index=index: called.append(index))
     gates = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
-    gates.begin(step, nothing)
-    native(layers, step.tokens)
+    with gates.following(step, nothing):
+        native(layers, step.tokens)
     assert called == [layer for layer in range(LAYERS) if step.counts[layer]]
     assert len(called) < LAYERS
 

@@ -67,16 +67,12 @@ class VllmEngine:
 
     def check(self, job: EngineConfig, config: Any, defaults: Any) -> None:
         """Raise UsageError for an option that vLLM lacks, or treats differently from transformers."""
-        refused = {
-            "clock": job.clock != "layers" and "a profile is of transformers' loop",
-            "quantization": job.quantization and "this int8 is of transformers' loop",
-            "prepack": job.prepack and "this layout of weights is of transformers' loop",
-            "offload": job.offload is not None and "layers that wait elsewhere are of transformers' loop",
-            "batch_size": job.batch_size == "auto" and "vLLM fits rows into memory itself: give the most rows at once",
-        }
-        for name, reason in refused.items():
-            if reason:
-                raise UsageError(f"{name} does not go with the engine vllm: {reason}")
+        given = {"clock": job.clock != "layers", "quantization": job.quantization, "prepack": job.prepack}
+        for name, is_given in (given | {"offload": job.offload}).items():
+            if is_given:
+                raise UsageError(f"{name} does not go with the engine vllm: it is of transformers' loop")
+        if job.batch_size == "auto":
+            raise UsageError("batch_size: vLLM fits rows into memory itself: give the most rows at once")
         sampling_params(job.options, defaults, config)
         dtype, device = placement(config, job.dtype, job.device)
         _dtype(dtype, config)
@@ -145,12 +141,11 @@ class _Writer:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = dict(self.params)
-        if params["temperature"]:
-            params["seed"] = stable_hash(self.seed, key)
         # Stop strings need all tokens after each step; without them, tokens are only read at the end.
-        params["output_kind"] = RequestOutputKind.CUMULATIVE if self.stop else RequestOutputKind.FINAL_ONLY
-        self.engine.add_request(str(key), {"prompt_token_ids": prompt}, SamplingParams(**params))
+        kind = RequestOutputKind.CUMULATIVE if self.stop else RequestOutputKind.FINAL_ONLY
+        seed = stable_hash(self.seed, key) if self.params["temperature"] else None
+        params = SamplingParams(**self.params, seed=seed, output_kind=kind)
+        self.engine.add_request(str(key), {"prompt_token_ids": prompt}, params)
 
     def _step(self, prompts: Mapping[int, list[int]]) -> dict[int, Completion]:
         """Run one step of the engine, and return the completions that ended in it."""

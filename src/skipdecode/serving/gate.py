@@ -7,8 +7,8 @@ Transformers backend. Like the gate for transformers, this one replaces ``forwar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ..errors import UnsupportedModel
 from .depths import Part, Step
 
-#: Returns a context manager within which attention sees only the tokens of a part.
-Narrowed = Callable[[Part], AbstractContextManager[Any]]
+#: Returns a context manager within which attention sees only the tokens of a part; it yields their indices.
+Narrowed = Callable[[Part], AbstractContextManager[Tensor]]
 
 
 class Plan:
@@ -28,32 +28,36 @@ class Plan:
         self.num_layers = num_layers
         self.step: Step | None = None
         self.narrowed: Narrowed | None = None
-        self.indices: dict[int, Tensor] = {}  # token indices on the device, by id of their part
         self.extras: int | None = None  # values after hidden states in a layer's tuple; None: it returns a tensor
         #: Since the start: steps, and layer-tokens (one token in one layer) at full depth, needed, and run.
         self.steps, self.full_tokens, self.needed_tokens, self.run_tokens = 0, 0, 0, 0
-        self._planned_run = 0  # what run_tokens must be when the current step ends
 
-    def begin(self, step: Step, narrowed: Narrowed | None) -> None:
-        """Make the gates follow ``step`` until :meth:`end`; ``narrowed`` may be None for a step at full depth."""
-        self.step, self.narrowed, self.indices = step, narrowed, {}
+    @contextmanager
+    def following(self, step: Step, narrowed: Narrowed | None) -> Iterator[None]:
+        """Return a context within which gates follow ``step``; elsewhere every layer runs for every token.
+
+        Args:
+            step: its plan.
+            narrowed: may be None for a step at full depth.
+
+        Raises:
+            RuntimeError: the step did not run as planned, as a compiled graph would silently bypass the gates.
+        """
         needed = sum(step.counts)
+        planned = self.run_tokens + needed
         self.full_tokens += step.tokens * len(step.counts)
         self.needed_tokens += needed
-        self._planned_run = self.run_tokens + needed
         self.run_tokens += step.is_full * needed  # counted here: a compiled graph does not call the gates' counters
         self.steps += 1
-
-    def end(self) -> None:
-        """Open the gates: every layer runs for every token."""
-        self.step = self.narrowed = None
-
-    def require_followed(self) -> None:
-        """Raise RuntimeError if the last step did not run as planned: a compiled graph would silently bypass gates."""
-        if self.run_tokens != self._planned_run:
+        self.step, self.narrowed = step, narrowed
+        try:
+            yield
+        finally:
+            self.step = self.narrowed = None
+        if self.run_tokens != planned:
             raise RuntimeError(
-                f"{self.run_tokens} tokens times layers have gone through the gates where {self._planned_run} were "
-                "planned: something calls layers past them, or twice"
+                f"{self.run_tokens} tokens times layers have gone through the gates where {planned} were planned: "
+                "something calls layers past them, or twice"
             )
 
 
@@ -90,10 +94,7 @@ class Gate:
     ) -> Any:
         part = step.part(self.index)
         assert self.plan.narrowed is not None
-        if id(part) not in self.plan.indices:
-            self.plan.indices[id(part)] = torch.from_numpy(part.tokens).to(hidden.device)
-        tokens = self.plan.indices[id(part)]
-        with self.plan.narrowed(part):
+        with self.plan.narrowed(part) as tokens:
             output = self.original(*cut(args, tokens, step.tokens), **cut(kwargs, tokens, step.tokens))
         axis = hidden.ndim - 2
         if not self.has_residual:

@@ -55,15 +55,15 @@ class Narrowing:
         self._made: dict[int, Groups] = {}
 
     @contextmanager
-    def __call__(self, part: Part) -> Iterator[None]:
-        """Return a context within which attention sees only the part's tokens."""
+    def __call__(self, part: Part) -> Iterator[torch.Tensor]:
+        """Return a context within which attention sees only the part's tokens; yield their indices, on the device."""
         if id(part) not in self._made:
             self._made[id(part)] = Groups(self, part)
         before, made = (self.context.attn_metadata, self.context.slot_mapping), self._made[id(part)]
         # Attention reads attn_metadata; the write of keys and values reads slot_mapping.
         self.context.attn_metadata, self.context.slot_mapping = made.metadata, made.slots
         try:
-            yield
+            yield made.tokens
         finally:
             self.context.attn_metadata, self.context.slot_mapping = before
 

@@ -93,9 +93,5 @@ class Skipping(Runner):
             context.cudagraph_runtime_mode = CUDAGraphMode.NONE
             context.all_moe_layers = None  # vLLM then finds MoE layers by name, not by call order
             narrowing = Narrowing(prepared(), context)
-        self.skip_plan.begin(step, narrowing)
-        try:
+        with self.skip_plan.following(step, narrowing):
             yield
-        finally:
-            self.skip_plan.end()
-        self.skip_plan.require_followed()
