@@ -21,7 +21,7 @@ from helpers.engine import Request, engine, runner, scheduler, serve
 from skipdecode.errors import UnsupportedModel
 from skipdecode.serving import blocks
 from skipdecode.serving import runner as runners
-from skipdecode.serving.head import quantize_head, why_no_int8
+from skipdecode.serving.head import multiplies_int8, quantize_head
 from skipdecode.serving.narrow import Groups
 from skipdecode.weights.loading import DEMO
 
@@ -104,7 +104,7 @@ def test_reloaded_weights_have_an_int8_head_again(monkeypatch: pytest.MonkeyPatc
         assert serve(it, requests_of(4)).tokens == texts
 
 
-@pytest.mark.skipif(bool(why_no_int8()), reason=why_no_int8())
+@pytest.mark.skipif(not multiplies_int8(), reason="needs a CPU that multiplies int8")
 def test_an_int8_head_is_near_the_one_it_was_made_of_and_its_rows_stay_alone() -> None:
     """Logits within the rounding of 8 bits; a request's text does not depend on who shares its steps."""
     options = {"skipdecode": {"int8_head": True}}

@@ -11,9 +11,8 @@ from ..errors import ScheduleError
 from .buckets import Buckets, choose_buckets
 
 #: Keys of ``--additional-config '{"skipdecode": {…}}'``.
-REQUESTS = ("speedups", "speedup", "prompt_layers")
-LOAD = ("load_speedup", "load_waiting", "load_token_ms")
-OPTIONS = (*REQUESTS, "schedule", "int8_head", *LOAD)
+LIMITS = ("load_waiting", "load_token_ms")
+OPTIONS = ("speedups", "speedup", "prompt_layers", "schedule", "int8_head", "load_speedup", *LIMITS)
 #: Speed-ups that a server offers for a model without trained schedules, up to its number of layers.
 USUAL = (1.0, 2.0, 3.0, 5.0)
 
@@ -49,14 +48,14 @@ class Serving:
         if not isinstance(options, Mapping | None):
             raise ScheduleError(f"the options of {CONFIG_KEY} are a JSON object, not {options!r}")
         options = {name: value for name, value in (options or {}).items() if value is not None}
-        if unknown := ", ".join(sorted(set(options) - set(OPTIONS))):
+        if unknown := ", ".join(sorted(options.keys() - set(OPTIONS))):
             raise ScheduleError(f"unknown options of {CONFIG_KEY}: {unknown}; known are {', '.join(OPTIONS)}")
         self.num_layers = layer_count(config)
         self.int8_head = options.get("int8_head", False)
         if not isinstance(self.int8_head, bool):
             raise ScheduleError(f"int8_head must be true or false, not {self.int8_head!r}")
         if "schedule" in options:
-            if others := ", ".join(sorted({*REQUESTS, *LOAD} & set(options))):
+            if others := ", ".join(sorted(options.keys() - {"schedule", "int8_head"})):
                 raise ScheduleError(f"a schedule of {CONFIG_KEY} is for every request: leave out {others}")
             schedule = schedule_for(config, schedule=Schedule.from_dict(options["schedule"]))
             self.default = float(schedule.target)
@@ -98,7 +97,7 @@ class Serving:
 
     def _load(self, options: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the arguments of the load policy, or None without its options."""
-        limits = {name: _number(name, options[name], 0, 1e9) for name in LOAD[1:] if name in options}
+        limits = {name: _number(name, options[name], 0, 1e9) for name in LIMITS if name in options}
         if "load_speedup" not in options and not limits:
             return None
         if "load_speedup" not in options or not limits:
