@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode import Schedule
-from skipdecode.errors import ScheduleError
 from skipdecode.serving.buckets import Buckets, choose_buckets, held_layers, retirements
 from skipdecode.serving.depths import Table
 from skipdecode.serving.requests import assign_speedup, ends_of
@@ -92,12 +91,4 @@ def test_requests_say_where_their_buckets_end() -> None:
     assert ends_of(request(3, 7)) == [inf, 7, 7]
     assert ends_of(request(3, 7, prompt_layers="max")) == [inf, 0, 0]
     assert ends_of(request(1, 7)) == [inf, inf, inf]
-    assert ends_of(request(3, 7, free_blocks=False)) == []
     assert ends_of(SimpleNamespace(sampling_params=None, num_prompt_tokens=7)) is None
-
-
-@pytest.mark.parametrize("value", [1, "yes"])
-def test_the_switch_is_true_or_false(value: Any) -> None:
-    """Anything else is refused at the start."""
-    with pytest.raises(ScheduleError, match="free_blocks must be true or false"):
-        request(3, 7, free_blocks=value)

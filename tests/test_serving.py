@@ -18,7 +18,7 @@ from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UnsupportedModel
 from skipdecode.serving.configure import choose_worker, serving_of
 from skipdecode.serving.depths import Part, Step, Tables
-from skipdecode.serving.gate import Cut, add_gates
+from skipdecode.serving.gate import add_gates, cut
 from skipdecode.serving.release import require_tested
 from skipdecode.serving.requests import assign_speedup, block_keys, ends_of, speedup_of
 from skipdecode.serving.settings import Serving
@@ -168,9 +168,9 @@ def plain(model: nn.ModuleList, tokens: int) -> Tensor:
 
 
 @contextmanager
-def nothing(_: Part) -> Iterator[None]:
+def nothing(part: Part) -> Iterator[Tensor]:
     """Layers without attention: nothing to narrow."""
-    yield
+    yield torch.from_numpy(part.tokens)
 
 
 @pytest.mark.parametrize(("layer", "run"), [(Native, native), (Plain, plain), (Adding, adding), (Naming, adding)])
@@ -181,9 +181,8 @@ def test_each_token_passes_its_own_layers(layer: type[nn.Module], run: Any) -> N
     stock = [run(nn.ModuleList(layers[i] for i in np.flatnonzero(row).tolist()), step.tokens) for row in step.runs]
     gates = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
     full = run(layers, step.tokens)
-    gates.begin(step, nothing)
-    found = run(layers, step.tokens)
-    gates.end()
+    with gates.following(step, nothing):
+        found = run(layers, step.tokens)
     for token, expected in enumerate(stock):
         torch.testing.assert_close(found[token], expected[token])
     torch.testing.assert_close(run(layers, step.tokens), full)
@@ -195,13 +194,10 @@ def test_layers_that_are_called_past_their_gates_are_noticed() -> None:
     step = plan([(2.0, 3, 30, 1), (4.0, 3, 30, 1)])
     layers = nn.ModuleList(Native() for _ in range(LAYERS))
     gates = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
-    gates.begin(step, nothing)
-    native(layers, step.tokens)
-    gates.end()
-    gates.require_followed()
-    gates.begin(step, nothing)
-    with pytest.raises(RuntimeError, match="layers past them"):
-        gates.require_followed()
+    with gates.following(step, nothing):
+        native(layers, step.tokens)
+    with pytest.raises(RuntimeError, match="layers past them"), gates.following(step, nothing):
+        pass
 
 
 def test_a_layer_that_no_token_needs_is_not_called() -> None:
@@ -212,8 +208,8 @@ def test_a_layer_that_no_token_needs_is_not_called() -> None:
     for index, layer in enumerate(layers):
         cast(Native, layer).mix.register_forward_hook(lambda *_, index=index: called.append(index))
     gates = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
-    gates.begin(step, nothing)
-    native(layers, step.tokens)
+    with gates.following(step, nothing):
+        native(layers, step.tokens)
     assert called == [layer for layer in range(LAYERS) if step.counts[layer]]
     assert len(called) < LAYERS
 
@@ -227,12 +223,15 @@ def test_two_stacks_are_refused() -> None:
 
 def test_cut_takes_tokens_wherever_they_are() -> None:
     """Positions have them last, hidden states before the size; what has none stays."""
-    cut = Cut(torch.tensor([0, 2]), 3)
-    assert cut(torch.arange(3)).tolist() == [0, 2]
-    assert cut(torch.arange(9).reshape(3, 3)).tolist() == [[0, 2], [3, 5], [6, 8]]
-    assert cut(torch.zeros(3, 7)).shape == (2, 7)
-    assert cut((torch.zeros(1, 3, 7), {"a": torch.zeros(5)}))[0].shape == (1, 2, 7)
-    assert cut({"a": torch.zeros(5), "b": None})["a"].shape == (5,)
+
+    def first_and_last(value: Any) -> Any:
+        return cut(value, torch.tensor([0, 2]), 3)
+
+    assert first_and_last(torch.arange(3)).tolist() == [0, 2]
+    assert first_and_last(torch.arange(9).reshape(3, 3)).tolist() == [[0, 2], [3, 5], [6, 8]]
+    assert first_and_last(torch.zeros(3, 7)).shape == (2, 7)
+    assert first_and_last((torch.zeros(1, 3, 7), {"a": torch.zeros(5)}))[0].shape == (1, 2, 7)
+    assert first_and_last({"a": torch.zeros(5), "b": None})["a"].shape == (5,)
 
 
 # --- settings
@@ -240,8 +239,8 @@ def test_cut_takes_tokens_wherever_they_are() -> None:
 
 def test_a_stock_model_is_left_alone() -> None:
     """Without schedules and without options the plugin does nothing."""
-    assert Serving.of(config()) is None
-    assert Serving.of(config(), {}) is not None
+    assert serving_of(vllm_config(additional_config={})) is None
+    assert serving_of(vllm_config()) is not None
 
 
 def test_a_server_of_a_stock_model_has_flat_schedules() -> None:

@@ -1,8 +1,6 @@
-"""What a step of a server costs before its layers run: plans, their tables, and the line that says what was run."""
+"""What a step of a server costs before its layers run: plans and their tables."""
 
 from __future__ import annotations
-
-import re
 
 import numpy as np
 import pytest
@@ -11,8 +9,6 @@ from transformers import OPTConfig
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError
 from skipdecode.serving.depths import Step, Tables
-from skipdecode.serving.gate import Plan
-from skipdecode.serving.metrics import LayerLog
 from skipdecode.serving.settings import Serving
 
 LAYERS = 24
@@ -67,32 +63,3 @@ def test_an_int8_head_is_asked_for_or_not(value: object) -> None:
     assert not Serving(config, {"int8_head": None, "speedups": None, "speedup": None}).int8_head
     with pytest.raises(ScheduleError, match="int8_head must be true or false"):
         Serving(config, {"int8_head": value})
-
-
-def test_the_log_names_what_was_run_needed_and_entered() -> None:
-    """Of full depth's, since the line before; no line before its time."""
-    now, plan = [100.0], Plan(LAYERS)
-    lines: list[str] = []
-    log = LayerLog(plan, 10, lines.append, lambda: now[0])
-    wholly, partly = step_of((1.0, 5, 90, 4)), step_of((1.0, 5, 90, 1), (5.0, 9, 20, 1))
-    assert sum(partly.counts) == LAYERS + 5
-    for step in (wholly, partly):
-        plan.begin(step, None)
-        plan.end()
-        now[0] += 4
-        log.step()
-    assert not lines
-    plan.run_tokens += sum(partly.counts)  # as gates count
-    now[0] += 4
-    plan.begin(wholly, None)
-    log.step()
-    share = (8 * LAYERS + LAYERS + 5) / (10 * LAYERS)
-    assert lines == [
-        f"skipdecode: {share:.1%} of full depth's layer-tokens run, {share:.1%} needed; steps entered 100.0% of the "
-        "layers (last 12 s, 3 steps)"
-    ]
-    plan.begin(step_of((5.0, 9, 20, 1)), None)
-    plan.run_tokens += 5
-    now[0] += 30
-    log.step()
-    assert re.findall(r"[0-9.]+", lines[1]) == ["20.8", "20.8", "20.8", "30", "1"]

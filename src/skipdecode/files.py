@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -44,7 +44,9 @@ def write(path: str | Path, content: str | bytes, *, may_replace: Callable[[byte
     check_target(path, may_replace=may_replace)
     with names_file(path):
         if is_stream(path):
-            with _open_stream(path) as stream:
+            number = _number(path)
+            # Opening the descriptor's file by name would truncate it.
+            with open(path if number is None else os.dup(number), "wb") as stream:
                 stream.write(data)
         else:
             _replace(target, data)
@@ -113,12 +115,6 @@ def _number(path: str | Path) -> int | None:
     return ("stdin", "stdout", "stderr").index(named[1]) if named[1] else int(named[2])
 
 
-def _open_stream(path: str | Path) -> BinaryIO:
-    number = _number(path)
-    # Opening the descriptor's file by name would truncate it.
-    return open(path if number is None else os.dup(number), "wb")
-
-
 def sync_folder(folder: Path) -> None:
     """Flush new and deleted file names in ``folder`` to the disk, if the system can."""
     with suppress(OSError):  # Windows cannot open folders
@@ -144,11 +140,13 @@ def locked(path: str | Path, what: str | None = None, timeout: float = 0) -> Ite
     target = Path(os.path.realpath(path))
     note = target.with_name(f".{target.name}.skipdecode-lock")
     # Two threads of one process may not work on one output either.
-    lock = FileLock(note, thread_local=False)
+    lock, owner = FileLock(note, thread_local=False), ""
     try:
         lock.acquire(timeout=timeout)
     except Timeout:
-        raise JobError(f"{what or path} is in use by {_owner(note)}: wait for it, or stop it first") from None
+        with suppress(OSError):  # the owner writes it just after locking
+            owner = note.read_text(encoding="utf-8", errors="replace").strip()
+        raise JobError(f"{what or path} is in use by {owner or 'another process'}: wait for it, or stop it") from None
     try:
         with suppress(OSError):  # on Windows, nobody can write to a locked file
             note.write_text(f"process {os.getpid()} on {socket.gethostname()} ({' '.join(sys.argv)[:200]})\n")
@@ -156,17 +154,6 @@ def locked(path: str | Path, what: str | None = None, timeout: float = 0) -> Ite
     finally:
         note.unlink(missing_ok=True)  # before release: processes that wait then see that it is gone
         lock.release()
-
-
-def _owner(note: Path, patience: float = 1.0) -> str:
-    """Return the owner's text in the lock file; wait for it, since the owner writes it just after locking."""
-    until = time.monotonic() + patience
-    while time.monotonic() < until:
-        with suppress(OSError):
-            if owner := note.read_text(encoding="utf-8", errors="replace").strip():
-                return owner
-        time.sleep(0.01)
-    return "another process"
 
 
 def has_key(key: str) -> Callable[[bytes], bool]:

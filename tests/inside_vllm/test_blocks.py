@@ -26,8 +26,7 @@ from vllm.v1.request import Request as VRequest
 from helpers.engine import Reference, Request, engine, runner, scheduler, serve
 from skipdecode import Schedule
 from skipdecode.core.checkpoint_config import to_config_entry
-from skipdecode.errors import UnsupportedModel
-from skipdecode.serving import plugin
+from skipdecode.serving import blocks, plugin
 from skipdecode.serving.blocks import in_buckets
 from skipdecode.serving.requests import assign_speedup, ends_of
 from skipdecode.serving.settings import Serving
@@ -131,14 +130,14 @@ def test_more_requests_run_in_the_same_memory(
     requests = requests_of(64, seed=1, speedups=(3.0,))
     seen = {}
     for free in (False, True):
-        options: dict[str, Any] = {"free_blocks": free} | ({"prompt_layers": layers} if layers else {})
         with engine(
             DEMO_FOLDER,
+            disable_hybrid_kv_cache_manager=not free,
             kv_cache_memory_bytes=ROOM,
             max_num_seqs=64,
             enable_prefix_caching=caching,
             hf_overrides={"skipdecode": to_config_entry({3.0: FLAT})},
-            additional_config={"skipdecode": options},
+            additional_config={"skipdecode": {"prompt_layers": layers}},
         ) as made:
             watch = watched(made)
             served = serve(made, requests)
@@ -163,7 +162,7 @@ def test_any_speeds_arrivals_and_ends(
         kv_cache_memory_bytes=ROOM * 3 // 4,
         max_num_batched_tokens=64,
         enable_prefix_caching=caching,
-        additional_config={"skipdecode": {"free_blocks": True} | options},
+        additional_config={"skipdecode": options},
     ) as made:
         watch = watched(made)
         served = serve(
@@ -190,8 +189,8 @@ def test_prefixes_are_found_as_often_as_with_all_blocks_kept(layers: Any) -> Non
     requests = requests_of(48, seed=4, speedups=(1.0, 2.0, 3.0, 5.0))
     cached = {}
     for free in (False, True):
-        options = {"free_blocks": free} | ({"prompt_layers": layers} if layers else {})
-        with engine(DEMO_FOLDER, enable_prefix_caching=True, additional_config={"skipdecode": options}) as made:
+        options: dict[str, Any] = {"disable_hybrid_kv_cache_manager": not free, "enable_prefix_caching": True}
+        with engine(DEMO_FOLDER, additional_config={"skipdecode": {"prompt_layers": layers}}, **options) as made:
             served = [serve(made, requests) for _ in range(2)]
         cached[free] = [each.cached for each in served]
     assert cached[True] == cached[False]
@@ -291,8 +290,11 @@ def test_a_replay_that_finds_what_it_wrote_needs_no_blocks_of_ended_buckets() ->
         (specs_of(FullAttentionSpec), config_of(), {"speedups": [1]}, "no schedule served here"),
     ],
 )
-def test_where_blocks_cannot_be_freed(specs: Any, config: Any, options: dict[str, Any], reason: str) -> None:
-    """The server keeps them, unless it was told to free them: then it says why it cannot."""
+def test_where_blocks_cannot_be_freed(
+    specs: Any, config: Any, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server keeps them, and says why."""
+    lines: list[str] = []
+    monkeypatch.setattr(blocks.logger, "info", lambda text, *args: lines.append(text % args))
     assert in_buckets(specs, serving_of(**options), config) == specs
-    with pytest.raises(UnsupportedModel, match=f"free_blocks cannot be had: .*{reason}"):
-        in_buckets(specs, serving_of(free_blocks=True, **options), config)
+    assert [reason in line for line in lines] == [True]

@@ -142,7 +142,7 @@ def test_forced_preemption(
     with engine(
         DEMO_FOLDER,
         num_gpu_blocks_override=8 * 11 if free else 22,  # eight buckets of three layers
-        additional_config={"skipdecode": {"free_blocks": free}},
+        disable_hybrid_kv_cache_manager=not free,
         enable_prefix_caching=caching,
         max_num_batched_tokens=budget,
         enable_chunked_prefill=True,

@@ -21,7 +21,7 @@ from skipdecode.serving import frontend as frontend_module
 from skipdecode.serving import plugin, runner
 from skipdecode.serving.configure import WORKERS, _without_graphs
 from skipdecode.serving.frontend import Frontend
-from skipdecode.serving.plugin import _patched_process_inputs
+from skipdecode.serving.plugin import _process_inputs
 from skipdecode.serving.settings import Serving
 from skipdecode.serving.worker import SkipCPUWorker
 from skipdecode.weights.loading import DEMO, read_config
@@ -39,9 +39,9 @@ def test_requests_of_other_kinds_are_bad_requests(change: dict[str, Any]) -> Non
     """Pictures, and prompts that go on growing."""
     fields = {"sampling_params": SamplingParams(), "mm_features": None, "resumable": False}
     processor = SimpleNamespace(skipdecode=Serving(read_config(str(DEMO))))
-    _patched_process_inputs(lambda *_: SimpleNamespace(**fields))(processor)
+    _process_inputs(lambda *_: SimpleNamespace(**fields), processor)
     with pytest.raises(VLLMValidationError):
-        _patched_process_inputs(lambda *_: SimpleNamespace(**fields | change))(processor)
+        _process_inputs(lambda *_: SimpleNamespace(**fields | change), processor)
 
 
 @pytest.mark.parametrize("name", WORKERS)
@@ -52,16 +52,12 @@ def test_our_workers_stand_before_vllms(name: str) -> None:
     assert ours.init_device is not theirs.init_device
 
 
-@pytest.mark.parametrize("hook", [None, "other"])
-def test_a_release_without_our_places_leaves_stock_models_alone(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_without_our_places_leaves_stock_models_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line in the log; vLLM calls the plugin in each process, whatever is served."""
     from vllm import platforms
 
-    class Changed:
-        check_and_update_config = hook
-
     said: list[str] = []
-    monkeypatch.setattr(platforms, "current_platform", Changed())
+    monkeypatch.setattr(platforms, "current_platform", object())
     monkeypatch.setattr(plugin.logger, "error", lambda text, *args: said.append(text % args))
     plugin.register()
     assert len(said) == 1
@@ -77,18 +73,19 @@ def test_a_release_with_some_of_our_places_refuses_models_with_schedules(monkeyp
         def check_and_update_config(cls, vllm_config: Any, more: int = 0) -> None:
             vllm_config.checked = True
 
-    monkeypatch.setattr(platforms, "current_platform", Platform())
+    platform = Platform()
+    monkeypatch.setattr(platforms, "current_platform", platform)
     monkeypatch.setattr(plugin, "_patch", lambda: AsyncLLM.no_such_place)
     plugin.register()
     model = SimpleNamespace(hf_config=SimpleNamespace())
     stock = SimpleNamespace(model_config=model, additional_config=None)
-    Platform.check_and_update_config(stock, more=1)
+    platform.check_and_update_config(stock, more=1)
     assert stock.checked
     skipping = SimpleNamespace(
         model_config=SimpleNamespace(hf_config=read_config(str(DEMO))), additional_config={"skipdecode": {}}
     )
-    with pytest.raises(UnsupportedModel, match=r"does not fit vLLM .*no_such_place"):
-        Platform.check_and_update_config(skipping)
+    with pytest.raises(UnsupportedModel, match=r"does not fit this vLLM: .*no_such_place"):
+        platform.check_and_update_config(skipping)
 
 
 class Request:
@@ -104,7 +101,7 @@ def test_figures_that_fail_end_no_request(monkeypatch: pytest.MonkeyPatch) -> No
     frontend = Frontend(Serving(read_config(str(DEMO))), "demo")
     said: list[str] = []
     monkeypatch.setattr(frontend_module.logger, "exception", said.append)
-    monkeypatch.setattr(frontend._counters, "finished", lambda *_: 1 / 0)
+    monkeypatch.setattr(frontend_module, "count_finished", lambda *_: 1 / 0)
     for name in ("a", "b"):
         frontend._followed[name] = Request(name, 3), 2.0, False
         frontend._end(name, "stop")

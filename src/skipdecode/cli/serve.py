@@ -37,16 +37,13 @@ def serve(
     load_token_ms: Annotated[
         float | None, Option(help="Load: tokens come further apart than this (ms).", rich_help_panel=LOAD)
     ] = None,
-    load_all: Annotated[
-        bool, Option("--load-all", help="Requests that named a speed-up too.", rich_help_panel=LOAD)
-    ] = False,
 ) -> None:
     """Serve a model by vLLM's OpenAI API. Each request may name its own speed-up: "vllm_xargs": {"speedup": 3}.
 
     Options that are not below go to vLLM's API server, which takes this process over.
     """
     from ..core.schedule import parse_prompt_layers
-    from ..serving.server import server_command
+    from ..serving import server
 
     options = {
         "speedups": None if speedups is None else list(o.parse_speedups(speedups)),
@@ -56,7 +53,6 @@ def serve(
         "load_speedup": load_speedup,
         "load_waiting": load_waiting,
         "load_token_ms": load_token_ms,
-        "load_all": load_all or None,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    server_command(model, given, vllm or ()).replace_this_process()
+    server.serve(model, given, vllm or ())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-import pickle
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -42,7 +40,7 @@ class RayEngine:
     workers: int = 2
 
     def __post_init__(self) -> None:
-        if find_spec("ray") is None or find_spec("pyarrow") is None:
+        if find_spec("ray") is None:
             raise MissingExtra("workers on a cluster need Ray: pip install 'skipdecode[ray]'")
         if self.workers < 1:
             raise UsageError(f"workers is a number, 1 or more, not {self.workers}")
@@ -65,41 +63,39 @@ class RayEngine:
         if mine:
             os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # errors that end a job are raised anyway
             ray.init(log_to_driver=False, logging_level="ERROR")
+        workers = []
         try:
             there = ray.cluster_resources()
             cpus = int(there.get("CPU", 0))
             if self.workers > cpus:
                 raise UsageError(f"{self.workers} workers need a CPU each, and the cluster has {cpus}")
             resources = {"num_cpus": cpus // self.workers, "num_gpus": int(there.get("GPU", 0) >= self.workers)}
-            yield partial(self._write, (self.engine, job, schedule, positions), resources)
+            # Workers that die, as with their node, are started again, and groups that they had are generated again.
+            actor: Any = ray.remote(max_restarts=-1, max_task_retries=-1, **resources)(Worker)
+            workers += [actor.remote(self.engine, job, schedule, positions) for _ in range(self.workers)]
+            yield partial(self._write, workers, int(job.batch_size))
         finally:
+            for worker in workers:
+                ray.kill(worker)
             if mine:
                 ray.shutdown()
 
-    def _write(
-        self, opening: tuple[Any, ...], resources: Mapping[str, int], prompts: Mapping[int, list[int]]
-    ) -> Iterator[Batch]:
+    def _write(self, workers: list[Any], batch_size: int, prompts: Mapping[int, list[int]]) -> Iterator[Batch]:
         """Yield each group of completions when a worker has finished it."""
-        import ray
+        from ray.exceptions import RayTaskError
+        from ray.util import ActorPool
 
-        job: EngineConfig = opening[1]
-        logging.getLogger("ray.data").setLevel(logging.ERROR)
-        ray.data.DataContext.get_current().enable_progress_bars = False
-        groups = [{"group": pickle.dumps(group)} for group in self._groups(prompts, job.batch_size)]
-        # One block per group, so that a worker returns each finished group at once.
-        data = ray.data.from_items(groups, override_num_blocks=len(groups))
-        pool = ray.data.ActorPoolStrategy(size=min(self.workers, len(groups)))
-        done = data.map(Worker, fn_constructor_args=opening, compute=pool, **resources)
         before = time.perf_counter()
-        for row in done.iter_rows():
-            written = pickle.loads(row["batches"])
-            if isinstance(written, SkipDecodeError):
-                raise written
-            for keys, texts, cost in written:
-                now = time.perf_counter()
-                # Workers decode at the same time, so a sum of their seconds would mean nothing.
-                yield keys, texts, replace(cost, seconds=max(now - before, 1e-9), decode_seconds=0.0)
-                before = now
+        try:
+            for batches in ActorPool(workers).map_unordered(
+                lambda worker, group: worker.write.remote(group), self._groups(prompts, batch_size)
+            ):
+                for keys, texts, cost in batches:
+                    now = time.perf_counter()
+                    yield keys, texts, replace(cost, seconds=max(now - before, 1e-9), decode_seconds=0.0)
+                    before = now
+        except RayTaskError as error:
+            raise error.cause if isinstance(error.cause, SkipDecodeError) else error from None
 
     def _groups(self, prompts: Mapping[int, list[int]], batch_size: int) -> list[dict[int, list[int]]]:
         """Sort prompts by length, longest first, and split them where a single process would start a batch."""
@@ -110,24 +106,15 @@ class RayEngine:
 
 
 class Worker:
-    """A Ray actor that opens the engine once, and generates completions for one group of prompts after another.
+    """A Ray actor that opens the engine once, and generates completions for one group of prompts after another."""
 
-    It returns a SkipDecodeError as a result: Ray would retry a raised one, and bury it in tracebacks.
-    """
+    def __init__(self, engine: Engine, *opening: Any) -> None:
+        self._context = engine.open(*opening)  # never closed: the engine stays open until the process ends
 
-    def __init__(self, engine: Engine, job: EngineConfig, schedule: Schedule | None, positions: int) -> None:
-        self._open = ExitStack()  # never closed: the engine stays open until the process ends
-        self._error: SkipDecodeError | None = None
-        try:
-            self._write = self._open.enter_context(engine.open(job, schedule, positions))
-        except SkipDecodeError as error:
-            self._error = error
+    @cached_property
+    def _write(self) -> Write:
+        return self._context.__enter__()
 
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the batches of one group, or the error, pickled."""
-        if self._error is not None:
-            return {"batches": pickle.dumps(self._error)}
-        try:
-            return {"batches": pickle.dumps(list(self._write(pickle.loads(row["group"]))))}
-        except SkipDecodeError as error:
-            return {"batches": pickle.dumps(error)}
+    def write(self, prompts: dict[int, list[int]]) -> list[Batch]:
+        """Return the batches of one group."""
+        return list(self._write(prompts))

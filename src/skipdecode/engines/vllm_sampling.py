@@ -25,18 +25,7 @@ ALWAYS: dict[str, tuple[str, Any]] = {
 #: Further accepted options. The engine finds stop strings itself, as transformers does.
 OTHERS = ("do_sample", "eos_token_id", "stop_strings")
 #: An option with this value, None or False changes nothing.
-OFF: dict[str, Any] = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "encoder_repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "use_cache": True,
-}
+OFF: dict[str, Any] = GenerationConfig._get_default_generation_params()
 #: Fields of a checkpoint's generation_config that do not change which tokens are chosen, so they are ignored.
 ASIDE = frozenset(
     """max_length early_stopping length_penalty diversity_penalty use_mtp use_cache cache_implementation cache_config
@@ -61,23 +50,19 @@ def sampling_params(options: Mapping[str, Any], defaults: GenerationConfig, conf
     Raises:
         UsageError: vLLM lacks an option or a setting of the checkpoint, or refuses the temperature.
     """
-    taken = {*SAMPLED, *ALWAYS, *OTHERS}
-    for name, value in options.items():
-        if name not in taken and _is_on(name, value):
-            raise UsageError(
-                f"{name}: the engine vllm has nothing like it: leave it out, or take the engine transformers"
-            )
     if vars(defaults) == vars(GenerationConfig()):  # the checkpoint has no generation_config
         defaults = GenerationConfig.from_model_config(config)
     asked = {name: value for name, value in vars(defaults).items() if name in vars(GenerationConfig())}
     sample = bool(options.get("do_sample"))
-    aside = ASIDE if sample else {*ASIDE, *SAMPLING}
-    for name, value in asked.items():
-        if name not in taken and name not in aside and name not in options and _is_on(name, value):
-            raise UsageError(
-                f"the checkpoint's generation_config asks for {name}, and vLLM has nothing like it: "
-                "take the engine transformers"
-            )
+    taken = {*SAMPLED, *ALWAYS, *OTHERS}
+    aside = taken | ASIDE | options.keys() | (set() if sample else {*SAMPLING})
+    for given, known, whose in ((options, taken, ""), (asked, aside, "the checkpoint's generation_config asks for ")):
+        for name, value in given.items():
+            is_on = value is not None and value is not False and value not in ([], OFF.get(name))
+            if is_on and name not in known:
+                raise UsageError(
+                    f"{whose}{name}: the engine vllm has nothing like it: leave it out, or take the engine transformers"
+                )
     values = asked | dict(options)
     params: dict[str, Any] = {"temperature": 0.0}
     for name, (theirs, default) in (ALWAYS | SAMPLED if sample else ALWAYS).items():
@@ -95,7 +80,3 @@ def stop_strings(options: Mapping[str, Any], defaults: GenerationConfig) -> list
     """Return the strings that end a text."""
     strings = options.get("stop_strings", defaults.stop_strings) or []
     return [strings] if isinstance(strings, str) else list(strings)
-
-
-def _is_on(name: str, value: Any) -> bool:
-    return value is not None and value is not False and value != [] and value != OFF.get(name)

@@ -24,7 +24,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, replace_a
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import RequestStatus
 
-from ..errors import UnsupportedModel
 from .requests import ends_of
 from .settings import Serving
 
@@ -49,33 +48,20 @@ class BucketSpec(FullAttentionSpec):
         return all(isinstance(spec, BucketSpec) and spec.bucket == self.bucket for spec in kv_cache_specs.values())
 
 
-def why_kept(specs: dict[str, Any], serving: Serving, config: Any) -> str:
-    """Return why all blocks must be kept until their request ends, or an empty string if some can be freed earlier."""
-    if serving.free_blocks is False:
-        return "free_blocks is false"
-    if not serving.buckets:
-        return "no schedule served here retires a layer of a bucket"
-    if any(type(spec) is not FullAttentionSpec for spec in specs.values()):
-        return "only layers that all keep full attention's keys and values can"
-    if len(specs) != serving.num_layers:
-        return f"{len(specs)} layers keep keys and values, of {serving.num_layers}"
-    if config.scheduler_config.disable_hybrid_kv_cache_manager:
-        return "--disable-hybrid-kv-cache-manager leaves all layers one list of blocks"
-    return ""
-
-
 def in_buckets(specs: dict[str, Any], serving: Serving, config: Any) -> dict[str, Any]:
-    """Return the layers' specs with their buckets, or unchanged where blocks cannot be freed early.
-
-    Raises:
-        UnsupportedModel: the option ``free_blocks`` is true, but blocks cannot be freed early.
-    """
-    reason = why_kept(specs, serving, config)
-    if reason and serving.free_blocks:
-        raise UnsupportedModel(f"free_blocks cannot be had: {reason}; leave it out")
-    if reason:
-        logger.info("skipdecode: keys and values of all layers are kept until a request ends: %s", reason)
-        return specs
+    """Return the layers' specs with their buckets, or unchanged where blocks cannot be freed early."""
+    reasons = {
+        "no schedule served here retires a layer of a bucket": not serving.buckets,
+        "only layers that all keep full attention's keys and values can": any(
+            type(spec) is not FullAttentionSpec for spec in specs.values()
+        ),
+        f"{len(specs)} layers keep keys and values, of {serving.num_layers}": len(specs) != serving.num_layers,
+        "--disable-hybrid-kv-cache-manager": config.scheduler_config.disable_hybrid_kv_cache_manager,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            logger.info("skipdecode: keys and values of all layers are kept until a request ends: %s", reason)
+            return specs
     logger.info(
         "skipdecode: keys and values are freed as layers retire, in %d buckets of %d layers",
         len(serving.buckets),
@@ -172,11 +158,10 @@ class BucketKVCacheManager(KVCacheManager):
 
 
 def adopt(manager: KVCacheManager) -> None:
-    """Turn vLLM's manager into a :class:`BucketKVCacheManager` if its groups are buckets; otherwise leave it."""
-    if all(isinstance(group.kv_cache_spec, BucketSpec) for group in manager.kv_cache_config.kv_cache_groups):
-        manager.__class__ = BucketKVCacheManager
-        if isinstance(manager.coordinator, HybridKVCacheCoordinator):
-            manager.coordinator.__class__ = BucketCoordinator
+    """Turn vLLM's manager, whose groups are buckets, into a :class:`BucketKVCacheManager`."""
+    manager.__class__ = BucketKVCacheManager
+    if isinstance(manager.coordinator, HybridKVCacheCoordinator):
+        manager.coordinator.__class__ = BucketCoordinator
 
 
 # Registered on import: a process that unpickles a BucketSpec imports this module, so it knows the manager too. vLLM

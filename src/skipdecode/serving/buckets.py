@@ -7,7 +7,6 @@ only the prefix cache still uses the layer's blocks.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -62,13 +61,11 @@ def retirements(schedule: Schedule, buckets: Buckets) -> tuple[float, ...]:
     """
     depths = [schedule.prompt_depth(distance) for distance in range(schedule.prompt_decay, 0, -1)]
     depths += [schedule.depth(step) for step in range(schedule.horizon)]
-    falling = [-depth for depth in depths]
     rank = {layer: place for place, layer in enumerate(schedule.ranking)}
-    return tuple(_end(schedule, falling, min(rank[layer] for layer in bucket)) for bucket in buckets)
-
-
-def _end(schedule: Schedule, falling: Sequence[int], rank: int) -> float:
-    running = bisect_left(falling, -rank)
-    if running == len(falling):
-        return math.inf
-    return running - schedule.prompt_decay if schedule.deepest > rank else -math.inf
+    ends = []
+    for bucket in buckets:
+        first = min(rank[layer] for layer in bucket)
+        running = sum(depth > first for depth in depths)  # depths never increase
+        end = running - schedule.prompt_decay if schedule.deepest > first else -math.inf
+        ends.append(math.inf if running == len(depths) else end)
+    return tuple(ends)

@@ -22,12 +22,15 @@ logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's logger has i
 
 
 def serving_of(vllm_config: Any) -> Serving | None:
-    """Return the settings of an engine with this config, or None if the plugin does not act. Raises ScheduleError."""
+    """Return the settings of an engine with this config, or None if the plugin does not act. Raises ScheduleError.
+
+    It acts if the model has schedules or options are given.
+    """
     if vllm_config.model_config is None:
         return None
-    additional = vllm_config.additional_config
+    config, additional = vllm_config.model_config.hf_config, vllm_config.additional_config
     options = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
-    return Serving.of(vllm_config.model_config.hf_config, options)
+    return None if options is None and not getattr(config, CONFIG_KEY, None) else Serving(config, options)
 
 
 def choose_worker(vllm_config: Any) -> None:

@@ -58,8 +58,6 @@ class Tables:
             table.first, first = first, first + len(table.runs)
         self._tables = tables
         self._runs: Flags = np.concatenate([table.runs for table in tables.values()])
-        self._batch: list[Table] = []
-        self._facts: Whole = np.zeros((4, 0), dtype=np.int64)
 
     def of(self, speedup: float | None) -> Table:
         """Return the table of a speed-up, the same object each time."""
@@ -74,10 +72,8 @@ class Tables:
             computed: (requests,), how many tokens of each request earlier steps have computed.
             prompts: (requests,), each request's prompt length.
         """
-        if self._batch != tables:  # most steps have the same requests as the step before
-            facts = [(table.shift, len(table.runs) - 1, table.first, table.full) for table in tables]
-            self._batch, self._facts = list(tables), np.array(facts).T
-        shift, last, first, full = self._facts
+        facts = [(table.shift, len(table.runs) - 1, table.first, table.full) for table in tables]
+        shift, last, first, full = np.array(facts, dtype=np.int64).T
         starts = np.zeros(len(tables) + 1, dtype=np.int64)
         np.cumsum(counts, out=starts[1:])
         rows = computed - prompts + shift  # of each request's first token

@@ -9,21 +9,19 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.openai.chat_completion import serving as chat_completion
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion import serving as completion
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from ..errors import ScheduleError
 from .depths import Tables
-from .metrics import Counters, Work
+from .metrics import count_finished, show_load, work
+from .patch import patch
 from .policy import Load
-from .requests import OWN, SPEEDUP, refuse_look_alikes
+from .requests import OWN, SPEEDUP, bad_request, refuse_look_alikes
 from .settings import Serving
 
 logger = init_logger(f"vllm.{__name__}")  # a child of vLLM's logger has its handlers and level
@@ -56,8 +54,8 @@ class Frontend:
 
     def __init__(self, serving: Serving, model_name: str) -> None:
         self.serving = serving
-        self.load = None if serving.limits is None else Load(serving.limits, self.requests)
-        self._counters = Counters(model_name)
+        self.load = None if serving.load is None else Load(self.requests, **serving.load)
+        self.model_name = model_name
         self._tables = Tables(serving.schedules)
         #: By vLLM's request id: the output processor's state, the speed-up, and whether the load policy raised it.
         self._followed: dict[str, tuple[Any, float, bool]] = {}
@@ -70,43 +68,42 @@ class Frontend:
 
     def stat_loggers(self) -> list[Any]:
         """Return factories for vLLM's argument of this name: their logger passes token times to the load policy."""
-        if self.load is None or self.load.limits.token_ms is None:
-            return []
-        return [functools.partial(TokenTimes, self.load)]
+        return [] if self.load is None else [functools.partial(TokenTimes, self.load)]
 
     def follow(self, client: Any) -> None:
-        """Patch the processors of an ``AsyncLLM`` to report its requests here."""
+        """Patch the processors of an ``AsyncLLM`` to report its requests here, and vLLM's responses to show them."""
         client.input_processor.skipdecode, client.input_processor.skipdecode_load = self.serving, self.load
         processor = client.output_processor
-        add, end, abort = processor.add_request, processor._update_stats_from_finished, processor.abort_requests
+        self._states = processor.request_states
+        patch(processor, "add_request", self._add_request)
+        patch(processor, "_update_stats_from_finished", self._update_stats_from_finished)
+        patch(processor, "abort_requests", self._abort_requests)
+        for request in (CompletionRequest, ChatCompletionRequest, ResponsesRequest):
+            patch(request, "to_sampling_params", _to_sampling_params)
+        for module in (completion, chat_completion):
+            patch(module, "build_per_request_timing_metrics", _timing_metrics)
 
-        @functools.wraps(add)
-        def add_request(request: Any, *args: Any, **kwargs: Any) -> None:
-            add(request, *args, **kwargs)
-            self._begin(request, processor.request_states)
+    def _add_request(self, original: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        original(request, *args, **kwargs)
+        self._begin(request)
 
-        @functools.wraps(end)
-        def update_stats_from_finished(state: Any, reason: Any, stats: Any) -> None:
-            end(state, reason, stats)
-            self._end(state.request_id, str(reason))
+    def _update_stats_from_finished(self, original: Any, state: Any, reason: Any, stats: Any) -> None:
+        original(state, reason, stats)
+        self._end(state.request_id, str(reason))
 
-        @functools.wraps(abort)
-        def abort_requests(request_ids: Any, internal: bool) -> Any:
-            aborted = abort(request_ids, internal)
-            for name in aborted:
-                self._end(name, "abort")
-            return aborted
-
-        processor.add_request, processor.abort_requests = add_request, abort_requests
-        processor._update_stats_from_finished = update_stats_from_finished
-        _patch_classes()
+    def _abort_requests(self, original: Any, request_ids: Any, internal: bool) -> Any:
+        aborted = original(request_ids, internal)
+        for name in aborted:
+            self._end(name, "abort")
+        return aborted
 
     @_logged_once
-    def _begin(self, request: Any, states: Any) -> None:
+    def _begin(self, request: Any) -> None:
         """Start to follow a request, if the plugin has given it a speed-up."""
         extra = getattr(request.sampling_params, "extra_args", None) or {}
         if OWN in extra:
-            self._followed[request.request_id] = states[request.request_id], extra[SPEEDUP], extra[OWN]["moved"]
+            state = self._states[request.request_id]
+            self._followed[request.request_id] = state, extra[SPEEDUP], extra[OWN]["moved"]
 
     @_logged_once
     def _end(self, name: str, reason: str) -> None:
@@ -117,12 +114,13 @@ class Frontend:
         new = state.detokenizer.num_output_tokens()
         # Before the first token, this process does not know how much of the prompt has run: count none.
         cached = state.num_cached_tokens if new else state.prompt_len
-        work = Work.of(self._tables.of(speedup), state.prompt_len, cached, new)
-        self._counters.finished(speedup, reason, moved, work, self.serving.num_layers, new)
+        ran = work(self._tables.of(speedup), state.prompt_len, cached, new)
+        summary = {"speedup": speedup, "moved": moved} | ran
+        count_finished(self.model_name, summary, reason, new)
         if self.load is not None:
-            self._counters.load(self.load)
+            show_load(self.model_name, self.load)
         if state.stats is not None:
-            state.stats.skipdecode = work.summary(speedup, self.serving.num_layers) | {"moved": moved}
+            state.stats.skipdecode = summary
 
 
 class TokenTimes(StatLoggerBase):
@@ -141,53 +139,16 @@ class TokenTimes(StatLoggerBase):
         """Do nothing."""
 
 
-@functools.cache
-def _patch_classes() -> None:
-    """Patch vLLM's classes and modules, once per process."""
-    for request in (CompletionRequest, ChatCompletionRequest, ResponsesRequest):
-        request.to_sampling_params = _patched_to_sampling_params(request.to_sampling_params)
-    for module in (completion, chat_completion):
-        module.build_per_request_timing_metrics = _patched_timing_metrics(module.build_per_request_timing_metrics)
-    BeamSearchOnlineMixin.beam_search = _patched_beam_search(BeamSearchOnlineMixin.beam_search)
-
-
-def _patched_timing_metrics(original: Any) -> Any:
-    """Add our summary to the ``metrics`` of a response."""
-
-    @functools.wraps(original)
-    def build_per_request_timing_metrics(metrics: Any, *args: Any, **kwargs: Any) -> Any:
-        made = original(metrics, *args, **kwargs)
-        if (summary := getattr(metrics, "skipdecode", None)) is not None:
-            made.skipdecode = summary
-        return made
-
-    return build_per_request_timing_metrics
-
-
-def _patched_to_sampling_params(original: Any) -> Any:
+def _to_sampling_params(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse ``speedup`` as a top-level field of a request: the OpenAI API would accept and ignore it."""
-
-    @functools.wraps(original)
-    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            refuse_look_alikes(self.model_extra or ())
-        except ScheduleError as error:
-            raise VLLMValidationError(str(error), parameter=SPEEDUP) from None
-        return original(self, *args, **kwargs)
-
-    return to_sampling_params
+    with bad_request():
+        refuse_look_alikes(self.model_extra or ())
+    return original(self, *args, **kwargs)
 
 
-def _patched_beam_search(original: Any) -> Any:
-    """Refuse beam search: vLLM runs each of its steps as a new request, which would follow no schedule."""
-
-    @functools.wraps(original)
-    def beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.engine_client.input_processor.skipdecode is not None:
-            raise VLLMValidationError(
-                "beam search runs no schedule in vLLM: leave it out, or use skipdecode generate --num-beams",
-                parameter="use_beam_search",
-            )
-        return original(self, *args, **kwargs)
-
-    return beam_search
+def _timing_metrics(original: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add our summary to the ``metrics`` of a response."""
+    made = original(metrics, *args, **kwargs)
+    if (summary := getattr(metrics, "skipdecode", None)) is not None:
+        made.skipdecode = summary
+    return made

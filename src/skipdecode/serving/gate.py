@@ -7,8 +7,8 @@ Transformers backend. Like the gate for transformers, this one replaces ``forwar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ..errors import UnsupportedModel
 from .depths import Part, Step
 
-#: Returns a context manager within which attention sees only the tokens of a part.
-Narrowed = Callable[[Part], AbstractContextManager[Any]]
+#: Returns a context manager within which attention sees only the tokens of a part; it yields their indices.
+Narrowed = Callable[[Part], AbstractContextManager[Tensor]]
 
 
 class Plan:
@@ -28,41 +28,37 @@ class Plan:
         self.num_layers = num_layers
         self.step: Step | None = None
         self.narrowed: Narrowed | None = None
-        self.indices: dict[int, Tensor] = {}  # token indices on the device, by id of their part
         self.extras: int | None = None  # values after hidden states in a layer's tuple; None: it returns a tensor
-        #: Layer-tokens (one token in one layer) since the start: at full depth, needed by the schedules, and run.
-        self.full_tokens, self.needed_tokens, self.run_tokens = 0, 0, 0
-        self._planned_run = 0  # what run_tokens must be when the current step ends
-        #: Steps since the start, and the sum over them of layers that at least one token needed.
-        self.steps, self.entered_layers = 0, 0
+        #: Since the start: steps, and layer-tokens (one token in one layer) at full depth, needed, and run.
+        self.steps, self.full_tokens, self.needed_tokens, self.run_tokens = 0, 0, 0, 0
 
-    def begin(self, step: Step, narrowed: Narrowed | None) -> None:
-        """Make the gates follow ``step`` until :meth:`end`; ``narrowed`` may be None for a step at full depth."""
-        self.step, self.narrowed, self.indices = step, narrowed, {}
+    @contextmanager
+    def following(self, step: Step, narrowed: Narrowed | None) -> Iterator[None]:
+        """Return a context within which gates follow ``step``; elsewhere every layer runs for every token.
+
+        Args:
+            step: its plan.
+            narrowed: may be None for a step at full depth.
+
+        Raises:
+            RuntimeError: the step did not run as planned, as a compiled graph would silently bypass the gates.
+        """
         needed = sum(step.counts)
+        planned = self.run_tokens + needed
         self.full_tokens += step.tokens * len(step.counts)
         self.needed_tokens += needed
-        self._planned_run = self.run_tokens + needed
         self.run_tokens += step.is_full * needed  # counted here: a compiled graph does not call the gates' counters
         self.steps += 1
-        self.entered_layers += sum(count > 0 for count in step.counts)
-
-    def end(self) -> None:
-        """Open the gates: every layer runs for every token."""
-        self.step = self.narrowed = None
-
-    def require_followed(self) -> None:
-        """Raise RuntimeError if the last step did not run as planned: a compiled graph would silently bypass gates."""
-        if self.run_tokens != self._planned_run:
+        self.step, self.narrowed = step, narrowed
+        try:
+            yield
+        finally:
+            self.step = self.narrowed = None
+        if self.run_tokens != planned:
             raise RuntimeError(
-                f"{self.run_tokens} tokens times layers have gone through the gates where {self._planned_run} were "
-                "planned: something calls layers past them, or twice"
+                f"{self.run_tokens} tokens times layers have gone through the gates where {planned} were planned: "
+                "something calls layers past them, or twice"
             )
-
-    def counted(self) -> dict[str, int]:
-        """Return the counters by name."""
-        tokens = {"full": self.full_tokens, "needed": self.needed_tokens, "run": self.run_tokens}
-        return tokens | {"steps": self.steps, "entered": self.entered_layers}
 
 
 class Gate:
@@ -98,12 +94,8 @@ class Gate:
     ) -> Any:
         part = step.part(self.index)
         assert self.plan.narrowed is not None
-        if id(part) not in self.plan.indices:
-            self.plan.indices[id(part)] = torch.from_numpy(part.tokens).to(hidden.device)
-        tokens = self.plan.indices[id(part)]
-        cut = Cut(tokens, step.tokens)
-        with self.plan.narrowed(part):
-            output = self.original(*cut(args), **cut(kwargs))
+        with self.plan.narrowed(part) as tokens:
+            output = self.original(*cut(args, tokens, step.tokens), **cut(kwargs, tokens, step.tokens))
         axis = hidden.ndim - 2
         if not self.has_residual:
             ran = output[0] if isinstance(output, tuple) else output
@@ -128,28 +120,23 @@ class Gate:
         return hidden if self.plan.extras is None else (hidden, *[None] * self.plan.extras)
 
 
-class Cut:
-    """Selects the given tokens from every tensor that has one entry per token of the step.
+def cut(value: Any, tokens: Tensor, count: int) -> Any:
+    """Select tokens from every tensor that has one entry per token of the step, also in tuples, lists and dicts.
 
     Args:
+        value: an argument of a layer.
         tokens: (tokens of the part,), indices in the step.
         count: how many tokens the step has.
     """
-
-    def __init__(self, tokens: Tensor, count: int) -> None:
-        self.tokens, self.count = tokens, count
-
-    def __call__(self, value: Any) -> Any:
-        """Return ``value`` with all tensors cut, also those in tuples, lists and dicts."""
-        if isinstance(value, tuple | list):
-            return type(value)(self(item) for item in value)
-        if isinstance(value, dict):
-            return {name: self(item) for name, item in value.items()}
-        if not isinstance(value, Tensor) or value.ndim == 0:
-            return value
-        # Tokens are the last axis of positions (integers or 1-D), the second to last of hidden states and rotations.
-        axis = value.ndim - 1 if value.ndim == 1 or not value.is_floating_point() else value.ndim - 2
-        return value.index_select(axis, self.tokens) if value.shape[axis] == self.count else value
+    if isinstance(value, tuple | list):
+        return type(value)(cut(item, tokens, count) for item in value)
+    if isinstance(value, dict):
+        return {name: cut(item, tokens, count) for name, item in value.items()}
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    # Tokens are the last axis of positions (integers or 1-D), the second to last of hidden states and rotations.
+    axis = value.ndim - 1 if value.ndim == 1 or not value.is_floating_point() else value.ndim - 2
+    return value.index_select(axis, tokens) if value.shape[axis] == count else value
 
 
 def add_gates(model: nn.Module, num_layers: int) -> Plan:

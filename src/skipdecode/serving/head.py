@@ -40,10 +40,9 @@ class Int8Product:
         return logits.view(*x.shape[:-1], -1) if bias is None else logits.view(*x.shape[:-1], -1).add_(bias)
 
 
-def why_no_int8() -> str:
-    """Return why this CPU cannot run an int8 head, or an empty string if it can."""
-    multiplies = any("vnni" in name or "int8" in name for name, has in cpu_capabilities().items() if has)
-    return "" if multiplies else "int8_head needs a CPU that multiplies int8 (VNNI or AMX): leave it out"
+def multiplies_int8() -> bool:
+    """Return whether this CPU can run an int8 head."""
+    return any("vnni" in name or "int8" in name for name, has in cpu_capabilities().items() if has)
 
 
 def quantize_head(model: nn.Module) -> None:
@@ -55,6 +54,6 @@ def quantize_head(model: nn.Module) -> None:
     heads: list[Any] = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
     if len(heads) != 1 or not isinstance(heads[0].quant_method, UnquantizedEmbeddingMethod):
         raise UnsupportedModel(f"int8_head: {type(model).__name__} has no LM head of floats; leave it out")
-    if reason := why_no_int8():
-        raise UnsupportedModel(reason)
+    if not multiplies_int8():
+        raise UnsupportedModel("int8_head needs a CPU that multiplies int8 (VNNI or AMX): leave it out")
     heads[0].cpu_linear = Int8Product(heads[0].weight)

@@ -52,49 +52,48 @@ class Narrowing:
             for group in groups
             for name in group.layer_names
         }
-        self._made: dict[int, tuple[ByLayer, ByLayer]] = {}
+        self._made: dict[int, Groups] = {}
 
     @contextmanager
-    def __call__(self, part: Part) -> Iterator[None]:
-        """Return a context within which attention sees only the part's tokens."""
+    def __call__(self, part: Part) -> Iterator[torch.Tensor]:
+        """Return a context within which attention sees only the part's tokens; yield their indices, on the device."""
         if id(part) not in self._made:
-            groups = Groups(self, part)
-            self._made[id(part)] = ByLayer(groups.metadata), ByLayer(groups.slots)
-        before = self.context.attn_metadata, self.context.slot_mapping
+            self._made[id(part)] = Groups(self, part)
+        before, made = (self.context.attn_metadata, self.context.slot_mapping), self._made[id(part)]
         # Attention reads attn_metadata; the write of keys and values reads slot_mapping.
-        self.context.attn_metadata, self.context.slot_mapping = self._made[id(part)]
+        self.context.attn_metadata, self.context.slot_mapping = made.metadata, made.slots
         try:
-            yield
+            yield made.tokens
         finally:
             self.context.attn_metadata, self.context.slot_mapping = before
 
 
 class ByLayer(dict[str, Any]):
-    """A dict of values by layer name, each made on first use (vLLM requires a dict)."""
+    """A dict that asks a function for the value of each layer, by name (vLLM requires a dict)."""
 
     def __init__(self, make: Callable[[str], Any]) -> None:
         super().__init__()
         self._make = make
 
-    def __missing__(self, name: str) -> Any:
-        self[name] = made = self._make(name)
-        return made
+    def __getitem__(self, name: str) -> Any:
+        return self._make(name)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of any layer: no name is missing, so ``default`` is not used."""
-        return self[name]
+        return self._make(name)
 
     def __bool__(self) -> bool:
         return True
 
 
 class Groups:
-    """Builds attention metadata and KV-cache slots for one part of a step, once per group of layers."""
+    """Builds attention metadata and KV-cache slots, (tokens,), for one part of a step, once per group of layers."""
 
     def __init__(self, step: Narrowing, part: Part) -> None:
         self.groups, self.prepared = step.groups, step.prepared
         self.whole: Any = step.context.slot_mapping  # the whole step's: narrowing replaces it in the context
         self._made: dict[int, tuple[Any, torch.Tensor]] = {}
+        self.metadata, self.slots = ByLayer(lambda name: self._of(name)[0]), ByLayer(lambda name: self._of(name)[1])
         prepared, device = step.prepared, step.prepared.lengths.device
         requests = torch.from_numpy(part.requests)
         self.tokens, self.requests = torch.from_numpy(part.tokens).to(device), requests.to(device)
@@ -117,14 +116,6 @@ class Groups:
             "is_prefilling": prepared.prefilling[requests],
             "positions": prepared.positions[self.tokens] if prepared.positions.ndim == 1 else None,
         }
-
-    def metadata(self, name: str) -> Any:
-        """Return the metadata that the layer's attention reads."""
-        return self._of(name)[0]
-
-    def slots(self, name: str) -> torch.Tensor:
-        """Return the KV-cache slots of the layer's keys and values: (tokens,)."""
-        return self._of(name)[1]
 
     def _of(self, name: str) -> tuple[Any, torch.Tensor]:
         place, group = self.groups[name]

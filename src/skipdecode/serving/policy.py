@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 #: Seconds over which the time per token is averaged.
 WINDOW = 5.0
@@ -17,39 +16,27 @@ WINDOW = 5.0
 RELEASE = 0.5
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The load policy that an operator sets.
-
-    Attributes:
-        speedup: what new requests get under load, unless theirs is higher.
-        waiting: load begins when more requests than this wait for their first token; None: no limit.
-        token_ms: load begins when the mean time between tokens exceeds this, in milliseconds; None: no limit.
-        everyone: whether requests that name a speed-up are made faster too.
-    """
-
-    speedup: float
-    waiting: float | None = None
-    token_ms: float | None = None
-    everyone: bool = False
-
-
 class Load:
     """Measures a server's load and chooses the speed-up of new requests.
 
     Args:
-        limits: set by the operator.
         requests: returns how many requests wait for their first token now, and how many have it.
+        speedup: what new requests get under load, unless theirs is higher.
+        waiting: load begins when more requests than this wait for their first token; None: no limit.
+        token_ms: load begins when the mean time between tokens exceeds this, in milliseconds; None: no limit.
         clock: monotonic time in seconds.
     """
 
     def __init__(
-        self, limits: Limits, requests: Callable[[], tuple[int, int]], clock: Callable[[], float] = time.monotonic
+        self,
+        requests: Callable[[], tuple[int, int]],
+        speedup: float,
+        waiting: float | None = None,
+        token_ms: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.limits = limits
         self.is_high = False
-        self._requests = requests
-        self._clock = clock
+        self._requests, self._speedup, self._limits, self._clock = requests, speedup, (waiting, token_ms), clock
         self._gaps: deque[tuple[float, float, int]] = deque()  # (time, sum of seconds, number of gaps)
 
     def tokens(self, gaps: Sequence[float]) -> None:
@@ -70,24 +57,14 @@ class Load:
         waiting, writing = self._requests()
         if not waiting and not writing:
             self._gaps.clear()
-        pairs = [(waiting, self.limits.waiting), (self.token_ms(), self.limits.token_ms)]
-        limited = [(value, limit) for value, limit in pairs if limit is not None]
-        if self.is_high:
-            self.is_high = any(value > limit * RELEASE for value, limit in limited)
-        else:
-            self.is_high = any(value > limit for value, limit in limited)
+        share = RELEASE if self.is_high else 1.0
+        measured = zip((waiting, self.token_ms()), self._limits, strict=True)
+        self.is_high = any(limit is not None and value > limit * share for value, limit in measured)
         return self.is_high
 
-    def choose(self, speedup: float, asked: bool) -> float:
-        """Return the speed-up of a new request: ``speedup``, or under load the operator's if that is higher.
-
-        Args:
-            speedup: what the request gets without load.
-            asked: whether the request named it.
-        """
-        if not self.refresh() or (asked and not self.limits.everyone):
-            return speedup
-        return max(speedup, self.limits.speedup)
+    def choose(self, speedup: float) -> float:
+        """Return the speed-up of a new request that named none: ``speedup``, or under load the operator's if higher."""
+        return max(speedup, self._speedup) if self.refresh() else speedup
 
     def _forget(self) -> None:
         now = self._clock()

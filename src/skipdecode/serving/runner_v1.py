@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from vllm.forward_context import get_forward_context
 
-from .depths import Step
 from .narrow import Prepared
 from .requests import speedup_of
 from .runner import Skipping
@@ -19,7 +18,12 @@ class SkippingV1(Skipping):
     def _model_forward(self, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not get_forward_context().attn_metadata:  # a dry run, for memory or compilation, runs all layers
             return super()._model_forward(input_ids, positions, *args, **kwargs)
-        with self.following(self._step(positions), self._prepared):
+        batch = self.input_batch
+        count = batch.num_reqs
+        tables = [self.skip_tables.of(speedup_of(self.requests[name].sampling_params)) for name in batch.req_ids]
+        counts = np.diff(self.query_start_loc.np[: count + 1])
+        requests = counts, batch.num_computed_tokens_cpu[:count], batch.num_prompt_tokens[:count]
+        with self.following(tables, requests, positions, self._prepared):
             return super()._model_forward(input_ids, positions, *args, **kwargs)
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
@@ -38,23 +42,6 @@ class SkippingV1(Skipping):
             return super()._bookkeeping_sync(*args, **kwargs)
         finally:
             self.input_batch.generators.update(self.skip_generators)
-
-    def _step(self, positions: Any) -> Step:
-        batch = self.input_batch
-        count = batch.num_reqs
-        tables = []
-        for name in batch.req_ids:
-            request = self.requests[name]
-            if (table := getattr(request, "skip_table", None)) is None:
-                table = request.skip_table = self.skip_tables.of(speedup_of(request.sampling_params))
-            tables.append(table)
-        return self.planned(
-            tables,
-            np.diff(self.query_start_loc.np[: count + 1]).astype(np.int64),
-            batch.num_computed_tokens_cpu[:count].astype(np.int64),
-            batch.num_prompt_tokens[:count].astype(np.int64),
-            positions,
-        )
 
     def _prepared(self) -> Prepared:
         batch = self.input_batch

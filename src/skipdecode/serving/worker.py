@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
 from .configure import refuse, serving_of
-from .runner import adapted
 from .runner_v1 import SkippingV1
 from .runner_v2 import SkippingV2
 
-if TYPE_CHECKING:
-    Worker = Any
-else:
-    Worker = object
+Worker: Any = object
 
 
 class SkipWorker(Worker):
@@ -31,12 +27,14 @@ class SkipWorker(Worker):
         assert serving is not None
         refuse(self.vllm_config, serving)
         super().init_device()
-        adapter = SkippingV2 if self.vllm_config.use_v2_model_runner else SkippingV1
-        self.model_runner.__class__ = adapted(type(self.model_runner), adapter)
+        adapter, runner = SkippingV2 if self.vllm_config.use_v2_model_runner else SkippingV1, self.model_runner
+        runner.__class__ = type(f"Skipping{type(runner).__name__}", (adapter, type(runner)), {})
+        runner.skip_serving = serving
 
     def skipdecode_layers(self) -> dict[str, int]:
-        """Return the counters of :class:`~skipdecode.serving.gate.Plan` since the start, by name."""
-        return self.model_runner.skip_plan.counted()
+        """Return layer-tokens since the start: at full depth, needed by the schedules, and run."""
+        plan = self.model_runner.skip_plan
+        return {"full": plan.full_tokens, "needed": plan.needed_tokens, "run": plan.run_tokens}
 
 
 class SkipCPUWorker(SkipWorker, CPUWorker):
