@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -30,20 +32,6 @@ from .generate import generate
 from .inspect import check, schedule
 from .serve import serve
 from .train import train
-
-#: The extra of skipdecode that installs a library.
-EXTRAS = {
-    "rich": "cli",
-    "matplotlib": "cli",
-    "sacrebleu": "eval",
-    "rouge_score": "eval",
-    "bert_score": "bertscore",
-    "accelerate": "train",
-    "datasets": "train",
-    "peft": "lora",
-    "psutil": "memory",
-    "lm_eval": "harness",
-}
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -105,7 +93,14 @@ def main() -> None:
     """
     # Hide the hub's warnings about retries: one line of ours says that the model is missing.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    with _streams(), _signals(), _warnings():
+    if sys.stderr is None:  # print would use standard output instead
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
+    with _signals(), warnings.catch_warnings():
+        warnings.showwarning = partial(_show_warning, warnings.showwarning)
+        # Commands that generate texts print their own message; the others only measure.
+        warnings.simplefilter("ignore", UntrainedWarning)
         try:
             try:
                 app()
@@ -125,8 +120,12 @@ def _line(error: Exception) -> str | None:
     """Return the message for an error that the user can fix; None for a bug."""
     if isinstance(error, SkipDecodeError) or (isinstance(error, OSError) and error.errno is not None):
         return str(error)
-    library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    return f"{library} is not installed: pip install 'skipdecode[{EXTRAS[library]}]'" if library in EXTRAS else None
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        library = error.name.partition(".")[0]
+        for line in requires("skipdecode") or ():  # "rich>=13; extra == 'cli'"
+            if extra := re.match(rf"{library.replace('_', '-')}\b.*extra == .(\w+)", line):
+                return f"{library} is not installed: pip install 'skipdecode[{extra[1]}]'"
+    return None
 
 
 def _end(line: str, code: int) -> NoReturn:
@@ -135,36 +134,12 @@ def _end(line: str, code: int) -> NoReturn:
     raise SystemExit(code) from None
 
 
-@contextmanager
-def _streams() -> Iterator[None]:
-    """Make standard output UTF-8, and discard messages if standard error is closed."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")
-    if sys.stderr is not None:
-        yield
-        return
-    with open(os.devnull, "w") as sys.stderr:  # print would use standard output instead
-        yield
-    sys.stderr = None
-
-
-@contextmanager
-def _warnings() -> Iterator[None]:
-    """Print warnings of skipdecode as one line each, without their place in the code."""
-    before: Any = warnings.formatwarning
-
-    def line(message: Any, category: Any, filename: str, *rest: Any, **named: Any) -> str:
-        ours = Path(__file__).parent.parent in Path(filename).parents
-        return f"skipdecode: {message}\n" if ours else before(message, category, filename, *rest, **named)
-
-    warnings.formatwarning = line
-    try:
-        with warnings.catch_warnings():
-            # Commands that generate texts print their own message; the others only measure.
-            warnings.simplefilter("ignore", UntrainedWarning)
-            yield
-    finally:
-        warnings.formatwarning = before
+def _show_warning(before: Any, message: Any, category: Any, filename: str, *rest: Any, **named: Any) -> None:
+    """Print a warning of skipdecode as one line, without its place in the code."""
+    if Path(__file__).parent.parent in Path(filename).parents:
+        print(f"skipdecode: {message}", file=sys.stderr)
+    else:
+        before(message, category, filename, *rest, **named)
 
 
 @contextmanager
