@@ -344,7 +344,8 @@ def test_texts_that_nobody_takes_are_not_lost_in_silence(checkpoint: Path, strea
     with open("/dev/full" if full else os.dup(writer), "w") as out:
         assert streams.run("generate", checkpoint, "--max-new-tokens", 2, stdin=source, stdout=out, stderr=words) == 2
     last = words.getvalue().splitlines()[-1]
-    assert last.startswith("skipdecode: [Errno ")
+    assert last.startswith("skipdecode: the texts could not be written (")
+    assert last.endswith("give --output FILE")
     os.close(writer)
 
 

@@ -258,6 +258,8 @@ def test_a_checkpoint_of_which_anything_is_missing_or_damaged_is_passed_over(
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= set(files)
     for name in files:
         for how in ("delete", "cut", "empty", "flip"):
+            if (name, how) == (SEAL, "flip"):  # of the run's settings: another run
+                continue
             copy = tmp_path / "copy"
             shutil.copytree(folder, copy)
             damage(copy / "checkpoint-6" / name, how)

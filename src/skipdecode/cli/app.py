@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import signal
 import sys
 import threading
@@ -12,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from importlib.metadata import requires
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -32,6 +30,20 @@ from .generate import generate
 from .inspect import check, schedule
 from .serve import serve
 from .train import train
+
+#: The extra of skipdecode that installs a library.
+EXTRAS = {
+    "rich": "cli",
+    "matplotlib": "cli",
+    "sacrebleu": "eval",
+    "rouge_score": "eval",
+    "bert_score": "bertscore",
+    "accelerate": "train",
+    "datasets": "train",
+    "peft": "lora",
+    "psutil": "memory",
+    "lm_eval": "harness",
+}
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -120,12 +132,8 @@ def _line(error: Exception) -> str | None:
     """Return the message for an error that the user can fix; None for a bug."""
     if isinstance(error, SkipDecodeError) or (isinstance(error, OSError) and error.errno is not None):
         return str(error)
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        library = error.name.partition(".")[0]
-        for line in requires("skipdecode") or ():  # "rich>=13; extra == 'cli'"
-            if extra := re.match(rf"{library.replace('_', '-')}\b.*extra == .(\w+)", line):
-                return f"{library} is not installed: pip install 'skipdecode[{extra[1]}]'"
-    return None
+    library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return f"{library} is not installed: pip install 'skipdecode[{EXTRAS[library]}]'" if library in EXTRAS else None
 
 
 def _end(line: str, code: int) -> NoReturn:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from typer import Exit
 
-from ..errors import UsageError
+from ..errors import FileError, UsageError
 from . import options as o
-from .console import Bar, err, say
+from .console import Bar, drop_output, err, say
 
 if TYPE_CHECKING:
     from ..generation.jobs import GenerationJob, JobResult
@@ -82,8 +82,12 @@ def generate(
             say=say,
         )
     if job.output is None:
-        sys.stdout.write("".join(f"{text}\n" for text in result.texts) if prompt else result.jsonl)
-        sys.stdout.flush()
+        try:
+            sys.stdout.write("".join(f"{text}\n" for text in result.texts) if prompt else result.jsonl)
+            sys.stdout.flush()
+        except OSError as error:  # typer says nothing of a reader that has gone
+            drop_output()
+            raise FileError(f"the texts could not be written ({error.strerror}): give --output FILE") from None
     _show(result, as_json)
     if not result.summary["rows"]:
         raise Exit(1)

@@ -162,7 +162,6 @@ SAME = (
     "bf16 save_steps eval_steps seed"
 ).split()
 
-
 #: Options that a resumed run must share. Others may differ, or show in what :func:`_record` adds.
 DECISIVE = (
     "method weights distill_weight batch_size gradient_accumulation_steps learning_rate lr_scheduler_type warmup_steps "
