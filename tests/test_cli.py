@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,8 +44,6 @@ def test_schedule_shows_saves_and_draws(tmp_path: Path) -> None:
     assert sum(row.count("█") for row in rows) == sum(plan.depth(g) for g in range(40))
     assert Schedule.load(tmp_path / "s.json") == plan
     assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
-    shown = run("schedule", "--speedup", 3, "--layers", 24, "--horizon", 40, "--json").stdout
-    assert Schedule.from_dict(json.loads(shown)) == plan
 
 
 def test_schedules_and_help_need_no_torch() -> None:
@@ -149,14 +148,13 @@ def test_a_checkpoint_saved_without_a_cache_still_decodes_with_one(checkpoint: P
 @pytest.mark.slow
 def test_demo_times_every_speed_and_draws(checkpoint: Path, tmp_path: Path) -> None:
     picture = tmp_path / "demo.png"
-    done = run("demo", checkpoint, "--repeats", 1, "--speedups", "1,2,4", "--png", picture, "--json")
+    done = run("demo", checkpoint, "--repeats", 1, "--speedups", "1,2,4", "--png", picture)
     assert done.returncode == 0, done.stderr
-    numbers = json.loads(done.stdout.splitlines()[-1])
-    assert [row["target"] for row in numbers["rows"]] == [1, 2, 4]
-    ratios = [row["layer_ratio"] for row in numbers["rows"]]
+    rows = re.findall(r"^(\d)x +[\d.]+ +([\d.]+)x ", done.stdout, re.MULTILINE)
+    assert [target for target, _ in rows] == ["1", "2", "4"]
+    ratios = [float(ratio) for _, ratio in rows]
     assert ratios[0] == 1
     assert ratios == sorted(ratios)
-    assert all(row["seconds"] > 0 and row["step_ms"] > 0 for row in numbers["rows"])
     assert picture.stat().st_size > 10_000
 
 
@@ -347,7 +345,7 @@ def test_texts_that_nobody_takes_are_not_lost_in_silence(checkpoint: Path, strea
         assert streams.run("generate", checkpoint, "--max-new-tokens", 2, stdin=source, stdout=out, stderr=words) == 2
     last = words.getvalue().splitlines()[-1]
     assert last.startswith("skipdecode: the texts could not be written (")
-    assert last.endswith("give --output FILE to keep them")
+    assert last.endswith("give --output FILE")
     os.close(writer)
 
 
@@ -366,7 +364,7 @@ def test_texts_that_nobody_takes_are_not_lost_in_silence(checkpoint: Path, strea
         (["--max-new-tokens", 2_000_000_000], "max-new-tokens"),
         (["--min-new-tokens", 9, "--max-new-tokens", 8], "min_new_tokens 9 is more than max_new_tokens 8"),
         (["--no-repeat-ngram-size", 2_000_000_000], "no-repeat-ngram-size"),
-        (["--batch-size", 2_000_000_000], "batch-size"),
+        (["--batch-size", "many"], "batch_size is a number of rows"),
         (["--seed", -1], "seed"),
         (["--dtype", "Tensor"], "dtype"),
         (["--device", "nope"], "device"),

@@ -24,7 +24,7 @@ from skipdecode.errors import ModelError, ScheduleError, UnsupportedModel
 from skipdecode.generation.generate import generate_ids
 from skipdecode.generation.results import Cost
 from skipdecode.methods import METHODS, get_method
-from skipdecode.methods.objectives import Distillation, Objective, response_loss
+from skipdecode.methods.objectives import Distillation, Objective
 from skipdecode.planning.fitting import achieved, batch_lengths, fit
 
 LENGTHS = [44, 39, 40, 36, 35, 32, 25]
@@ -306,7 +306,7 @@ def test_multi_exit_averages_the_losses_of_the_models_cut_there(model: tuple[Any
     assert objective is not None
     depths = range(1, 9)
     outputs, labels, inputs = outputs_of(network, output_hidden_states=True)
-    parts = [response_loss(prune(network, range(d))(inputs["input_ids"]), labels) for d in depths]
+    parts = [Objective()(prune(network, range(d))(inputs["input_ids"]), labels) for d in depths]
     torch.testing.assert_close(objective(outputs, labels), torch.stack(parts).mean())
 
 

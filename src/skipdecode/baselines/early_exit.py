@@ -15,7 +15,7 @@ from ..core.attach import attach
 from ..core.patch import Patch, put
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
-from ..errors import ModelError, UsageError
+from ..errors import ModelError
 from ..methods.base import Method
 from ..methods.objectives import Objective, token_loss
 
@@ -85,7 +85,7 @@ class Calm(MultiExit):
 
         The threshold is ``1 - 10**-x`` with ``x`` bisected, because a trained model's margins are mostly near 1.
         """
-        horizon = max(lengths())
+        horizon = max(1, *lengths())
         low, high, trials = 0.0, 6.0, []
         for _ in range(9):
             nines = (low + high) / 2
@@ -107,15 +107,12 @@ class Calm(MultiExit):
             model: is patched to exit early when it gets such a cache.
             threshold: the paper's lambda, 0 to 1. The margin of step t must exceed 0.9 lambda + 0.1 exp(-4 t / horizon)
                 (equation 5).
-            horizon: in tokens.
+            horizon: in tokens, at least 1.
             options: keyword arguments of ``model.generate``; ``eos_token_id`` replaces the model's own.
 
         Raises:
             ModelError: a layer is recurrent, or :func:`read_out` fails.
-            UsageError: ``horizon`` is below 1.
         """
-        if not horizon >= 1:
-            raise UsageError(f"the threshold decays over a horizon of at least 1 token, not {horizon}")
         if not all(hasattr(layer, "keys") for layer in DynamicCache(config=model.config).layers):
             raise ModelError(
                 f"{type(model).__name__} has recurrent layers: one that a token leaves out keeps no state for the next"
@@ -132,7 +129,7 @@ class ConfidenceCache(DynamicCache):
     Attributes:
         step_depths: layers that the batch ran in each decode step (not those run for keys and values alone).
         row_steps: decode steps summed over the sequences, without steps after a sequence's end.
-        peak_kv_bytes: peak bytes of keys and values.
+        row_layers: layers that unfinished sequences ran, summed over sequences and steps.
     """
 
     def __init__(
@@ -144,17 +141,10 @@ class ConfidenceCache(DynamicCache):
         self.horizon = horizon
         self.stops = stops  # token ids that end a sequence
         self.step_depths: list[int] = []
-        self.row_steps = 0
-        self.peak_kv_bytes = 0
+        self.row_steps = self.row_layers = 0
         self.finished: Tensor | None = None  # (batch,): sequences that have ended
-        self._row_layers: Tensor | int = 0  # stays on the device: reading it would synchronize
         self.left = torch.zeros(0, dtype=torch.bool)  # (batch,): sequences that have exited in this step, or ended
         self.writing = False  # the layer that runs is needed for its keys and values alone
-
-    @property
-    def row_layers(self) -> int:
-        """Return the number of layers that unfinished sequences ran, summed over sequences and steps."""
-        return int(self._row_layers)
 
     def confident(self, hidden: Tensor) -> Tensor:
         """Return (batch,): whether the top two probabilities at ``hidden`` (batch, 1, width) differ by enough."""
@@ -165,9 +155,6 @@ class ConfidenceCache(DynamicCache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store keys and values; raise ``_Written`` if nothing else of the layer is needed."""
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if layer_idx == len(self.layers) - 1:
-            kept = (x for layer in self.layers for x in (layer.keys, layer.values) if x is not None)
-            self.peak_kv_bytes = max(self.peak_kv_bytes, sum(x.nbytes for x in kept))
         if self.writing:
             raise _Written
         return states
@@ -197,7 +184,8 @@ class _Exit(Patch):
             cache.left = rows if cache.finished is None else cache.finished.clone()
             cache.step_depths.append(0)
             cache.row_steps += int((~cache.left).sum())
-        if bool(cache.left.all()):
+        running = int((~cache.left).sum())
+        if not running:
             cache.writing = True
             try:
                 self.original(*args, **kwargs)
@@ -210,7 +198,7 @@ class _Exit(Patch):
         ran = output[0] if isinstance(output, tuple) else output
         ran = torch.where(cache.left[:, None, None], hidden, ran)
         cache.step_depths[-1] += 1
-        cache._row_layers = cache._row_layers + (~cache.left).sum()
+        cache.row_layers += running
         if self.index < len(cache.layers) - 1:
             cache.left = cache.left | cache.confident(ran)
         return (ran, *output[1:]) if isinstance(output, tuple) else ran
@@ -246,16 +234,13 @@ def read_out(model: nn.Module) -> ReadOut:
     tail: list[nn.Module] = []
     seen: list[Tensor] = []
 
-    def layer_done(module: nn.Module, args: Any, output: Any) -> None:
-        seen.append(output[0] if isinstance(output, tuple) else output)
-
     def called(module: nn.Module, args: Any, output: Any) -> None:
-        if seen:
+        if module is last:
+            seen.append(output[0] if isinstance(output, tuple) else output)
+        elif seen and not any(module.children()):
             tail.append(module)
 
-    inner = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
-    leaves = [m for m in model.modules() if id(m) not in inner and not any(m.children())]
-    hooks = [leaf.register_forward_hook(called) for leaf in leaves] + [last.register_forward_hook(layer_done)]
+    hooks = [module.register_forward_hook(called) for module in model.modules()]
     training = model.training
     model.eval()
     try:

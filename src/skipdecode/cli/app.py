@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -105,7 +105,14 @@ def main() -> None:
     """
     # Hide the hub's warnings about retries: one line of ours says that the model is missing.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    with _streams(), _signals(), _warnings():
+    if sys.stderr is None:  # print would use standard output instead
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
+    with _signals(), warnings.catch_warnings():
+        warnings.showwarning = partial(_show_warning, warnings.showwarning)
+        # Commands that generate texts print their own message; the others only measure.
+        warnings.simplefilter("ignore", UntrainedWarning)
         try:
             try:
                 app()
@@ -135,36 +142,12 @@ def _end(line: str, code: int) -> NoReturn:
     raise SystemExit(code) from None
 
 
-@contextmanager
-def _streams() -> Iterator[None]:
-    """Make standard output UTF-8, and discard messages if standard error is closed."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")
-    if sys.stderr is not None:
-        yield
-        return
-    with open(os.devnull, "w") as sys.stderr:  # print would use standard output instead
-        yield
-    sys.stderr = None
-
-
-@contextmanager
-def _warnings() -> Iterator[None]:
-    """Print warnings of skipdecode as one line each, without their place in the code."""
-    before: Any = warnings.formatwarning
-
-    def line(message: Any, category: Any, filename: str, *rest: Any, **named: Any) -> str:
-        ours = Path(__file__).parent.parent in Path(filename).parents
-        return f"skipdecode: {message}\n" if ours else before(message, category, filename, *rest, **named)
-
-    warnings.formatwarning = line
-    try:
-        with warnings.catch_warnings():
-            # Commands that generate texts print their own message; the others only measure.
-            warnings.simplefilter("ignore", UntrainedWarning)
-            yield
-    finally:
-        warnings.formatwarning = before
+def _show_warning(before: Any, message: Any, category: Any, filename: str, *rest: Any, **named: Any) -> None:
+    """Print a warning of skipdecode as one line, without its place in the code."""
+    if Path(__file__).parent.parent in Path(filename).parents:
+        print(f"skipdecode: {message}", file=sys.stderr)
+    else:
+        before(message, category, filename, *rest, **named)
 
 
 @contextmanager

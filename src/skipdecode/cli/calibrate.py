@@ -73,11 +73,13 @@ def calibrate(
         raise UsageError("--force goes with --save")
     if order == "search" and output is None:
         raise UsageError("--order search keeps what it has measured beside --output: give one")
+    from ..data.tasks import task_from
     from ..evaluation.calibration import CalibrationPlan
     from ..evaluation.calibration import calibrate as run
+    from ..planning.profile import Profile
 
-    options = {name: given[name] for name in PLAN} | {"profile": o.load_profile(clock, profile)}
-    plan = CalibrationPlan(model, data, speedup, o.task_of(given), **options)
+    options = {name: given[name] for name in PLAN} | {"profile": Profile.load(profile) if profile else None}
+    plan = CalibrationPlan(model, data, speedup, task_from(given), **options)
     with Bar() as bar:
         calibration = run(plan, say=say, on_progress=bar.show)
     if output:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -48,17 +48,17 @@ def profile(
 
     skipdecode profile --shape opt-1.3b --output opt.json
     """
-    from ..clock.profiler import Profiler, check_lengths
+    given = locals()
+    from ..clock.profiler import STEPS, Profiler
     from ..files import check_target
     from ..planning.profile import is_profile
 
-    sizes, lengths = _whole(batch, "--batch"), _whole(context, "--context")
+    sizes, lengths = o.parse_numbers(batch, "--batch", int), o.parse_numbers(context, "--context", int)
     check_target(output, may_replace=is_profile)
-    options = _options(attention, quantization, prepack)
-    loaded, tokenizer = _load(model, shape, dtype, device, options, lambda config: check_lengths(config, lengths))
+    loaded, tokenizer, name, options = _load(given, max(lengths) + STEPS + 1)
     with Bar() as bar:
         profiler = Profiler(loaded, tokenizer, repeats, lambda done, total: bar.show("measuring", done, total), options)
-        measured = profiler.profile(sizes, lengths, shape or str(model))
+        measured = profiler.profile(sizes, lengths, name)
     measured.save(output)
     say(f"wrote {output}")
     rows = []
@@ -96,16 +96,20 @@ def plan(
     from ..weights.device import machine
     from ..weights.loading import read_config
 
-    targets, measured = o.parse_speedups(speedups), Profile.load(profile)
+    targets, measured = o.parse_numbers(speedups), Profile.load(profile)
     style: dict[str, Any] = {**o.style_options(decay=decay, prompt_layers=prompt_layers)}
     config = None if model is None else read_config(model)
     if config is not None:
         measured.check(shape=shape_of(config))
     rows: list[dict[str, Any]] = []
-    for size in _whole(batch, "--batch"):
+    lines: list[list[str]] = []
+    notes: list[str] = []
+    for size in o.parse_numbers(batch, "--batch", int):
         predictor = Predictor(measured, [Workload(size, prompt_tokens, new_tokens)], clock)
+        refused, had = "", {1.0}
         for target in targets:
             start = {"batch_size": size, "asked": target, "asked_of": clock}
+            lines.append([str(size), f"{target:g}x {clock}"])
             try:
                 schedule = (
                     plan_depths(predictor, target, **style)
@@ -114,11 +118,25 @@ def plan(
                 )
             except ScheduleError as error:
                 rows.append(start | {"refused": str(error)})
+                lines[-1] += ["cannot be had", *[""] * 6]
+                refused = refused or str(error)
                 continue
-            ratios = {f"{of}_ratio": round(ratio, 3) for of, ratio in predictor.ratios(schedule).items()}
+            ratios = {of: round(ratio, 3) for of, ratio in predictor.ratios(schedule).items()}
             seconds = round(predictor.seconds(schedule).job, 4)
-            rows.append(start | ratios | {"job_seconds": seconds, "schedule": schedule.to_dict()})
-    _show_plan(rows, f"{measured.model}: {prompt_tokens} prompt tokens, {new_tokens} new; of full depth, predicted")
+            had.add(ratios["layers"])
+            start |= {f"{of}_ratio": ratio for of, ratio in ratios.items()}
+            rows.append(start | {"job_seconds": seconds, "schedule": schedule.to_dict()})
+            lines[-1] += [f"{schedule.max_depth} to {schedule.min_depth}", str(schedule.horizon), str(schedule.deepest)]
+            lines[-1] += [*(f"{ratios[of]:.2f}x" for of in ("layers", "step", "job")), f"{seconds:.2f}"]
+        if refused:
+            notes.append(f"batch {size}: {refused}")
+        if max(had) > 1:
+            layers = ",".join(f"{ratio:.3g}" for ratio in sorted(had))
+            notes.append(f"batch {size}: train a model for these with --speedups {layers}")
+    heads = ["batch", "asked", "depths", "over steps", "prompt", "layers", "step", "job", "job s"]
+    _show(f"{measured.model}: {prompt_tokens} prompt tokens, {new_tokens} new; of full depth, predicted", heads, lines)
+    for note in notes:
+        out.print(note, highlight=False, markup=False, soft_wrap=True)
     if measured.warning:
         say(measured.warning)
     here = machine(measured.device)
@@ -127,32 +145,6 @@ def plan(
         say(f"this is another machine ({here}): what is planned holds there, not here")
     if as_json:
         print(json.dumps({"machine": measured.machine, "model": measured.model, "rows": rows}))
-
-
-def _show_plan(rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Print the table, why targets cannot be achieved, and the layer ratios to train a model for."""
-    lines = []
-    for row in rows:
-        start = [str(row["batch_size"]), f"{row['asked']:g}x {row['asked_of']}"]
-        if "refused" in row:
-            lines.append([*start, "cannot be had", *[""] * 6])
-            continue
-        schedule = row["schedule"]
-        depths = f"{schedule['max_depth']} to {schedule['min_depth']}"
-        in_prompt = schedule.get("prompt_layers", schedule["num_layers"])
-        ratios = (f"{row[f'{of}_ratio']:.2f}x" for of in ("layers", "step", "job"))
-        lines.append([*start, depths, str(schedule["horizon"]), str(in_prompt), *ratios, f"{row['job_seconds']:.2f}"])
-    _show(title, ["batch", "asked", "depths", "over steps", "prompt", "layers", "step", "job", "job s"], lines)
-    refused = {row["batch_size"]: row["refused"] for row in reversed(rows) if "refused" in row}  # the first per size
-    for size in dict.fromkeys(row["batch_size"] for row in rows):
-        if size in refused:
-            out.print(f"batch {size}: {refused[size]}", highlight=False, markup=False, soft_wrap=True)
-        had = {row["layers_ratio"] for row in rows if row["batch_size"] == size and "schedule" in row}
-        if max(had, default=1) > 1:
-            layers = ",".join(f"{ratio:.3g}" for ratio in sorted(had | {1.0}))
-            out.print(
-                f"batch {size}: train a model for these with --speedups {layers}", highlight=False, soft_wrap=True
-            )
 
 
 def bench(
@@ -173,43 +165,37 @@ def bench(
     quantization: o.Quantization = None,
     prepack: o.Prepack = False,
     output: Annotated[Path | None, Option(help="Folder for table.md, table.csv and table.json.")] = None,
-    as_json: o.Json = False,
 ) -> None:
     """Time full depth and faster budgets alternately: what was asked for, and what is got, of layers, steps and jobs.
 
     skipdecode bench --shape opt-1.3b --speedups 1,2,3,5 --batch 1,8,32
     """
-    from ..clock.bench import BenchPlan, check_folder
+    given = locals()
+    from ..clock.bench import HEADS, BenchPlan, cells_of
     from ..clock.bench import bench as run
+    from ..clock.tables import check_folder, save_tables
+    from ..planning.profile import Profile
 
-    measured, options = o.load_profile(clock, profile), _options(attention, quantization, prepack)
-    style, sizes = o.style_options(decay=decay, prompt_layers=prompt_layers), _whole(batch, "--batch")
-    plan = BenchPlan(o.parse_speedups(speedups), sizes, prompt_tokens, new_tokens, clock, measured, repeats, style)
+    measured = Profile.load(profile) if profile else None
+    style, sizes = o.style_options(decay=decay, prompt_layers=prompt_layers), o.parse_numbers(batch, "--batch", int)
+    targets = o.parse_numbers(speedups)
+    plan = BenchPlan(targets, sizes, prompt_tokens, new_tokens, clock, measured, repeats, style)
     if output:
         check_folder(output)
-    loaded, tokenizer = _load(model, shape, dtype, device, options, plan.check)
+    loaded, tokenizer, name, options = _load(given, prompt_tokens + new_tokens)
     if measured is not None and measured.warning:
         say(measured.warning)
     command = f"skipdecode {shlex.join(sys.argv[1:])}"
     with Bar() as bar:
-        bar.show("timing alternately", 0, plan.runs)
-        report = run(loaded, tokenizer, plan, shape or str(model), options=options, command=command, on_run=bar.advance)
-    out.print(report.table, highlight=False, soft_wrap=True)
-    for line in (*(f"{key}: {value}" for key, value in report.about.items()), *report.refusals):
-        out.print(line, highlight=False, soft_wrap=True, markup=False)
+        bar.show("timing alternately", 0, len({1.0, *targets}) * len(sizes) * (repeats + 1))
+        rows, about = run(loaded, tokenizer, plan, name, options=options, command=command, on_run=bar.advance)
+    cells = [cells_of(row) for row in rows]
+    _show(f"{name}: full depth and targets", HEADS, cells)
+    for key, value in about.items():
+        out.print(f"{key}: {value}", highlight=False, soft_wrap=True, markup=False)
     if output:
-        report.save(output)
+        save_tables(output, rows, HEADS, cells, about)
         say(f"wrote {output}")
-    if as_json:
-        print(json.dumps({**report.about, "rows": report.rows}))
-
-
-def _whole(text: str, option: str) -> tuple[int, ...]:
-    """Parse distinct whole numbers of at least 1, like ``"1,8,32"``. Raises UsageError."""
-    values = o.parse_numbers(text)
-    if any(value < 1 or value != int(value) or value > o.MOST for value in values) or len(set(values)) < len(values):
-        raise UsageError(f"{option} takes distinct whole numbers of at least 1 with commas between, not {text!r}")
-    return tuple(map(int, values))
 
 
 def _show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -219,32 +205,23 @@ def _show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> No
     out.print(f"{title}\n\n{markdown_table(heads, rows)}\n", highlight=False, soft_wrap=True, markup=False)
 
 
-def _options(attention: str | None, quantization: str | None, prepack: bool) -> dict[str, Any]:
-    """Return the loading options, except dtype and device, as a profile stores them."""
+def _load(
+    given: Mapping[str, Any], tokens: int
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str, dict[str, Any]]:
+    """Load what a command's options name, if it has positions for so many ``tokens``, or make random weights.
+
+    Returns:
+        The model, its tokenizer, its name, and the loading options, except dtype and device, as a profile stores them.
+    """
+    from ..clock.model_shapes import random_model, shape_config
+    from ..clock.profiler import check_positions
+    from ..weights.loading import load, read_config
     from ..weights.optimize import optimizations
 
-    faster = optimizations(quantization, prepack)
-    return faster | ({"attention": attention} if attention else {})
-
-
-def _load(
-    model: str | None,
-    shape: str | None,
-    dtype: str,
-    device: str | None,
-    options: Mapping[str, Any],
-    check: Callable[[Any], object],
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the checkpoint, or make random weights of the shape, after calling ``check`` with its config."""
-    from ..clock.model_shapes import random_model, shape_config
-    from ..weights.device import placement
-    from ..weights.loading import load, read_config
-
+    model, shape, attention = given["model"], given["shape"], given["attention"]
     if (model is None) == (shape is None):
         raise UsageError("give either MODEL or --shape")
-    if shape is None:
-        check(read_config(str(model)))
-        return load(str(model), dtype=dtype, device=device, **options)
-    check(config := shape_config(shape))
-    rest = {"attn_implementation" if name == "attention" else name: value for name, value in options.items()}
-    return random_model(shape, dtype, placement(config, dtype, device)[1], **rest)
+    options = optimizations(given["quantization"], given["prepack"]) | ({"attention": attention} if attention else {})
+    check_positions(read_config(model) if shape is None else shape_config(shape), tokens)
+    make: Any = load if shape is None else random_model
+    return *make(shape or model, dtype=given["dtype"], device=given["device"], **options), shape or model, options

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -21,10 +20,8 @@ if TYPE_CHECKING:
 def demo(
     model: o.Model = "demo",
     speedups: Annotated[str, Option(help="Target layer reductions, 1 among them.")] = "1,2,3,4,5",
-    input: Annotated[Path | None, Option(help="CSV with an mr column (default: 32 inputs of our own).")] = None,
     repeats: Annotated[int, Option(min=1, help="Rounds timed alternately; medians are shown.")] = 5,
     png: Annotated[Path, Option(help="The picture.")] = Path("skipdecode-demo.png"),
-    as_json: o.Json = False,
 ) -> None:
     """Write the same inputs at 1x to 5x, time them alternately, and draw what it gave.
 
@@ -40,12 +37,12 @@ def demo(
     from ..weights.device import machine
     from ..weights.loading import DEMO, load, read_config
 
-    targets = o.parse_speedups(speedups)
+    targets = o.parse_numbers(speedups)
     if 1 not in targets:
         raise UsageError("--speedups needs 1 among them: it is what the others are compared with")
     check_picture(png)
     task = get_task("e2e")
-    items = [item for item in read_items(str(input or DEMO / "inputs.csv"), task) if item.error is None]
+    items = [item for item in read_items(str(DEMO / "inputs.csv"), task) if item.error is None]
     schedules = {speedup: schedule_for(read_config(model), speedup) for speedup in targets}
     loaded, tokenizer = load(model)
     write = partial(generate, loaded, tokenizer, [item.prompt for item in items], batch_size=32)
@@ -66,37 +63,26 @@ def demo(
         f"\n{len(items)} inputs, batch 32, {same['max_new_tokens'] - 1} decode steps at every speed, "
         f"medians of {repeats} rounds"
     )
-    rows = _rows(written, timings, repeats)
+    _print_table(timings, repeats)
     out.print(f"[dim]{machine()}[/]", highlight=False)
     draw_demo(schedules, timings, png, machine())
     say(f"wrote {png}")
-    if as_json:
-        print(json.dumps({"machine": machine(), "repeats": repeats, "rows": rows}))
 
 
-def _rows(written: dict[float, Generated], timings: dict[float, Timing], repeats: int) -> list[dict[str, Any]]:
-    """Print the table and its notes, and return its numbers. Ratios are relative to 1x."""
+def _print_table(timings: dict[float, Timing], repeats: int) -> None:
+    """Print the table and its notes. Ratios are relative to 1x."""
     from ..clock.timing import compare, remarks, shown
 
-    rows, cells, figures = [], [], []
-    clocks = {speedup: compare(timings[1], timing, repeats) for speedup, timing in timings.items()}
+    cells, figures, full = [], [], timings[1]
     for speedup, timing in timings.items():
-        cost, clock = timing.cost, clocks[speedup]
+        cost, clock = timing.cost, compare(full, timing)
         step, whole = (shown(ratio, clock.layer_ratio) for ratio in (clock.decode_ratio, clock.ratio))
         figures += [step, whole]
         layers = (f"{speedup:g}x", f"{cost.average_depth:.2f}", f"{cost.layer_ratio:.2f}x")
         clock_cells = (f"{timing.step_ms:.2f}", step, f"{timing.seconds:.3f}", whole)
         cells.append([*layers, *clock_cells, f"{cost.peak_kv_bytes / 1e6:.1f} MB"])
-        row = {"target": speedup, "average_depth": cost.average_depth, "layer_ratio": cost.layer_ratio}
-        row |= {"tokens": cost.tokens, "steps": cost.steps, "seconds": timing.seconds, "step_ms": timing.step_ms}
-        row |= {"wall_clock_ratio": clock.ratio, "decoding_ratio": clock.decode_ratio}
-        texts = written[speedup].cost
-        row |= {"texts_layer_ratio": texts.layer_ratio, "texts_tokens": texts.tokens}
-        row |= {"peak_kv_bytes": cost.peak_kv_bytes}
-        rows.append({name: round(value, 4) for name, value in row.items()})
     heads = "target layers/step layer_reduction ms/step step_faster seconds all_faster peak_KV".split()
     print_table([head.replace("_", " ") for head in heads], cells)
     out.print("step: one decode step; all: the whole run, prompts included", highlight=False)
-    for name, remark in remarks(figures, clocks[1].rows, clocks[1].batches).items():
+    for name, remark in remarks(figures, full.cost.rows, len(full.result.lengths) * repeats).items():
         out.print(f"{name}: {remark}", highlight=False, markup=False)
-    return rows

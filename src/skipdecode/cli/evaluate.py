@@ -74,7 +74,8 @@ def evaluate(
     skipdecode evaluate demo --task e2e --data e2e-dataset --speedups 1,2,3,4,5
     """
     given = locals()
-    targets = o.parse_speedups(speedups)
+    targets = o.parse_numbers(speedups)
+    from ..data.tasks import task_from
     from ..evaluation.evaluate import EvaluationPlan
     from ..evaluation.evaluate import evaluate as run
     from ..evaluation.report import brief
@@ -83,8 +84,8 @@ def evaluate(
     files = [Path(name) for names in schedule or () for name in names.split(",")]
     rest = {name: given[name] for name in PLAN}
     rest["faster"] = optimizations(quantization, prepack)
-    plan = EvaluationPlan(model, data, o.task_of(given), targets, schedules=files, **rest)
-    command = shlex.join(["skipdecode", *(_short(part) for part in sys.argv[1:])])
+    plan = EvaluationPlan(model, data, task_from(given), targets, schedules=files, **rest)
+    command = f"skipdecode {shlex.join(sys.argv[1:])}"
     with Bar() as bar:
         results = run(plan, command=command, say=say, on_progress=bar.show)
     print_table(*brief(results.rows, results.metrics))
@@ -94,8 +95,3 @@ def evaluate(
     say(f"wrote {', '.join(path.name for path in results.files)} to {output}")
     if as_json:
         print(json.dumps({"about": results.about, "rows": results.rows}))
-
-
-def _short(argument: str) -> str:
-    """Keep only the last part of a path outside the working folder: the rest means nothing to other people."""
-    return Path(argument).name if argument.startswith(("/", "..")) else argument

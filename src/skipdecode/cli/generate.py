@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from typer import Exit
 
@@ -82,7 +82,12 @@ def generate(
             say=say,
         )
     if job.output is None:
-        _print("".join(f"{text}\n" for text in result.texts) if prompt else result.jsonl)
+        try:
+            sys.stdout.write("".join(f"{text}\n" for text in result.texts) if prompt else result.jsonl)
+            sys.stdout.flush()
+        except OSError as error:  # typer says nothing of a reader that has gone
+            drop_output()
+            raise FileError(f"the texts could not be written ({error.strerror}): give --output FILE") from None
     _show(result, as_json)
     if not result.summary["rows"]:
         raise Exit(1)
@@ -91,6 +96,8 @@ def generate(
 def _job(given: Mapping[str, Any]) -> GenerationJob:
     """Return the job that the options describe. Raises SkipDecodeError."""
     from ..core.schedule import Schedule
+    from ..data.tasks import task_from
+    from ..generation.engine import Engine, Transformers
     from ..generation.jobs import GenerationJob
 
     output, schedule, stop = given["output"], given["schedule"], given["stop"]
@@ -98,44 +105,45 @@ def _job(given: Mapping[str, Any]) -> GenerationJob:
         raise UsageError("give one of --prompt and --input")
     if output == "-" and sys.stdout is None:
         raise UsageError("standard output is closed: give --output FILE")
+    offload, engine = None, cast(Engine, Transformers())
+    if given["offload"] or given["max_memory"] is not None:
+        from ..weights.offload import Offload
+
+        offload = Offload(given["offload"] or "auto", given["max_memory"], given["offload_folder"])
+    elif given["offload_folder"]:
+        raise UsageError("--offload-folder goes with --offload or --max-memory")
+    if given["engine"] == "vllm":
+        from ..engines.vllm import VllmEngine
+
+        engine = VllmEngine()
+    if given["ray"]:
+        from ..engines.ray import RayEngine
+
+        engine = RayEngine(engine, given["ray"])
     decoding = {name: given[name] for name in DECODING if given[name] is not None and given[name] is not False}
     return GenerationJob(
         given["model"],
         given["prompt"] or given["input"],
         None if output == "-" else Path(output),
-        task=o.task_of(given),
+        task=task_from(given),
         schedule=Schedule.load(schedule) if schedule else None,
         batch_size=given["batch_size"],
-        offload=o.offload_of(given),
-        engine=o.engine_of(given),
+        offload=offload,
+        engine=engine,
         options=decoding | ({"stop_strings": stop} if stop else {}),
         **{name: given[name] for name in JOB},
     )
 
 
-def _print(text: str) -> None:
-    """Print to standard output. Raises FileError if the reader has closed it."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError as error:
-        drop_output()
-        raise FileError(f"the texts could not be written ({error.strerror}): give --output FILE to keep them") from None
-
-
 def _show(result: JobResult, as_json: bool) -> None:
     """Print the bad input lines, and a summary of the job."""
-    from rich.table import Table
-
     for item in result.items:
         if item.error:
             err.print(f"line {item.line}: {item.error}", style="yellow", markup=False)
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(justify="right", style="bold")
-    table.add_column()
-    for figure, label in _figures(result.summary):
-        table.add_row(figure, label)
-    err.print(table)
+    figures = _figures(result.summary)
+    width = max(len(figure) for figure, _ in figures)
+    for figure, label in figures:
+        err.print(f"[bold]{figure:>{width}}[/] {label}")
     if as_json:
         print(json.dumps(result.summary))
     if not result.summary["rows"]:
@@ -143,19 +151,19 @@ def _show(result: JobResult, as_json: bool) -> None:
 
 
 def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    scores = [(name, label) for name, label in (("bleu", "BLEU"), ("rouge_l", "ROUGE-L")) if name in summary]
     target = f"{summary['target_speedup']:g}x" + (
         "" if summary["target_of"] == "layers" else f" of a {summary['target_of']}"
     )
     decoding = f", {summary['decode_seconds']:.1f} of them decoding" if "decode_seconds" in summary else ""
-    kept = [("peak_kv_bytes", "MB of keys and values at most")] if "peak_kv_bytes" in summary else []
-    return [
+    figures = [
         (f"{summary['rows']:,}", f"rows written, {summary['bad_rows']} bad"),
         (f"{summary['tokens']:,}", "tokens"),
         (f"{summary['tokens_per_second']:,.0f}", "tokens/s, prompts included"),
         (f"{summary['seconds']:.1f}", f"seconds{decoding}"),
         (f"{summary['average_depth']:.2f}", f"layers of {summary['layers']} per decode step"),
         (f"{summary['layer_ratio']:.2f}x", f"layer reduction of a step (target {target})"),
-        *((f"{summary[name] / 1e6:.1f}", label) for name, label in kept),
-        *((f"{summary[name]:.2f}", label) for name, label in scores),
     ]
+    if "peak_kv_bytes" in summary:
+        figures.append((f"{summary['peak_kv_bytes'] / 1e6:.1f}", "MB of keys and values at most"))
+    scores = (("bleu", "BLEU"), ("rouge_l", "ROUGE-L"))
+    return figures + [(f"{summary[name]:.2f}", label) for name, label in scores if name in summary]

@@ -28,7 +28,6 @@ def schedule(
     prompt_layers: o.PromptLayers = None,
     png: Annotated[Path | None, Option(help="Draw it to this file.")] = None,
     save: Annotated[Path | None, Option(help="Write it as JSON, for --schedule.")] = None,
-    as_json: Annotated[bool, Option("--json", help="Print the schedule's JSON.")] = False,
 ) -> None:
     """Show a schedule as text and picture.
 
@@ -57,10 +56,7 @@ def schedule(
     if png:
         draw_schedule(shown, png)
         say(f"wrote {png}")
-    if as_json:
-        print(shown.to_json())
-    else:
-        _print_schedule(shown)
+    _print_schedule(shown)
 
 
 def _print_schedule(schedule: Schedule) -> None:

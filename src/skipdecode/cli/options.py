@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
 from ..errors import UsageError
-
-if TYPE_CHECKING:
-    from ..data.tasks import Task as TaskType
-    from ..generation.engine import Engine
-    from ..planning.profile import Profile
-    from ..weights.offload import Offload
 
 #: Largest accepted number of tokens, rows or words: more is a slip that would fill the memory or never end.
 MOST = 1_000_000
@@ -151,13 +143,6 @@ RayWorkers = Annotated[
 Json = Annotated[bool, Option("--json", help="The result as JSON on the last line of standard output.")]
 
 
-def task_of(given: Mapping[str, Any]) -> TaskType:
-    """Return the task that a command's options describe. Raises TaskError."""
-    from ..data.tasks import task_from
-
-    return task_from(given)
-
-
 def style_options(
     order: str | None = None, decay: str | None = None, prompt_layers: str | None = None
 ) -> dict[str, int | str]:
@@ -168,57 +153,13 @@ def style_options(
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def load_profile(clock: str, path: Path | None) -> Profile | None:
-    """Load the profile; None without a path. Raises UsageError if the clock needs one, FileError."""
-    from ..planning.profile import Profile
-
-    if clock != "layers" and path is None:
-        raise UsageError(f"--clock {clock} needs --profile FILE: skipdecode profile measures one on this machine")
-    return None if path is None else Profile.load(path)
-
-
-def offload_of(given: Mapping[str, Any]) -> Offload | None:
-    """Return the offloading that a command's options describe; None without any. Raises UsageError, MissingExtra."""
-    place, memory, folder = given["offload"], given["max_memory"], given["offload_folder"]
-    if place is None and memory is None:
-        if folder is not None:
-            raise UsageError("--offload-folder goes with --offload or --max-memory")
-        return None
-    from ..weights.offload import Offload
-
-    return Offload(place or "auto", memory, folder)
-
-
-def engine_of(given: Mapping[str, Any]) -> Engine:
-    """Return the engine that a command's options select. Raises MissingExtra, UnsupportedModel."""
-    from ..generation.engine import Transformers
-
-    engine: Engine = Transformers()
-    if given["engine"] == "vllm":
-        from ..engines.vllm import VllmEngine
-
-        engine = VllmEngine()
-    if given["ray"] is None:
-        return engine
-    from ..engines.ray import RayEngine
-
-    return RayEngine(engine, given["ray"])
-
-
-def parse_numbers(text: str) -> tuple[float, ...]:
-    """Parse finite numbers, like ``"1,2.5,5"``. Raises UsageError."""
+def parse_numbers(text: str, option: str = "--speedups", kind: type[int | float] = float) -> tuple[Any, ...]:
+    """Parse distinct numbers of at least 1, like ``"1,2.5,5"``. Raises UsageError."""
     try:
-        values = tuple(float(part) for part in text.split(","))
+        values = tuple(kind(part) for part in text.split(","))
     except ValueError:
         values = ()
-    if not values or not all(map(math.isfinite, values)):
-        raise UsageError(f"numbers with commas between them are needed, like 1,2,3, not {text!r}")
-    return values
-
-
-def parse_speedups(text: str) -> tuple[float, ...]:
-    """Parse distinct speed-ups of at least 1. Raises UsageError."""
-    values = parse_numbers(text)
-    if min(values) < 1 or len(set(values)) < len(values):
-        raise UsageError(f"speed-ups are distinct numbers of at least 1, not {text!r}")
+    if not values or not all(1 <= value <= MOST for value in values) or len(set(values)) < len(values):
+        what = "whole numbers" if kind is int else "numbers"
+        raise UsageError(f"{option} takes distinct {what} of at least 1 with commas between, not {text!r}")
     return values

@@ -46,7 +46,7 @@ def serve(
     from ..serving import server
 
     options = {
-        "speedups": None if speedups is None else list(o.parse_speedups(speedups)),
+        "speedups": None if speedups is None else list(o.parse_numbers(speedups)),
         "speedup": speedup,
         "prompt_layers": parse_prompt_layers(prompt_layers),
         "int8_head": int8_head or None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,15 +14,14 @@ from ..core.checkpoint_config import layer_count
 from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..errors import ScheduleError, UsageError
-from ..files import check_target
 from ..generation.generate import generate_ids
-from ..planning.planner import CLOCKS, Predictor, Workload
+from ..planning.planner import Predictor, Workload
 from ..planning.profile import Profile, shape_of
 from ..planning.resolve import new_schedule
 from ..weights.device import machine
-from .profiler import dtype_of
-from .tables import Row, markdown_table, save_tables
-from .timing import Timing, alternate, compare, forced
+from .profiler import check_positions
+from .tables import Row
+from .timing import alternate, compare, forced
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,6 @@ class BenchPlan:
     style: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.clock not in CLOCKS:
-            raise UsageError(f"a clock is {', '.join(CLOCKS)}, not {self.clock!r}")
         if self.clock != "layers" and self.profile is None:
             raise UsageError(f"speed-ups of a {self.clock} are planned with a profile: skipdecode profile measures one")
         if not self.speedups or min(self.speedups) < 1 or not self.batch_sizes or self.repeats < 1:
@@ -62,65 +58,11 @@ class BenchPlan:
         for size in self.batch_sizes:
             self.predictor(size)
 
-    @property
-    def runs(self) -> int:
-        """Return the largest possible number of runs, warm-up included."""
-        return len({1.0, *self.speedups}) * len(self.batch_sizes) * (self.repeats + 1)
-
     def predictor(self, batch_size: int) -> Predictor | None:
         """Return the predictor for a batch size; None without a profile. Raises UsageError outside its range."""
         work = Workload(batch_size, self.prompt_tokens, self.new_tokens)
         clock = "step" if self.clock == "layers" else self.clock
         return None if self.profile is None else Predictor(self.profile, [work], clock)
-
-    def check(self, config: Any) -> None:
-        """Raise UsageError if a model of this config has too few positions."""
-        room = getattr(text_config(config), "max_position_embeddings", None)
-        if room is not None and self.prompt_tokens + self.new_tokens > room:
-            raise UsageError(f"{self.prompt_tokens} prompt tokens and {self.new_tokens} new ones: the model has {room}")
-
-    def schedule(self, config: Any, speedup: float, predictor: Predictor | None) -> Schedule:
-        """Return the schedule for a target. Raises ScheduleError if no schedule achieves it on this clock."""
-        if speedup == 1:
-            return Schedule.full(layer_count(config))
-        basis = [self.new_tokens - 1] if predictor is None or self.clock == "layers" else predictor
-        return new_schedule(config, speedup, basis, **self.style)
-
-
-@dataclass(frozen=True)
-class BenchReport:
-    """The results of a benchmark.
-
-    Attributes:
-        rows: plain values of each batch size and target; a ratio is full depth's figure divided by the row's.
-        about: notes that go below the table.
-    """
-
-    rows: Sequence[Row]
-    about: Mapping[str, str]
-
-    @property
-    def table(self) -> str:
-        """Return the table in Markdown."""
-        return markdown_table(HEADS, [_cells(row) for row in self.rows])
-
-    @property
-    def refusals(self) -> list[str]:
-        """Return the reason for each target that no schedule achieves."""
-        return [f"batch {row['batch_size']}: {row['refused']}" for row in self.rows if "refused" in row]
-
-    def save(self, folder: Path) -> None:
-        """Write ``table.md``, ``table.csv`` and ``table.json`` to ``folder``."""
-        refused = {f"refused {number}": text for number, text in enumerate(self.refusals, 1)}
-        save_tables(folder, self.rows, HEADS, [_cells(row) for row in self.rows], {**self.about, **refused})
-
-
-def check_folder(folder: Path) -> None:
-    """Check that a report can be written to ``folder``. Raises FileError, UsageError."""
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} is a file: give a folder")
-    for name in ("table.md", "table.csv", "table.json") if folder.is_dir() else ():
-        check_target(folder / name)
 
 
 def bench(
@@ -132,7 +74,7 @@ def bench(
     options: Mapping[str, Any] | None = None,
     command: str = "",
     on_run: Callable[[], object] = lambda: None,
-) -> BenchReport:
+) -> tuple[list[Row], dict[str, str]]:
     """Time full depth and every target at every batch size.
 
     Args:
@@ -143,11 +85,15 @@ def bench(
         command: command line for the report.
         on_run: called after each run.
 
+    Returns:
+        Plain values of each batch size and target, where a ratio is full depth's figure divided by the row's; and notes
+        for below their table, among them why a target cannot be had.
+
     Raises:
         UsageError: the model has too few positions, or the profile has another machine, model, dtype or options.
     """
-    here, kind, options = machine(str(model.device)), dtype_of(model), dict(options or {})
-    plan.check(model.config)
+    here, kind, options = machine(str(model.device)), str(model.dtype).removeprefix("torch."), dict(options or {})
+    check_positions(model.config, plan.prompt_tokens + plan.new_tokens)
     if plan.profile is not None:
         shape = shape_of(model.config)
         plan.profile.check(shape=shape, machine=here, device=model.device.type, dtype=kind, options=options)
@@ -162,7 +108,8 @@ def bench(
         "rounds": f"{plan.repeats} after one to warm up, all speeds of a batch size in turn, medians",
         "ratios": "full depth's figure over the row's: layers per decode step, seconds of a step, seconds of the job",
     }
-    return BenchReport(rows, about)
+    refused = [f"batch {row['batch_size']}: {row['refused']}" for row in rows if "refused" in row]
+    return rows, about | {f"refused {number}": text for number, text in enumerate(refused, 1)}
 
 
 def _batch(
@@ -174,11 +121,12 @@ def _batch(
 ) -> list[Row]:
     """Time full depth and every target at one batch size, and return the table rows."""
     predictor = plan.predictor(size)
-    schedules: dict[float, Schedule] = {}
+    basis = [plan.new_tokens - 1] if predictor is None or plan.clock == "layers" else predictor
+    schedules = {1.0: Schedule.full(layer_count(model.config))}
     refused: dict[float, str] = {}
-    for asked in dict.fromkeys((1.0, *plan.speedups)):
+    for asked in dict.fromkeys(k for k in plan.speedups if k != 1):
         try:
-            schedules[asked] = plan.schedule(model.config, asked, predictor)
+            schedules[asked] = new_schedule(model.config, asked, basis, **plan.style)
         except ScheduleError as error:
             refused[asked] = str(error)
     vocabulary = text_config(model.config).vocab_size
@@ -189,45 +137,41 @@ def _batch(
     timings = alternate(runs, plan.repeats, on_run)
     rows: list[Row] = []
     for asked in dict.fromkeys((1.0, *plan.speedups)):
-        start = {"batch_size": size, "asked": asked, "asked_of": plan.clock}
+        row: dict[str, Any] = {"batch_size": size, "asked": asked, "asked_of": plan.clock}
         if asked in refused:
-            rows.append(start | {"refused": refused[asked]})
+            rows.append(row | {"refused": refused[asked]})
             continue
-        row = _measured(schedules[asked], timings[asked], timings[1.0], plan.repeats)
+        schedule, timing = schedules[asked], timings[asked]
+        cost, ratios = timing.cost, compare(timings[1.0], timing)
+        row |= {
+            "max_depth": schedule.max_depth,
+            "min_depth": schedule.min_depth,
+            "prompt_layers": schedule.deepest,
+            "average_depth": round(cost.average_depth, 3),
+            "layers_ratio": round(cost.layer_ratio, 3),
+            "step_ratio": round(ratios.decode_ratio, 3),
+            "job_ratio": round(ratios.ratio, 3),
+            "step_ms": round(timing.step_ms, 3),
+            "prompt_ms": round(1e3 * (timing.seconds - timing.decode_seconds), 1),
+            "job_seconds": round(timing.seconds, 4),
+            "tokens_per_second": round(cost.tokens / timing.seconds, 2),
+            "peak_kv_bytes": cost.peak_kv_bytes,
+        }
         if predictor is not None:
-            ratios = predictor.ratios(schedules[asked])
-            row |= {f"predicted_{of}_ratio": round(ratios[of], 3) for of in ("step", "job")}
-        rows.append(start | row)
+            predicted = predictor.ratios(schedule)
+            row |= {f"predicted_{of}_ratio": round(predicted[of], 3) for of in ("step", "job")}
+        rows.append(row)
     return rows
 
 
-def _measured(schedule: Schedule, timing: Timing, full: Timing, repeats: int) -> dict[str, Any]:
-    """Return plain values of one timed run, with ratios to full depth."""
-    cost, ratios = timing.cost, compare(full, timing, repeats)
-    return {
-        "max_depth": schedule.max_depth,
-        "min_depth": schedule.min_depth,
-        "prompt_layers": schedule.deepest,
-        "average_depth": round(cost.average_depth, 3),
-        "layers_ratio": round(cost.layer_ratio, 3),
-        "step_ratio": round(ratios.decode_ratio, 3),
-        "job_ratio": round(ratios.ratio, 3),
-        "step_ms": round(timing.step_ms, 3),
-        "prompt_ms": round(1e3 * (timing.seconds - timing.decode_seconds), 1),
-        "job_seconds": round(timing.seconds, 4),
-        "tokens_per_second": round(cost.tokens / timing.seconds, 2),
-        "peak_kv_bytes": cost.peak_kv_bytes,
-    }
-
-
-#: Column heads of the table; :func:`_cells` returns the cells.
+#: Column heads of the table; :func:`cells_of` returns the cells.
 HEADS = (
     "batch", "asked", "depths", "prompt", "layers", "step predicted", "step got", "job predicted", "job got",
     "ms / step", "ms prompt", "tokens / s", "peak KV",
 )  # fmt: skip
 
 
-def _cells(row: Row) -> list[str]:
+def cells_of(row: Row) -> list[str]:
     """Format the values of a table row."""
     start = [str(row["batch_size"]), f"{row['asked']:g}x {row['asked_of']}" if row["asked"] != 1 else "full depth"]
     if "refused" in row:

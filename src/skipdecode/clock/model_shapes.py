@@ -10,7 +10,7 @@ from transformers.initialization import no_init_weights
 
 from ..core.attach import attach
 from ..errors import ModelError, UsageError
-from ..weights.device import check_device, check_dtype
+from ..weights.device import placement
 from ..weights.loading import DEMO, load_tokenizer
 from ..weights.optimize import check_optimizations, optimizations, optimize
 
@@ -20,10 +20,8 @@ def _opt(layers: int, width: int, heads: int, **rest: Any) -> dict[str, Any]:
         "model_type": "opt",
         "num_hidden_layers": layers,
         "hidden_size": width,
-        "word_embed_proj_dim": width,
         "ffn_dim": 4 * width,
         "num_attention_heads": heads,
-        "vocab_size": 50272,
         "max_position_embeddings": 4096,
         **rest,
     }
@@ -67,10 +65,8 @@ def shape_config(name: str) -> Any:
 def random_model(
     name: str,
     dtype: str = "auto",
-    device: str = "cpu",
-    seed: int = 0,
-    quantization: str | None = None,
-    prepack: bool = False,
+    device: str | None = "cpu",
+    attention: str | None = None,
     **options: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return a model of a shape with random weights, and the demo's tokenizer, which decodes only some ids.
@@ -78,25 +74,22 @@ def random_model(
     Args:
         name: one of :data:`SHAPES`.
         dtype: dtype of the weights; ``auto``: bfloat16, as in the published models.
-        device: device of the weights.
-        seed: seed of the weights.
-        quantization, prepack: as :func:`skipdecode.load` takes them.
-        options: ``attn_implementation`` and other options of ``from_config``.
+        device: device of the weights; None: an accelerator if there is one.
+        attention, options: as :func:`skipdecode.load` takes them; ``quantization`` and ``prepack`` are options.
 
     Raises:
         UsageError: the shape is unknown.
         ModelError: there is no such device or dtype, or the memory is too small.
     """
     config = shape_config(name)
-    check_device(device)
-    check_dtype(dtype)
+    _, device = placement(config, dtype, device)
     kind = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
-    faster = optimizations(quantization, prepack)
+    faster = optimizations(**options)
     check_optimizations(name, config, kind, device, **faster)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     try:
         with torch.device(device), no_init_weights():  # transformers' initialization takes a minute
-            model = AutoModelForCausalLM.from_config(config, dtype=kind, **options)
+            model = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation=attention)
             model.tie_weights()
             for parameter in model.parameters():
                 parameter.data.uniform_(-0.02, 0.02)

@@ -28,8 +28,8 @@ from ..weights.device import machine, synchronize
 
 #: Decode steps per call; the first one is not counted.
 STEPS = 6
-#: A call whose passes would take more than ``SECONDS`` runs fewer layers; one that takes more than ``LONG`` runs once.
-SECONDS, LONG = 2.0, 20.0
+#: A call whose passes would take longer runs fewer layers.
+SECONDS = 2.0
 
 
 class Profiler:
@@ -62,28 +62,24 @@ class Profiler:
     def profile(self, batch_sizes: Sequence[int], lengths: Sequence[int], name: str = "") -> Profile:
         """Measure every batch size with every prompt length. Raises UsageError if a length exceeds the positions."""
         sizes, lengths = sorted(set(batch_sizes)), sorted(set(lengths))
-        check_lengths(self.model.config, lengths)
+        check_positions(self.model.config, lengths[-1] + STEPS + 1)
         self.steps(1, lengths[0], len(self.layers))  # warms up
         measures = (self.prompt, self.steps)
         cells = [(measure, size, length) for size in sizes for length in lengths for measure in measures]
         found: dict[Any, list[Pass]] = {cell: [] for cell in cells}
-        long = set()
         # Rounds are the outer loop so that a passing load on the machine slows all cells alike.
         for round_ in range(self.rounds):
             for done, cell in enumerate(cells, 1):
                 measure, size, length = cell
-                if cell not in long:
-                    earlier = [passes[0] for (other, _, _), passes in found.items() if other == measure and passes]
-                    depth = self._affordable(size, length, 1 if measure == self.prompt else STEPS, earlier)
-                    began = time.perf_counter()
-                    found[cell].append(measure(size, length, depth))
-                    long |= {cell} if time.perf_counter() - began > LONG else set()
+                earlier = [passes[0] for (other, _, _), passes in found.items() if other == measure and passes]
+                depth = self._affordable(size, length, 1 if measure == self.prompt else STEPS, earlier)
+                found[cell].append(measure(size, length, depth))
                 self.on_call(round_ * len(cells) + done, self.rounds * len(cells))
         return Profile(
             model=name or str(self.model.config.name_or_path),
             shape=shape_of(self.model.config),
             machine=machine(str(self.model.device)),
-            dtype=dtype_of(self.model),
+            dtype=str(self.model.dtype).removeprefix("torch."),
             device=self.model.device.type,
             kinds=self.kinds,
             layers=self.layers,
@@ -223,16 +219,11 @@ def layer_kinds(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[int, ...
     return tuple(" ".join(filter(None, kind[:2])) for kind in kinds), tuple(kinds.index(each) for each in facts)
 
 
-def check_lengths(config: Any, lengths: Sequence[int]) -> None:
-    """Raise UsageError if a model of this config has too few positions for these prompts and :data:`STEPS` steps."""
+def check_positions(config: Any, tokens: int) -> None:
+    """Raise UsageError if a model of this config has fewer positions than ``tokens``."""
     room = getattr(text_config(config), "max_position_embeddings", None)
-    if room is not None and max(lengths) + STEPS + 1 > room:
-        raise UsageError(f"the model has {room} positions: a context of {max(lengths)} and {STEPS + 1} more do not fit")
-
-
-def dtype_of(model: PreTrainedModel) -> str:
-    """Return the dtype of a model's weights as the command line spells it."""
-    return str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch.")
+    if room is not None and tokens > room:
+        raise UsageError(f"prompt and new tokens are {tokens} together: the model has {room} positions")
 
 
 def _fastest(calls: Sequence[Pass]) -> Pass:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import write
+from ..files import check_target, write
 
 Row = Mapping[str, Any]
 
@@ -26,9 +26,16 @@ def markdown_table(heads: Sequence[str], cells: Sequence[Sequence[str]], words: 
     return "\n".join([line(heads), line(rule), *map(line, cells)])
 
 
+def check_folder(folder: Path) -> None:
+    """Create ``folder``, and check that :func:`save_tables` can write to it. Raises OSError, FileError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for kind in ("md", "csv", "json"):
+        check_target(folder / f"table.{kind}")
+
+
 def save_tables(folder: Path, rows: Sequence[Row], heads: Sequence[str], cells: Any, about: Mapping[str, Any]) -> None:
     """Write ``table.md`` (``cells`` with ``about`` below), ``table.csv`` (``rows``), ``table.json`` (rows, about)."""
-    folder.mkdir(parents=True, exist_ok=True)
+    check_folder(folder)
     note = "  \n".join(f"{name}: {value}" for name, value in about.items())
     write(folder / "table.md", f"{markdown_table(heads, cells)}\n\n{note}\n")
     text = io.StringIO()

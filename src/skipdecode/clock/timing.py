@@ -32,6 +32,11 @@ class Timing:
         return 1e3 * self.decode_seconds / max(self.cost.steps, 1)
 
     @property
+    def seconds_per_1k(self) -> float:
+        """Return the seconds per 1,000 new tokens."""
+        return 1e3 * self.seconds / self.cost.tokens
+
+    @property
     def cost(self) -> Cost:
         """Return layers, tokens and bytes, which are equal in all repeats."""
         return self.result.cost
@@ -45,21 +50,11 @@ class Comparison:
         ratio: the full model's seconds divided by this run's, prompts included.
         decode_ratio: the same for one decode step.
         layer_ratio: the full model's layers divided by the layers per timed step; no clock ratio should exceed it.
-        seconds_per_1k, full_seconds_per_1k: seconds per 1,000 new tokens, of this run and of the full model.
-        step_ms, full_step_ms: milliseconds per decode step, of this run and of the full model.
-        batches: number of timed batches, over all rounds.
-        rows: number of inputs.
     """
 
     ratio: float
     decode_ratio: float
     layer_ratio: float
-    seconds_per_1k: float
-    full_seconds_per_1k: float
-    step_ms: float
-    full_step_ms: float
-    batches: int
-    rows: int
 
 
 #: With fewer timed inputs or batches than this, :func:`remarks` calls the timings rough.
@@ -76,7 +71,7 @@ def typical_steps(lengths: Sequence[int]) -> int:
     return max(statistics.median_low(lengths), 1)
 
 
-def compare(full: Timing, own: Timing, repeats: int) -> Comparison:
+def compare(full: Timing, own: Timing) -> Comparison:
     """Compare ``own`` with ``full``. Raises ModelError if their numbers of steps or tokens differ."""
     if full.result.lengths != own.result.lengths or full.cost.tokens != own.cost.tokens:
         raise ModelError(
@@ -87,12 +82,6 @@ def compare(full: Timing, own: Timing, repeats: int) -> Comparison:
         ratio=full.seconds / own.seconds,
         decode_ratio=full.step_ms / own.step_ms,
         layer_ratio=full.cost.num_layers / own.cost.average_depth,
-        seconds_per_1k=1e3 * own.seconds / own.cost.tokens,
-        full_seconds_per_1k=1e3 * full.seconds / full.cost.tokens,
-        step_ms=own.step_ms,
-        full_step_ms=full.step_ms,
-        batches=len(own.result.lengths) * repeats,
-        rows=own.cost.rows,
     )
 
 

@@ -420,19 +420,20 @@ class Evaluation:
         if variant is self.reference:
             del runs["own"]
         timing = alternate(runs, self.plan.repeats)
-        own = timing.get("own", timing["full"])
-        clock = compare(timing["full"], own, self.plan.repeats)
+        full = timing["full"]
+        own = timing.get("own", full)
+        clock = compare(full, own)
         return {
             "timed_steps": self._steps,
-            "timed_rows": clock.rows,
-            "timed_batches": clock.batches,
+            "timed_rows": own.cost.rows,
+            "timed_batches": len(own.result.lengths) * self.plan.repeats,
             "timed_step_layer_ratio": round(clock.layer_ratio, 3),
-            "timed_job_layer_ratio": round(timing["full"].cost.num_layers / own.cost.job_depth, 3),
-            "job_seconds_per_1k_tokens": round(clock.seconds_per_1k, 4),
-            "full_job_seconds_per_1k_tokens": round(clock.full_seconds_per_1k, 4),
+            "timed_job_layer_ratio": round(full.cost.num_layers / own.cost.job_depth, 3),
+            "job_seconds_per_1k_tokens": round(own.seconds_per_1k, 4),
+            "full_job_seconds_per_1k_tokens": round(full.seconds_per_1k, 4),
             "job_clock_ratio": round(clock.ratio, 3),
-            "step_ms": round(clock.step_ms, 3),
-            "full_step_ms": round(clock.full_step_ms, 3),
+            "step_ms": round(own.step_ms, 3),
+            "full_step_ms": round(full.step_ms, 3),
             "step_clock_ratio": round(clock.decode_ratio, 3),
         }
 

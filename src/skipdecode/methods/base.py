@@ -32,16 +32,13 @@ class Method:
     trains_exits = False
     #: Whether each speed-up needs its own model; else one checkpoint serves all.
     model_per_speedup = False
+    #: Whether the user may set horizon, order and decay, or a schedule; baselines follow their papers.
+    takes_style = False
 
     @property
     def skips(self) -> bool:
         """Return whether the method skips layers of its model."""
         return self.fits_depths or self.trains_exits
-
-    @property
-    def takes_style(self) -> bool:
-        """Return whether the user may set horizon, order and decay, or a schedule; baselines follow their papers."""
-        return self.name == DEFAULT_METHOD
 
     def is_trained_by(self, name: str) -> bool:
         """Return whether a model trained by the method called ``name`` also serves this method."""
@@ -88,6 +85,7 @@ class SkipDecode(Method):
     name = DEFAULT_METHOD
     label = "SkipDecode"
     order = "top"
+    takes_style = True
 
 
 class Full(Method):

@@ -14,13 +14,14 @@ from ..core.stack import decoder_layers
 from ..errors import UsageError
 
 
-def response_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """Return the mean cross-entropy of response tokens over the accumulated batch. ``labels``: (batch, 1 + R)."""
-    return token_loss(outputs.logits, labels, num_items_in_batch)
-
-
 def token_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """Return :func:`response_loss` of the last R columns of ``logits`` (batch, at least R, vocabulary)."""
+    """Return the mean cross-entropy of response tokens over the accumulated batch.
+
+    Args:
+        logits: (batch, at least R, vocabulary); the last R columns count.
+        labels: (batch, 1 + R); the first column and -100 do not count.
+        num_items_in_batch: response tokens of the accumulated batch; None: those of ``labels``.
+    """
     labels = labels[:, 1:]
     logits = logits[:, -labels.shape[1] :].float()
     total = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
@@ -40,7 +41,7 @@ class Objective:
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Return the loss of a batch, a scalar."""
-        return response_loss(outputs, labels, num_items_in_batch)
+        return token_loss(outputs.logits, labels, num_items_in_batch)
 
 
 class Distillation(Objective):

@@ -5,58 +5,29 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from tqdm.auto import tqdm
 from transformers import TrainerCallback, set_seed
 from transformers.trainer_callback import ProgressCallback
 
 from .sampler import draw
 
-#: Steps that the estimate of the remaining time is measured over; the first step of all is not counted.
-TIMED = 10
-
 
 class TrainingBar(ProgressCallback):
-    """A progress bar with the loss. It averages all steps for the time left: budgets and lengths make steps differ."""
+    """transformers' progress bar, with losses and tokens per second on standard error."""
 
     training_bar: Any
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the bar, and print how many steps there are."""
-        self.current_step = self.start = state.global_step
-        if state.is_world_process_zero:
-            options: dict[str, Any] = {"initial": self.start, "smoothing": 0, "dynamic_ncols": True}
-            self.training_bar = tqdm(total=state.max_steps, disable=args.disable_tqdm, **options)
-            rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-            self.write(f"{state.max_steps:,} steps of {rows:,} rows: {state.num_train_epochs} passes over the data")
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Advance the bar; after ``TIMED`` steps, print how long the rest will take."""
-        super().on_step_end(args, state, control, **kwargs)
-        done, left = state.global_step - self.start, state.max_steps - state.global_step
-        if done == 1:
-            self.began = time.perf_counter()
-        elif done == 1 + TIMED and left:
-            pace = (time.perf_counter() - self.began) / TIMED
-            self.write(f"{pace:.2g} seconds a step: about {tqdm.format_interval(pace * left)} for the {left:,} to come")
-
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Show loss and tokens per second in the bar. :meth:`SkipTrainer.evaluate` prints evaluations itself."""
-        if self.training_bar is not None and logs and "loss" in logs:
-            self.training_bar.set_postfix_str(f"loss {logs['loss']:.4f}, {logs['tokens_per_second']:,.0f} tokens/s")
-
-    def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any) -> None:
-        """Show no bar for evaluation: it would erase the lines above."""
-
-    def write(self, line: str) -> None:
-        """Print a line above the bar."""
+        """Print losses and the pace."""
         if self.training_bar is not None:
-            self.training_bar.write(line, file=sys.stderr)
+            shown = [
+                f"{name} {value:.4g}" for name, value in logs.items() if name.endswith(("loss", "tokens_per_second"))
+            ]
+            self.training_bar.write(f"step {state.global_step:,}: {', '.join(shown)}", file=sys.stderr)
 
     def close(self) -> None:
         """Close the bar, also after an error."""
@@ -71,12 +42,9 @@ class StepSeed(TrainerCallback):
     A checkpoint's random state is not enough: evaluation draws from it too, maybe at other steps in a resumed run.
     """
 
-    def __init__(self, process: int = 0) -> None:
-        self.process = process
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Seed the step."""
-        set_seed(draw("step", args.seed, state.global_step, self.process))
+        set_seed(draw("step", args.seed, state.global_step, args.process_index))
 
 
 class StopBySignal(TrainerCallback):
@@ -122,8 +90,3 @@ class StopBySignal(TrainerCallback):
             self.number = int(self.accelerator.gather(number).max())
         if self.number:
             control.should_save = control.should_training_stop = True
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Report the checkpoint that a signal asked for."""
-        if self.number:
-            self.say(f"step {state.global_step:,} of {state.max_steps:,} is saved")

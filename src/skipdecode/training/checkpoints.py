@@ -25,22 +25,14 @@ AUTHOR = "skipdecode train"
 RECORD = "training.json"
 #: A checkpoint's last file: the run's identity (``_record`` in run.py), and size and checksum of the other files.
 SEAL = "whole.json"
-#: Subfolder in which the trained model is completed before its files are moved to their place.
-STAGE = ".saving"
-#: Subfolder in which a checkpoint is written before it is moved to its place, or moved to be deleted.
+#: Subfolder in which a checkpoint or the trained model is written before it is moved to its place.
 SCRAP = ".checkpoint"
 #: Number of checkpoints to keep: if the newest is damaged, the one before it is used.
 KEEP = 2
 
 NAME = re.compile(r"checkpoint-(\d{1,12})")
 #: Weight files of a previous model, which must not remain next to those of a new one.
-FORMER = (
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model*.bin",
-    "pytorch_model.bin.index.json",
-    "adapter/*",
-)
+FORMER = ("model*.safetensors*", "pytorch_model*.bin*", "adapter/*")
 
 
 class RunFolder:
@@ -48,15 +40,11 @@ class RunFolder:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        #: Whether opening the folder completed the save of a killed run.
-        self.finished = False
 
     def claim(self, model: str | None = None) -> None:
-        """Raise FileError if the folder holds a model, checkpoint or ``training.json`` that no training run wrote.
-
-        Args:
-            model: the model to be trained, whose own folder may be overwritten.
-        """
+        """Raise FileError if the folder is ``model``'s own, or holds files that no training run wrote."""
+        if model and Path(model).is_dir() and Path(model).resolve() == self.folder.resolve():
+            raise FileError(f"{self.folder} holds the model to be trained: give another --output")
         path, theirs = self.folder / RECORD, []
         if path.exists():
             try:
@@ -65,16 +53,11 @@ class RunFolder:
                 raise FileError(f"{error}: give another --output, or remove {self.folder} to start anew") from None
             if not isinstance(values, dict) or values.get("author") != AUTHOR:
                 raise FileError(f"{path} was not written by {AUTHOR}: give another --output")
-        elif model is None or not self.is_folder_of(model):
+        else:
             theirs = [p for p in self.folder.glob("*") if p.is_file() and any(fnmatch(p.name, m) for m in MATTERS)]
         theirs += [p for p in self.folder.glob("checkpoint-*") if NAME.fullmatch(p.name) and not (p / SEAL).exists()]
-        for path in sorted(theirs):
-            if path.is_file() or any(path.iterdir()):
-                raise FileError(f"{path} was written by no training run: move it away, or give another --output")
-
-    def is_folder_of(self, model: str) -> bool:
-        """Return whether the path ``model`` leads to this folder."""
-        return bool(model) and Path(model).is_dir() and Path(model).resolve() == self.folder.resolve()
+        if theirs:
+            raise FileError(f"{min(theirs)} was written by no training run: move it away, or give another --output")
 
     # --- checkpoints
 
@@ -103,23 +86,21 @@ class RunFolder:
 
     def start(self, plan: Mapping[str, Any], resume: Path | None = None) -> None:
         """Save the run's options, and delete the checkpoints newer than ``resume`` (without it, all)."""
-        shutil.rmtree(self.folder / SCRAP, ignore_errors=True)
         kept = [] if resume is None else [p for p in self.checkpoints() if _step(p) <= _step(resume)][-KEEP:]
         for path in self.checkpoints():
             if path not in kept:
                 self._drop(path)
         write(self.folder / RECORD, _json({"author": AUTHOR, "plan": dict(plan)}))
 
-    def new_scrap(self) -> Path:
-        """Make an empty folder to write a checkpoint into."""
+    def new_scrap(self) -> None:
+        """Make ``SCRAP`` an empty folder."""
         shutil.rmtree(self.folder / SCRAP, ignore_errors=True)
         (self.folder / SCRAP).mkdir()
-        return self.folder / SCRAP
 
     def keep(self, name: str, run: Mapping[str, Any]) -> None:
         """Seal the checkpoint ``name`` in ``SCRAP``, move it to its place, and delete all but the newest ``KEEP``."""
         path = self.folder / SCRAP / name
-        _seal(path, run)
+        write(path / SEAL, _json({"files": _contents(path), "run": dict(run)}))
         os.replace(path, self.folder / name)
         sync_folder(self.folder)
         for old in self.checkpoints()[:-KEEP]:
@@ -128,65 +109,48 @@ class RunFolder:
 
     def _drop(self, path: Path) -> None:
         """Move a checkpoint away, then delete it: a kill in between leaves no half-deleted checkpoint."""
-        os.replace(path, self.new_scrap() / path.name)
+        self.new_scrap()
+        os.replace(path, self.folder / SCRAP / path.name)
         shutil.rmtree(self.folder / SCRAP, ignore_errors=True)
 
     # --- the trained model
 
-    def publish(self, save: Callable[[Path], object]) -> None:
-        """Replace the model in this folder by the one that ``save`` writes, so that no mixture of the two ever loads.
+    def publish(self) -> None:
+        """Replace the model in this folder by the one in ``SCRAP``, so that no mixture of the two ever loads.
 
-        A kill while ``save`` writes leaves the old model. A later kill leaves no ``config.json``, so that nothing
-        loads until :meth:`finish` completes the replacement.
+        A kill in between leaves no ``config.json``, so nothing loads, and the run's last checkpoint, which the same
+        command goes on from.
         """
-        stage = self.folder / STAGE
-        shutil.rmtree(stage, ignore_errors=True)
-        stage.mkdir()
-        with writing(stage):
-            save(stage)
-        _seal(stage, {})
-        self.finish()
-
-    def finish(self) -> bool:
-        """Complete a :meth:`publish` that was killed; return whether there was one."""
-        stage, config = self.folder / STAGE, self.folder / "config.json"
-        if not (stage / SEAL).exists():
-            return False
-        names = read_json(stage / SEAL)["files"]
-        if (stage / config.name).exists():
-            config.unlink(missing_ok=True)
-            sync_folder(self.folder)
-            for old in [path for form in FORMER for path in self.folder.glob(form)]:
-                if old.relative_to(self.folder).as_posix() not in names:
-                    old.unlink()
-            files = [path for path in _files(stage) if path.name != SEAL]
-            for path in sorted(files, key=lambda path: path == stage / config.name):  # config last: loading needs it
-                target = self.folder / path.relative_to(stage)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                sync_folder(target.parent)
-                os.replace(path, target)
-            sync_folder(self.folder)
-        shutil.rmtree(stage, ignore_errors=True)
-        return True
+        new, config = self.folder / SCRAP, self.folder / "config.json"
+        names = sorted(_contents(new), key=lambda name: name == config.name)  # config last: loading needs it
+        config.unlink(missing_ok=True)
+        sync_folder(self.folder)
+        for old in [path for form in FORMER for path in self.folder.glob(form)]:
+            old.unlink()
+        for name in names:
+            target = self.folder / name
+            target.parent.mkdir(exist_ok=True)
+            sync_folder(target.parent)
+            os.replace(new / name, target)
+        sync_folder(self.folder)
+        shutil.rmtree(new, ignore_errors=True)
 
 
 @contextmanager
 def run_folder(folder: str | Path, model: str | None = None) -> Iterator[RunFolder]:
-    """Create ``folder``, lock it for a training run (by the first of its processes), and complete a killed save.
+    """Create ``folder``, and lock it for a training run, by the first of its processes.
 
     Raises:
         JobError: another process trains there.
-        FileError: ``folder`` is a file, or :meth:`RunFolder.claim` refuses it.
+        FileError: :meth:`RunFolder.claim` refuses the folder.
+        OSError: it cannot be created.
     """
     run = RunFolder(folder)
-    if run.folder.exists() and not run.folder.is_dir():
-        raise FileError(f"{folder} is a file: give a folder for --output")
     run.folder.mkdir(parents=True, exist_ok=True)
     try:
         first = os.environ.get("RANK", "0") == "0"
         with locked(run.folder / RECORD, str(folder)) if first else nullcontext():
             run.claim(model)
-            run.finished = first and run.finish()
             yield run
     finally:
         with suppress(OSError):  # succeeds only if the folder is empty
@@ -213,15 +177,12 @@ def _step(path: Path) -> int:
     return int(path.name.split("-")[1])
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _seal(folder: Path, run: Mapping[str, Any]) -> None:
-    """Flush all files of ``folder`` to disk, then write its ``SEAL``."""
-    files = {path.relative_to(folder).as_posix(): _checksum(path) for path in _files(folder)}
+def _contents(folder: Path) -> dict[str, list[int]]:
+    """Flush all files of ``folder`` to disk, and return their checksums by name."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    found = {path.relative_to(folder).as_posix(): _checksum(path) for path in files}
     sync_folder(folder)
-    write(folder / SEAL, _json({"run": dict(run), "files": files}))
+    return found
 
 
 def _checksum(path: Path) -> list[int]:
@@ -242,10 +203,6 @@ def _damage(folder: Path) -> tuple[dict[str, Any], str | None]:
         run, files = dict(values["run"]), dict(values["files"])
     except (FileError, KeyError, TypeError, ValueError):
         return {}, f"{SEAL} is damaged"
-    for name, expected in files.items():
-        path = folder / name
-        if not path.is_file():
-            return run, f"{name} is missing"
-        if _checksum(path) != expected:
-            return run, f"{name} is damaged"
-    return run, None
+    found = _contents(folder)
+    broken = [name for name, expected in files.items() if found.get(name) != expected]
+    return run, f"{broken[0]} is missing or damaged" if broken else None

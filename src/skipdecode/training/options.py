@@ -10,28 +10,20 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
+import yaml
+
 from ..core.decays import ORDERS
 from ..core.schedule import MOST_LAYERS, Schedule
 from ..errors import FileError, UsageError
-from ..files import read_json
 from .checkpoints import AUTHOR
 
 #: Default upper limit of a number; it fits in 32 bits.
 ENDLESS = 2**31 - 1
 
 
-def option(
-    default: Any,
-    help: str,
-    group: str | None = None,
-    *,
-    least: float = 0,
-    most: float = ENDLESS,
-    choices: Sequence[str] = (),
-) -> Any:
-    """Make a field of the plan with its help text, its group in the help, and its allowed numbers or choices."""
-    about = {"help": help, "group": group, "least": least, "most": most, "choices": tuple(choices)}
-    return field(default=default, metadata=about)
+def option(default: Any, help: str, group: str | None = None, *, least: float = 0, most: float = ENDLESS) -> Any:
+    """Make a field of the plan with its help text, its group in the help, and its smallest and largest number."""
+    return field(default=default, metadata={"help": help, "group": group, "least": least, "most": most})
 
 
 def option_name(name: str) -> str:
@@ -54,9 +46,9 @@ def convert_value(name: str, kind: Any, value: Any, about: Mapping[str, Any]) ->
         items = value.split(",") if isinstance(value, str) else value if isinstance(value, Sequence) else [value]
         if not items:
             _refuse(option, value, "needs values with commas between")
-        return tuple(convert_value(name, get_args(bare)[0], item, {**about, "several": True}) for item in items)
-    choices = about["choices"] or (get_args(bare) if get_origin(bare) is Literal else ())
-    if choices:
+        return tuple(convert_value(name, get_args(bare)[0], item, about) for item in items)
+    if get_origin(bare) is Literal:
+        choices = get_args(bare)
         return value if value in choices else _refuse(option, value, f"takes {', '.join(choices)}")
     if bare in (int, float):
         return _number(option, bare, value, about)
@@ -66,16 +58,14 @@ def convert_value(name: str, kind: Any, value: Any, about: Mapping[str, Any]) ->
 
 
 def _number(option: str, kind: type, value: Any, about: Mapping[str, Any]) -> Any:
-    numbers = ("whole " if kind is int else "") + "numbers" + " with commas between" * ("several" in about)
     try:
         number = math.nan if isinstance(value, bool) else float(value)  # YAML reads 5e-4 as a string
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number) or (kind is int and number != int(number)):
-        _refuse(option, value, f"takes {numbers}")
     least, most = about["least"], about["most"]
-    if not least <= number <= most:
-        _refuse(option, value, f"takes {numbers} of at least {least:g}" + f" and at most {most:g}" * (most < ENDLESS))
+    if not least <= number <= most or (kind is int and number != int(number)):
+        what = f"takes {'whole ' * (kind is int)}numbers of at least {least:g}"
+        _refuse(option, value, what + f" and at most {most:g}" * (most < ENDLESS))
     return kind(number)
 
 
@@ -89,9 +79,8 @@ def read_order(value: Any) -> str | tuple[int, ...] | None:
         return value
     if isinstance(value, str | Path) and "," not in str(value)[:4] and Path(value).is_file():
         return Schedule.load(value).order
-    about = {"least": 0, "most": MOST_LAYERS, "choices": ()}
     try:
-        return convert_value("order", tuple[int, ...], value, about)
+        return convert_value("order", tuple[int, ...], value, {"least": 0, "most": MOST_LAYERS})
     except UsageError:
         _refuse("--order", value, f"takes {', '.join(ORDERS)}, layers with commas between, or a schedule's file")
 
@@ -108,24 +97,15 @@ def read_schedule(value: Any) -> Schedule | None:
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
-    """Read a run's options from YAML, JSON or a ``training.json``. Raises FileError."""
-    if path.suffix.lower() in (".yaml", ".yml"):
-        values = _read_yaml(path)
-    else:
-        values = read_json(path)
-        if isinstance(values, Mapping) and values.get("author") == AUTHOR:
-            values = values.get("plan")
-    if not isinstance(values, dict):
-        raise FileError(f"{path} holds no options of a run: it needs lines like `max_steps: 100`")
-    return values
-
-
-def _read_yaml(path: Path) -> Any:
-    import yaml
-
+    """Read a run's options from YAML, of which JSON is a part, or from a ``training.json``. Raises FileError."""
     try:
-        return yaml.safe_load(path.read_bytes())
+        values = yaml.safe_load(path.read_bytes())
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise FileError(f"{path} is not YAML: {' '.join(str(error).split())[:300]}") from None
+        raise FileError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())[:300]}") from None
+    if isinstance(values, dict) and values.get("author") == AUTHOR:
+        values = values.get("plan")
+    if not isinstance(values, dict):
+        raise FileError(f"{path} holds no options of a run: it needs lines like `max_steps: 100`")
+    return values

@@ -8,16 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from ..core.checkpoint_config import DEFAULT_HORIZON, DEFAULT_SPEEDUP
 from ..core.schedule import Schedule, parse_prompt_layers
 from ..errors import ScheduleError, UsageError
-from ..methods import METHODS, get_method
+from ..methods import MethodName, get_method
 from .options import convert_value, option, read_order, read_run_file, read_schedule
-
-if TYPE_CHECKING:
-    from ..data.tasks import Task
 
 #: Upper limit of counts: no run needs more, and far more could hang or exhaust the memory.
 MANY = 1_000_000
@@ -82,9 +79,9 @@ class TrainingPlan:
     max_source_words: int | None = option(
         None, "Summaries: cut a source after so many words.", DATA, least=1, most=MANY
     )
-    max_eval_samples: int = option(100, "Validation inputs used for loss and score.", DATA)
+    max_eval_samples: int = option(100, "Validation inputs used for the loss.", DATA)
 
-    method: str = option("skipdecode", "SkipDecode, or a baseline to compare it with.", BUDGETS, choices=tuple(METHODS))
+    method: MethodName = option("skipdecode", "SkipDecode, or a baseline to compare it with.", BUDGETS)
     weights: tuple[float, ...] | None = option(
         None, "How often each of --speedups is drawn, e.g. 2,1,1,1,3 (default: equally).", BUDGETS
     )
@@ -132,7 +129,7 @@ class TrainingPlan:
     adam_beta2: float = option(0.999, "Second beta of AdamW.", OPTIMIZER, most=1)
 
     lora_rank: int = option(
-        0, "Rank of LoRA adapters, merged at the end and kept in OUTPUT/adapter too; 0 trains all weights.", MEMORY
+        0, "Rank of LoRA adapters, merged at the end and kept in OUTPUT/adapter too; 0: none.", MEMORY, most=10_000
     )
     bf16: bool = option(False, "Compute in bfloat16; the weights stay float32.", MEMORY)
     gradient_checkpointing: bool = option(False, "Recompute activations: less memory, more time.", MEMORY)
@@ -176,12 +173,6 @@ class TrainingPlan:
         fields |= {"prompt_decay": self.prompt_decay, "prompt_layers": self.prompt_layers}
         return {name: value for name, value in fields.items() if value is not None}
 
-    def get_task(self) -> Task:
-        """Return the task that reads and scores the data. Raises TaskError."""
-        from ..data.tasks import task_from
-
-        return task_from(vars(self))
-
     def _check_combinations(self) -> None:
         method, name, shares = get_method(self.method), self.method, self.weights
         if self.tokenizer and not self.from_config:
@@ -214,31 +205,23 @@ class TrainingPlan:
         """Check the plan against the model's config.
 
         Raises:
-            UsageError: the LoRA rank exceeds the hidden size, or a tracker in ``report_to`` is not installed.
+            UsageError: a tracker in ``report_to`` is not installed.
             ScheduleError: the schedule does not fit the model, or none can be made for it.
         """
         from transformers.integrations import get_available_reporting_integrations
 
-        config = config.get_text_config(decoder=True)
-        layers = config.num_hidden_layers
+        layers = config.get_text_config(decoder=True).num_hidden_layers
         if self.schedule:
             if self.schedule.num_layers != layers:
                 raise ScheduleError(f"--schedule is for {self.schedule.num_layers} layers, the model has {layers}")
         else:
             for speedup in self.budgets:
                 Schedule.for_speedup(speedup, layers, self.horizon or DEFAULT_HORIZON, **self.style)
-        if self.lora_rank > config.hidden_size:
-            raise UsageError(f"--lora-rank {self.lora_rank} is more than the model's hidden size")
         missing = sorted({*self.report_to} - {"none", *(known := get_available_reporting_integrations())})
         if missing:
             raise UsageError(
                 f"--report-to: {', '.join(missing)} is not installed; here are {', '.join(known) or 'none'}"
             )
-
-    def check_teacher(self, config: Any, teacher: Any) -> None:
-        """Raise UsageError if the vocabulary sizes of the model's and the teacher's configs differ."""
-        if len({each.get_text_config(decoder=True).vocab_size for each in (config, teacher)}) > 1:
-            raise UsageError(f"{self.teacher} has another vocabulary than the model: its logits cannot be learned from")
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain values for JSON or YAML."""
@@ -276,6 +259,6 @@ class TrainingPlan:
 
 @cache
 def option_fields() -> dict[str, tuple[Any, Mapping[str, Any]]]:
-    """Return the type and metadata (help, group, least, most, choices) of each field, by name."""
+    """Return the type and metadata (help, group, least, most) of each field, by name."""
     types = get_type_hints(TrainingPlan)
     return {each.name: (types[each.name], each.metadata) for each in fields(TrainingPlan)}

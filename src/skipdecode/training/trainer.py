@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -17,10 +16,8 @@ from transformers.trainer_callback import ProgressCallback
 
 from ..core.attach import attach, teacher_forced
 from ..core.schedule import Schedule
-from ..data.tasks import Example, Task
 from ..errors import DivergedError, JobError
-from ..generation.generate import generate
-from ..methods.objectives import Objective, response_loss
+from ..methods.objectives import Objective
 from .callbacks import StepSeed, TrainingBar
 from .checkpoints import SCRAP, RunFolder, writing
 from .sampler import LengthGrouped
@@ -34,10 +31,9 @@ class SkipTrainer(Trainer):
 
     Args:
         schedules: schedules by target speed-up. Each optimizer step draws one, the same on all processes; evaluation
-            reports the loss at each, and the task's score at the last.
+            reports the loss at each.
         objective: the loss to minimise; evaluation always uses cross-entropy.
         weights: relative frequencies of ``schedules``; None: equal.
-        task, eval_examples: the task and examples to score with ``model.generate``; None for no score.
         folder: protects the checkpoints in ``args.output_dir`` against kills; None: transformers writes them alone.
         record: the run's identity, stored in each checkpoint in ``folder``.
 
@@ -51,8 +47,6 @@ class SkipTrainer(Trainer):
         schedules: Mapping[float, Schedule],
         objective: Objective | None = None,
         weights: Sequence[float] | None = None,
-        task: Task | None = None,
-        eval_examples: Sequence[Example] = (),
         folder: RunFolder | None = None,
         record: Mapping[str, Any] | None = None,
         **kwargs: Any,
@@ -61,19 +55,15 @@ class SkipTrainer(Trainer):
         self.schedules = dict(schedules)
         self.objective = objective or Objective()
         self.weights = weights
-        self.task = task
-        self.eval_examples = eval_examples
         self.folder = folder
         self.record = record or {}
         self._evaluated: Schedule | None = None
         self._step: ExitStack | None = None  # closes at the end of the current training step
-        self._tokens = 0
-        self._clock = time.perf_counter()
         attach(self.model)
-        self.remove_callback(ProgressCallback)
         self.bar = TrainingBar()
-        self.add_callback(self.bar)
-        self.add_callback(StepSeed(self.args.process_index))
+        if self.pop_callback(ProgressCallback) is not None:  # else disable_tqdm is set
+            self.add_callback(self.bar)
+        self.add_callback(StepSeed())
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the loss while each layer runs only the positions that it would run in decoding."""
@@ -84,7 +74,6 @@ class SkipTrainer(Trainer):
         bare = self.accelerator.unwrap_model(model)
         schedule = self._evaluated or self.objective.schedule or self._drawn()
         if model.training:
-            self._tokens += int(inputs["attention_mask"].sum())
             if self.objective.hidden_states:
                 inputs["output_hidden_states"] = True
             self.objective.prepare(bare, inputs, self._drawn())
@@ -107,8 +96,8 @@ class SkipTrainer(Trainer):
         return loss
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        loss = self.objective if self.model.training else response_loss
-        return loss(outputs, labels, num_items_in_batch)
+        objective = self.objective if self.model.training else Objective()
+        return objective(outputs, labels, num_items_in_batch)
 
     def _drawn(self) -> Schedule:
         """Draw the step's schedule from the seed and the step alone, so that a resumed run draws the same."""
@@ -156,47 +145,17 @@ class SkipTrainer(Trainer):
         load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in tied]
         super()._issue_warnings_after_load(load_result)
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add this process's tokens per second (prompt and response, no padding) since the last log."""
-        if "loss" in logs:
-            now = time.perf_counter()
-            logs["tokens_per_second"] = round(self._tokens / (now - self._clock), 1)
-            self._tokens, self._clock = 0, now
-        super().log(logs, *args, **kwargs)
-
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
-        """Return the loss at every speed-up, and ``eval_loss`` and the task's scores at the last."""
+        """Return the loss at every speed-up; that at the last is ``eval_loss`` too."""
         metrics: dict[str, float] = {}
-        scores: dict[str, float] = {}
         try:
             for speedup, schedule in self.schedules.items():
                 self._evaluated = schedule
                 metrics |= super().evaluate(*args, metric_key_prefix=f"{metric_key_prefix}_{speedup:g}x", **kwargs)
                 metrics[f"{metric_key_prefix}_loss"] = metrics[f"{metric_key_prefix}_{speedup:g}x_loss"]
-            if self.task is not None and self.eval_examples:
-                scores = self._score(self.task, schedule)
-                scores = {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
-                self.log(dict(scores))
-                metrics |= scores
-            shown = [f"{name} {metrics[name]:.4g}" for name in metrics if name.endswith("x_loss")]
-            shown += [f"{name} {value:.4g}" for name, value in scores.items()]
-            self.bar.write(f"step {self.state.global_step:,}: {', '.join(shown)}")
         finally:
             self._evaluated = None
-            self._clock, self._tokens = time.perf_counter(), 0
         return metrics
-
-    def _score(self, task: Task, schedule: Schedule) -> dict[str, float]:
-        texts = generate(
-            self.accelerator.unwrap_model(self.model),
-            self.processing_class,
-            [example.prompt for example in self.eval_examples],
-            schedule=schedule,
-            batch_size=self.args.eval_batch_size,
-            max_new_tokens=task.max_new_tokens,
-            do_sample=False,
-        )
-        return task.score([row.text for row in texts.completions], [e.references for e in self.eval_examples])
 
 
 def refuse_broken(model: nn.Module) -> None:
@@ -215,6 +174,7 @@ training_args = partial(
     prediction_loss_only=True,
     train_sampling_strategy="group_by_length",
     logging_nan_inf_filter=False,  # log a NaN loss as it is: training_step raises on it
+    include_num_input_tokens_seen="non_padding",  # logs tokens per second
     report_to="none",
     label_names=["labels"],
 )
