@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 from ..errors import TaskError
 from .chat import Prompt
 from .rows import guess_format, read_rows
-from .tasks import Task
+from .tasks import Example, Task
+from .tasks.base import gather
 
 #: Columns that a job adds to its output; the input's columns of these names are not copied.
 OUTPUT_COLUMNS = ("text", "tokens", "finish_reason", "error")
@@ -58,6 +60,27 @@ def read_items(source: str, task: Task, form: str | None = None) -> list[Item]:
     if not fits:
         raise TaskError(_no_column(name, row, task))
     return items
+
+
+def read_examples(task: Task, source: Path, split: str, say: Callable[[str], object]) -> list[Example]:
+    """Read the examples of a split, or all valid examples of a file; those with equal prompts in a file are merged.
+
+    Args:
+        task: how the data is read and prompted.
+        source: folder with the task's files, hub name, or one file, in which prompts are enough.
+        split: ``validation`` or ``test``; ignored for a file.
+        say: called with a message about each bad line of a file.
+
+    Raises:
+        TaskError: the data cannot be read.
+    """
+    if not source.is_file():
+        return task.read(source, split)
+    items = read_items(str(source), task)
+    for item in items:
+        if item.error:
+            say(f"{source}, line {item.line}: {item.error}")
+    return gather((item.prompt, item.references) for item in items if not item.error)
 
 
 def _no_column(name: str, row: dict[str, Any], task: Task) -> str:

@@ -25,6 +25,7 @@ from ..core.checkpoint_config import (
 )
 from ..core.decays import ORDERS
 from ..core.schedule import Schedule, is_schedule, parse_prompt_layers
+from ..data.inputs import read_examples
 from ..data.metrics import DEFAULT, Agreement, bootstrap
 from ..data.tasks import Example, Task, get_task, subsample
 from ..data.tokenization import encode_prompts
@@ -40,7 +41,6 @@ from ..planning.planner import plan as plan_depths
 from ..planning.profile import Profile
 from ..provenance import fingerprint, identity
 from ..weights.loading import DEMO, load, load_tokenizer, read_config, resolve
-from .inputs import read_examples
 from .layer_order import LayerOrder, is_losses
 from .loss import batches_of
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from .. import __version__
 from ..clock.timing import alternate, compare, forced, typical_steps
 from ..core.checkpoint_config import layer_count, schedule_for, trained_method
 from ..core.schedule import Schedule
-from ..data.metrics import DEFAULT, Agreement, BertScore, Metric, bootstrap
+from ..data.inputs import read_examples
+from ..data.metrics import DEFAULT, Agreement, Metric, bootstrap
 from ..data.tasks import Example, Task, get_task, subsample
 from ..data.tokenization import encode_prompts
 from ..errors import FileError, JobError, UsageError
@@ -34,16 +35,15 @@ from ..weights.device import machine, placement
 from ..weights.loading import load, read_config, resolve
 from ..weights.optimize import check_optimizations, optimizations
 from . import report
-from .inputs import read_examples
-from .loss import batches_of, loss_by_position
-from .plots import draw_losses, draw_tradeoff
+from .loss import batches_of, response_loss
+from .plots import draw_tradeoff
 from .variants import Variant, variants
 
 Say = Callable[[str], object]
 
 #: Increase it when the keys of a row change: rows of another version are measured again.
-ROW_VERSION = 3
-#: Largest number of validation inputs used for lengths, CALM's threshold and the loss by position.
+ROW_VERSION = 4
+#: Largest number of validation inputs used for lengths, CALM's threshold and the loss.
 HELD_OUT_ROWS = 256
 
 
@@ -65,7 +65,6 @@ class EvaluationPlan:
         max_new_tokens: None: the task's.
         timing_rows: number of inputs to time, evenly drawn.
         repeats: timed rounds; each runs the full model and the variant once.
-        bert_score: directory or hub name of an encoder, to add BERTScore.
         dtype, device: as :func:`skipdecode.load` takes them.
         faster: the options ``quantization`` and ``prepack`` of :func:`skipdecode.load`, for all models alike.
         overwrite: replace results of other settings or models in ``output``.
@@ -87,7 +86,6 @@ class EvaluationPlan:
     max_new_tokens: int | None = None
     timing_rows: int = 64
     repeats: int = 5
-    bert_score: str | None = None
     dtype: str = "auto"
     device: str | None = None
     faster: Mapping[str, Any] = field(default_factory=dict)
@@ -149,29 +147,20 @@ def evaluate(
         raise FileError(f"{plan.output} is a file: give a folder for --output")
     examples, held_out = _read(plan, say)
     selected = _select(plan)
-    metrics = _metrics(plan, examples, say)
-    plan.output.mkdir(parents=True, exist_ok=True)
+    metrics = _metrics(examples, say)
+    evaluation = Evaluation(plan, examples, held_out, selected, metrics, say=say)
     rows: list[dict[str, Any]] = []
-
-    def on_start(variant: Variant) -> None:
-        on_progress(variant.key, len(rows), len(selected))
-
-    evaluation = Evaluation(plan, examples, held_out, selected, metrics, on_start=on_start, say=say)
-    job, names = evaluation.job(selected[0]), [(variant.name, variant.speedup) for variant in selected]
     with locked(plan.output / "table.json", str(plan.output)):
-        report.check(plan.output, job, names, plan.overwrite)
         evaluation.check()
-        for variant, row in zip(selected, evaluation.rows(), strict=True):
-            rows.append(row)
+        for variant in selected:
             on_progress(variant.key, len(rows), len(selected))
+            rows.append(evaluation.row(variant))
+        on_progress(variant.key, len(rows), len(selected))
         labels = [(metric.name, metric.label) for metric in metrics]
         about = _about(plan, len(examples), command) | report.notes(rows)
-        own = {variant.name for variant in selected if variant.method.takes_style}
-        report.save(rows, labels, about, plan.output, job)
-        draw_tradeoff(rows, labels, plan.output / "tradeoff.png", about["machine"], own)
-        draw_losses(rows, plan.output / "losses.png", about["machine"], own)
-    files = [plan.output / name for name in report.FILES if (plan.output / name).exists()]
-    return Results(rows, labels, about, files)
+        report.save(rows, labels, about, plan.output)
+        draw_tradeoff(rows, labels, plan.output / "tradeoff.png", about["machine"])
+    return Results(rows, labels, about, [plan.output / name for name in report.FILES])
 
 
 def _read(plan: EvaluationPlan, say: Say) -> tuple[list[Example], list[Example]]:
@@ -201,17 +190,13 @@ def _select(plan: EvaluationPlan) -> list[Variant]:
     return selected
 
 
-def _metrics(plan: EvaluationPlan, examples: Sequence[Example], say: Say) -> list[Metric]:
+def _metrics(examples: Sequence[Example], say: Say) -> list[Metric]:
     """Return metrics that compare with references if every example has one, else with the full model's texts."""
     scored = all(example.references for example in examples)
     if not scored:
         say("not every row has a reference: texts are compared with the full model's own (agreement)")
-        if plan.bert_score:
-            raise UsageError("BERTScore compares with references: every row needs one")
     metrics: list[Metric] = [*DEFAULT] if scored else [Agreement()]
-    if plan.bert_score:
-        metrics.append(BertScore(plan.bert_score))
-    for metric in metrics:  # raises before a model is loaded if a library or an encoder is missing
+    for metric in metrics:  # raises before a model is loaded if a library is missing
         metric.score(["a text"], [["a text"]])
     return metrics
 
@@ -236,7 +221,6 @@ class Evaluation:
         held_out: inputs for lengths, CALM's threshold and losses.
         variants: variants to measure; the first is the reference that all are compared with.
         metrics: scores to compute, each with its difference from the reference.
-        on_start: called with each variant before it is measured.
         say: called with a message about each damaged file.
     """
 
@@ -248,16 +232,15 @@ class Evaluation:
         variants: Sequence[Variant],
         metrics: Sequence[Metric] = DEFAULT,
         *,
-        on_start: Callable[[Variant], object] = lambda variant: None,
         say: Say = lambda line: None,
     ) -> None:
         self.plan = plan
         self.examples, self.held_out = examples, held_out
-        self.variants = list(variants)
-        self.reference = self.variants[0]
+        self.variants, self.reference = variants, variants[0]
         self.metrics = metrics
-        self.on_start = on_start
         self.say = say
+        self._folder = plan.output / "rows"
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
         self._versions: dict[str, list[Any]] = {}  # by model name; looked up once
         self._lengths: list[int] = []
@@ -275,38 +258,42 @@ class Evaluation:
         most = plan.max_new_tokens or plan.task.max_new_tokens
         numbers = [plan.batch_size, most, plan.timing_rows, plan.repeats]
         where = [plan.dtype, plan.device, dict(plan.faster), machine(plan.device), __version__]
-        scores = [repr(vars(metric) | {"name": metric.name}) for metric in self.metrics]
-        return fingerprint(ROW_VERSION, texts, numbers, where, scores, variant.identity(), models)
+        scores = [metric.name for metric in self.metrics]
+        own = [variant.method.name, variant.speedup, variant.model, variant.key, variant.schedule]
+        return fingerprint(ROW_VERSION, texts, numbers, where, scores, own, models)
 
     def check(self) -> None:
-        """Check, before a model is loaded, that :meth:`rows` can save its results.
+        """Check, before a model is loaded, that :meth:`row` and the tables replace no other results.
 
         Raises:
             FileError: a file cannot be written.
             JobError: a file has results of other settings, and ``overwrite`` is not set.
         """
-        if (self.plan.output / "rows").is_dir():
-            for variant in self.variants:
-                check_target(self._path(variant))
-                self._finished(variant, self.job(variant))
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the table row of each variant in order, measured now or read from an earlier run."""
+        tables = [self.plan.output / name for name in report.FILES]
+        for path in (*tables, *map(self._path, self.variants)):
+            check_target(path)
+        if any(path.exists() for path in tables) and not (self._path(self.reference).exists() or self.plan.overwrite):
+            raise JobError(
+                f"{self.plan.output} holds tables or plots that are not of these rows: give another --output, or "
+                "--overwrite"
+            )
         for variant in self.variants:
-            path, job = self._path(variant), self.job(variant)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            row = self._finished(variant, job)
-            if row is None:
-                self.on_start(variant)
-                text = json.dumps(_with_checksum({"job": job} | self._measure(variant)), ensure_ascii=False)
-                write(path, text + "\n")
-                row = json.loads(text)
-            if variant is self.reference:
-                self._reference_texts, self._steps = row["texts"], row["timed_steps"]
-            yield row
+            self._finished(variant, self.job(variant))
+
+    def row(self, variant: Variant) -> dict[str, Any]:
+        """Return the table row of a variant, measured now or read from an earlier run; the reference's comes first."""
+        job = self.job(variant)
+        row = self._finished(variant, job)
+        if row is None:
+            text = json.dumps({"job": job} | self._measure(variant), ensure_ascii=False)
+            write(self._path(variant), text + "\n")
+            row = json.loads(text)
+        if variant is self.reference:
+            self._reference_texts, self._steps = row["texts"], row["timed_steps"]
+        return row
 
     def _path(self, variant: Variant) -> Path:
-        return self.plan.output / "rows" / f"{variant.key}.json"
+        return self._folder / f"{variant.key}.json"
 
     def _finished(self, variant: Variant, job: str) -> dict[str, Any] | None:
         """Return the saved row of this job; None if it must be measured. Raises JobError for a row of another job."""
@@ -317,14 +304,16 @@ class Evaluation:
             row = read_json(path)
         except FileError:
             row = None
-        if not isinstance(row, dict) or row != _with_checksum(row):
-            self.say(f"{path} is damaged or of an earlier version: it is measured again")
+        if not isinstance(row, dict):
+            self.say(f"{path} is damaged: it is measured again")
             return None
-        if row["job"] != job and not self.plan.overwrite:
+        if row.get("job") == job:
+            return row
+        if not self.plan.overwrite:
             raise JobError(
                 f"{path} was measured with other settings or another model: give another --output, or --overwrite"
             )
-        return row if row["job"] == job else None
+        return None
 
     def _model(self, name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Return a checkpoint's model and tokenizer; keep only the reference and the last one loaded in memory."""
@@ -371,8 +360,8 @@ class Evaluation:
             self._steps = typical_steps(result.lengths)
         trained = variant.method.is_trained_by(trained_method(model.config))
         return {
-            "method": variant.name,
-            "label": variant.label if trained else f"{variant.label}, untrained",
+            "method": variant.file or variant.method.name,
+            "label": (variant.file or variant.method.label) + ("" if trained else ", untrained"),
             "model": variant.model,
             "target": variant.speedup,
             **_layers(result.cost, layer_count(full.config)),
@@ -407,8 +396,7 @@ class Evaluation:
             return {}
         batches = batches_of(answered, tokenizer, model, self.plan.batch_size)
         schedule = decoding or Schedule.full(layer_count(model.config))
-        loss, by_position = loss_by_position(model, batches, schedule)
-        return {"loss_by_position": by_position, "loss": round(loss, 4)}
+        return {"loss": round(response_loss(model, batches, schedule), 4)}
 
     def _clock(self, variant: Variant, decoding: Decoding) -> dict[str, Any]:
         """Time the variant and the full model in turn, over equal numbers of decode steps."""
@@ -449,8 +437,3 @@ def _layers(cost: Cost, full_layers: int) -> dict[str, Any]:
         "steps": cost.steps,
         "peak_kv_bytes": cost.peak_kv_bytes,
     }
-
-
-def _with_checksum(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row with a checksum, which detects files that are cut short or edited."""
-    return row | {"checksum": fingerprint({name: value for name, value in row.items() if name != "checksum"})}

@@ -1,4 +1,4 @@
-"""Compute the teacher-forced loss of responses, with layers skipped as in decoding, in all and by position."""
+"""Compute the teacher-forced loss of responses, with layers skipped as in decoding."""
 
 from __future__ import annotations
 
@@ -29,16 +29,10 @@ def batches_of(
 
 
 @torch.no_grad()
-def loss_by_position(
-    model: PreTrainedModel, batches: Sequence[Mapping[str, Any]], schedule: Schedule
-) -> tuple[float, list[tuple[float, int]]]:
-    """Return the mean cross-entropy in nats per response token, and (mean, number of tokens) for each position.
-
-    The prompt predicts position 0; decode step g predicts position g + 1.
-    """
+def response_loss(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]], schedule: Schedule) -> float:
+    """Return the mean cross-entropy in nats per response token."""
     attach(model)
-    sums: list[float] = []
-    counts: list[int] = []
+    total, count = 0.0, 0
     for batch in batches:
         labels = batch["labels"][:, 1:]
         with teacher_forced(model, schedule, batch["prompt_length"]):
@@ -50,13 +44,6 @@ def loss_by_position(
                 use_cache=False,
             ).logits.float()
         losses = cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
-        here = (labels != -100).sum(0).tolist()
-        sums += [0.0] * (len(here) - len(sums))
-        counts += [0] * (len(here) - len(counts))
-        for position, (loss, count) in enumerate(zip(losses.sum(0).tolist(), here, strict=True)):
-            sums[position] += loss
-            counts[position] += count
-    while counts and counts[-1] == 0:  # the collator pads widths to a multiple
-        sums.pop(), counts.pop()
-    means = [(loss / max(count, 1), count) for loss, count in zip(sums, counts, strict=True)]
-    return sum(sums) / max(sum(counts), 1), means
+        total += sum(losses.sum(0).tolist())
+        count += int((labels != -100).sum())
+    return total / max(count, 1)
