@@ -172,7 +172,7 @@ def test_early_exits_share_a_training(name: str, checkpoint: Path, data: Path, t
         (("--speedups", "inf"), "numbers"),
         (("--limit", 0), "limit"),
         (("--repeats", -1), "repeats"),
-        (("--max-source-words", 5), "only summaries"),
+        (("--max-source-words", 5), "goes with reddit_tldr, cnn_dm"),
         (("--methods", "static"), "a checkpoint per speed-up"),
         (("--methods", "d3,d3"), "twice"),
         (("--speedups", "1,9"), "number of layers, 8"),

@@ -33,8 +33,8 @@ class Task(ABC):
 
     name: str
     max_new_tokens: int
-    distinct: bool
-    options: tuple[str, ...]
+    distinct: bool = False
+    options: tuple[str, ...] = ()
 
     @property
     @abstractmethod
