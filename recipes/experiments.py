@@ -20,8 +20,7 @@ from skipdecode import load
 from skipdecode.data.metrics import DEFAULT
 from skipdecode.data.tasks import Example, get_task
 from skipdecode.evaluation.evaluate import Evaluation, EvaluationPlan
-from skipdecode.evaluation.layer_order import LayerOrder
-from skipdecode.evaluation.loss import batches_of
+from skipdecode.evaluation.loss import LayerOrder, batches_of
 from skipdecode.evaluation.report import save
 from skipdecode.evaluation.variants import Variant
 from skipdecode.methods import get_method

@@ -22,8 +22,7 @@ from skipdecode.core.growing import ROOM
 from skipdecode.data.tasks import Example
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
-from skipdecode.evaluation.layer_order import LayerOrder, read_losses
-from skipdecode.evaluation.loss import batches_of, response_loss
+from skipdecode.evaluation.loss import LayerOrder, batches_of, read_losses, response_loss
 from skipdecode.evaluation.variants import variants
 from skipdecode.files import locked
 
@@ -166,7 +165,6 @@ def test_early_exits_share_a_training(name: str, checkpoint: Path, data: Path, t
     [
         (("--methods", "magic"), "unknown method"),
         (("--speedups", "1,x"), "numbers"),
-        (("--split", "train"), "--split"),
         (("--methods", "d3=/nowhere/at/all"), "no model"),
         (("--speedups", "nan"), "numbers"),
         (("--speedups", "inf"), "numbers"),
@@ -294,7 +292,7 @@ def test_python_does_all_that_the_verb_does(
 
 @pytest.mark.parametrize(
     "values",
-    [{"split": "train"}, {"speedups": ()}, {"speedups": (2, 2)}, {"speedups": (0.5,)}, {"limit": 0}, {"repeats": -1}],
+    [{"speedups": ()}, {"speedups": (2, 2)}, {"speedups": (0.5,)}, {"limit": 0}, {"repeats": -1}],
 )
 def test_a_plan_checks_itself(values: dict[str, Any]) -> None:
     """What typer refuses on the command line is refused from Python too."""
@@ -535,7 +533,7 @@ def test_an_interrupted_search_goes_on(
             os.kill(os.getpid(), signal.SIGINT)
         return response_loss(*arguments)
 
-    monkeypatch.setattr("skipdecode.evaluation.layer_order.response_loss", noted)
+    monkeypatch.setattr("skipdecode.evaluation.loss.response_loss", noted)
     stopped = run("calibrate", checkpoint, "--data", data, *common)
     assert stopped.returncode == 130
     assert "the same command goes on from what is saved" in stopped.stderr

@@ -106,6 +106,14 @@ class Agreement(_Mean):
 DEFAULT: tuple[Metric, ...] = (Bleu(), RougeL())
 
 
+def paired_scores(
+    metric: Metric, systems: Sequence[Sequence[str]], references: Sequence[Sequence[str]]
+) -> tuple[list[float], tuple[float, float]]:
+    """Return the score of each system's texts, and the :func:`bootstrap` interval of the last minus the one before."""
+    rows = [metric.rows(texts, references) for texts in systems]
+    return [metric.corpus(each.sum(0), len(each)) for each in rows], bootstrap(metric, rows[-1], rows[-2])
+
+
 def bootstrap(metric: Metric, rows_a: Array, rows_b: Array, samples: int = 1000, seed: int = 0) -> tuple[float, float]:
     """Return the 95% percentile interval of system a's score minus b's, by paired bootstrap (Koehn, 2004).
 

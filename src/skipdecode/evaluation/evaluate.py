@@ -22,14 +22,14 @@ from ..clock.timing import alternate, compare, forced, typical_steps
 from ..core.checkpoint_config import layer_count, schedule_for, trained_method
 from ..core.schedule import Schedule
 from ..data.inputs import read_examples
-from ..data.metrics import DEFAULT, Agreement, Metric, bootstrap
+from ..data.metrics import DEFAULT, Agreement, Metric, paired_scores
 from ..data.tasks import Example, Task, get_task, subsample
 from ..data.tokenization import encode_prompts
 from ..errors import FileError, JobError, UsageError
 from ..files import check_target, locked, read_json, write
 from ..generation.batch import Decoding
 from ..generation.generate import generate_ids
-from ..generation.results import Cost, Generated
+from ..generation.results import Generated
 from ..provenance import fingerprint, identity
 from ..weights.device import machine, placement
 from ..weights.loading import load, read_config, resolve
@@ -59,7 +59,6 @@ class EvaluationPlan:
         methods: as :func:`skipdecode.evaluation.variants.variants` takes them.
         schedules: JSON files of further schedules to evaluate.
         output: folder for tables, plots and finished table rows.
-        split: ``test`` or ``validation``.
         limit: largest number of inputs to score, and of inputs to hold out.
         batch_size: prompts decoded together.
         max_new_tokens: None: the task's.
@@ -80,7 +79,6 @@ class EvaluationPlan:
     methods: str = "skipdecode"
     schedules: Sequence[Path] = ()
     output: Path = Path("evaluation")
-    split: str = "test"
     limit: int | None = None
     batch_size: int = 32
     max_new_tokens: int | None = None
@@ -95,8 +93,6 @@ class EvaluationPlan:
         object.__setattr__(self, "faster", optimizations(**self.faster))
         for name in ("data", "output"):  # strings are paths too
             object.__setattr__(self, name, Path(getattr(self, name)))
-        if self.split not in ("test", "validation"):
-            raise UsageError(f"split is test or validation, not {self.split!r}")
         if not self.speedups or not min(self.speedups) >= 1 or len(set(self.speedups)) < len(self.speedups):
             raise UsageError(f"speedups are distinct numbers of at least 1, not {self.speedups}")
         for name in ("limit", "batch_size", "max_new_tokens", "timing_rows", "repeats"):
@@ -165,12 +161,12 @@ def evaluate(
 
 def _read(plan: EvaluationPlan, say: Say) -> tuple[list[Example], list[Example]]:
     """Return the examples to score, and the examples for lengths, thresholds and losses."""
-    examples = read_examples(plan.task, plan.data, plan.split, say)[: plan.limit]
+    examples = read_examples(plan.task, plan.data, "test", say)[: plan.limit]
     if not examples:
-        raise UsageError(f"{plan.data} holds no {plan.split} rows")
+        raise UsageError(f"{plan.data} holds no test rows")
     count = min(plan.limit or HELD_OUT_ROWS, HELD_OUT_ROWS)
     held_out = [] if plan.data.is_file() else subsample(plan.task.read(plan.data, "validation"), count)
-    if not held_out or plan.split == "validation":
+    if not held_out:
         say("there is no other split to hold out: lengths and thresholds come from the scored rows")
     return examples, held_out or subsample(examples, count)
 
@@ -204,7 +200,7 @@ def _metrics(examples: Sequence[Example], say: Say) -> list[Metric]:
 def _about(plan: EvaluationPlan, count: int, command: str | None) -> dict[str, str]:
     """Return the settings that go below the tables."""
     return ({"command": command} if command else {}) | {
-        "rows": f"{count} {plan.split} inputs of {plan.task.name}, greedy, batch {plan.batch_size}",
+        "rows": f"{count} test inputs of {plan.task.name}, greedy, batch {plan.batch_size}",
         "machine": machine(plan.device),
         **({"made faster": str(dict(plan.faster))} if plan.faster else {}),
         "rounds": f"{plan.repeats}, the full model and the method in turn",
@@ -336,38 +332,48 @@ class Evaluation:
             self._lengths = self.generate(self.reference.model, self.held_out, None).lengths
         return self._lengths
 
-    def _decoding(self, variant: Variant) -> tuple[Decoding, dict[str, Any]]:
-        """Return how the variant decodes, and the entries about it for the table row."""
-        if variant.schedule is not None:
-            return variant.schedule, {"schedule": variant.schedule.to_dict()}
-        some = subsample(self.held_out, 2 * self.plan.batch_size)
-        return variant.method.decoding(
-            self._model(variant.model)[0],
-            variant.speedup,
-            self.held_out_lengths,
-            lambda decoding: self.generate(variant.model, some, decoding).cost,
-            do_sample=False,
-        )
-
     def _measure(self, variant: Variant) -> dict[str, Any]:
-        """Measure the variant and return its table row."""
-        full, _ = self._model(self.reference.model)
+        """Measure the variant and return its table row; a ratio is the full model's figure divided by the variant's."""
+        full_layers = layer_count(self._model(self.reference.model)[0].config)
         model, tokenizer = self._model(variant.model)
-        decoding, notes = self._decoding(variant)
+        decoding: Decoding = variant.schedule
+        notes = {"schedule": variant.schedule.to_dict()} if variant.schedule else {}
+        if variant.schedule is None:
+            some = subsample(self.held_out, 2 * self.plan.batch_size)
+            decoding, notes = variant.method.decoding(
+                model,
+                variant.speedup,
+                self.held_out_lengths,
+                lambda decoding: self.generate(variant.model, some, decoding).cost,
+                do_sample=False,
+            )
         result = self.generate(variant.model, self.examples, decoding)
-        texts = [" ".join(completion.text.split()) for completion in result.completions]
+        cost, texts = result.cost, [" ".join(completion.text.split()) for completion in result.completions]
         if variant is self.reference:
             self._steps = typical_steps(result.lengths)
+        answered = [example for example in self.held_out if example.references]
+        loss = {}
+        if answered and not callable(decoding):  # else depths depend on the tokens
+            batches = batches_of(answered, tokenizer, model, self.plan.batch_size)
+            schedule = decoding or Schedule.full(layer_count(model.config))
+            loss = {"loss": round(response_loss(model, batches, schedule), 4)}
         trained = variant.method.is_trained_by(trained_method(model.config))
         return {
             "method": variant.file or variant.method.name,
             "label": (variant.file or variant.method.label) + ("" if trained else ", untrained"),
             "model": variant.model,
             "target": variant.speedup,
-            **_layers(result.cost, layer_count(full.config)),
+            "step_layers": round(cost.average_depth, 3),
+            "prompt_layers": round(cost.prompt_depth, 3),
+            "step_layer_ratio": round(full_layers / cost.average_depth, 3),
+            "token_layer_ratio": round(full_layers / cost.row_depth, 3),
+            "job_layer_ratio": round(full_layers / cost.job_depth, 3),
+            "tokens": cost.tokens,
+            "steps": cost.steps,
+            "peak_kv_bytes": cost.peak_kv_bytes,
             **self._scores(texts),
             **notes,
-            **self._loss(model, tokenizer, decoding),
+            **loss,
             **self._clock(variant, decoding),
             "texts": texts,
         }
@@ -379,24 +385,13 @@ class Evaluation:
         for metric in self.metrics:
             agreement = isinstance(metric, Agreement)
             references = [[t] for t in full_texts] if agreement else [example.references for example in self.examples]
-            own, full = metric.rows(texts, references), metric.rows(full_texts, references)
-            score, base = (metric.corpus(rows.sum(0), len(texts)) for rows in (own, full))
-            low, high = bootstrap(metric, own, full)
+            (base, score), (low, high) = paired_scores(metric, [full_texts, texts], references)
             result |= {
                 metric.name: round(score, 2),
                 f"{metric.name}_difference": round(score - base, 2),
                 f"{metric.name}_interval": [round(low, 2), round(high, 2)],
             }
         return result
-
-    def _loss(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, decoding: Decoding) -> dict[str, Any]:
-        """Return the teacher-forced loss; empty without held-out responses, or if depths depend on the tokens."""
-        answered = [example for example in self.held_out if example.references]
-        if not answered or callable(decoding):
-            return {}
-        batches = batches_of(answered, tokenizer, model, self.plan.batch_size)
-        schedule = decoding or Schedule.full(layer_count(model.config))
-        return {"loss": round(response_loss(model, batches, schedule), 4)}
 
     def _clock(self, variant: Variant, decoding: Decoding) -> dict[str, Any]:
         """Time the variant and the full model in turn, over equal numbers of decode steps."""
@@ -423,17 +418,3 @@ class Evaluation:
             "full_step_ms": round(clock.full_step_ms, 3),
             "step_clock_ratio": round(clock.decode_ratio, 3),
         }
-
-
-def _layers(cost: Cost, full_layers: int) -> dict[str, Any]:
-    """Return layers, tokens and memory of a run; a ratio is the full model's layers divided by the run's."""
-    return {
-        "step_layers": round(cost.average_depth, 3),
-        "prompt_layers": round(cost.prompt_depth, 3),
-        "step_layer_ratio": round(full_layers / cost.average_depth, 3),
-        "token_layer_ratio": round(full_layers / cost.row_depth, 3),
-        "job_layer_ratio": round(full_layers / cost.job_depth, 3),
-        "tokens": cost.tokens,
-        "steps": cost.steps,
-        "peak_kv_bytes": cost.peak_kv_bytes,
-    }

@@ -22,12 +22,7 @@ MARKERS = "*osD^vPX<>"
 
 
 def check_picture(path: Path) -> None:
-    """Check that a picture can be written to ``path``.
-
-    Raises:
-        FileError: ``path`` is a folder, or its parent folder is missing.
-        UsageError: its suffix is not that of an image format.
-    """
+    """Raise FileError if ``path`` cannot be written, UsageError if its suffix is not that of an image format."""
     check_target(path)
     kinds = plt.Figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in kinds:
