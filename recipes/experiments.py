@@ -20,8 +20,7 @@ from skipdecode import load
 from skipdecode.data.metrics import DEFAULT
 from skipdecode.data.tasks import Example, get_task
 from skipdecode.evaluation.evaluate import Evaluation, EvaluationPlan
-from skipdecode.evaluation.layer_order import LayerOrder
-from skipdecode.evaluation.loss import batches_of
+from skipdecode.evaluation.loss import LayerOrder, batches_of
 from skipdecode.evaluation.report import save
 from skipdecode.evaluation.variants import Variant
 from skipdecode.methods import get_method
@@ -64,7 +63,7 @@ def main(start: str, data: Path, runs: Path, results: Path, steps: int = 150, on
     skipping = get_method("skipdecode")
     variants = [Variant(get_method("full"), 1.0, start, "full-1x")]
     variants += [Variant(skipping, k, str(runs / name), f"{name}-{k:g}x") for name in names for k in (1.0, 3.0, 5.0)]
-    evaluation = Evaluation(plan, validation, validation, variants, on_start=lambda variant: print(variant.key))
+    evaluation = Evaluation(plan, validation, validation, variants)
     missing = [name for name in names if not (runs / name / "model.safetensors").exists()]
     if missing:
         draw_rows(data, runs / "data", 2 * BATCH * steps)
@@ -75,9 +74,11 @@ def main(start: str, data: Path, runs: Path, results: Path, steps: int = 150, on
         fixed = {"model": start, "data": runs / "data", "output": runs / name, "max_steps": steps, "lengths": lengths}
         train(TrainingPlan.load(BASE, **fixed | changes), say=print)
     rows: list[dict[str, Any]] = []
-    for variant, row in zip(variants, evaluation.rows(), strict=True):
+    for variant in variants:
+        print(variant.key)
         name = variant.key.rpartition("-")[0]
-        rows.append(row | {"label": f"{name}: {ROWS[name][0]}" if rows else "START: before any of it"})
+        label = f"{name}: {ROWS[name][0]}" if rows else "START: before any of it"
+        rows.append(evaluation.row(variant) | {"label": label})
     about = {
         "runs": f"{steps} steps of {BATCH} from START, learning rate 1e-3 with cosine decay, one seed",
         "rows": f"{len(validation)} validation inputs of E2E, greedy, batch 32; losses on the same",
@@ -85,7 +86,7 @@ def main(start: str, data: Path, runs: Path, results: Path, steps: int = 150, on
         "vs full": "START at full depth; paired bootstrap over inputs, 1000 samples",
         "machine": machine(),
     }
-    save(rows, [(metric.name, metric.label) for metric in DEFAULT], about, results, evaluation.job(variants[0]))
+    save(rows, [(metric.name, metric.label) for metric in DEFAULT], about, results)
 
 
 def draw_rows(data: Path, target: Path, count: int) -> None:

@@ -260,9 +260,9 @@ def test_the_schedule_is_chosen_and_told(checkpoint: Path, tmp_path: Path) -> No
         load(SkipLM, checkpoint, schedule=Schedule.full(9))
 
 
-@pytest.mark.parametrize("option", [{"parallelize": True}, {"tp_plan": "auto"}, {"backend": "seq2seq"}])
+@pytest.mark.parametrize("option", [{"parallelize": True}, {"tp_plan": "auto"}])
 def test_what_cannot_skip_is_refused(checkpoint: Path, option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"several devices|encoder-decoder"):
+    with pytest.raises(ValueError, match="several devices"):
         load(SkipLM, checkpoint, **option)
 
 

@@ -318,7 +318,7 @@ def test_a_csv_has_columns_of_ones_own(tmp_path: Path) -> None:
         ({"response_column": "answer"}, {"messages": TALK}, "responses have a column of their own"),
         ({"prompt_share": 0.5}, {"prompt": "x", "response": "y"}, r"no text: .*prompt_share is for plain text"),
         ({"prompt_share": 0.5}, {"text": "x y", "response": "y"}, "prompt_share is for plain text"),
-        ({"prompt_share": 0.5, "prompt_column": "a"}, {"a": TALK}, "prompt_share is for plain text, but a holds"),
+        ({"prompt_share": 0.5, "prompt_column": "a"}, {"a": TALK}, "prompt_share is for plain text, but the row has"),
         ({"prompt_share": 0.5}, {"text": "What"}, "a text of one word"),
         ({}, {"text": "What sat?"}, "a row of plain text: state with prompt_share"),
     ],
@@ -335,11 +335,11 @@ def test_a_row_that_does_not_fit_says_what_it_has(
 @pytest.mark.parametrize(
     ("name", "option", "match"),
     [
-        ("e2e", {"prompt_column": "x"}, "prompt_column does not go with e2e: .*jsonl"),
-        ("cnn_dm", {"response_column": "x"}, "response_column does not go with cnn_dm: .*jsonl"),
-        ("reddit_tldr", {"prompt_share": 0.5}, "prompt_share does not go with reddit_tldr: .*plain text"),
-        ("jsonl", {"max_source_words": 5}, "max_source_words does not go with jsonl: only summaries"),
-        ("e2e", {"max_source_words": 5}, "max_source_words does not go with e2e: only summaries"),
+        ("e2e", {"prompt_column": "x"}, "prompt_column goes with jsonl, not with e2e"),
+        ("cnn_dm", {"response_column": "x"}, "response_column goes with jsonl, not with cnn_dm"),
+        ("reddit_tldr", {"prompt_share": 0.5}, "prompt_share goes with jsonl, not with reddit_tldr"),
+        ("jsonl", {"max_source_words": 5}, "max_source_words goes with reddit_tldr, cnn_dm, not with jsonl"),
+        ("e2e", {"max_source_words": 5}, "max_source_words goes with reddit_tldr, cnn_dm, not with e2e"),
         ("jsonl", {"prompt_share": 1}, "at least 0 and below 1, not 1"),
         ("jsonl", {"prompt_share": -0.1}, "at least 0 and below 1"),
         ("jsonl", {"prompt_share": float("nan")}, "at least 0 and below 1"),
@@ -475,13 +475,13 @@ def test_a_json_array_is_refused_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_what_is_not_there_is_said_to_be_not_there(tmp_path: Path, task: str) -> None:
     """G: `--data nope` "holds no train.jsonl" though it does not exist."""
-    with pytest.raises(TaskError, match=f"there is no {tmp_path / 'nope'}"):
+    with pytest.raises(TaskError, match=f"there is no folder {tmp_path / 'nope'}"):
         get_task(task).read(tmp_path / "nope", "train")
     with pytest.raises(TaskError, match=f"{tmp_path} holds no train"):
         get_task(task).read(tmp_path, "train")
     if task != "jsonl":
         (tmp_path / "file.csv").write_text(GOOD, encoding="utf-8")
-        with pytest.raises(TaskError, match=r"file\.csv is no folder"):
+        with pytest.raises(TaskError, match=r"there is no folder .*file\.csv"):
             get_task(task).read(tmp_path / "file.csv", "train")
 
 

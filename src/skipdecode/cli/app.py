@@ -37,7 +37,6 @@ EXTRAS = {
     "matplotlib": "cli",
     "sacrebleu": "eval",
     "rouge_score": "eval",
-    "bert_score": "bertscore",
     "accelerate": "train",
     "datasets": "train",
     "peft": "lora",

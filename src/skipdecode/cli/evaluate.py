@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from typer import Option
 
@@ -27,18 +27,14 @@ Schedules = Annotated[
     Option("--schedule", help="Compare the schedule in this JSON file too (several: repeat it, or use commas)."),
 ]
 Folder = Annotated[Path, Option(help="Folder for tables, plots and finished rows.")]
-Split = Annotated[Literal["test", "validation"], Option(help="The split that is scored.", rich_help_panel=o.DATA)]
 TimingRows = Annotated[int, Option(min=1, max=o.MOST, help="Inputs that are timed.")]
 Repeats = Annotated[int, Option(min=1, max=1000, help="Rounds timed, the full model and the method in turn.")]
-BertScore = Annotated[str | None, Option(help="Add BERTScore with this encoder: directory or hub name.")]
 Overwrite = Annotated[
     bool, Option("--overwrite", help="Replace rows and tables of other settings or models in OUTPUT.")
 ]
 
 #: Options that :class:`EvaluationPlan` takes under the same names.
-PLAN = (
-    "methods output split limit batch_size max_new_tokens timing_rows repeats bert_score dtype device overwrite"
-).split()
+PLAN = "methods output limit batch_size max_new_tokens timing_rows repeats dtype device overwrite".split()
 
 
 def evaluate(
@@ -54,8 +50,6 @@ def evaluate(
     max_new_tokens: o.MaxNewTokens = None,
     timing_rows: TimingRows = 64,
     repeats: Repeats = 5,
-    bert_score: BertScore = None,
-    split: Split = "test",
     prompt_column: o.PromptColumn = None,
     response_column: o.ResponseColumn = None,
     prompt_share: o.PromptShare = None,

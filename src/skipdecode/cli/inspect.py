@@ -26,10 +26,10 @@ def schedule(
     order: o.Order = None,
     decay: o.Decay = None,
     prompt_layers: o.PromptLayers = None,
-    png: Annotated[Path | None, Option(help="Draw it to this file.")] = None,
     save: Annotated[Path | None, Option(help="Write it as JSON, for --schedule.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print the schedule's JSON.")] = False,
 ) -> None:
-    """Show a schedule as text and picture.
+    """Show which layers each decode step runs.
 
     skipdecode schedule --speedup 3 --layers 24
     """
@@ -38,10 +38,6 @@ def schedule(
 
     if (model is None) == (layers is None):
         raise UsageError("give either MODEL or --layers")
-    if png:
-        from ..evaluation.plots import check_picture, draw_schedule
-
-        check_picture(png)
     style: dict[str, Any] = o.style_options(order, decay, prompt_layers)
     if layers is not None:
         target = DEFAULT_SPEEDUP if speedup is None else speedup
@@ -53,10 +49,10 @@ def schedule(
     if save:
         shown.save(save)
         say(f"wrote {save}")
-    if png:
-        draw_schedule(shown, png)
-        say(f"wrote {png}")
-    _print_schedule(shown)
+    if as_json:
+        print(shown.to_json())
+    else:
+        _print_schedule(shown)
 
 
 def _print_schedule(schedule: Schedule) -> None:

@@ -57,12 +57,12 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, answer: str | None = 
             "the tokenizer has no chat template, so it cannot write messages: take a model made for chats, "
             "set tokenizer.chat_template, or give the prompts as text"
         )
-    begun = chat[-1].content if chat[-1].role == "assistant" else None
-    messages = [message._asdict() for message in (chat if begun is None else chat[:-1])]
-    if begun is not None or answer is not None:
-        messages.append({"role": "assistant", "content": (begun or "") + (answer or "")})
-    goes_on = answer is None and begun is not None
-    kind = {"continue_final_message": goes_on, "add_generation_prompt": answer is None and not goes_on}
+    messages, begun = [message._asdict() for message in chat], chat[-1].role == "assistant"
+    if begun:
+        messages[-1]["content"] += answer or ""
+    elif answer is not None:
+        messages.append({"role": "assistant", "content": answer})
+    kind = {"continue_final_message": begun and answer is None, "add_generation_prompt": not begun and answer is None}
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **kind)
     except (TemplateError, ValueError, TypeError) as problem:

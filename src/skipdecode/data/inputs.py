@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import TaskError
 from .chat import Prompt
-from .rows import guess_format, read_rows
-from .tasks import Task
+from .rows import read_rows
+from .tasks import Example, Task
+from .tasks.base import gather
 
 #: Columns that a job adds to its output; the input's columns of these names are not copied.
 OUTPUT_COLUMNS = ("text", "tokens", "finish_reason", "error")
@@ -36,16 +38,14 @@ def read_items(source: str, task: Task, form: str | None = None) -> list[Item]:
         TaskError: the file is missing, not in a known format, a JSON array, or a CSV with unmatched quotes; or it has
             no rows, or none with the task's columns.
     """
-    data, name = _bytes(source), "standard input" if source == "-" else source
-    form = form or guess_format(source, data)
+    if source == "-" and sys.stdin is None:
+        raise TaskError("standard input is closed: give --input FILE")
+    data, name = (sys.stdin.buffer.read(), "standard input") if source == "-" else (Path(source), source)
     items: list[Item] = []
     seen: dict[Prompt, Item] = {}
-    fits = False  # whether a row has the task's columns, or is unreadable and might have them
+    fits = False  # whether a row has the task's columns, or could not be read at all
     for line, row, error in read_rows(data, form, name=name, text_column=task.prompt_columns[0][0]):
-        has_columns = any(set(columns) <= set(row) for columns in task.prompt_columns)
-        if form == "csv" and not has_columns:
-            raise TaskError(_no_column(name, row, task))
-        fits |= has_columns or error is not None
+        fits |= not row or any(set(columns) <= set(row) for columns in task.prompt_columns)
         item = to_item(line, row, task, error)
         if task.distinct and item.error is None:
             first = seen.setdefault(item.prompt, item)
@@ -56,13 +56,30 @@ def read_items(source: str, task: Task, form: str | None = None) -> list[Item]:
     if not items:
         raise TaskError(f"{name} holds no rows")
     if not fits:
-        raise TaskError(_no_column(name, row, task))
+        columns = " or ".join(" and ".join(columns) for columns in task.prompt_columns)
+        raise TaskError(f"{name} has no column {columns}; it has {', '.join(row)[:200] or 'none'}")
     return items
 
 
-def _no_column(name: str, row: dict[str, Any], task: Task) -> str:
-    columns = " or ".join(" and ".join(columns) for columns in task.prompt_columns)
-    return f"{name} has no column {columns}; it has {', '.join(row)[:200] or 'none'}"
+def read_examples(task: Task, source: Path, split: str, say: Callable[[str], object]) -> list[Example]:
+    """Read the examples of a split, or all valid examples of a file; those with equal prompts in a file are merged.
+
+    Args:
+        task: how the data is read and prompted.
+        source: folder with the task's files, hub name, or one file, in which prompts are enough.
+        split: ``validation`` or ``test``; ignored for a file.
+        say: called with a message about each bad line of a file.
+
+    Raises:
+        TaskError: the data cannot be read.
+    """
+    if not source.is_file():
+        return task.read(source, split)
+    items = read_items(str(source), task)
+    for item in items:
+        if item.error:
+            say(f"{source}, line {item.line}: {item.error}")
+    return gather((item.prompt, item.references) for item in items if not item.error)
 
 
 def to_item(line: int, row: dict[str, Any], task: Task, error: str | None = None) -> Item:
@@ -80,14 +97,3 @@ def to_item(line: int, row: dict[str, Any], task: Task, error: str | None = None
     if "text" in row and "prompt" not in item.columns:
         item.columns = {"prompt": item.prompt or row["text"]} | item.columns
     return item
-
-
-def _bytes(source: str) -> bytes:
-    if source == "-":
-        if sys.stdin is None:
-            raise TaskError("standard input is closed: give --input FILE")
-        return sys.stdin.buffer.read()
-    try:
-        return Path(source).read_bytes()
-    except OSError as error:
-        raise TaskError(f"{source} cannot be read: {error.strerror}") from None

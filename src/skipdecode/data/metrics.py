@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import MissingExtra, ModelError, UsageError
+from ..errors import MissingExtra, UsageError
 
 Array = NDArray[np.float64]
 
@@ -105,55 +103,15 @@ class Agreement(_Mean):
         return re.findall(r"\w+|[^\w\s]", text)
 
 
-@dataclass(frozen=True)
-class BertScore(_Mean):
-    """BERTScore: F1 against the best reference, without idf weights or rescaling.
-
-    Attributes:
-        model: a directory or a hub name.
-        num_layers: the layer to compare; None: bert-score's choice for a model of that name, else the last.
-    """
-
-    model: str
-    num_layers: int | None = None
-
-    name = "bert_score"
-    label = "BERTScore"
-
-    def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-        """Return F1 (0 to 1; 0 for an empty text). Raises ModelError if the model cannot be loaded."""
-        bert_score = _package("bert_score", "bertscore")
-        result = np.zeros((len(texts), 1))
-        # Empty texts score 0 here: for them bert-score calls a tokenizer method that transformers 5 removed.
-        pairs = [(text, [r for r in refs if r.strip()]) for text, refs in zip(texts, references, strict=True)]
-        filled = [i for i, (text, refs) in enumerate(pairs) if text.strip() and refs]
-        if not filled:
-            return result
-        candidates, targets = [pairs[i][0] for i in filled], [pairs[i][1] for i in filled]
-        try:
-            _, _, f1 = bert_score.score(candidates, targets, model_type=self.model, num_layers=self._layer())
-        except OverflowError:
-            raise ModelError(f"{self.model}: its tokenizer_config.json must say model_max_length") from None
-        except (OSError, ValueError, AssertionError) as error:
-            raise ModelError(
-                f"BERTScore cannot load {self.model}; give the directory of an encoder with its tokenizer, or a name "
-                f"that the hub or its cache has: {error}"
-            ) from None
-        result[filled, 0] = f1.numpy()
-        return result
-
-    def _layer(self) -> int:
-        from transformers import AutoConfig, AutoTokenizer
-
-        # Refuse remote code here: bert-score lets transformers ask for it on standard input.
-        config = AutoConfig.from_pretrained(self.model, trust_remote_code=False)
-        AutoTokenizer.from_pretrained(self.model, trust_remote_code=False)
-        best = import_module("bert_score.utils").model2layers
-        layer = self.num_layers or best.get(self.model) or best.get(Path(self.model).name)
-        return layer or int(config.num_hidden_layers)
-
-
 DEFAULT: tuple[Metric, ...] = (Bleu(), RougeL())
+
+
+def paired_scores(
+    metric: Metric, systems: Sequence[Sequence[str]], references: Sequence[Sequence[str]]
+) -> tuple[list[float], tuple[float, float]]:
+    """Return the score of each system's texts, and the :func:`bootstrap` interval of the last minus the one before."""
+    rows = [metric.rows(texts, references) for texts in systems]
+    return [metric.corpus(each.sum(0), len(each)) for each in rows], bootstrap(metric, rows[-1], rows[-2])
 
 
 def bootstrap(metric: Metric, rows_a: Array, rows_b: Array, samples: int = 1000, seed: int = 0) -> tuple[float, float]:
@@ -165,8 +123,6 @@ def bootstrap(metric: Metric, rows_a: Array, rows_b: Array, samples: int = 1000,
         samples: number of resampled corpora.
         seed: of the resampling.
     """
-    if rows_a.shape != rows_b.shape or not len(rows_a):
-        raise ValueError(f"a paired bootstrap needs the same rows twice, not {len(rows_a)} and {len(rows_b)}")
     n = len(rows_a)
     drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=samples)
     totals = zip(drawn @ rows_a, drawn @ rows_b, strict=True)
@@ -174,8 +130,8 @@ def bootstrap(metric: Metric, rows_a: Array, rows_b: Array, samples: int = 1000,
     return float(low), float(high)
 
 
-def _package(name: str, extra: str = "eval") -> Any:
+def _package(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError:
-        raise MissingExtra(f"{name.split('.')[0]} is missing: pip install 'skipdecode[{extra}]'") from None
+        raise MissingExtra(f"{name.split('.')[0]} is missing: pip install 'skipdecode[eval]'") from None

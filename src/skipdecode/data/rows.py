@@ -15,9 +15,6 @@ from ..errors import TaskError
 
 FORMATS = ("jsonl", "csv", "text")
 SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".txt": "text"}
-LINE_BREAK = re.compile(r"\r\n|\r|\n")
-#: Deepest JSON accepted: Python's recursion limit depends on the caller, so a row might be readable but not writable.
-MAX_NESTING = 100
 
 #: The line at which a row begins (from 1), its columns, and its error or None.
 Row = tuple[int, dict[str, Any], str | None]
@@ -35,7 +32,7 @@ def read_rows(
 
     Args:
         source: a file, which is read row by row, or its content.
-        format: ``jsonl``, ``csv`` or ``text``; by default guessed from the name or content.
+        format: ``jsonl``, ``csv`` or ``text``; by default guessed from the file's suffix, else from the content.
         name: the source's name in error messages.
         strict: raise a row's error in place of yielding it.
         text_column: the name of the one column of ``text``.
@@ -46,10 +43,11 @@ def read_rows(
     """
     name = name or (str(source) if isinstance(source, Path) else "the input")
     try:
-        format = format or (guess_format(str(source)) if isinstance(source, Path) else guess_format("", source))
-        if format not in FORMATS:
+        if format not in (None, *FORMATS):
             raise TaskError(f"the input's format is {', '.join(FORMATS)}, not {format!r}")
-        binary = source.open("rb") if isinstance(source, Path) else io.BytesIO(source)
+        binary = source.open("rb") if isinstance(source, Path) else io.BufferedReader(io.BytesIO(source))
+        format = format or SUFFIXES.get(Path(name).suffix.lower())
+        format = format or ("jsonl" if re.match(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{", binary.peek()) else "text")
         # surrogateescape reads a bad byte as a lone surrogate, so that only its row gets an error.
         with io.TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             rows = _text(file, text_column) if format == "text" else {"csv": _csv, "jsonl": _jsonl}[format](file, name)
@@ -59,12 +57,6 @@ def read_rows(
                 yield line, row, error
     except OSError as problem:
         raise TaskError(f"{name} cannot be read: {problem.strerror}") from None
-
-
-def guess_format(path: str, data: bytes = b"{") -> str:
-    """Return the format by a file's suffix, or else by the beginning of its content."""
-    begins_like_json = re.match(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{", data)
-    return SUFFIXES.get(Path(path).suffix.lower()) or ("jsonl" if begins_like_json else "text")
 
 
 def is_text(value: str) -> bool:
@@ -101,23 +93,16 @@ def _object(line: str) -> tuple[dict[str, Any], str | None]:
         return {}, "not UTF-8"
     try:
         row = json.loads(line)
+        written = json.dumps(row, ensure_ascii=False)
     except RecursionError:
         return {}, "nested too deep"
     except ValueError as problem:
         return {}, f"not JSON: {problem}"
     if not isinstance(row, dict):
         return {}, "not a JSON object"
-    if not _is_shallow(row):
-        return {}, "nested too deep"
-    if "\\u" in line and not is_text(written := json.dumps(row, ensure_ascii=False)):
+    if not is_text(written):
         return json.loads(_clean(written)), "not UTF-8: it escapes half a character (a lone surrogate)"
     return row, None
-
-
-def _is_shallow(value: Any, room: int = MAX_NESTING) -> bool:
-    if not isinstance(value, (dict, list)):
-        return True
-    return room > 0 and all(_is_shallow(v, room - 1) for v in (value.values() if isinstance(value, dict) else value))
 
 
 def _csv(file: TextIO, name: str) -> Iterator[Row]:
@@ -136,20 +121,16 @@ def _csv(file: TextIO, name: str) -> Iterator[Row]:
 
 def _records(file: TextIO, name: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the line at which each record of a CSV begins, and its fields."""
+    csv.field_size_limit(2**31 - 1)  # C's long is 32 bits on Windows
     reader = csv.reader(file, strict=True)  # else a stray quote swallows the rows up to the next quote
-    while True:
-        begin = reader.line_num + 1
-        limit = csv.field_size_limit(2**31 - 1)  # the limit is global: restored below; C's long is 32 bits on Windows
-        try:
-            fields = next(reader, None)
-        except csv.Error as problem:
-            raise TaskError(
-                f"{name}, line {begin}: the row that begins here cannot be read: {problem} "
-                "(a quote that is not closed, or not doubled)"
-            ) from None
-        finally:
-            csv.field_size_limit(limit)
-        if fields is None:
-            return
-        if fields:
-            yield reader.line_num - sum(len(LINE_BREAK.findall(field)) for field in fields), fields
+    begin = 1
+    try:
+        for fields in reader:
+            if fields:
+                yield begin, fields
+            begin = reader.line_num + 1
+    except csv.Error as problem:
+        raise TaskError(
+            f"{name}, line {begin}: the row that begins here cannot be read: {problem} "
+            "(a quote that is not closed, or not doubled)"
+        ) from None

@@ -25,7 +25,8 @@ from ..core.checkpoint_config import (
 )
 from ..core.decays import ORDERS
 from ..core.schedule import Schedule, is_schedule, parse_prompt_layers
-from ..data.metrics import DEFAULT, Agreement, bootstrap
+from ..data.inputs import read_examples
+from ..data.metrics import DEFAULT, Agreement, paired_scores
 from ..data.tasks import Example, Task, get_task, subsample
 from ..data.tokenization import encode_prompts
 from ..errors import UsageError
@@ -39,9 +40,7 @@ from ..planning.planner import plan as plan_depths
 from ..planning.profile import Profile, check_profile
 from ..provenance import fingerprint, identity
 from ..weights.loading import DEMO, load, load_tokenizer, read_config, resolve
-from .inputs import read_examples
-from .layer_order import LayerOrder, is_losses
-from .loss import batches_of
+from .loss import LayerOrder, batches_of, is_losses
 
 #: Largest accepted relative error of the achieved ratio.
 TOLERANCE = 0.03
@@ -53,10 +52,6 @@ POINTS = 1.0
 SEARCH_ROWS = 64
 #: With fewer inputs than this, the interval of a score's difference is unreliable.
 FEW_ROWS = 10
-
-OnProgress = Callable[[str, int, int], object]
-#: Maps the number of decode steps of each batch to a schedule fitted to them.
-Fit = Callable[[Sequence[int]], Schedule]
 
 
 @dataclass(frozen=True)
@@ -124,24 +119,6 @@ class CalibrationPlan:
         """Return the file that keeps the losses of a search; None without an output file."""
         return None if self.output is None or is_stream(self.output) else self.output.with_suffix(".losses.json")
 
-    def measure(self, prompt_tokens: Sequence[int]) -> Callable[[Sequence[int]], Measure]:
-        """Return a function that maps the decode steps of batches to a ``Measure`` of layers or of predicted seconds.
-
-        Args:
-            prompt_tokens: length of each prompt, in any order.
-        """
-        profile = self.profile
-        if profile is None:
-            return Lengths
-        works = workloads(prompt_tokens, self.batch_size, self.max_new_tokens or self.task.max_new_tokens)
-        Predictor(profile, works, self.clock)  # raises before generation starts if the profile is too small
-
-        def predicted(lengths: Sequence[int]) -> Measure:
-            batches = [replace(work, new_tokens=max(n, 1) + 1) for work, n in zip(works, lengths, strict=False)]
-            return Predictor(profile, batches, self.clock)
-
-        return predicted
-
 
 @dataclass(frozen=True)
 class Written:
@@ -163,10 +140,6 @@ class Written:
     lengths: tuple[int, ...]
     texts: tuple[str, ...]
 
-    def ratios(self) -> dict[str, float]:
-        """Return both layer ratios, rounded for JSON."""
-        return {name: round(getattr(self, name), 3) for name in ("step_layer_ratio", "job_layer_ratio")}
-
 
 @dataclass(frozen=True)
 class Quality:
@@ -177,11 +150,6 @@ class Quality:
     after: float
     interval: tuple[float, float]
     rows: int
-
-    @property
-    def falls(self) -> bool:
-        """Whether the fitted schedule lowers the score by more than :data:`POINTS`."""
-        return self.before - self.after > POINTS
 
     @property
     def change(self) -> str:
@@ -239,25 +207,26 @@ class Calibration:
     def worse(self) -> dict[str, Quality]:
         """Return the scores that fall by more than :data:`POINTS`; agreement counts only if it is the only score."""
         judged = list(self.quality)[: max(len(self.quality) - 1, 1)]
-        return {label: self.quality[label] for label in judged if self.quality[label].falls}
+        return {k: each for k, each in self.quality.items() if k in judged and each.before - each.after > POINTS}
 
     def summary(self) -> dict[str, Any]:
         """Return the results as plain values for JSON."""
-        losses = {"losses": {n: round(loss, 4) for n, loss in self.losses.items()}} if self.losses else {}
-        quality = {
-            name: {k: round(v, 2) for k, v in asdict(each).items() if k != "interval"}
-            | {"interval": [round(end, 2) for end in each.interval]}
-            for name, each in self.quality.items()
-        }
-        return losses | {
-            "schedule": self.schedule.to_dict(),
+        old, new = (
+            {
+                "schedule": each.schedule.to_dict(),
+                "step_layer_ratio": each.step_layer_ratio,
+                "job_layer_ratio": each.job_layer_ratio,
+            }
+            for each in (self.before, self.after)
+        )
+        return new | {
             "speedup": self.plan.speedup,
             "clock": self.plan.clock,
-            "ratio": round(self.after.ratio, 3),
-            **self.after.ratios(),
-            "lengths": list(self.after.lengths),
-            "before": {"schedule": self.before.schedule.to_dict(), **self.before.ratios()},
-            "quality": quality,
+            "ratio": self.after.ratio,
+            "lengths": self.after.lengths,
+            "before": old,
+            "quality": {name: asdict(each) for name, each in self.quality.items()},
+            "losses": dict(self.losses),
         }
 
     def save(self, force: bool = False) -> Path:
@@ -282,7 +251,7 @@ def calibrate(
     plan: CalibrationPlan,
     *,
     say: Callable[[str], object] = warnings.warn,
-    on_progress: OnProgress = lambda what, done, total: None,
+    on_progress: Callable[[str, int, int], object] = lambda what, done, total: None,
 ) -> Calibration:
     """Generate texts and fit the schedule to their lengths, repeatedly, until the texts achieve the speed-up.
 
@@ -311,7 +280,7 @@ def calibrate(
         raise UsageError("order search computes its losses on responses: every row needs one")
     Agreement().score(["a text"], [["a text"]])  # raises before the weights are loaded if a library is missing
     prompts = [example.prompt for example in examples]
-    measure = plan.measure([len(ids) for ids in encode_prompts(load_tokenizer(plan.model), prompts)])
+    measure = _measure(plan, [len(ids) for ids in encode_prompts(load_tokenizer(plan.model), prompts)])
     model, tokenizer = load(plan.model, device=plan.device)
     order = None
     if plan.order == "search":
@@ -330,7 +299,10 @@ def calibrate(
             return method.schedule(before.num_layers, plan.speedup, lengths)
         measured, changes = measure(lengths), dict[str, Any]()
         while True:
-            schedule = _fit(plan, measured, trained and trained.replace(**changes), style | changes, before.num_layers)
+            schedule = trained and refit(trained.replace(**changes), plan.speedup, measured)
+            if schedule is None and isinstance(measured, Predictor):
+                schedule = plan_depths(measured, plan.speedup, **style | changes)  # its error says what is possible
+            schedule = schedule or fit(before.num_layers, plan.speedup, measured, **style | changes)
             if order is None or changes.get("order") == (ranked := order.down_to(schedule.min_depth)):
                 return schedule
             changes["order"] = ranked
@@ -355,41 +327,37 @@ def calibrate(
             texts_of[schedule] = Written(schedule, ratio, *layers, tuple(result.lengths), texts)
         return texts_of[schedule]
 
+    def off(written: Written) -> float:
+        return abs(written.ratio / plan.speedup - 1)
+
     full, old = generate(Schedule.full(before.num_layers)), generate(before)
-    new = _achieve(plan.speedup, generate, fit_to, full, old if trained == before else None)
+    near = trained == before and off(old) <= TOLERANCE
+    tried = [old if near else generate(fit_to(full.lengths))]
+    while len(tried) < ROUNDS and off(tried[-1]) > TOLERANCE:
+        again = generate(fit_to(tried[-1].lengths))
+        if again in tried:
+            break
+        tried.append(again)
+    new = min(tried, key=off)
     if plan.output is not None:
         new.schedule.save(plan.output)
     losses = order.losses if order else {}
     return Calibration(plan, method.name, old, new, full, _quality(old, new, full, examples), trained, losses)
 
 
-def _achieve(
-    speedup: float, generate: Callable[[Schedule], Written], fit_to: Fit, full: Written, kept: Written | None
-) -> Written:
-    """Fit and generate in turn, and return the run nearest to ``speedup``; ``kept`` if its ratio is near enough."""
+def _measure(plan: CalibrationPlan, prompt_tokens: Sequence[int]) -> Callable[[Sequence[int]], Measure]:
+    """Return a function from the decode steps of batches to a ``Measure`` of layers or of predicted seconds."""
+    profile = plan.profile
+    if profile is None:
+        return Lengths
+    works = workloads(prompt_tokens, plan.batch_size, plan.max_new_tokens or plan.task.max_new_tokens)
+    Predictor(profile, works, plan.clock)  # raises before generation starts if the profile is too small
 
-    def off(written: Written) -> float:
-        return abs(written.ratio / speedup - 1)
+    def predicted(lengths: Sequence[int]) -> Measure:
+        batches = [replace(work, new_tokens=max(n, 1) + 1) for work, n in zip(works, lengths, strict=False)]
+        return Predictor(profile, batches, plan.clock)
 
-    if kept and off(kept) <= TOLERANCE:
-        return kept
-    tried = [generate(fit_to(full.lengths))]
-    while len(tried) < ROUNDS and off(tried[-1]) > TOLERANCE:
-        schedule = fit_to(tried[-1].lengths)
-        if schedule in [each.schedule for each in tried]:
-            break  # it would generate the same texts again
-        tried.append(generate(schedule))
-    return min(tried, key=off)
-
-
-def _fit(
-    plan: CalibrationPlan, measured: Measure, trained: Schedule | None, style: Mapping[str, Any], num_layers: int
-) -> Schedule:
-    """Return the trained schedule with a horizon that achieves the speed-up; if none does, a new schedule."""
-    kept = trained and refit(trained, plan.speedup, measured)
-    if kept is None and isinstance(measured, Predictor):
-        return plan_depths(measured, plan.speedup, **style)  # its error says which speed-up is possible
-    return kept or fit(num_layers, plan.speedup, measured, **style)
+    return predicted
 
 
 def _check(plan: CalibrationPlan, config: Any) -> Method:
@@ -438,24 +406,24 @@ def _style(plan: CalibrationPlan, config: Any, method: Method) -> tuple[Schedule
     Schedule(layers, deepest, deepest, 1, **style)  # raises before the weights are loaded if fields contradict
     if plan.clock == "layers" and deepest * plan.speedup < layers:
         raise UsageError(f"{plan.speedup:g}x runs more than {deepest} layers at a step: depths never rise")
-    if trained and ("list" in (trained.decay, style["decay"]) or "constant" in {trained.decay} ^ {style["decay"]}):
-        trained = None  # its depths do not fit the decay of the new schedule
-    if trained and trained.max_depth > deepest:
-        trained = None
-    return trained and trained.replace(**asked), style
+    if trained is None or trained.max_depth > deepest:
+        return None, style
+    if "list" in (trained.decay, style["decay"]) or "constant" in {trained.decay} ^ {style["decay"]}:
+        return None, style  # its depths do not fit the decay of the new schedule
+    return trained.replace(**asked), style
 
 
 def _quality(before: Written, after: Written, full: Written, examples: Sequence[Example]) -> dict[str, Quality]:
     """Return by label the scores of inputs with references, then the agreement of all inputs with full depth."""
     scored = [i for i, example in enumerate(examples) if example.references]
-    everything = range(len(examples))
     found = {}
     for metric in (*(DEFAULT if scored else ()), Agreement()):
         against_full = isinstance(metric, Agreement)
-        rows: Sequence[int] = everything if against_full else scored
+        rows = range(len(examples)) if against_full else scored
         references = [[full.texts[i]] if against_full else examples[i].references for i in rows]
-        stats = [metric.rows([each.texts[i] for i in rows], references) for each in (full, before, after)]
-        own, old, new = (metric.corpus(each.sum(0), len(rows)) for each in stats)
+        (own, old, new), interval = paired_scores(
+            metric, [[each.texts[i] for i in rows] for each in (full, before, after)], references
+        )
         label = "agreement with full depth" if against_full else metric.label
-        found[label] = Quality(own, old, new, bootstrap(metric, stats[2], stats[1]), len(rows))
+        found[label] = Quality(own, old, new, interval, len(rows))
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,29 +21,29 @@ from .. import __version__
 from ..clock.timing import alternate, compare, forced, typical_steps
 from ..core.checkpoint_config import layer_count, schedule_for, trained_method
 from ..core.schedule import Schedule
-from ..data.metrics import DEFAULT, Agreement, BertScore, Metric, bootstrap
+from ..data.inputs import read_examples
+from ..data.metrics import DEFAULT, Agreement, Metric, paired_scores
 from ..data.tasks import Example, Task, get_task, subsample
 from ..data.tokenization import encode_prompts
 from ..errors import FileError, JobError, UsageError
 from ..files import check_target, locked, read_json, write
 from ..generation.batch import Decoding
 from ..generation.generate import generate_ids
-from ..generation.results import Cost, Generated
+from ..generation.results import Generated
 from ..provenance import fingerprint, identity
 from ..weights.device import machine, placement
 from ..weights.loading import load, read_config, resolve
 from ..weights.optimize import check_optimizations, optimizations
 from . import report
-from .inputs import read_examples
-from .loss import batches_of, loss_by_position
-from .plots import draw_losses, draw_tradeoff
+from .loss import batches_of, response_loss
+from .plots import draw_tradeoff
 from .variants import Variant, variants
 
 Say = Callable[[str], object]
 
 #: Increase it when the keys of a row change: rows of another version are measured again.
-ROW_VERSION = 3
-#: Largest number of validation inputs used for lengths, CALM's threshold and the loss by position.
+ROW_VERSION = 4
+#: Largest number of validation inputs used for lengths, CALM's threshold and the loss.
 HELD_OUT_ROWS = 256
 
 
@@ -59,13 +59,11 @@ class EvaluationPlan:
         methods: as :func:`skipdecode.evaluation.variants.variants` takes them.
         schedules: JSON files of further schedules to evaluate.
         output: folder for tables, plots and finished table rows.
-        split: ``test`` or ``validation``.
         limit: largest number of inputs to score, and of inputs to hold out.
         batch_size: prompts decoded together.
         max_new_tokens: None: the task's.
         timing_rows: number of inputs to time, evenly drawn.
         repeats: timed rounds; each runs the full model and the variant once.
-        bert_score: directory or hub name of an encoder, to add BERTScore.
         dtype, device: as :func:`skipdecode.load` takes them.
         faster: the options ``quantization`` and ``prepack`` of :func:`skipdecode.load`, for all models alike.
         overwrite: replace results of other settings or models in ``output``.
@@ -81,13 +79,11 @@ class EvaluationPlan:
     methods: str = "skipdecode"
     schedules: Sequence[Path] = ()
     output: Path = Path("evaluation")
-    split: str = "test"
     limit: int | None = None
     batch_size: int = 32
     max_new_tokens: int | None = None
     timing_rows: int = 64
     repeats: int = 5
-    bert_score: str | None = None
     dtype: str = "auto"
     device: str | None = None
     faster: Mapping[str, Any] = field(default_factory=dict)
@@ -97,8 +93,6 @@ class EvaluationPlan:
         object.__setattr__(self, "faster", optimizations(**self.faster))
         for name in ("data", "output"):  # strings are paths too
             object.__setattr__(self, name, Path(getattr(self, name)))
-        if self.split not in ("test", "validation"):
-            raise UsageError(f"split is test or validation, not {self.split!r}")
         if not self.speedups or not min(self.speedups) >= 1 or len(set(self.speedups)) < len(self.speedups):
             raise UsageError(f"speedups are distinct numbers of at least 1, not {self.speedups}")
         for name in ("limit", "batch_size", "max_new_tokens", "timing_rows", "repeats"):
@@ -149,39 +143,30 @@ def evaluate(
         raise FileError(f"{plan.output} is a file: give a folder for --output")
     examples, held_out = _read(plan, say)
     selected = _select(plan)
-    metrics = _metrics(plan, examples, say)
-    plan.output.mkdir(parents=True, exist_ok=True)
+    metrics = _metrics(examples, say)
+    evaluation = Evaluation(plan, examples, held_out, selected, metrics, say=say)
     rows: list[dict[str, Any]] = []
-
-    def on_start(variant: Variant) -> None:
-        on_progress(variant.key, len(rows), len(selected))
-
-    evaluation = Evaluation(plan, examples, held_out, selected, metrics, on_start=on_start, say=say)
-    job, names = evaluation.job(selected[0]), [(variant.name, variant.speedup) for variant in selected]
     with locked(plan.output / "table.json", str(plan.output)):
-        report.check(plan.output, job, names, plan.overwrite)
         evaluation.check()
-        for variant, row in zip(selected, evaluation.rows(), strict=True):
-            rows.append(row)
+        for variant in selected:
             on_progress(variant.key, len(rows), len(selected))
+            rows.append(evaluation.row(variant))
+        on_progress(variant.key, len(rows), len(selected))
         labels = [(metric.name, metric.label) for metric in metrics]
         about = _about(plan, len(examples), command) | report.notes(rows)
-        own = {variant.name for variant in selected if variant.method.takes_style}
-        report.save(rows, labels, about, plan.output, job)
-        draw_tradeoff(rows, labels, plan.output / "tradeoff.png", about["machine"], own)
-        draw_losses(rows, plan.output / "losses.png", about["machine"], own)
-    files = [plan.output / name for name in report.FILES if (plan.output / name).exists()]
-    return Results(rows, labels, about, files)
+        report.save(rows, labels, about, plan.output)
+        draw_tradeoff(rows, labels, plan.output / "tradeoff.png", about["machine"])
+    return Results(rows, labels, about, [plan.output / name for name in report.FILES])
 
 
 def _read(plan: EvaluationPlan, say: Say) -> tuple[list[Example], list[Example]]:
     """Return the examples to score, and the examples for lengths, thresholds and losses."""
-    examples = read_examples(plan.task, plan.data, plan.split, say)[: plan.limit]
+    examples = read_examples(plan.task, plan.data, "test", say)[: plan.limit]
     if not examples:
-        raise UsageError(f"{plan.data} holds no {plan.split} rows")
+        raise UsageError(f"{plan.data} holds no test rows")
     count = min(plan.limit or HELD_OUT_ROWS, HELD_OUT_ROWS)
     held_out = [] if plan.data.is_file() else subsample(plan.task.read(plan.data, "validation"), count)
-    if not held_out or plan.split == "validation":
+    if not held_out:
         say("there is no other split to hold out: lengths and thresholds come from the scored rows")
     return examples, held_out or subsample(examples, count)
 
@@ -201,17 +186,13 @@ def _select(plan: EvaluationPlan) -> list[Variant]:
     return selected
 
 
-def _metrics(plan: EvaluationPlan, examples: Sequence[Example], say: Say) -> list[Metric]:
+def _metrics(examples: Sequence[Example], say: Say) -> list[Metric]:
     """Return metrics that compare with references if every example has one, else with the full model's texts."""
     scored = all(example.references for example in examples)
     if not scored:
         say("not every row has a reference: texts are compared with the full model's own (agreement)")
-        if plan.bert_score:
-            raise UsageError("BERTScore compares with references: every row needs one")
     metrics: list[Metric] = [*DEFAULT] if scored else [Agreement()]
-    if plan.bert_score:
-        metrics.append(BertScore(plan.bert_score))
-    for metric in metrics:  # raises before a model is loaded if a library or an encoder is missing
+    for metric in metrics:  # raises before a model is loaded if a library is missing
         metric.score(["a text"], [["a text"]])
     return metrics
 
@@ -219,7 +200,7 @@ def _metrics(plan: EvaluationPlan, examples: Sequence[Example], say: Say) -> lis
 def _about(plan: EvaluationPlan, count: int, command: str | None) -> dict[str, str]:
     """Return the settings that go below the tables."""
     return ({"command": command} if command else {}) | {
-        "rows": f"{count} {plan.split} inputs of {plan.task.name}, greedy, batch {plan.batch_size}",
+        "rows": f"{count} test inputs of {plan.task.name}, greedy, batch {plan.batch_size}",
         "machine": machine(plan.device),
         **({"made faster": str(dict(plan.faster))} if plan.faster else {}),
         "rounds": f"{plan.repeats}, the full model and the method in turn",
@@ -236,7 +217,6 @@ class Evaluation:
         held_out: inputs for lengths, CALM's threshold and losses.
         variants: variants to measure; the first is the reference that all are compared with.
         metrics: scores to compute, each with its difference from the reference.
-        on_start: called with each variant before it is measured.
         say: called with a message about each damaged file.
     """
 
@@ -248,16 +228,15 @@ class Evaluation:
         variants: Sequence[Variant],
         metrics: Sequence[Metric] = DEFAULT,
         *,
-        on_start: Callable[[Variant], object] = lambda variant: None,
         say: Say = lambda line: None,
     ) -> None:
         self.plan = plan
         self.examples, self.held_out = examples, held_out
-        self.variants = list(variants)
-        self.reference = self.variants[0]
+        self.variants, self.reference = variants, variants[0]
         self.metrics = metrics
-        self.on_start = on_start
         self.say = say
+        self._folder = plan.output / "rows"
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
         self._versions: dict[str, list[Any]] = {}  # by model name; looked up once
         self._lengths: list[int] = []
@@ -275,38 +254,42 @@ class Evaluation:
         most = plan.max_new_tokens or plan.task.max_new_tokens
         numbers = [plan.batch_size, most, plan.timing_rows, plan.repeats]
         where = [plan.dtype, plan.device, dict(plan.faster), machine(plan.device), __version__]
-        scores = [repr(vars(metric) | {"name": metric.name}) for metric in self.metrics]
-        return fingerprint(ROW_VERSION, texts, numbers, where, scores, variant.identity(), models)
+        scores = [metric.name for metric in self.metrics]
+        own = [variant.method.name, variant.speedup, variant.model, variant.key, variant.schedule]
+        return fingerprint(ROW_VERSION, texts, numbers, where, scores, own, models)
 
     def check(self) -> None:
-        """Check, before a model is loaded, that :meth:`rows` can save its results.
+        """Check, before a model is loaded, that :meth:`row` and the tables replace no other results.
 
         Raises:
             FileError: a file cannot be written.
             JobError: a file has results of other settings, and ``overwrite`` is not set.
         """
-        if (self.plan.output / "rows").is_dir():
-            for variant in self.variants:
-                check_target(self._path(variant))
-                self._finished(variant, self.job(variant))
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the table row of each variant in order, measured now or read from an earlier run."""
+        tables = [self.plan.output / name for name in report.FILES]
+        for path in (*tables, *map(self._path, self.variants)):
+            check_target(path)
+        if any(path.exists() for path in tables) and not (self._path(self.reference).exists() or self.plan.overwrite):
+            raise JobError(
+                f"{self.plan.output} holds tables or plots that are not of these rows: give another --output, or "
+                "--overwrite"
+            )
         for variant in self.variants:
-            path, job = self._path(variant), self.job(variant)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            row = self._finished(variant, job)
-            if row is None:
-                self.on_start(variant)
-                text = json.dumps(_with_checksum({"job": job} | self._measure(variant)), ensure_ascii=False)
-                write(path, text + "\n")
-                row = json.loads(text)
-            if variant is self.reference:
-                self._reference_texts, self._steps = row["texts"], row["timed_steps"]
-            yield row
+            self._finished(variant, self.job(variant))
+
+    def row(self, variant: Variant) -> dict[str, Any]:
+        """Return the table row of a variant, measured now or read from an earlier run; the reference's comes first."""
+        job = self.job(variant)
+        row = self._finished(variant, job)
+        if row is None:
+            text = json.dumps({"job": job} | self._measure(variant), ensure_ascii=False)
+            write(self._path(variant), text + "\n")
+            row = json.loads(text)
+        if variant is self.reference:
+            self._reference_texts, self._steps = row["texts"], row["timed_steps"]
+        return row
 
     def _path(self, variant: Variant) -> Path:
-        return self.plan.output / "rows" / f"{variant.key}.json"
+        return self._folder / f"{variant.key}.json"
 
     def _finished(self, variant: Variant, job: str) -> dict[str, Any] | None:
         """Return the saved row of this job; None if it must be measured. Raises JobError for a row of another job."""
@@ -317,14 +300,16 @@ class Evaluation:
             row = read_json(path)
         except FileError:
             row = None
-        if not isinstance(row, dict) or row != _with_checksum(row):
-            self.say(f"{path} is damaged or of an earlier version: it is measured again")
+        if not isinstance(row, dict):
+            self.say(f"{path} is damaged: it is measured again")
             return None
-        if row["job"] != job and not self.plan.overwrite:
+        if row.get("job") == job:
+            return row
+        if not self.plan.overwrite:
             raise JobError(
                 f"{path} was measured with other settings or another model: give another --output, or --overwrite"
             )
-        return row if row["job"] == job else None
+        return None
 
     def _model(self, name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Return a checkpoint's model and tokenizer; keep only the reference and the last one loaded in memory."""
@@ -347,38 +332,48 @@ class Evaluation:
             self._lengths = self.generate(self.reference.model, self.held_out, None).lengths
         return self._lengths
 
-    def _decoding(self, variant: Variant) -> tuple[Decoding, dict[str, Any]]:
-        """Return how the variant decodes, and the entries about it for the table row."""
-        if variant.schedule is not None:
-            return variant.schedule, {"schedule": variant.schedule.to_dict()}
-        some = subsample(self.held_out, 2 * self.plan.batch_size)
-        return variant.method.decoding(
-            self._model(variant.model)[0],
-            variant.speedup,
-            self.held_out_lengths,
-            lambda decoding: self.generate(variant.model, some, decoding).cost,
-            do_sample=False,
-        )
-
     def _measure(self, variant: Variant) -> dict[str, Any]:
-        """Measure the variant and return its table row."""
-        full, _ = self._model(self.reference.model)
+        """Measure the variant and return its table row; a ratio is the full model's figure divided by the variant's."""
+        full_layers = layer_count(self._model(self.reference.model)[0].config)
         model, tokenizer = self._model(variant.model)
-        decoding, notes = self._decoding(variant)
+        decoding: Decoding = variant.schedule
+        notes = {"schedule": variant.schedule.to_dict()} if variant.schedule else {}
+        if variant.schedule is None:
+            some = subsample(self.held_out, 2 * self.plan.batch_size)
+            decoding, notes = variant.method.decoding(
+                model,
+                variant.speedup,
+                self.held_out_lengths,
+                lambda decoding: self.generate(variant.model, some, decoding).cost,
+                do_sample=False,
+            )
         result = self.generate(variant.model, self.examples, decoding)
-        texts = [" ".join(completion.text.split()) for completion in result.completions]
+        cost, texts = result.cost, [" ".join(completion.text.split()) for completion in result.completions]
         if variant is self.reference:
             self._steps = typical_steps(result.lengths)
+        answered = [example for example in self.held_out if example.references]
+        loss = {}
+        if answered and not callable(decoding):  # else depths depend on the tokens
+            batches = batches_of(answered, tokenizer, model, self.plan.batch_size)
+            schedule = decoding or Schedule.full(layer_count(model.config))
+            loss = {"loss": round(response_loss(model, batches, schedule), 4)}
         trained = variant.method.is_trained_by(trained_method(model.config))
         return {
-            "method": variant.name,
-            "label": variant.label if trained else f"{variant.label}, untrained",
+            "method": variant.file or variant.method.name,
+            "label": (variant.file or variant.method.label) + ("" if trained else ", untrained"),
             "model": variant.model,
             "target": variant.speedup,
-            **_layers(result.cost, layer_count(full.config)),
+            "step_layers": round(cost.average_depth, 3),
+            "prompt_layers": round(cost.prompt_depth, 3),
+            "step_layer_ratio": round(full_layers / cost.average_depth, 3),
+            "token_layer_ratio": round(full_layers / cost.row_depth, 3),
+            "job_layer_ratio": round(full_layers / cost.job_depth, 3),
+            "tokens": cost.tokens,
+            "steps": cost.steps,
+            "peak_kv_bytes": cost.peak_kv_bytes,
             **self._scores(texts),
             **notes,
-            **self._loss(model, tokenizer, decoding),
+            **loss,
             **self._clock(variant, decoding),
             "texts": texts,
         }
@@ -390,25 +385,13 @@ class Evaluation:
         for metric in self.metrics:
             agreement = isinstance(metric, Agreement)
             references = [[t] for t in full_texts] if agreement else [example.references for example in self.examples]
-            own, full = metric.rows(texts, references), metric.rows(full_texts, references)
-            score, base = (metric.corpus(rows.sum(0), len(texts)) for rows in (own, full))
-            low, high = bootstrap(metric, own, full)
+            (base, score), (low, high) = paired_scores(metric, [full_texts, texts], references)
             result |= {
                 metric.name: round(score, 2),
                 f"{metric.name}_difference": round(score - base, 2),
                 f"{metric.name}_interval": [round(low, 2), round(high, 2)],
             }
         return result
-
-    def _loss(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, decoding: Decoding) -> dict[str, Any]:
-        """Return the teacher-forced loss; empty without held-out responses, or if depths depend on the tokens."""
-        answered = [example for example in self.held_out if example.references]
-        if not answered or callable(decoding):
-            return {}
-        batches = batches_of(answered, tokenizer, model, self.plan.batch_size)
-        schedule = decoding or Schedule.full(layer_count(model.config))
-        loss, by_position = loss_by_position(model, batches, schedule)
-        return {"loss_by_position": by_position, "loss": round(loss, 4)}
 
     def _clock(self, variant: Variant, decoding: Decoding) -> dict[str, Any]:
         """Time the variant and the full model in turn, over equal numbers of decode steps."""
@@ -436,22 +419,3 @@ class Evaluation:
             "full_step_ms": round(full.step_ms, 3),
             "step_clock_ratio": round(clock.decode_ratio, 3),
         }
-
-
-def _layers(cost: Cost, full_layers: int) -> dict[str, Any]:
-    """Return layers, tokens and memory of a run; a ratio is the full model's layers divided by the run's."""
-    return {
-        "step_layers": round(cost.average_depth, 3),
-        "prompt_layers": round(cost.prompt_depth, 3),
-        "step_layer_ratio": round(full_layers / cost.average_depth, 3),
-        "token_layer_ratio": round(full_layers / cost.row_depth, 3),
-        "job_layer_ratio": round(full_layers / cost.job_depth, 3),
-        "tokens": cost.tokens,
-        "steps": cost.steps,
-        "peak_kv_bytes": cost.peak_kv_bytes,
-    }
-
-
-def _with_checksum(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row with a checksum, which detects files that are cut short or edited."""
-    return row | {"checksum": fingerprint({name: value for name, value in row.items() if name != "checksum"})}

@@ -8,10 +8,8 @@ The harness has no plug-ins, so this module wraps its command line and registers
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,9 +28,9 @@ from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from ..data.collation import Collator
 from ..errors import SkipDecodeError, UsageError
-from ..weights.checkpoint_checks import as_model_error, check_config, check_files, check_tokenizer
+from ..weights.checkpoint_checks import check_tokenizer
 from ..weights.device import check_dtype
-from ..weights.loading import read_weights, resolve
+from ..weights.loading import load_tokenizer, read_config, read_weights, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +51,8 @@ class SkipLM(HFLM):
         ScheduleError: the schedule does not fit the model.
     """
 
+    AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=read_weights)  # hf's would initialize missing weights
+
     def __init__(
         self,
         pretrained: str | PreTrainedModel,
@@ -72,29 +72,14 @@ class SkipLM(HFLM):
         options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")  # hf's is cuda, even without GPUs
         if isinstance(pretrained, str):
             check_dtype(options.get("dtype") or "auto")
-        super().__init__(resolve(pretrained) if isinstance(pretrained, str) else pretrained, **options)
+            pretrained, revision = resolve(pretrained), options.get("revision")
+            read_config(pretrained, revision)  # raises for encoder-decoders and damaged files, which hf might load
+            load_tokenizer(pretrained, revision)
+        super().__init__(pretrained, backend="causal", **options)
         if isinstance(pretrained, str):
             check_tokenizer(pretrained, self.tokenizer, self.model.get_input_embeddings().weight.shape[0])
         layers = len(decoder_layers(attach(self.model)))
         self.schedule = Schedule.full(layers) if full else schedule_for(self.config, speedup, schedule)
-
-    def _get_backend(self, *args: Any, **kwargs: Any) -> None:
-        super()._get_backend(*args, **kwargs)
-        if self.backend != "causal":  # raises before the weights are loaded
-            raise UsageError("the skipdecode backend works on decoder-only causal LMs, not on encoder-decoder models")
-        self.AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=read_weights)  # hf's would initialize missing weights
-
-    def _get_config(self, pretrained: str, *args: Any, **kwargs: Any) -> None:
-        check_files(Path(pretrained), ["config.json"])
-        with as_model_error(f"no model could be read at {pretrained}"):
-            super()._get_config(pretrained, *args, **kwargs)
-        check_config(pretrained, self._config)
-
-    def _create_tokenizer(self, pretrained: Any, *args: Any, **kwargs: Any) -> None:
-        with as_model_error(
-            f"the tokenizer of {pretrained if isinstance(pretrained, str) else 'the model'} cannot be read"
-        ):
-            super()._create_tokenizer(pretrained, *args, **kwargs)
 
     def _loglikelihood_tokens(
         self,
@@ -162,8 +147,6 @@ def main() -> None:
     try:
         cli_evaluate()
     except SkipDecodeError as error:
-        if os.environ.get("SKIPDECODE_DEBUG"):
-            raise
         print(f"skipdecode: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -1,39 +1,28 @@
-"""Draw schedules, and the trade-off between quality and speed."""
+"""Draw the trade-off between quality and speed."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+
 from ..clock.timing import Timing
 from ..core.schedule import Schedule
-from ..errors import MissingExtra, UsageError
+from ..errors import UsageError
 from ..files import check_target, write
-
-try:
-    import matplotlib
-except ImportError:
-    raise MissingExtra("plots need matplotlib: pip install 'skipdecode[cli]'") from None
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
-FULL, RUN, SKIP = "#334155", "#2563eb", "#e2e8f0"
 MARKERS = "*osD^vPX<>"
 
 
 def check_picture(path: Path) -> None:
-    """Check that a picture can be written to ``path``.
-
-    Raises:
-        FileError: ``path`` is a folder, or its parent folder is missing.
-        UsageError: its suffix is not that of an image format.
-    """
+    """Raise FileError if ``path`` cannot be written, UsageError if its suffix is not that of an image format."""
     check_target(path)
     kinds = plt.Figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in kinds:
@@ -41,23 +30,10 @@ def check_picture(path: Path) -> None:
 
 
 def _save(figure: Figure, path: Path, dpi: int) -> None:
-    check_picture(path)
     content = io.BytesIO()
     figure.savefig(content, dpi=dpi, format=path.suffix.removeprefix(".").lower())
     plt.close(figure)
     write(path, content.getvalue())
-
-
-def draw_schedule(schedule: Schedule, path: Path) -> None:
-    """Draw which layers run at each decode step, as ``skipdecode schedule --png`` does."""
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    length = schedule.horizon + max(schedule.horizon // 4, 2)
-    _grid(axes, schedule, length)
-    ratio = schedule.layer_ratio(length)
-    axes.set_title(
-        f"{schedule.average_depth(length):.1f} of {schedule.num_layers} layers per decode step: {ratio:.2f}x fewer"
-    )
-    _save(figure, path, 140)
 
 
 def draw_demo(schedules: Mapping[float, Schedule], timings: Mapping[float, Timing], path: Path, note: str) -> None:
@@ -77,8 +53,8 @@ def draw_demo(schedules: Mapping[float, Schedule], timings: Mapping[float, Timin
     decode = [base.step_ms / t.step_ms for t in timings.values()]
     total = [base.seconds / t.seconds for t in timings.values()]
     right.plot(targets, targets, ":", color="grey", label="target")
-    right.plot(targets, ratios, "o-", color=FULL, label="a decode step: fewer layers by")
-    right.plot(targets, decode, "s-", color=RUN, label="a decode step: faster by (clock)")
+    right.plot(targets, ratios, "o-", color="#334155", label="a decode step: fewer layers by")
+    right.plot(targets, decode, "s-", color="#2563eb", label="a decode step: faster by (clock)")
     right.plot(targets, total, "^-", color="#f59e0b", label="the job, prompt included: faster by (clock)")
     right.set(xlabel="target speed-up", ylabel="times less than at 1x", xticks=targets)
     right.set_title("what it gave")
@@ -87,23 +63,7 @@ def draw_demo(schedules: Mapping[float, Schedule], timings: Mapping[float, Timin
     _save(figure, path, 140)
 
 
-def _grid(axes: Axes, schedule: Schedule, length: int) -> None:
-    running = [set(schedule.layers(schedule.depth(step))) for step in range(length)]
-    image = [[int(layer in layers) for layers in running] for layer in range(schedule.num_layers)]
-    colors: Any = matplotlib.colors.ListedColormap([SKIP, RUN])
-    axes.imshow(image, origin="lower", aspect="auto", cmap=colors, vmin=0, vmax=1, interpolation="nearest")
-    axes.set(xlabel="generated token fed back", ylabel="layer")
-    patches = [Patch(color=RUN, label="runs"), Patch(color=SKIP, label="passes the hidden states on")]
-    axes.legend(handles=patches, loc="center")
-
-
-def draw_tradeoff(
-    rows: Sequence[Mapping[str, Any]],
-    metrics: Sequence[tuple[str, str]],
-    path: Path,
-    note: str,
-    highlight: Collection[str],
-) -> None:
+def draw_tradeoff(rows: Sequence[Mapping[str, Any]], metrics: Sequence[tuple[str, str]], path: Path, note: str) -> None:
     """Draw each metric (one per line of panels) against a step's layer ratio and against the job's clock ratio.
 
     Args:
@@ -111,7 +71,6 @@ def draw_tradeoff(
         metrics: (key in the table rows, label) of each metric.
         path: file of the picture.
         note: small print above the panels.
-        highlight: names of methods with thicker lines.
     """
     figure, panels = plt.subplots(
         len(metrics), 2, figsize=(11, 3.6 * len(metrics)), layout="constrained", squeeze=False, sharey="row"
@@ -122,14 +81,13 @@ def draw_tradeoff(
     )
     for (metric, label), line in zip(metrics, panels, strict=True):
         for panel, (x, title) in zip(line, axes_of, strict=True):
-            for number, (name, points) in enumerate(_by_label(rows).items()):
-                ordered = sorted(points, key=lambda row: row["target"])
+            for number, name in enumerate(dict.fromkeys(row["label"] for row in rows)):
+                ordered = sorted((row for row in rows if row["label"] == name), key=lambda row: row["target"])
                 panel.plot(
                     [row[x] for row in ordered],
                     [row[metric] for row in ordered],
                     "k*" if number == 0 else f"{MARKERS[number % len(MARKERS)]}-",
                     label=name,
-                    lw=2.5 if points[0]["method"] in highlight else 1.2,
                     ms=10 if number == 0 else 6,
                 )
             panel.axhline(rows[0][metric], color="grey", lw=0.8, ls=":")
@@ -138,27 +96,3 @@ def draw_tradeoff(
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
     figure.suptitle(note, fontsize=8, color="grey")
     _save(figure, path, 130)
-
-
-def draw_losses(rows: Sequence[Mapping[str, Any]], path: Path, note: str, methods: Collection[str]) -> None:
-    """Draw the loss by response position of the full model (first row) and of ``methods``; nothing without losses."""
-    if not any("loss_by_position" in row for row in rows):
-        return
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    for number, row in enumerate(rows):
-        if (number == 0 or row["method"] in methods) and "loss_by_position" in row:
-            # Few texts reach the last positions, so their means are noisy.
-            most = max(count for _, count in row["loss_by_position"])
-            shown = [loss for loss, count in row["loss_by_position"] if count >= most / 10]
-            axes.plot(shown, label=f"{row['label']} {row['target']:g}x", lw=1.2 if number else 2)
-    axes.set(xlabel="position in the response", ylabel="loss (nats per token)")
-    axes.legend(fontsize=8)
-    figure.suptitle(note, fontsize=8, color="grey")
-    _save(figure, path, 130)
-
-
-def _by_label(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(row["label"], []).append(row)
-    return groups

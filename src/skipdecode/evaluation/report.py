@@ -5,40 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..clock.tables import markdown_table
 from ..clock.timing import remarks, shown
-from ..errors import FileError, JobError
-from ..files import check_target, read_json, write
+from ..files import write
 
 Row = Mapping[str, Any]
-
-
-def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and cells of a table for a terminal of 80 columns; 95% intervals of differences are below scores."""
-    heads = ["method", "target", "step layers", *(label for _, label in metrics), "step clock", "job clock", "peak KV"]
-
-    def score(row: Row, name: str) -> str:
-        low, high = row[f"{name}_interval"]
-        paired = f"\n{low:+.2f} to {high:+.2f}" if row is not rows[0] else ""
-        return f"{row[name]:.2f} ({row[f'{name}_difference']:+.2f}){paired}"
-
-    cells = [
-        [
-            row["label"],
-            f"{row['target']:g}x",
-            f"{row['step_layer_ratio']:.2f}x",
-            *(score(row, name) for name, _ in metrics),
-            shown(row["step_clock_ratio"], row["timed_step_layer_ratio"]),
-            shown(row["job_clock_ratio"], row["timed_step_layer_ratio"]),
-            f"{row['peak_kv_bytes'] / 1e6:.1f} MB",
-        ]
-        for row in rows
-    ]
-    return heads, cells
 
 
 def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
@@ -81,6 +56,18 @@ def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[li
     return heads, cells
 
 
+def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
+    """Return heads and cells of a table for a terminal of 80 columns; differences and intervals are below scores."""
+    heads, cells = columns(rows, metrics)
+    for line in cells:
+        for i, head in enumerate(heads):
+            if head == "vs full (95%)":
+                line[i - 1] += "\n" + line[i].replace(" (", "\n").rstrip(")")
+    labels = [label for _, label in metrics]
+    shown = ("method", "target", "step layers", *labels, "step clock", "job clock", "peak KV")
+    return [*shown], [[line[heads.index(head)] for head in shown] for line in cells]
+
+
 def notes(rows: Sequence[Row]) -> dict[str, str]:
     """Return notes on how the rows were timed, what the ratios mean, and how reliable the timings are."""
     first = rows[0]
@@ -100,62 +87,16 @@ def notes(rows: Sequence[Row]) -> dict[str, str]:
     )
 
 
-def markdown(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], note: str) -> str:
-    """Return the full table in Markdown, with ``note`` below it."""
-    return f"{markdown_table(*columns(rows, metrics))}\n\n{note}\n"
+#: Files of :func:`save`, and the plot of an evaluation in the same folder.
+FILES = ("table.md", "table.csv", "table.json", "tradeoff.png")
 
 
-#: Files of :func:`save`, and the plots of an evaluation in the same folder.
-FILES = ("table.md", "table.csv", "table.json", "tradeoff.png", "losses.png")
-
-
-def check(folder: Path, job: str, variants: Iterable[tuple[str, float]], overwrite: bool) -> None:
-    """Check that saving tables to ``folder`` replaces none of another job and loses no row.
-
-    Args:
-        folder: folder of the tables, which need not exist.
-        job: as for :func:`save`.
-        variants: (method, target) of each row that will be saved.
-        overwrite: allow any file to be replaced.
-
-    Raises:
-        FileError: a file cannot be written.
-        JobError: the tables come from another job or another program, or have rows that ``variants`` lacks.
-    """
-    for name in FILES:
-        check_target(folder / name)
-    if overwrite or not any((folder / name).exists() for name in FILES):
-        return
-    try:
-        table = read_json(folder / "table.json")
-    except FileError:
-        table = None
-    if not isinstance(table, dict) or table.get("job") != job:
-        raise JobError(
-            f"{folder} holds tables or plots of other settings, or of another model: "
-            "give another --output, or --overwrite"
-        )
-    rows = table.get("rows")
-    asked = {f"{method} at {target}x" for method, target in variants}
-    there = {f"{row.get('method')} at {row.get('target')}x" for row in rows if isinstance(row, dict)} if rows else set()
-    if lost := sorted(there - asked):
-        raise JobError(
-            f"{folder} holds rows that this command would leave out ({', '.join(lost)}): name their methods and "
-            "speed-ups too, or give another --output, or --overwrite"
-        )
-
-
-def save(
-    rows: Sequence[Row], metrics: Sequence[tuple[str, str]], about: Mapping[str, Any], folder: Path, job: str
-) -> None:
-    """Write ``table.md``, ``table.csv`` and ``table.json`` to ``folder``.
-
-    ``about`` has the notes on how the rows were measured; ``job`` is the fingerprint of the full model's row.
-    """
-    rows = [{name: value for name, value in row.items() if name not in ("job", "checksum", "texts")} for row in rows]
+def save(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], about: Mapping[str, Any], folder: Path) -> None:
+    """Write ``table.md``, ``table.csv`` and ``table.json`` to ``folder``, with notes on how the rows were measured."""
+    rows = [{name: value for name, value in row.items() if name not in ("job", "texts")} for row in rows]
     rows = [{**row, "model": Path(row["model"]).name} for row in rows]  # local paths mean nothing elsewhere
     note = "\n".join(f"{name}: {value}  " for name, value in about.items())
-    write(folder / "table.md", markdown(rows, metrics, note))
+    write(folder / "table.md", f"{markdown_table(*columns(rows, metrics))}\n\n{note}\n")
     flat = [{k: v for k, v in row.items() if not isinstance(v, (dict, list))} for row in rows]
     for values, row in zip(flat, rows, strict=True):
         for name, _ in metrics:
@@ -166,5 +107,5 @@ def save(
     writer.writerows(flat)
     write(folder / "table.csv", file.getvalue())
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    head = f'"about": {json.dumps(dict(about), ensure_ascii=False)},\n"job": {json.dumps(job)}'
+    head = f'"about": {json.dumps(dict(about), ensure_ascii=False)}'
     write(folder / "table.json", f'{{{head},\n"rows": [\n{lines}\n]}}\n')

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..core.checkpoint_config import DEFAULT_METHOD, UNTRAINED
 from ..core.schedule import Schedule
@@ -32,21 +31,6 @@ class Variant:
     key: str
     schedule: Schedule | None = None
     file: str | None = None
-
-    @property
-    def name(self) -> str:
-        """Return the file name of the schedule, else the method's name."""
-        return self.file or self.method.name
-
-    @property
-    def label(self) -> str:
-        """Return the file name of the schedule, else the method's display name."""
-        return self.file or self.method.label
-
-    def identity(self) -> dict[str, Any]:
-        """Return plain values that distinguish this variant from others."""
-        values = {"method": self.method.name, "speedup": self.speedup, "model": self.model, "key": self.key}
-        return values | ({"schedule": self.schedule.to_dict()} if self.schedule else {})
 
 
 def variants(methods: str, model: str, speedups: Sequence[float], schedules: Sequence[Path] = ()) -> list[Variant]:

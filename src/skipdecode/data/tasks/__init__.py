@@ -13,12 +13,11 @@ from .jsonl import Jsonl
 
 TASKS: dict[str, Task] = {task.name: task for task in (E2E, REDDIT_TLDR, CNN_DM, Jsonl())}
 
-#: Options of tasks, and the error message for tasks without them.
+#: For each option, the tasks that have it.
 OPTIONS = {
-    "max_source_words": "only summaries (reddit_tldr, cnn_dm) have a source to cut",
-    "prompt_column": "its columns have fixed names, only those of jsonl can be chosen",
-    "response_column": "its columns have fixed names, only those of jsonl can be chosen",
-    "prompt_share": "only rows of jsonl can be plain text",
+    option: [each.name for each in TASKS.values() if option in each.options]
+    for task in TASKS.values()
+    for option in task.options
 }
 
 
@@ -37,7 +36,7 @@ def get_task(name: str, **options: Any) -> Task:
     given = {option: value for option, value in options.items() if value is not None}
     for option in given:
         if option not in TASKS[name].options:
-            raise TaskError(f"{option} does not go with {name}: {OPTIONS.get(option, 'no task has it')}")
+            raise TaskError(f"{option} goes with {', '.join(OPTIONS.get(option, ['no task']))}, not with {name}")
     return replace(TASKS[name], **given)
 
 

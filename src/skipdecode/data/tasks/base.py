@@ -33,8 +33,8 @@ class Task(ABC):
 
     name: str
     max_new_tokens: int
-    distinct: bool
-    options: tuple[str, ...]
+    distinct: bool = False
+    options: tuple[str, ...] = ()
 
     @property
     @abstractmethod
@@ -66,7 +66,7 @@ class Task(ABC):
 
     def examples(self, rows: Iterable[tuple[str, Mapping[str, Any]]], split: str) -> list[Example]:
         """Make :meth:`read`'s examples of (place, row) pairs; error messages name the place."""
-        pairs: list[tuple[Prompt, str]] = []
+        found: list[Example] = []
         for where, row in rows:
             try:
                 example = self.example(row)
@@ -74,8 +74,10 @@ class Task(ABC):
                     self.check_reference(row)
             except TaskError as problem:
                 raise TaskError(f"{where}: {problem}") from None
-            pairs += [(example.prompt, reference) for reference in example.references]
-        return [Example(prompt, (text,)) for prompt, text in pairs] if split == "train" else gather(pairs)
+            found.append(example)
+        if split == "train":
+            return [Example(each.prompt, (text,)) for each in found for text in each.references]
+        return gather((each.prompt, each.references) for each in found)
 
     def check_text(self, row: Mapping[str, Any], columns: Iterable[str]) -> None:
         """Raise TaskError if one of ``columns`` holds no text in ``row``."""
@@ -105,9 +107,9 @@ def subsample(examples: Sequence[Example], count: int) -> list[Example]:
     return [examples[i * len(examples) // count] for i in range(count)]
 
 
-def gather(pairs: Iterable[tuple[Prompt, str]]) -> list[Example]:
+def gather(rows: Iterable[tuple[Prompt, Iterable[str]]]) -> list[Example]:
     """Return an example per distinct prompt, with all its references, in order of first appearance."""
     references: dict[Prompt, list[str]] = {}
-    for prompt, reference in pairs:
-        references.setdefault(prompt, []).append(reference)
+    for prompt, more in rows:
+        references.setdefault(prompt, []).extend(more)
     return [Example(prompt, tuple(texts)) for prompt, texts in references.items()]

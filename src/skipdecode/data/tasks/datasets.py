@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import TaskError
 from .base import Example, Task, holds_text
-from .splits import JSONL, split_rows
+from .splits import FILES, split_rows
 
 #: Our name for the column of references, whatever its name in the data.
 REFERENCE = "reference"
@@ -30,10 +30,8 @@ class DataSet(Task):
 
     forms: Sequence[Mapping[str, str]]
     write: Callable[[Mapping[str, str], int | None], str]
-    distinct: bool = False
-    options: tuple[str, ...] = ()
     max_source_words: int | None = None
-    files: Mapping[str, Sequence[str]] = field(default_factory=lambda: JSONL)
+    files: Mapping[str, Sequence[str]] = field(default_factory=lambda: FILES)
     hub_config: str | None = None
 
     @property
@@ -142,6 +140,6 @@ CNN_DM = DataSet(
     max_source_words=400,
     max_new_tokens=120,
     # validation_300.jsonl: the first 300 rows of the validation split.
-    files=JSONL | {"validation": (*JSONL["validation"], "validation_300.jsonl")},
+    files=FILES | {"validation": (*FILES["validation"], "validation_300.jsonl")},
     hub_config="3.0.0",
 )

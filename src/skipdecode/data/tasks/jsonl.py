@@ -11,9 +11,7 @@ from typing import Any
 from ...errors import TaskError
 from ..chat import parse_messages
 from .base import Example, Task, holds_text
-from .splits import file_rows, find
-
-NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
+from .splits import FILES, file_rows, find
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,6 @@ class Jsonl(Task):
 
     name: str = "jsonl"
     max_new_tokens: int = 128
-    distinct: bool = False
     options: tuple[str, ...] = ("prompt_column", "response_column", "prompt_share")
     prompt_column: str | None = None
     response_column: str | None = None
@@ -76,6 +73,8 @@ class Jsonl(Task):
         references = self._references(row)
         if not _holds(value):
             self.check_text(row, [column])
+        if self.prompt_share is not None and (references or isinstance(value, list)):
+            raise TaskError("prompt_share is for plain text, but the row has a response or messages")
         if isinstance(value, list):
             return self._chat(column, value, references)
         if column == "messages":
@@ -84,8 +83,6 @@ class Jsonl(Task):
             raise TaskError("the response is a message, but the prompt is text: give both in the same form")
         if not self._is_plain(row, column):
             return Example(value, references)
-        if references:
-            raise TaskError("prompt_share is for plain text, but the row has a response")
         if self.prompt_share is None:
             raise TaskError(
                 "a row of plain text: state with prompt_share (--prompt-share) what share of its words is the prompt, "
@@ -101,8 +98,6 @@ class Jsonl(Task):
         return column == "text" and not named and not any(name in row for name in self._response_columns)
 
     def _chat(self, column: str, value: list[Any], references: tuple[str, ...]) -> Example:
-        if self.prompt_share is not None:
-            raise TaskError(f"prompt_share is for plain text, but {column} holds messages")
         chat = parse_messages(value)
         if chat[-1].role == "assistant":
             if references or self.response_column is not None:
@@ -145,12 +140,9 @@ class Jsonl(Task):
 
     def read(self, folder: Path, split: str) -> list[Example]:
         """Read a split; ``folder`` may be the training file alone. A missing validation or test split is empty."""
-        files = [f"{name}{suffix}" for name in NAMES[split] for suffix in (".jsonl", ".csv")]
-        if not folder.exists():
-            raise TaskError(f"there is no {folder}: give a JSONL or CSV file, or a folder with {files[0]}")
-        if split != "train" and not any((folder / name).exists() for name in files):
+        if split != "train" and folder.exists() and not any((folder / name).exists() for name in FILES[split]):
             return []
-        path = folder if folder.is_file() else find(folder, files)
+        path = folder if folder.is_file() else find(folder, FILES[split])
         return self.examples(file_rows(path, self.prompt_columns[0][0]), split)
 
 

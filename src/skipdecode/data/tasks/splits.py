@@ -11,10 +11,9 @@ from ...errors import MissingExtra, TaskError
 from ..rows import read_rows
 
 #: Possible file names of each split; the first that exists is read.
-JSONL: dict[str, tuple[str, ...]] = {
-    "train": ("train.jsonl",),
-    "validation": ("validation.jsonl", "valid.jsonl"),
-    "test": ("test.jsonl",),
+FILES = {
+    split: tuple(f"{name}{suffix}" for name in names for suffix in (".jsonl", ".csv"))
+    for split, names in {"train": ["train"], "validation": ["validation", "valid", "dev"], "test": ["test"]}.items()
 }
 
 
@@ -49,14 +48,12 @@ def file_rows(path: Path, text_column: str) -> Iterator[tuple[str, Mapping[str, 
 
 def find(folder: Path, files: Sequence[str]) -> Path:
     """Return the first of ``files`` that exists in ``folder``. Raises TaskError if none does."""
-    if not folder.exists():
-        raise TaskError(f"there is no {folder}: give the folder that holds {' or '.join(files)}")
     if not folder.is_dir():
-        raise TaskError(f"{folder} is no folder: give the one that holds {' or '.join(files)}")
-    path = next((path for name in files if (path := folder / name).exists()), None)
-    if path is None:
-        raise TaskError(f"{folder} holds no {' or '.join(files)}")
-    return path
+        raise TaskError(f"there is no folder {folder}: give the one that holds {' or '.join(files)}")
+    for name in files:
+        if (folder / name).exists():
+            return folder / name
+    raise TaskError(f"{folder} holds no {' or '.join(files)}")
 
 
 def _from_hub(name: str, split: str, config: str | None) -> Iterable[Mapping[str, Any]]:
