@@ -360,7 +360,7 @@ def test_texts_that_nobody_takes_are_not_lost_in_silence(checkpoint: Path, strea
         (["--max-new-tokens", 2_000_000_000], "max-new-tokens"),
         (["--min-new-tokens", 9, "--max-new-tokens", 8], "min_new_tokens 9 is more than max_new_tokens 8"),
         (["--no-repeat-ngram-size", 2_000_000_000], "no-repeat-ngram-size"),
-        (["--batch-size", "many"], "batch_size is a number of rows"),
+        (["--batch-size", "many"], "batch-size"),
         (["--seed", -1], "seed"),
         (["--dtype", "Tensor"], "dtype"),
         (["--device", "nope"], "device"),

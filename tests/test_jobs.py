@@ -649,7 +649,7 @@ def test_standard_input_and_output(checkpoint: Path) -> None:
         (["generate", "MODEL", "--input", "IN", "--output", "no/such/out.jsonl"], "no folder"),
         (["generate", "MODEL", "--input", "IN", "--output", "PLAN"], "already there"),
         (["generate", "MODEL", "--input", "IN", "--top-p", "0.5"], "need do_sample"),
-        (["generate", "MODEL", "--input", "IN", "--batch-size", "0"], "batch_size is a number of rows"),
+        (["generate", "MODEL", "--input", "IN", "--batch-size", "0"], "batch-size"),
         (["check", "./nowhere"], "nowhere"),
         (["schedule"], "MODEL or --layers"),
         (["schedule", "--layers", "8", "--speedup", "0.5"], "speed-up"),

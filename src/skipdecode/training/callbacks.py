@@ -5,21 +5,46 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from tqdm import tqdm
 from transformers import TrainerCallback, set_seed
 from transformers.trainer_callback import ProgressCallback
 
 from .sampler import draw
 
 
+#: Steps that the estimate of the remaining time is measured over; the first step of all is not counted.
+TIMED = 10
+
+
 class TrainingBar(ProgressCallback):
-    """transformers' progress bar, with losses and tokens per second on standard error."""
+    """transformers' progress bar, with losses, tokens per second and the time left on standard error."""
 
     training_bar: Any
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the bar; its time left is from the mean over all steps, as budgets and lengths make steps differ."""
+        super().on_train_begin(args, state, control, **kwargs)
+        self.start = self.current_step = state.global_step
+        if self.training_bar is not None:
+            self.training_bar.smoothing = 0
+            self.training_bar.initial = self.training_bar.n = self.start
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Advance the bar; after ``TIMED`` steps, print how long the rest will take."""
+        super().on_step_end(args, state, control, **kwargs)
+        done, left = state.global_step - self.start, state.max_steps - state.global_step
+        if done == 1:
+            self.began = time.perf_counter()
+        elif done == 1 + TIMED and left and self.training_bar is not None:
+            pace = (time.perf_counter() - self.began) / TIMED
+            line = f"{pace:.2g} seconds a step: about {tqdm.format_interval(pace * left)} for the {left:,} to come"
+            self.training_bar.write(line, file=sys.stderr)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Print losses and the pace."""
