@@ -26,8 +26,9 @@ from skipdecode.errors import SkipDecodeError, UsageError
 from skipdecode.generation import engine
 from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.jobs import GenerationJob
+from skipdecode.planning.check_profile import check_profile
 from skipdecode.planning.planner import SHORT, Predictor, Workload, plan, workloads
-from skipdecode.planning.profile import Pass, Profile, check_profile, shape_of
+from skipdecode.planning.profile import Pass, Profile, shape_of
 from skipdecode.weights.device import machine
 from skipdecode.weights.loading import DEMO, load_tokenizer, read_config
 

@@ -34,10 +34,11 @@ from ..files import check_target, is_stream
 from ..generation.generate import generate_ids
 from ..generation.results import Cost
 from ..methods import Method, get_method
+from ..planning.check_profile import check_profile
 from ..planning.fitting import Lengths, Measure, fit, refit
 from ..planning.planner import CLOCKS, Predictor, workloads
 from ..planning.planner import plan as plan_depths
-from ..planning.profile import Profile, check_profile
+from ..planning.profile import Profile
 from ..provenance import fingerprint, identity
 from ..weights.loading import DEMO, load, load_tokenizer, read_config, resolve
 from .loss import LayerOrder, batches_of, is_losses

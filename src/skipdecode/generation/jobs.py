@@ -20,8 +20,9 @@ from ..data.tasks import Task, get_task
 from ..data.tokenization import encode_prompts
 from ..errors import MissingExtra, ModelError, UsageError
 from ..files import check_target, is_stream, write
+from ..planning.check_profile import check_profile
 from ..planning.planner import CLOCKS, Predictor, workloads
-from ..planning.profile import Profile, check_profile
+from ..planning.profile import Profile
 from ..planning.resolve import new_schedule
 from ..provenance import fingerprint, identity
 from ..weights.device import placement

@@ -13,13 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..core.schedule import MOST_LAYERS, check_whole
 from ..errors import FileError, ScheduleError, UsageError
 from ..files import has_key, read_json, write
 from ..provenance import fingerprint
-from ..weights.device import machine, placement
 
 #: Version of the file format. Version 1 had other fields, so such a profile has to be measured again.
 VERSION = 2
@@ -190,26 +187,6 @@ def shape_of(config: Any) -> str:
     values = config.get_text_config(decoder=True).to_dict()
     others = ("_", "architectures", "transformers_version", "dtype", "torch_dtype", "skipdecode", "use_cache")
     return fingerprint({k: v for k, v in values.items() if not k.startswith(others) and not k.endswith("_token_id")})
-
-
-def check_profile(
-    profile: Profile, config: Any, dtype: str = "auto", device: str | None = None, **options: Any
-) -> None:
-    """Check that a profile was measured on this machine, for this config, dtype, device and loading options.
-
-    Raises:
-        UsageError: something differs; the message says what.
-        ModelError: the device does not exist.
-    """
-    kind, place = placement(config, dtype, device)
-    kind = config.dtype if kind == "auto" else kind
-    profile.check(
-        shape=shape_of(config),
-        machine=machine(place),
-        device=torch.device(place).type,
-        dtype=str(kind).removeprefix("torch."),
-        options=options,
-    )
 
 
 def _need(holds: bool, message: str) -> None:

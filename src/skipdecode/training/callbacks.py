@@ -17,7 +17,6 @@ from transformers.trainer_callback import ProgressCallback
 
 from .sampler import draw
 
-
 #: Steps that the estimate of the remaining time is measured over; the first step of all is not counted.
 TIMED = 10
 
