@@ -23,6 +23,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from copy import deepcopy
 from fnmatch import fnmatch
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -235,6 +236,15 @@ def suite_of(file: str) -> str:
     return next(tests for files, tests in SUITES.items() if any(fnmatch(file, form) for form in files.split()))
 
 
+def without_docstrings(tree: ast.Module) -> ast.Module:
+    """A copy of the tree; texts do not decide what becomes of a mutant."""
+    tree = deepcopy(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return tree
+
+
 class File:
     """A file, its mutants, and its entry in results/mutants.json: what became of the first ``tried`` of them."""
 
@@ -243,7 +253,7 @@ class File:
         self.tree = ast.parse((PACKAGE / name).read_text("utf-8"))
         self.mutants = list(mutants(name, self.tree))
         self.reasons = {(s["function"], s["change"]): s["reason"] for s in last.get("survivors", [])}
-        code = hashlib.sha256(ast.dump(self.tree).encode()).hexdigest()[:16]
+        code = hashlib.sha256(ast.dump(without_docstrings(self.tree)).encode()).hexdigest()[:16]
         fresh: dict[str, Any] = {"code": code, "tried": 0, "killed": 0, "timeout": 0, "survived": 0, "survivors": []}
         self.entry: dict[str, Any] = last if last.get("code") == code else fresh
         survivors = [each["place"] for each in self.entry["survivors"]]
