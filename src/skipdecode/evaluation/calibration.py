@@ -103,7 +103,10 @@ class CalibrationPlan:
                 object.__setattr__(self, name, Path(getattr(self, name)))
         object.__setattr__(self, "prompt_layers", parse_prompt_layers(self.prompt_layers))
         if self.clock not in CLOCKS or (self.clock == "layers") != (self.profile is None):
-            raise UsageError(f"clock is layers, or step or job with a profile, not {self.clock!r}")
+            raise UsageError(
+                "clock is layers, or step or job with a profile (--profile FILE, which skipdecode profile measures), "
+                f"not {self.clock!r}"
+            )
         if self.clock != "layers" and self.save:
             raise UsageError(
                 "a config has schedules for speed-ups of layers: a clock's schedule stays in its file, for --schedule"

@@ -146,6 +146,8 @@ def run_folder(folder: str | Path, model: str | None = None) -> Iterator[RunFold
         OSError: it cannot be created.
     """
     run = RunFolder(folder)
+    if run.folder.is_file():
+        raise FileError(f"{folder} is a file: give a folder for --output")
     run.folder.mkdir(parents=True, exist_ok=True)
     try:
         first = os.environ.get("RANK", "0") == "0"
