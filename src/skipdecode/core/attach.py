@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 from torch import nn
 
 from ..errors import ModelError
-from .checkpoint_config import schedule_for, warn_untrained
+from .adapter import Adapter
+from .adapter_folder import load_adapter
+from .checkpoint_config import CONFIG_KEY, schedule_for, to_config_entry, warn_untrained
 from .gate import ForcedPass, Gate, GateState
 from .guards import BatchingGuard, CacheProvider, PassGuard, PromptGuard
 from .patch import gate_state, patches_on, put, remove_patches
@@ -20,7 +23,13 @@ from .stack import check_kind, decoder_layers, lenders, with_lenders_first
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def attach(model: Model, schedule: Schedule | None = None, *, speedup: float | None = None) -> Model:
+def attach(
+    model: Model,
+    schedule: Schedule | None = None,
+    *,
+    speedup: float | None = None,
+    adapter: Adapter | str | Path | None = None,
+) -> Model:
     """Put a gate on every decoder layer and return the model. Without a :class:`SkipCache`, gates skip nothing.
 
     With a schedule or a speed-up, every ``model.generate`` call without a cache gets a new SkipCache, so that
@@ -29,13 +38,17 @@ def attach(model: Model, schedule: Schedule | None = None, *, speedup: float | N
     Args:
         model: a transformers causal LM.
         schedule: what later ``generate`` calls follow; it replaces the one of an earlier ``attach``.
-        speedup: target for which to take the schedule of the model's config, or to make one.
+        speedup: target for which to take the schedule of the adapter or the model's config, or to make one.
+        adapter: an adapter, or the folder of one, that acts on positions that skip layers; its schedules take the place
+            of those in the model's config until :func:`detach`.
 
     Raises:
+        FileError: the adapter's folder is missing or damaged.
         UnsupportedModel: the model cannot skip layers exactly; the message says why.
         ScheduleError: the schedule does not fit the model.
         UsageError: both a schedule and a speed-up are given.
-        ModelError: one of them is given for a model that has no ``generate``.
+        ModelError: one of them is given for a model that has no ``generate``; or the adapter was trained on another
+            model.
 
     Warns:
         UntrainedWarning: the model was not trained to skip layers.
@@ -50,13 +63,17 @@ def attach(model: Model, schedule: Schedule | None = None, *, speedup: float | N
     if gates is None:
         check_kind(model)
     layers = decoder_layers(model)
+    if isinstance(adapter, (str, Path)):
+        adapter = load_adapter(Path(adapter), model)
+    if gates is None:
+        gates = GateState(frozenset(lenders(model.config)))
+    if adapter is not None:
+        _put_adapter(model, gates, adapter)
     if speedup is not None or schedule is not None:
         if not hasattr(model, "generate"):
             raise ModelError(f"{type(model).__name__} does not generate: attach a speed-up to the model with its head")
         schedule = schedule_for(model.config, speedup, schedule)
         warn_untrained(model.config, schedule)
-    if gates is None:
-        gates = GateState(frozenset(lenders(model.config)))
     for index, layer in enumerate(layers):
         put(Gate, layer, "forward", gates, index)
     # A wrapper around an attached model (PEFT's) has a ``forward`` and ``generate`` of its own: patch those too.
@@ -71,8 +88,23 @@ def attach(model: Model, schedule: Schedule | None = None, *, speedup: float | N
     return model
 
 
+def _put_adapter(model: nn.Module, gates: GateState, adapter: Adapter) -> None:
+    """Let the gates use the adapter, and the config name its schedules."""
+    config = model.config
+    if gates.adapter is None:
+        gates.entry_before = getattr(config, CONFIG_KEY, None)
+    weight = next(model.parameters())
+    gates.adapter = adapter.to(weight.device, weight.dtype if weight.is_floating_point() else None)
+    setattr(config, CONFIG_KEY, to_config_entry(adapter.schedules))
+
+
 def detach(model: Model) -> Model:
     """Remove everything that SkipDecode put on the model, and return the model as it was before."""
+    gates = gate_state(model)
+    if gates is not None and gates.adapter is not None:
+        delattr(model.config, CONFIG_KEY)
+        if gates.entry_before is not None:
+            setattr(model.config, CONFIG_KEY, gates.entry_before)
     remove_patches(model)
     return model
 
@@ -102,7 +134,10 @@ def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int) -> 
         raise ModelError("the model has no gates: call skipdecode.attach(model) first")
     thread = threading.get_ident()
     before = gates.forced.get(thread)
-    gates.forced[thread] = ForcedPass(with_lenders_first(schedule, model.config), prompt_length)
+    forced = ForcedPass(with_lenders_first(schedule, model.config), prompt_length)
+    if gates.adapter is not None:
+        gates.adapter.check(forced.schedule)
+    gates.forced[thread] = forced
     try:
         yield
     finally:

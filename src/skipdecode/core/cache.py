@@ -58,6 +58,8 @@ class SkipCache(DynamicCache):
         self.gates = gate_state(model)
         if self.gates is None:
             raise CacheError("the model has no gates: call skipdecode.attach(model) first")
+        if self.gates.adapter is not None:
+            self.gates.adapter.check(self.schedule)
         chunked = getattr(getattr(model, "generation_config", None), "prefill_chunk_size", None)
         if chunked is not None and not schedule.is_full:
             raise CacheError(
@@ -77,7 +79,7 @@ class SkipCache(DynamicCache):
         self._begins_prompt = True  # the next pass is a prompt, or continues one
         self._step = 0  # decode steps since the prompt
         self._length = 0  # positions seen, including the current pass
-        self._positions: list[int] = []  # number of positions that each layer runs in the current pass
+        self.counts: list[int] = []  # number of positions that each layer runs in the current pass
         self._keep: frozenset[int] = frozenset(range(len(self.layers)))  # layers that the next step still runs
         self._holds = [True] * len(self.layers)  # by layer: False once it is retired
         self._bytes = [0] * len(self.layers)  # memory of each layer when it last ran
@@ -103,7 +105,7 @@ class SkipCache(DynamicCache):
         """Return how many positions of the pass layer ``index`` runs, from the first on (0: skip the layer)."""
         if index == 0:
             self._begin_pass(width)
-        return self._positions[index]
+        return self.counts[index]
 
     def _begin_pass(self, width: int) -> None:
         schedule, count = self.schedule, len(self.layers)
@@ -111,14 +113,14 @@ class SkipCache(DynamicCache):
             if self.passes:
                 self._check_whole(f"{width} new positions")
             # All layers ran all earlier positions, so these count as prompt: the schedule restarts after this pass.
-            self._positions = schedule.positions_per_layer(width, width)
+            self.counts = schedule.positions_per_layer(width, width)
             self._step, upcoming = 0, schedule.depth(0)
             for layer in range(count):
-                if self._positions[layer] == 0:
+                if self.counts[layer] == 0:
                     self._retire(layer)
         else:
             running = schedule.layers(schedule.depth(self._step))
-            self._positions = [width if layer in running else 0 for layer in range(count)]
+            self.counts = [width if layer in running else 0 for layer in range(count)]
             self._step, upcoming = self._step + 1, schedule.depth(self._step + 1)
             self.step_depths.append(len(running))
         self._keep = frozenset(schedule.layers(upcoming))
@@ -130,7 +132,7 @@ class SkipCache(DynamicCache):
 
     def upcoming(self, index: int) -> list[int]:
         """Return the layers that run after layer ``index``: the rest of this pass, then those of the next step."""
-        left = [layer for layer in range(index + 1, len(self.layers)) if self._positions[layer]]
+        left = [layer for layer in range(index + 1, len(self.layers)) if self.counts[layer]]
         return left + sorted(self._keep)
 
     def end_layer(self, index: int) -> None:
@@ -139,7 +141,7 @@ class SkipCache(DynamicCache):
         Raises:
             CacheError: the layer did not store all positions it ran, so later ones would attend to too few.
         """
-        layer, held, ran = self.layers[index], layer_kv_bytes(self.layers[index]), self._positions[index]
+        layer, held, ran = self.layers[index], layer_kv_bytes(self.layers[index]), self.counts[index]
         short = isinstance(layer, DynamicLayer) and layer.get_seq_length() != self._length - self.width + ran
         if short or not (held or isinstance(layer, STATELESS)):
             raise CacheError(
@@ -178,7 +180,7 @@ class SkipCache(DynamicCache):
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def _check_runs(self, layer_idx: int) -> None:
-        if not self._positions or self._positions[layer_idx] == 0:
+        if not self.counts or self.counts[layer_idx] == 0:
             raise CacheError(
                 f"layer {layer_idx} ran though the schedule skips it: call skipdecode.attach(model) on this very model"
             )

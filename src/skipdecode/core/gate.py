@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ..errors import CacheError, UnsupportedModel
+from .adapter import Adapter
 from .cache import SkipCache
 from .patch import Patch
 from .prefix import Prefix, packed
@@ -57,7 +58,15 @@ class Gate(Patch):
             # The model has dropped all but the last ``width`` positions: count which of them this layer runs.
             if self.index not in gates.borrowers:
                 raise CacheError(f"layer {self.index} is given {width} of {guide.width} positions: it cannot skip")
+            if gates.adapter is not None:
+                raise CacheError("this model drops positions between its layers: no adapter can act on them")
             count = max(count - (guide.width - width), 0)
+        if gates.adapter is not None:
+            hidden = gates.adapter.fill(hidden, axis, guide.counts, self.index)
+            if args:
+                args = (hidden, *args[1:])
+            else:
+                kwargs = kwargs | {"hidden_states": hidden}
         if count == 0:
             if not gates.output_is_known:
                 self._learn_output(Prefix(width, 1, guide.width, axis), args, kwargs)
@@ -95,6 +104,9 @@ class GateState:
         self.forced: dict[int, ForcedPass] = {}
         #: By thread: the cache that its next forward pass must carry, and the ids or embeddings of that pass.
         self.expected: dict[int, tuple[Callable[[], SkipCache | None], Any]] = {}
+        #: Stand-ins for skipped layers; None: hidden states pass a skipped layer unchanged.
+        self.adapter: Adapter | None = None
+        self.entry_before: Any = None  # the config's entry without the adapter
         self.output_is_known = False
         self._axis: int | None = None  # of the positions in hidden states that also have an axis of streams
         self._extras: int | None = None  # number of values returned after hidden states; None: no tuple is returned
@@ -156,7 +168,12 @@ class ForcedPass:
             self.width = width
         if self.width not in self._positions:
             self._positions[self.width] = self.schedule.positions_per_layer(self.prompt_length, self.width)
-        return self._positions[self.width][index]
+        return self.counts[index]
+
+    @property
+    def counts(self) -> list[int]:
+        """Return how many positions of the pass each layer runs, from the first on."""
+        return self._positions[self.width]
 
 
 def refuse_packed(kwargs: dict[str, Any]) -> None:
