@@ -129,7 +129,7 @@ def test_any_bytes_are_a_row_or_an_error_per_line(folder: Path, lines: list[byte
         json.dumps([item.columns for item in items], ensure_ascii=False).encode()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     data=st.binary(max_size=60)
     | st.text(st.sampled_from('prompt,":{}[]\\\n\r \x00ud8é\u2028\x0b'), max_size=60).map(str.encode),

@@ -170,14 +170,14 @@ SHARED = ("gemma3n", "gemma4-shared")
 if not hasattr(Gemma3nTextConfig, "kv_sharing_modes"):
     FAMILIES = {name: family for name, family in FAMILIES.items() if name not in SHARED}
 
-_EAGER_ONLY = {"gemma2", "gpt-neo", "gpt-oss"}  # transformers gives them no SDPA
+EAGER_ONLY = {"gemma2", "gpt-neo", "gpt-oss"}  # transformers gives them no SDPA
 #: Where larger weights make float32 itself lose more than the tolerance, cached or not: long products, recurrences.
 _SCALES = {"qwen3.5": 0.05, "jamba": 0.1, "deepseek-v3": 0.15}
 #: Families whose layers do nothing but attend to keys of their own and multiply by fixed weights: costs are formulas.
 DENSE = tuple(FAMILIES)[: tuple(FAMILIES).index("mixtral")]
-ATTENTIONS = [
-    (name, kind) for name in FAMILIES for kind in ("eager", "sdpa") if kind == "eager" or name not in _EAGER_ONLY
-]
+#: Each family in what transformers runs it with; one of each form in both.
+ATTENTIONS = [(name, "eager" if name in EAGER_ONLY else "sdpa") for name in FAMILIES]
+ATTENTIONS += [(name, "eager") for name in FORMS if name in FAMILIES and name not in EAGER_ONLY]
 
 SCHEDULES: dict[str, Schedule] = {
     "top": Schedule(LAYERS, 6, 2, horizon=8),
@@ -197,7 +197,7 @@ def build(name: str, attention: str | None = None) -> PreTrainedModel:
     """A model of the family with weights large enough for every layer to matter; the same weights at every call."""
     config_class, options = FAMILIES[name]
     config = config_class(**options)
-    attention = attention or ("eager" if name in _EAGER_ONLY else "sdpa")
+    attention = attention or ("eager" if name in EAGER_ONLY else "sdpa")
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
