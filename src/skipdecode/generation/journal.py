@@ -35,7 +35,6 @@ class Journal:
     Attributes:
         rows: finished completions by item index.
         costs: the cost of each finished batch.
-        summary: of a job that was killed after it had written its output; else None.
 
     Raises:
         JobError: another process works on ``output``, or the finished batches belong to another job.
@@ -123,7 +122,6 @@ class Journal:
         if not self._good:
             sync_folder(self.path.parent)
         self._good, self._chain = self._good + len(lines), chain
-
         self.rows.update(zip(indices, rows, strict=True))
         self.costs.append(cost)
 
