@@ -31,7 +31,7 @@ MATTERS = (
 
 
 def identity(model: str) -> list[Any]:
-    """Return a hub name, or a folder's real path with names, sizes and times of its files in :data:`MATTERS`."""
+    """Return [hub name], or [a folder's real path, (name, size, time) of each of its files in :data:`MATTERS`]."""
     folder = Path(model)
     if not folder.is_dir():
         return [model]
@@ -49,7 +49,7 @@ def fingerprint(*parts: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value as types that JSON has."""
+    """Return the value as types that JSON has. Raises UsageError if it shows only its memory address."""
     if value is None or isinstance(value, (str, int, float)):
         return value
     if isinstance(value, Mapping):

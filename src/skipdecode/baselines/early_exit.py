@@ -81,7 +81,7 @@ class Calm(MultiExit):
         decode: Callable[[Any], Any],
         **options: Any,
     ) -> tuple[Callable[[PreTrainedModel], DynamicCache], dict[str, Any]]:
-        """Find the threshold at which single tokens of held-out texts run ``speedup`` times fewer layers.
+        """Return the :meth:`decoder` at which held-out tokens run ``speedup`` times fewer layers, and notes on it.
 
         The threshold is ``1 - 10**-x`` with ``x`` bisected, because a trained model's margins are mostly near 1.
         """
@@ -153,7 +153,7 @@ class ConfidenceCache(DynamicCache):
         return top[:, 0] - top[:, 1] > min(max(0.9 * self.threshold + 0.1 * decay, 0), 1)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Store keys and values; raise ``_Written`` if nothing else of the layer is needed."""
+        """Store keys and values, and return those of all positions; raise ``_Written`` if the output is not needed."""
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self.writing:
             raise _Written

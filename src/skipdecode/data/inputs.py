@@ -30,13 +30,16 @@ class Item:
 
 
 def read_items(source: str, task: Task, form: str | None = None) -> list[Item]:
-    """Read all items of ``source`` (a path, or ``-`` for standard input).
+    """Read all items of ``source``, a path or ``-`` for standard input; a row that cannot be used has an ``error``.
 
-    If the task's inputs repeat (one row per reference), each distinct input becomes one item.
+    If the task's inputs repeat (one row per reference), rows of one prompt become one item with all their references.
+
+    Args:
+        form: ``jsonl``, ``csv`` or ``text``; None: by the file's suffix, else by the content.
 
     Raises:
-        TaskError: the file is missing, not in a known format, a JSON array, or a CSV with unmatched quotes; or it has
-            no rows, or none with the task's columns.
+        TaskError: the file is missing, has no rows, or has none of the task's columns; it holds a JSON array, not lines
+            of JSON; it is a CSV with unmatched quotes or a repeated column; or the format is unknown.
     """
     if source == "-" and sys.stdin is None:
         raise TaskError("standard input is closed: give --input FILE")
@@ -83,7 +86,7 @@ def read_examples(task: Task, source: Path, split: str, say: Callable[[str], obj
 
 
 def to_item(line: int, row: dict[str, Any], task: Task, error: str | None = None) -> Item:
-    """Make the item of a row, with ``error`` if reading it failed.
+    """Make the item of a row; it gets ``error`` (not None: the row could not be read), or one that the task finds.
 
     The item has the row's columns but those in ``OUTPUT_COLUMNS``; a prompt from ``text`` is kept as ``prompt``.
     """

@@ -117,7 +117,7 @@ class CalibrationPlan:
 
     @property
     def losses_file(self) -> Path | None:
-        """Return the file that keeps the losses of a search; None without an output file."""
+        """Return the file that keeps the losses of a search; None if the output is a stream or not written."""
         return None if self.output is None or is_stream(self.output) else self.output.with_suffix(".losses.json")
 
 
@@ -347,7 +347,7 @@ def calibrate(
 
 
 def _measure(plan: CalibrationPlan, prompt_tokens: Sequence[int]) -> Callable[[Sequence[int]], Measure]:
-    """Return a function from the decode steps of batches to a ``Measure`` of layers or of predicted seconds."""
+    """Return a function that makes a ``Measure`` of batches' decode steps: of layers, or with a profile of seconds."""
     profile = plan.profile
     if profile is None:
         return Lengths
@@ -386,9 +386,10 @@ def _check(plan: CalibrationPlan, config: Any) -> Method:
 
 
 def _style(plan: CalibrationPlan, config: Any, method: Method) -> tuple[Schedule | None, dict[str, Any]]:
-    """Return the trained schedule whose depths to keep (None if unusable), and the fields of a new schedule.
+    """Return the trained schedule whose depths to keep, changed as the plan says, and the fields of any new schedule.
 
-    Raises UsageError, ScheduleError if no schedule can have these fields.
+    The former is None if none was trained for the speed-up, or its depths do not go with the plan's prompt layers or
+    decay. Raises UsageError, ScheduleError if no schedule can have these fields.
     """
     layers = layer_count(config)
     known = {k: s for k, s in schedules_of(config, method.name).items() if not s.is_full}
@@ -415,7 +416,7 @@ def _style(plan: CalibrationPlan, config: Any, method: Method) -> tuple[Schedule
 
 
 def _quality(before: Written, after: Written, full: Written, examples: Sequence[Example]) -> dict[str, Quality]:
-    """Return by label the scores of inputs with references, then the agreement of all inputs with full depth."""
+    """Return by label the scores of inputs that have references, then all inputs' agreement with full depth."""
     scored = [i for i, example in enumerate(examples) if example.references]
     found = {}
     for metric in (*(DEFAULT if scored else ()), Agreement()):

@@ -187,7 +187,7 @@ def _select(plan: EvaluationPlan) -> list[Variant]:
 
 
 def _metrics(examples: Sequence[Example], say: Say) -> list[Metric]:
-    """Return metrics that compare with references if every example has one, else with the full model's texts."""
+    """Return the metrics: against references if every example has one, else against the full model's texts."""
     scored = all(example.references for example in examples)
     if not scored:
         say("not every row has a reference: texts are compared with the full model's own (agreement)")
@@ -198,7 +198,7 @@ def _metrics(examples: Sequence[Example], say: Say) -> list[Metric]:
 
 
 def _about(plan: EvaluationPlan, count: int, command: str | None) -> dict[str, str]:
-    """Return the settings that go below the tables."""
+    """Return the settings that go below the tables, by name; ``count`` is the number of scored inputs."""
     return ({"command": command} if command else {}) | {
         "rows": f"{count} test inputs of {plan.task.name}, greedy, batch {plan.batch_size}",
         "machine": machine(plan.device),
@@ -292,7 +292,7 @@ class Evaluation:
         return self._folder / f"{variant.key}.json"
 
     def _finished(self, variant: Variant, job: str) -> dict[str, Any] | None:
-        """Return the saved row of this job; None if it must be measured. Raises JobError for a row of another job."""
+        """Return the saved row of this job; None if it is missing or damaged. Raises JobError for another job's."""
         path = self._path(variant)
         if not path.exists():
             return None
@@ -319,7 +319,10 @@ class Evaluation:
         return self._loaded[name]
 
     def generate(self, name: str, examples: Sequence[Example], decoding: Decoding, **options: Any) -> Generated:
-        """Generate greedy texts for the examples' prompts with the checkpoint ``name``."""
+        """Generate greedy texts for the examples' prompts with the checkpoint ``name``.
+
+        ``decoding`` (None: full depth) and ``options`` are as :func:`generate_ids` takes them.
+        """
         model, tokenizer = self._model(name)
         ids = encode_prompts(tokenizer, [example.prompt for example in examples])
         most = self.plan.max_new_tokens or self.plan.task.max_new_tokens
@@ -379,7 +382,7 @@ class Evaluation:
         }
 
     def _scores(self, texts: Sequence[str]) -> dict[str, Any]:
-        """Return each score, its difference from the reference's score, and the difference's 95% interval."""
+        """Return, as columns, each score, its difference from the reference's, and the difference's 95% interval."""
         full_texts = self._reference_texts or texts
         result: dict[str, Any] = {}
         for metric in self.metrics:
@@ -394,7 +397,7 @@ class Evaluation:
         return result
 
     def _clock(self, variant: Variant, decoding: Decoding) -> dict[str, Any]:
-        """Time the variant and the full model in turn, over equal numbers of decode steps."""
+        """Return the timing columns: variant and full model timed in turn, over equal numbers of decode steps."""
         timed, same = subsample(self.examples, self.plan.timing_rows), forced(self._steps)
         runs: dict[str, Callable[[], Generated]] = {
             "full": lambda: self.generate(self.reference.model, timed, None, **same),

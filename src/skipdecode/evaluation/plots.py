@@ -37,7 +37,7 @@ def _save(figure: Figure, path: Path, dpi: int) -> None:
 
 
 def draw_demo(schedules: Mapping[float, Schedule], timings: Mapping[float, Timing], path: Path, note: str) -> None:
-    """Draw the depth by step of every schedule, and the measured ratios of layers and seconds against the target."""
+    """Draw each schedule's depth by step, and its measured ratios against the target; ``note`` is in small print."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     steps = max(max(t.result.lengths) for t in timings.values())
     for speedup, schedule in schedules.items():

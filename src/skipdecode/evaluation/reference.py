@@ -24,7 +24,7 @@ def undone(model: nn.Module, schedule: Schedule, prompt_length: int, text: Tenso
     Args:
         model: a stock model, without gates.
         schedule: defines the number of positions that each layer runs.
-        prompt_length: width of the prompt block.
+        prompt_length: number of columns of the left-padded prompts.
         text: token ids (rows, positions) of the pass inside the context.
     """
     counts = with_lenders_first(schedule, model.config).positions_per_layer(prompt_length, text.shape[1])

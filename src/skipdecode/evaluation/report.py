@@ -57,7 +57,7 @@ def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[li
 
 
 def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and cells of a table for a terminal of 80 columns; differences and intervals are below scores."""
+    """Return heads and cells of a table for 80 columns; below a score stand its difference and interval."""
     heads, cells = columns(rows, metrics)
     for line in cells:
         for i, head in enumerate(heads):

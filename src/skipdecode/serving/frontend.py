@@ -61,7 +61,7 @@ class Frontend:
         self._followed: dict[str, tuple[Any, float, bool]] = {}
 
     def requests(self) -> tuple[int, int]:
-        """Count the requests that wait for their first token, and those that have it."""
+        """Return how many requests wait for their first token, and how many have it."""
         states = list(self._followed.values())  # a copy: other threads of vLLM call this too
         waiting = sum(state.is_prefilling for state, _, _ in states)
         return waiting, len(states) - waiting
@@ -107,7 +107,7 @@ class Frontend:
 
     @_logged_once
     def _end(self, name: str, reason: str) -> None:
-        """Count a request once, and attach its summary to vLLM's statistics, where the response reads it."""
+        """Count the request ``name`` once, and attach its summary to vLLM's statistics, where the response reads it."""
         if name not in self._followed:
             return
         state, speedup, moved = self._followed.pop(name)
@@ -131,12 +131,12 @@ class TokenTimes(StatLoggerBase):
 
     @_logged_once
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
-        """Pass on the times of one step."""
+        """Pass the times between tokens in one step to the load policy."""
         if iteration_stats is not None:
             self.load.tokens(iteration_stats.inter_token_latencies_iter)
 
     def log_engine_initialized(self) -> None:
-        """Do nothing."""
+        """Do nothing: vLLM calls this when it logs that the engine is ready."""
 
 
 def _to_sampling_params(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ class Int8Product:
         self._handler = ops.create_onednn_scaled_mm(rounded.t(), scale, torch.float32, True, False, 32)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the logits; ``weight``, which vLLM passes, is not read."""
+        """Return the logits of ``x``; ``weight``, which vLLM passes, is not read."""
         rows, scale, _ = ops.onednn_scaled_int8_quant(x.reshape(-1, x.shape[-1]))
         logits = x.new_empty((len(rows), self._handler.n), dtype=torch.float32)
         ops.onednn_scaled_mm(self._handler, rows, logits, scale, None, None, None)

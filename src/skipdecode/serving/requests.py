@@ -81,13 +81,13 @@ def speedup_of(params: Any) -> float | None:
 
 
 def _own(params: Any) -> dict[str, Any] | None:
-    """Return what :func:`assign_speedup` added; under stock vLLM, a client's own argument may have the same name."""
+    """Return what :func:`assign_speedup` added; None if nothing, or if a client's own argument has that name."""
     own = (getattr(params, "extra_args", None) or {}).get(OWN)
     return own if isinstance(own, dict) else None
 
 
 def ends_of(request: Any) -> list[float] | None:
-    """Return each bucket's end, the first position from which none of its layers run; None for an unknown schedule.
+    """Return each bucket's end, the first position from which none of its layers run; None without a schedule.
 
     Args:
         request: the scheduler's request object.

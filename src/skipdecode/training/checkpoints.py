@@ -62,14 +62,14 @@ class RunFolder:
     # --- checkpoints
 
     def checkpoints(self) -> list[Path]:
-        """Return the checkpoints that have a ``SEAL``, oldest first."""
+        """Return the finished checkpoints, which have a ``SEAL``, oldest first."""
         found = [path for path in self.folder.glob("checkpoint-*") if NAME.fullmatch(path.name)]
         return sorted((path for path in found if (path / SEAL).exists()), key=_step)
 
     def newest(self, run: Mapping[str, Any], say: Callable[[str], object] = warnings.warn) -> Path | None:
-        """Return the newest undamaged checkpoint, or None; ``say`` reports each damaged one.
+        """Return the newest undamaged checkpoint, None if there is none; ``say`` reports each damaged one.
 
-        Raises JobError if that checkpoint belongs to a run other than ``run``, and names what differs.
+        Raises JobError if that checkpoint's run has another identity than ``run``, and names what differs.
         """
         for path in reversed(self.checkpoints()):
             sealed, damage = _damage(path)
@@ -85,7 +85,7 @@ class RunFolder:
         return None
 
     def start(self, plan: Mapping[str, Any], resume: Path | None = None) -> None:
-        """Save the run's options, and delete the checkpoints newer than ``resume`` (without it, all)."""
+        """Save the options ``plan``, and delete the checkpoints newer than ``resume`` (None: all)."""
         kept = [] if resume is None else [p for p in self.checkpoints() if _step(p) <= _step(resume)][-KEEP:]
         for path in self.checkpoints():
             if path not in kept:
@@ -93,12 +93,12 @@ class RunFolder:
         write(self.folder / RECORD, _json({"author": AUTHOR, "plan": dict(plan)}))
 
     def new_scrap(self) -> None:
-        """Make ``SCRAP`` an empty folder."""
+        """Delete the run's temporary folder ``SCRAP`` if there is one, and make it anew."""
         shutil.rmtree(self.folder / SCRAP, ignore_errors=True)
         (self.folder / SCRAP).mkdir()
 
     def keep(self, name: str, run: Mapping[str, Any]) -> None:
-        """Seal the checkpoint ``name`` in ``SCRAP``, move it to its place, and delete all but the newest ``KEEP``."""
+        """Seal checkpoint ``name`` in ``SCRAP`` with the identity ``run``, move it here, keep the newest ``KEEP``."""
         path = self.folder / SCRAP / name
         write(path / SEAL, _json({"files": _contents(path), "run": dict(run)}))
         os.replace(path, self.folder / name)
@@ -138,7 +138,10 @@ class RunFolder:
 
 @contextmanager
 def run_folder(folder: str | Path, model: str | None = None) -> Iterator[RunFolder]:
-    """Create ``folder``, and lock it for a training run, by the first of its processes.
+    """Create ``folder``, lock it for a training run (in the first of its processes), and yield it.
+
+    Args:
+        model: the model to train, which may not be in ``folder``.
 
     Raises:
         JobError: another process trains there.
@@ -159,7 +162,7 @@ def run_folder(folder: str | Path, model: str | None = None) -> Iterator[RunFold
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn the errors that torch and safetensors raise on a full disk, none with an errno, into FileError.
+    """Turn the errors that torch and safetensors raise on a full disk, which have no errno, into FileError.
 
     Only calls that save belong inside: any RuntimeError becomes a FileError.
     """
@@ -178,7 +181,7 @@ def _step(path: Path) -> int:
 
 
 def _contents(folder: Path) -> dict[str, list[int]]:
-    """Flush all files of ``folder`` to disk, and return their checksums by name."""
+    """Flush all files of ``folder`` to the disk, and return their [size, CRC-32] by name."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     found = {path.relative_to(folder).as_posix(): _checksum(path) for path in files}
     sync_folder(folder)

@@ -170,7 +170,7 @@ DECISIVE = (
 
 
 def make_args(plan: TrainingPlan) -> TrainingArguments:
-    """Convert the plan to TrainingArguments."""
+    """Return the plan's options as transformers' TrainingArguments."""
     return training_args(
         output_dir=plan.output,
         max_steps=plan.max_steps or -1,
@@ -188,7 +188,7 @@ def make_args(plan: TrainingPlan) -> TrainingArguments:
 def _load(
     plan: TrainingPlan, config: Any, training: Sequence[Example]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load or create the model and tokenizer; check the teacher's vocabulary before a checkpoint is read."""
+    """Return the loaded or new model, and its tokenizer. Raises UsageError if the teacher has another vocabulary."""
     attention, made = plan.attn_implementation, None
     if plan.from_config:
         texts = [f"{example.prompt} {example.references[0]}" for example in training]
@@ -205,7 +205,7 @@ def _load(
 def _schedules(
     plan: TrainingPlan, config: Any, rows: Dataset, max_new_tokens: int, say: Callable[[str], object]
 ) -> dict[float, Schedule]:
-    """Return the schedule to train for at each target speed-up."""
+    """Return the schedule to train for by target speed-up, where not given fitted to the responses in ``rows``."""
 
     @cache
     def measure() -> list[int]:

@@ -100,12 +100,15 @@ class SkipTrainer(Trainer):
         return objective(outputs, labels, num_items_in_batch)
 
     def _drawn(self) -> Schedule:
-        """Draw the step's schedule from the seed and the step alone, so that a resumed run draws the same."""
+        """Return the step's schedule, drawn from the seed and the step alone, so that a resumed run draws the same."""
         dice = random.Random(f"{self.args.seed} {self.state.global_step}")
         return dice.choices(list(self.schedules.values()), self.weights)[0]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a step's batches; none after the last step, where transformers would train one step too many."""
+        """Return a step's batches; none after the last step, where transformers would train one step too many.
+
+        Raises JobError if the checkpoint resumed from is past the last step.
+        """
         if self.state.global_step > self.state.max_steps:
             raise JobError(
                 f"{self.args.output_dir} holds a checkpoint of step {self.state.global_step}, past the "
@@ -159,7 +162,7 @@ class SkipTrainer(Trainer):
 
 
 def refuse_broken(model: nn.Module) -> None:
-    """Raise DivergedError if a weight is not finite."""
+    """Raise DivergedError if a parameter holds a value that is not finite."""
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
             raise DivergedError(
@@ -181,6 +184,6 @@ training_args = partial(
 
 
 def checkpointing_option(wanted: bool) -> dict[str, bool]:
-    """Return gradient checkpointing as a TrainingArguments option, which transformers 5.23 renamed."""
+    """Return TrainingArguments' option for gradient checkpointing, which transformers 5.23 renamed; {} if unwanted."""
     new = "activation_checkpointing"
     return {new if new in TrainingArguments.__dataclass_fields__ else "gradient_checkpointing": True} if wanted else {}

@@ -43,7 +43,7 @@ class DecodingLinear(nn.Module):
 
     @classmethod
     def check_products(cls, dtype: torch.dtype) -> None:
-        """Raise ModelError if torch lacks this module's kernel on this CPU."""
+        """Raise ModelError if torch lacks this module's kernel for ``dtype`` on this CPU."""
         raise NotImplementedError
 
     def check_call(self, x: Tensor) -> None:
@@ -87,7 +87,7 @@ def plain_linear(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 
 
 def check_linear(model: PreTrainedModel, kind: type[DecodingLinear]) -> None:
-    """Raise UnsupportedModel if too few layer weights are in linear modules; the model may be on the meta device."""
+    """Raise UnsupportedModel if linear modules hold too few layer weights for ``kind``; meta tensors will do."""
     layers = decoder_layers(model)
     every = sum(weight.numel() for weight in layers.parameters() if weight.ndim > 1)
     linear = sum(child.weight.numel() for _, _, child in plain_linear(layers))

@@ -43,7 +43,7 @@ def available_memory(device: str | torch.device) -> int:
 
 
 def _cgroup_rooms() -> list[int]:
-    """Return the bytes that the limits of a container leave; an empty list without limits."""
+    """Return the bytes that each memory limit of a container leaves; an empty list without limits."""
     rooms = []
     for folder, limit, used, prefix in CGROUPS:
         with suppress(OSError, ValueError):  # no such group, or "max"

@@ -36,12 +36,12 @@ class DataSet(Task):
 
     @property
     def prompt_columns(self) -> list[tuple[str, ...]]:
-        """Return each form's columns without the reference's."""
+        """Return, for each published version of the data, the columns that make a prompt."""
         return [_prompt_columns(form) for form in self.forms]
 
     @property
     def described(self) -> str:
-        """Return each form's columns as text."""
+        """Return the columns of each published version of the data, for error messages."""
         return " or ".join(" and ".join(form) for form in self.forms)
 
     def example(self, row: Mapping[str, Any]) -> Example:
@@ -63,7 +63,10 @@ class DataSet(Task):
         return self.examples(split_rows(folder, split, self.files[split], self.hub_config, line), split)
 
     def _form(self, row: Mapping[str, Any]) -> Mapping[str, str]:
-        """Return the form of which the row fills most columns, preferring forms whose prompt columns are all filled."""
+        """Return the version, as a mapping from its columns to our names, of which the row fills most columns.
+
+        A version whose prompt columns are all filled is preferred.
+        """
 
         def fills(form: Mapping[str, str]) -> tuple[bool, int]:
             texts = {name for column, name in form.items() if holds_text(row.get(column))}
