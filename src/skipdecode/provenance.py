@@ -36,7 +36,7 @@ def identity(model: str) -> list[Any]:
     if not folder.is_dir():
         return [model]
     folder = folder.resolve()
-    files = sorted(p for p in folder.iterdir() if p.is_file() and any(fnmatch(p.name, form) for form in MATTERS))
+    files = sorted(p for p in folder.iterdir() if p.is_file() and any(fnmatch(p.name, pattern) for pattern in MATTERS))
     return [str(folder), *((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files)]
 
 

@@ -71,17 +71,17 @@ def typical_steps(lengths: Sequence[int]) -> int:
     return max(statistics.median_low(lengths), 1)
 
 
-def compare(full: Timing, own: Timing) -> Comparison:
-    """Return ``full``'s seconds and layers divided by ``own``'s. Raises ModelError if their steps or tokens differ."""
-    if full.result.lengths != own.result.lengths or full.cost.tokens != own.cost.tokens:
+def compare(full: Timing, skipping: Timing) -> Comparison:
+    """Return ``full``'s seconds and layers divided by ``skipping``'s. Raises ModelError if tokens or steps differ."""
+    if full.result.lengths != skipping.result.lengths or full.cost.tokens != skipping.cost.tokens:
         raise ModelError(
-            f"the timed texts came out at {full.cost.tokens} and {own.cost.tokens} tokens, where equal numbers were "
-            "asked for: a model whose generation config stops texts early cannot be timed"
+            f"the timed texts came out at {full.cost.tokens} and {skipping.cost.tokens} tokens, where equal numbers "
+            "were asked for: a model whose generation config stops texts early cannot be timed"
         )
     return Comparison(
-        ratio=full.seconds / own.seconds,
-        decode_ratio=full.step_ms / own.step_ms,
-        layer_ratio=full.cost.num_layers / own.cost.average_depth,
+        ratio=full.seconds / skipping.seconds,
+        decode_ratio=full.step_ms / skipping.step_ms,
+        layer_ratio=full.cost.num_layers / skipping.cost.average_depth,
     )
 
 

@@ -29,13 +29,13 @@ class Item:
     references: list[str] = field(default_factory=list)
 
 
-def read_items(source: str, task: Task, form: str | None = None) -> list[Item]:
+def read_items(source: str, task: Task, format: str | None = None) -> list[Item]:
     """Read all items of ``source``, a path or ``-`` for standard input; a row that cannot be used has an ``error``.
 
     If the task's inputs repeat (one row per reference), rows of one prompt become one item with all their references.
 
     Args:
-        form: ``jsonl``, ``csv`` or ``text``; None: by the file's suffix, else by the content.
+        format: ``jsonl``, ``csv`` or ``text``; None: by the file's suffix, else by the content.
 
     Raises:
         TaskError: the file is missing, has no rows, or has none of the task's columns; it holds a JSON array, not lines
@@ -47,7 +47,7 @@ def read_items(source: str, task: Task, form: str | None = None) -> list[Item]:
     items: list[Item] = []
     seen: dict[Prompt, Item] = {}
     fits = False  # whether a row has the task's columns, or could not be read at all
-    for line, row, error in read_rows(data, form, name=name, text_column=task.prompt_columns[0][0]):
+    for line, row, error in read_rows(data, format, name=name, text_column=task.prompt_columns[0][0]):
         fits |= not row or any(set(columns) <= set(row) for columns in task.prompt_columns)
         item = to_item(line, row, task, error)
         if task.distinct and item.error is None:

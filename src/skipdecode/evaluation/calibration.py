@@ -270,7 +270,7 @@ def calibrate(
     config = read_config(plan.model)
     method = _check(plan, config)
     before = schedule_for(config, plan.speedup)
-    trained, style = _style(plan, config, method)
+    trained, style = _schedule_fields(plan, config, method)
     examples = read_examples(plan.task, plan.data, "validation", say)
     if not examples and not plan.data.is_file():
         examples = plan.task.read(plan.data, "train")
@@ -385,7 +385,7 @@ def _check(plan: CalibrationPlan, config: Any) -> Method:
     return method
 
 
-def _style(plan: CalibrationPlan, config: Any, method: Method) -> tuple[Schedule | None, dict[str, Any]]:
+def _schedule_fields(plan: CalibrationPlan, config: Any, method: Method) -> tuple[Schedule | None, dict[str, Any]]:
     """Return the trained schedule whose depths to keep, changed as the plan says, and the fields of any new schedule.
 
     The former is None if none was trained for the speed-up, or its depths do not go with the plan's prompt layers or
@@ -423,9 +423,9 @@ def _quality(before: Written, after: Written, full: Written, examples: Sequence[
         against_full = isinstance(metric, Agreement)
         rows = range(len(examples)) if against_full else scored
         references = [[full.texts[i]] if against_full else examples[i].references for i in rows]
-        (own, old, new), interval = paired_scores(
+        (base, old, new), interval = paired_scores(
             metric, [[each.texts[i] for i in rows] for each in (full, before, after)], references
         )
         label = "agreement with full depth" if against_full else metric.label
-        found[label] = Quality(own, old, new, interval, len(rows))
+        found[label] = Quality(base, old, new, interval, len(rows))
     return found

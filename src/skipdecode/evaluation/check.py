@@ -22,7 +22,7 @@ from ..core.schedule import Schedule
 from ..core.stack import decoder_layers, text_config, with_lenders_first
 from ..errors import SkipDecodeError, UnsupportedModel, UsageError
 from ..weights.loading import load, read_config
-from .reference import undone
+from .reference import discarding_skipped
 
 #: Logits count as equal if their relative error is at most this,
 TOLERANCE = 1e-5
@@ -159,7 +159,7 @@ def attaches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[
 
 
 @torch.no_grad()
-def inert(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
+def is_inert(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
     """Check invariant 3: with gates and no schedule, or a full one, logits are bit-identical to the stock model's.
 
     Returns whether they are, and how many steps were compared.
@@ -174,28 +174,28 @@ def inert(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[boo
 
 
 @torch.no_grad()
-def is_the_reference(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
+def matches_uncached(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
     """Check that cached decoding gives the logits of an uncached pass in which skipped layers change nothing.
 
-    Returns whether their relative error is small enough for :func:`_equals_undone`, and the error as text.
+    Returns whether their relative error is small enough for :func:`_compare_with_reference`, and the error as text.
     """
     run = batch.generate(model, SkipCache(model, schedule))
-    return _equals_undone(model, schedule, batch, run.sequences[:, :-1], torch.stack(run.logits, 1))
+    return _compare_with_reference(model, schedule, batch, run.sequences[:, :-1], torch.stack(run.logits, 1))
 
 
 @torch.no_grad()
-def is_teacher_forced(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
+def training_matches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
     """Check invariant 2: a training pass, with each layer run on a prefix of positions, gives decoding's logits.
 
-    Returns whether their relative error is small enough for :func:`_equals_undone`, and the error as text.
+    Returns whether their relative error is small enough for :func:`_compare_with_reference`, and the error as text.
     """
     text = batch.generate(model, SkipCache(model, schedule)).sequences[:, :-1]
     with teacher_forced(model, schedule, batch.ids.shape[1]):
         cut = batch.uncached(model, text)
-    return _equals_undone(model, schedule, batch, text, cut)
+    return _compare_with_reference(model, schedule, batch, text, cut)
 
 
-def _equals_undone(
+def _compare_with_reference(
     model: PreTrainedModel, schedule: Schedule, batch: Batch, text: Tensor, logits: Tensor
 ) -> tuple[bool, str]:
     """Compare ``logits`` of ``text`` with those of an uncached pass in which skipped layers change nothing.
@@ -206,7 +206,7 @@ def _equals_undone(
     detach(model)
     stock = batch.generate(model, DynamicCache(config=model.config))
     rounding = _distance(torch.stack(stock.logits, 1), batch.uncached(model, stock.sequences[:, :-1]))
-    with undone(model, schedule, batch.ids.shape[1], text):
+    with discarding_skipped(model, schedule, batch.ids.shape[1], text):
         error = _distance(logits, batch.uncached(model, text))
     attach(model)
     if rounding > ROUNDING:
@@ -216,7 +216,7 @@ def _equals_undone(
 
 
 @torch.no_grad()
-def batch_is_alone(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
+def matches_alone(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
     """Check invariant 4: the greedy tokens of a row do not depend on other rows or on padding.
 
     Returns whether all rows are equal in the batch and alone, and the number of equal rows as text.
@@ -269,10 +269,10 @@ def work_falls(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tupl
 ATTACHES = "its layers can be skipped"
 CHECKS: dict[str, Callable[[PreTrainedModel, Schedule, Batch], tuple[bool, str]]] = {
     ATTACHES: attaches,
-    "inert at full depth": inert,
-    "cached decoding = the stock layers, undone": is_the_reference,
-    "a training pass = the stock layers, undone": is_teacher_forced,
-    "a row in a batch = the row alone": batch_is_alone,
+    "inert at full depth": is_inert,
+    "cached decoding = the stock layers, undone": matches_uncached,
+    "a training pass = the stock layers, undone": training_matches,
+    "a row in a batch = the row alone": matches_alone,
     "a second run writes the same": runs_repeat,
     "FLOPs fall by the skipped layers' share": work_falls,
 }

@@ -255,8 +255,8 @@ class Evaluation:
         numbers = [plan.batch_size, most, plan.timing_rows, plan.repeats]
         where = [plan.dtype, plan.device, dict(plan.faster), machine(plan.device), __version__]
         scores = [metric.name for metric in self.metrics]
-        own = [variant.method.name, variant.speedup, variant.model, variant.key, variant.schedule]
-        return fingerprint(ROW_VERSION, texts, numbers, where, scores, own, models)
+        chosen = [variant.method.name, variant.speedup, variant.model, variant.key, variant.schedule]
+        return fingerprint(ROW_VERSION, texts, numbers, where, scores, chosen, models)
 
     def check(self) -> None:
         """Check, before a model is loaded, that :meth:`row` and the tables replace no other results.
@@ -401,24 +401,24 @@ class Evaluation:
         timed, same = subsample(self.examples, self.plan.timing_rows), forced(self._steps)
         runs: dict[str, Callable[[], Generated]] = {
             "full": lambda: self.generate(self.reference.model, timed, None, **same),
-            "own": lambda: self.generate(variant.model, timed, decoding, **same),
+            "skipping": lambda: self.generate(variant.model, timed, decoding, **same),
         }
         if variant is self.reference:
-            del runs["own"]
+            del runs["skipping"]
         timing = alternate(runs, self.plan.repeats)
         full = timing["full"]
-        own = timing.get("own", full)
-        clock = compare(full, own)
+        skipping = timing.get("skipping", full)
+        clock = compare(full, skipping)
         return {
             "timed_steps": self._steps,
-            "timed_rows": own.cost.rows,
-            "timed_batches": len(own.result.lengths) * self.plan.repeats,
+            "timed_rows": skipping.cost.rows,
+            "timed_batches": len(skipping.result.lengths) * self.plan.repeats,
             "timed_step_layer_ratio": round(clock.layer_ratio, 3),
-            "timed_job_layer_ratio": round(full.cost.num_layers / own.cost.job_depth, 3),
-            "job_seconds_per_1k_tokens": round(own.seconds_per_1k, 4),
+            "timed_job_layer_ratio": round(full.cost.num_layers / skipping.cost.job_depth, 3),
+            "job_seconds_per_1k_tokens": round(skipping.seconds_per_1k, 4),
             "full_job_seconds_per_1k_tokens": round(full.seconds_per_1k, 4),
             "job_clock_ratio": round(clock.ratio, 3),
-            "step_ms": round(own.step_ms, 3),
+            "step_ms": round(skipping.step_ms, 3),
             "full_step_ms": round(full.step_ms, 3),
             "step_clock_ratio": round(clock.decode_ratio, 3),
         }

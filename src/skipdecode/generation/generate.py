@@ -164,13 +164,13 @@ def batches(
     devices = [model.device] if model.device.type == "cuda" else []  # besides the CPU, whose state is always restored
     for at in range(0, len(order), batch_size):
         keys = order[at : at + batch_size]
-        own: dict[str, Any] = {}
+        draws: dict[str, Any] = {}
         if seed is not None and sampled and num_beams(options, defaults) == 1:  # beam search draws for a whole batch
-            own = {"watermarking_config": Sampling(seed, keys)}
+            draws = {"watermarking_config": Sampling(seed, keys)}
         with torch.random.fork_rng(devices, enabled=sampled):
             if seed is not None and sampled:
                 torch.manual_seed(stable_hash(seed, *keys))
-            rows, cost = generate_batch(model, tokenizer, [prompts[key] for key in keys], decoding, **options | own)
+            rows, cost = generate_batch(model, tokenizer, [prompts[key] for key in keys], decoding, **options | draws)
         yield keys, rows, cost
 
 

@@ -129,14 +129,14 @@ class Predictor:
 
     def ratio(self, schedule: Schedule) -> float:
         """Return full depth's seconds divided by the schedule's: of decode steps (clock ``step``) or all (``job``)."""
-        full, own = self.full, self.seconds(schedule)
-        return full.job / own.job if self.clock == "job" else full.steps / own.steps
+        full, skipping = self.full, self.seconds(schedule)
+        return full.job / skipping.job if self.clock == "job" else full.steps / skipping.steps
 
     def ratios(self, schedule: Schedule) -> dict[str, float]:
         """Return speed-ups by what they count: ``layers`` of decode steps, seconds of each ``step``, of the ``job``."""
-        full, own = self.full, self.seconds(schedule)
+        full, skipping = self.full, self.seconds(schedule)
         layers = schedule.layer_ratio(self.typical)
-        return {"layers": layers, "step": full.steps / own.steps, "job": full.job / own.job}
+        return {"layers": layers, "step": full.steps / skipping.steps, "job": full.job / skipping.job}
 
 
 def plan(predictor: Predictor, speedup: float, **style: Any) -> Schedule:

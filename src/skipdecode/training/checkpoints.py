@@ -26,7 +26,7 @@ RECORD = "training.json"
 #: A checkpoint's last file: the run's identity (``_record`` in run.py), and size and checksum of the other files.
 SEAL = "whole.json"
 #: Subfolder in which a checkpoint or the trained model is written before it is moved to its place.
-SCRAP = ".checkpoint"
+STAGING = ".checkpoint"
 #: Number of checkpoints to keep: if the newest is damaged, the one before it is used.
 KEEP = 2
 
@@ -92,40 +92,40 @@ class RunFolder:
                 self._drop(path)
         write(self.folder / RECORD, _json({"author": AUTHOR, "plan": dict(plan)}))
 
-    def new_scrap(self) -> None:
-        """Delete the run's temporary folder ``SCRAP`` if there is one, and make it anew."""
-        shutil.rmtree(self.folder / SCRAP, ignore_errors=True)
-        (self.folder / SCRAP).mkdir()
+    def new_staging(self) -> None:
+        """Delete the run's temporary folder ``STAGING`` if there is one, and make it anew."""
+        shutil.rmtree(self.folder / STAGING, ignore_errors=True)
+        (self.folder / STAGING).mkdir()
 
     def keep(self, name: str, run: Mapping[str, Any]) -> None:
-        """Seal checkpoint ``name`` in ``SCRAP`` with the identity ``run``, move it here, keep the newest ``KEEP``."""
-        path = self.folder / SCRAP / name
+        """Seal checkpoint ``name`` in ``STAGING`` with the identity ``run``, move it here, keep the newest ``KEEP``."""
+        path = self.folder / STAGING / name
         write(path / SEAL, _json({"files": _contents(path), "run": dict(run)}))
         os.replace(path, self.folder / name)
         sync_folder(self.folder)
         for old in self.checkpoints()[:-KEEP]:
             self._drop(old)
-        shutil.rmtree(self.folder / SCRAP, ignore_errors=True)
+        shutil.rmtree(self.folder / STAGING, ignore_errors=True)
 
     def _drop(self, path: Path) -> None:
         """Move a checkpoint away, then delete it: a kill in between leaves no half-deleted checkpoint."""
-        self.new_scrap()
-        os.replace(path, self.folder / SCRAP / path.name)
-        shutil.rmtree(self.folder / SCRAP, ignore_errors=True)
+        self.new_staging()
+        os.replace(path, self.folder / STAGING / path.name)
+        shutil.rmtree(self.folder / STAGING, ignore_errors=True)
 
     # --- the trained model
 
     def publish(self) -> None:
-        """Replace the model in this folder by the one in ``SCRAP``, so that no mixture of the two ever loads.
+        """Replace the model in this folder by the one in ``STAGING``, so that no mixture of the two ever loads.
 
         A kill in between leaves no ``config.json``, so nothing loads, and the run's last checkpoint, which the same
         command goes on from.
         """
-        new, config = self.folder / SCRAP, self.folder / "config.json"
+        new, config = self.folder / STAGING, self.folder / "config.json"
         names = sorted(_contents(new), key=lambda name: name == config.name)  # config last: loading needs it
         config.unlink(missing_ok=True)
         sync_folder(self.folder)
-        for old in [path for form in FORMER for path in self.folder.glob(form)]:
+        for old in [path for pattern in FORMER for path in self.folder.glob(pattern)]:
             old.unlink()
         for name in names:
             target = self.folder / name

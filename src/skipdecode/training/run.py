@@ -29,9 +29,9 @@ from ..planning.resolve import method_schedule, new_schedule
 from ..provenance import fingerprint, identity
 from ..weights import loading
 from .callbacks import StopBySignal
-from .checkpoints import SCRAP, RunFolder, run_folder, writing
+from .checkpoints import STAGING, RunFolder, run_folder, writing
 from .plan import TrainingPlan
-from .trainer import SkipTrainer, checkpointing_option, refuse_broken, training_args
+from .trainer import SkipTrainer, checkpointing_option, refuse_nonfinite, training_args
 
 logger = logging.getLogger(__name__)
 
@@ -139,20 +139,20 @@ def _run(
         trainer.bar.close()
     if cut := trainer.data_collator.cut:
         say(f"{cut} responses lost their ends: beside a longer prompt they passed the model's positions")
-    model, scrap = trainer.model, folder.folder / SCRAP
+    model, staging = trainer.model, folder.folder / STAGING
     if first:
-        folder.new_scrap()
+        folder.new_staging()
     if plan.lora_rank:
         if first:
             with writing(folder.folder):
-                model.save_pretrained(scrap / "adapter")
+                model.save_pretrained(staging / "adapter")
         model = model.merge_and_unload()
-    refuse_broken(model)
+    refuse_nonfinite(model)
     model.config.use_cache = True  # the Trainer turns it off
     if first:
         with writing(folder.folder):
-            model.save_pretrained(scrap)
-            trainer.processing_class.save_pretrained(scrap)
+            model.save_pretrained(staging)
+            trainer.processing_class.save_pretrained(staging)
         folder.publish()
 
 

@@ -19,7 +19,7 @@ from ..core.schedule import Schedule
 from ..errors import DivergedError, JobError
 from ..methods.objectives import Objective
 from .callbacks import StepSeed, TrainingBar
-from .checkpoints import SCRAP, RunFolder, writing
+from .checkpoints import STAGING, RunFolder, writing
 from .sampler import LengthGrouped
 
 
@@ -126,11 +126,11 @@ class SkipTrainer(Trainer):
         return LengthGrouped(dataset["length"], group, self.args.seed, lambda: int(self.state.epoch or 0))
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        refuse_broken(self.model)
+        refuse_nonfinite(self.model)
         if self.folder is None:
             return super()._save_checkpoint(*args, **kwargs)
         if self.is_world_process_zero():
-            self.folder.new_scrap()
+            self.folder.new_staging()
         self.accelerator.wait_for_everyone()
         with writing(self.folder.folder):
             super()._save_checkpoint(*args, **kwargs)
@@ -139,8 +139,8 @@ class SkipTrainer(Trainer):
             self.folder.keep(f"checkpoint-{self.state.global_step}", self.record)
 
     def _get_output_dir(self, *args: Any, **kwargs: Any) -> str:
-        """Return where transformers writes its checkpoint: ``SCRAP``, from which ``folder`` moves it to its place."""
-        return super()._get_output_dir(*args, **kwargs) if self.folder is None else str(self.folder.folder / SCRAP)
+        """Return where transformers writes its checkpoint: ``STAGING``, from which ``folder`` moves it to its place."""
+        return super()._get_output_dir(*args, **kwargs) if self.folder is None else str(self.folder.folder / STAGING)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Omit tied weights, which no checkpoint holds twice, from the warning about missing keys."""
@@ -161,7 +161,7 @@ class SkipTrainer(Trainer):
         return metrics
 
 
-def refuse_broken(model: nn.Module) -> None:
+def refuse_nonfinite(model: nn.Module) -> None:
     """Raise DivergedError if a parameter holds a value that is not finite."""
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
