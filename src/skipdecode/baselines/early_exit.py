@@ -225,10 +225,8 @@ def install_exits(model: nn.Module) -> None:
 def read_out(model: nn.Module) -> ReadOut:
     """Return the function that maps hidden states to logits: final norm, projection, LM head.
 
-    A trial pass records the modules that run after the last decoder layer, and checks that they yield its logits.
-
-    Raises:
-        ModelError: the model does more than that between its last layer and its logits (soft-capping, for example).
+    A trial pass records the modules that run after the last decoder layer. Raises ModelError if they do not yield its
+    logits, because the model does more than they (soft-capping, for example).
     """
     last = decoder_layers(model)[-1]
     tail: list[nn.Module] = []

@@ -136,8 +136,7 @@ class SkipCache(DynamicCache):
     def end_layer(self, index: int) -> None:
         """Count the memory of a layer that has run, and free the layer unless the next step runs it.
 
-        Raises:
-            CacheError: the layer did not store all positions it ran, so later ones would attend to too few.
+        Raises CacheError if the layer did not store all positions it ran, so later ones would attend to too few.
         """
         layer, held, ran = self.layers[index], layer_kv_bytes(self.layers[index]), self._positions[index]
         short = isinstance(layer, DynamicLayer) and layer.get_seq_length() != self._length - self.width + ran

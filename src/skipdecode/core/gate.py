@@ -67,8 +67,11 @@ class Gate(Patch):
         output = self.original(*args, **kwargs)
         if cache is not None:
             cache.end_layer(self.index)
-        if not gates.output_is_known and not gates.borrowers:
-            _check_nothing_is_lent(kwargs)
+        may_lend = not gates.output_is_known and not gates.borrowers
+        if may_lend and any(isinstance(value, UserDict) and value for value in kwargs.values()):
+            raise UnsupportedModel(
+                "layers lend each other states of which the config says nothing: none can be skipped"
+            )
         gates.learn_output(output)
         if count == width:
             return output
@@ -163,11 +166,6 @@ def refuse_packed(kwargs: dict[str, Any]) -> None:
     """Raise CacheError if a pass with these arguments packs several sequences into one row."""
     if packed(kwargs):
         raise CacheError("packed (padding-free) batches cannot skip layers: give one sequence per row, left-padded")
-
-
-def _check_nothing_is_lent(kwargs: dict[str, Any]) -> None:
-    if any(isinstance(value, UserDict) and value for value in kwargs.values()):
-        raise UnsupportedModel("layers lend each other states of which the config says nothing: none can be skipped")
 
 
 def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SkipCache | None:

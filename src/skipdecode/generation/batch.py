@@ -81,7 +81,9 @@ def generate_batch(
     passes = passes or Passes()
     options, asked = given(options), model.generation_config
     width, layers = max(map(len, prompts)), layer_count(model.config)
-    pad = options.setdefault("pad_token_id", _padding(model, tokenizer))
+    padding = tokenizer.pad_token_id, asked.pad_token_id, min(end_tokens({}, asked), default=None), 0
+    # Any token will do, since the attention mask hides it.
+    pad = options.setdefault("pad_token_id", next(token for token in padding if token is not None))
     ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     if decoding is None:
@@ -142,13 +144,6 @@ def generate_batch(
         or max(total_kv_bytes(cache), finished.peak_kv_bytes if finished else 0),
     )
     return rows, cost
-
-
-def _padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id of a padding token; any token will do, since the attention mask hides it."""
-    ends = end_tokens({}, model.generation_config)
-    known = tokenizer.pad_token_id, model.generation_config.pad_token_id, min(ends, default=None)
-    return next((token for token in known if token is not None), 0)
 
 
 def _unpadded(row: Sequence[int], pad: int) -> int | None:

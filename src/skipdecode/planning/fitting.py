@@ -194,10 +194,8 @@ def _fit_falling(
 def refit(schedule: Schedule, speedup: float, lengths: Sequence[int] | Measure) -> Schedule | None:
     """Return the schedule with a horizon at which it achieves ``speedup`` within 1%; None if there is no such horizon.
 
-    A schedule that already does is returned unchanged, since a model may have been trained with it.
-
-    Raises:
-        ScheduleError: there are no lengths.
+    A schedule that already does is returned unchanged, since a model may have been trained with it. Raises
+    ScheduleError if there are no lengths.
     """
     measure: Measure = Lengths(lengths) if isinstance(lengths, Sequence) else lengths
     if _error(schedule, speedup, measure) <= TOLERANCE:

@@ -48,8 +48,7 @@ def multiplies_int8() -> bool:
 def quantize_head(model: nn.Module) -> None:
     """Quantize the LM head of a loaded model to int8. A tied embedding keeps its float weights.
 
-    Raises:
-        UnsupportedModel: the model has no LM head of floats, or the CPU does not multiply int8.
+    Raises UnsupportedModel if the model has no LM head of floats, or the CPU does not multiply int8.
     """
     heads: list[Any] = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
     if len(heads) != 1 or not isinstance(heads[0].quant_method, UnquantizedEmbeddingMethod):

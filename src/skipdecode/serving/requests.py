@@ -19,11 +19,7 @@ OWN = "skipdecode"
 
 
 def requested_speedup(params: Any, serving: Serving) -> tuple[float, bool]:
-    """Return the speed-up that a request gets without load, and whether the request named it.
-
-    Raises:
-        ScheduleError: the server does not offer this speed-up, or an argument has a reserved or similar name.
-    """
+    """Return a request's speed-up without load, and whether it named one. Raises ScheduleError for one not offered."""
     extra = params.extra_args or {}
     refuse_look_alikes(name for name in extra if name != SPEEDUP)
     asked = extra.get(SPEEDUP)
@@ -87,11 +83,7 @@ def _own(params: Any) -> dict[str, Any] | None:
 
 
 def ends_of(request: Any) -> list[float] | None:
-    """Return each bucket's end, the first position from which none of its layers run; None without a schedule.
-
-    Args:
-        request: the scheduler's request object.
-    """
+    """Return where each bucket ends (no layer of it runs from there on) in a scheduler's request; None: no schedule."""
     own = _own(request.sampling_params)
     return None if own is None else [max(request.num_prompt_tokens + end, 0) for end in own["ends"]]
 

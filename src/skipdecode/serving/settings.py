@@ -64,7 +64,11 @@ class Serving:
         else:
             stored = trained_schedules(config)
             offered = self._offered(options, stored)
-            layers = self._prompt_layers(options)
+            layers = options.get("prompt_layers")
+            if layers not in (None, "max", *range(1, self.num_layers + 1)) or layers is True:
+                raise ScheduleError(
+                    f"prompt_layers must be a number from 1 to {self.num_layers}, or 'max', not {layers!r}"
+                )
             self.schedules = {speedup: _schedule(config, speedup, layers, stored) for speedup in offered}
             trained = [speedup for speedup in offered if speedup in stored]
             self.default = self.speedup(options.get("speedup", max(trained, default=offered[0])))
@@ -88,12 +92,6 @@ class Serving:
         elif not isinstance(listed, list) or not listed:
             raise ScheduleError(f"speedups must be a list of numbers, as in [1, 2, 3], not {repr(listed)[:100]}")
         return sorted({_number("speedup", value, 1, self.num_layers) for value in listed})
-
-    def _prompt_layers(self, options: Mapping[str, Any]) -> Any:
-        layers = options.get("prompt_layers")
-        if layers not in (None, "max", *range(1, self.num_layers + 1)) or layers is True:
-            raise ScheduleError(f"prompt_layers must be a number from 1 to {self.num_layers}, or 'max', not {layers!r}")
-        return layers
 
     def _load(self, options: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the arguments of the load policy, or None without its options."""

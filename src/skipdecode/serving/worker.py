@@ -20,8 +20,7 @@ class SkipWorker(Worker):
     def init_device(self) -> None:
         """Initialize the device, and adapt vLLM's model runner before it loads the model.
 
-        Raises:
-            UnsupportedModel: vLLM has set an unsupported option since the config was checked.
+        Raises UnsupportedModel if vLLM has set an unsupported option since the config was checked.
         """
         serving = serving_of(self.vllm_config)
         assert serving is not None

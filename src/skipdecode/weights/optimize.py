@@ -19,11 +19,7 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 def optimizations(quantization: str | None = None, prepack: bool = False) -> dict[str, Any]:
-    """Return those of the two options that are on, by name, for :func:`optimize` and for reports of times.
-
-    Raises:
-        UsageError: an unknown quantization, or both options at once.
-    """
+    """Return those of the two options that are on, by name. Raises UsageError for an unknown quantization, or both."""
     if quantization not in (None, "int8"):
         raise UsageError(f"quantization is int8 or None, not {quantization!r}")
     if quantization and prepack:
