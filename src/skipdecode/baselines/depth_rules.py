@@ -35,7 +35,7 @@ class D3(Method):
     label = "D3"
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """Return the schedule whose ``alpha`` comes nearest to ``speedup``; every step runs first and last layer."""
+        """Return the schedule whose layer ratio over ``lengths`` is nearest to ``speedup``, by bisecting ``alpha``."""
         if speedup == 1:
             return Schedule.full(num_layers)
         ends = [layer for pair in zip(range(num_layers), reversed(range(num_layers)), strict=True) for layer in pair]
@@ -60,7 +60,7 @@ class HSD(Method):
     label = "HSD"
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """Return the schedule whose tokens per level come nearest to ``speedup``; steps run first and last layer."""
+        """Return the schedule whose layer ratio over ``lengths`` is nearest to ``speedup``, by tokens per level."""
         if speedup == 1:
             return Schedule.full(num_layers)
         least = min(2, num_layers)

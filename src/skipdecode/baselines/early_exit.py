@@ -35,7 +35,7 @@ class MultiExit(Method):
     trains_exits = True
 
     def is_trained_by(self, name: str) -> bool:
-        """Return True for CALM too, which has the same loss."""
+        """Tell whether the method called ``name`` has the same loss: multi-layer exit and CALM."""
         return name in ("multi_exit", "calm")
 
     def objective(self, model: PreTrainedModel, schedules: Mapping[float, Schedule]) -> Objective | None:
@@ -147,7 +147,7 @@ class ConfidenceCache(DynamicCache):
         self.writing = False  # the layer that runs is needed for its keys and values alone
 
     def confident(self, hidden: Tensor) -> Tensor:
-        """Return (batch,): whether the top two probabilities at ``hidden`` (batch, 1, width) differ by enough."""
+        """Return (batch,): whether the top two probabilities at ``hidden`` differ by more than the step's threshold."""
         top = self.reader(hidden[:, -1]).float().softmax(-1).topk(2).values
         decay = math.exp(-TAU * len(self.step_depths) / self.horizon)
         return top[:, 0] - top[:, 1] > min(max(0.9 * self.threshold + 0.1 * decay, 0), 1)

@@ -27,7 +27,7 @@ class Static(Method):
     model_per_speedup = True
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """Return the schedule that runs all layers of the pruned model."""
+        """Return the schedule that runs all layers of the model pruned for ``speedup``."""
         return Schedule.full(flat_depth(speedup, num_layers))
 
     def prepare(self, model: PreTrainedModel, speedup: float) -> PreTrainedModel:

@@ -59,7 +59,7 @@ class BenchPlan:
             self.predictor(size)
 
     def predictor(self, batch_size: int) -> Predictor | None:
-        """Return the predictor for a batch size; None without a profile. Raises UsageError outside its range."""
+        """Return the predictor for a batch size; None without a profile. Raises UsageError beyond its sizes."""
         work = Workload(batch_size, self.prompt_tokens, self.new_tokens)
         clock = "step" if self.clock == "layers" else self.clock
         return None if self.profile is None else Predictor(self.profile, [work], clock)

@@ -29,7 +29,7 @@ def markdown_table(heads: Sequence[str], cells: Sequence[Sequence[str]], words: 
 
 
 def check_folder(folder: Path) -> None:
-    """Create ``folder``, and check that :func:`save_tables` can write to it. Raises OSError, FileError."""
+    """Create ``folder``. Raises OSError or FileError if :func:`save_tables` cannot write to it."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         check_target(folder / name)

@@ -29,7 +29,7 @@ def target(max_depth: int, min_depth: int, num_layers: int) -> float:
 
 
 def budget(speedup: float, num_layers: int) -> tuple[int, int]:
-    """Return (max_depth, min_depth): the paper's, else whole depths near ``speedup = L / ((max + min) / 2)``."""
+    """Return (max_depth, min_depth) for a speed-up: the paper's if it has some, else near ``L / ((max + min) / 2)``."""
     if speedup == int(speedup) and (num_layers, int(speedup)) in PAPER_BUDGETS:
         return PAPER_BUDGETS[num_layers, int(speedup)]
     total = 2 * num_layers / speedup

@@ -89,7 +89,7 @@ def _rest_of(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str, 
 
 
 def _closed(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
-    """Return an answer's ids up to the template's end-of-sequence, or with one appended."""
+    """Return an answer's ids up to its template's end-of-sequence, or with one appended if there is none."""
     eos = tokenizer.eos_token_id
     if eos in ids:
         end = len(ids) - ids[::-1].index(eos)

@@ -206,7 +206,7 @@ class Calibration:
         return lines + [f"{label} falls {quality}" for label, quality in self.worse().items()]
 
     def worse(self) -> dict[str, Quality]:
-        """Return the scores that fall by more than :data:`POINTS`; agreement counts only if it is the only score."""
+        """Return by label the scores that fall by more than :data:`POINTS`; agreement counts only if it is alone."""
         judged = list(self.quality)[: max(len(self.quality) - 1, 1)]
         return {k: each for k, each in self.quality.items() if k in judged and each.before - each.after > POINTS}
 
@@ -362,7 +362,7 @@ def _measure(plan: CalibrationPlan, prompt_tokens: Sequence[int]) -> Callable[[S
 
 
 def _check(plan: CalibrationPlan, config: Any) -> Method:
-    """Return the method whose schedule is fitted. Raises UsageError, FileError if the plan cannot be carried out."""
+    """Return the method whose schedule is fitted. Raises UsageError, FileError if the plan does not fit the model."""
     layers = layer_count(config)
     method = get_method(trained_method(config) if is_trained(config) else DEFAULT_METHOD)
     if not method.fits_depths:

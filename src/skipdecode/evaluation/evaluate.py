@@ -159,7 +159,7 @@ def evaluate(
 
 
 def _read(plan: EvaluationPlan, say: Say) -> tuple[list[Example], list[Example]]:
-    """Return the examples to score, and the examples for lengths, thresholds and losses."""
+    """Return (examples to score, examples to hold out for lengths, thresholds and losses)."""
     examples = read_examples(plan.task, plan.data, "test", say)[: plan.limit]
     if not examples:
         raise UsageError(f"{plan.data} holds no test rows")

@@ -66,7 +66,7 @@ def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list
 
 
 def notes(rows: Sequence[Row]) -> dict[str, str]:
-    """Return notes on how the rows were timed, what the ratios mean, and how reliable the timings are."""
+    """Return notes by name: how the rows were timed, what the ratios mean, how reliable the timings are."""
     first = rows[0]
     figures = [
         shown(row[f"{what}_clock_ratio"], row["timed_step_layer_ratio"]) for row in rows for what in ("step", "job")

@@ -95,7 +95,7 @@ class FinishedRows(StoppingCriteria):
         del self.cache.finished_rows
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Update the ended rows, and return (rows,) False: no row stops because of this criterion."""
+        """Note which rows have ended, and return (rows,) False: no row stops because of this criterion."""
         self.ended |= self.ends(input_ids, scores, **kwargs)
         return torch.zeros_like(self.ended)
 

@@ -228,7 +228,7 @@ class GenerationJob(EngineConfig):
         return fingerprint(identity(resolve(self.model)), *parts)
 
     def _schedule(self, config: Any, lengths: Sequence[int], beams: int) -> Schedule:
-        """Return the schedule for prompts of these lengths. Raises UsageError for beams with a profile."""
+        """Return the schedule for prompts of ``lengths`` tokens. Raises UsageError for several beams with a profile."""
         schedule = self.schedule if isinstance(self.schedule, Schedule) else None
         style: dict[str, Any] = {} if self.prompt_layers is None else {"prompt_layers": self.prompt_layers}
         new_tokens = self.options["max_new_tokens"]
@@ -280,7 +280,7 @@ def _plain(value: Any) -> Any:
 def encode_items(
     items: Sequence[Item], tokenizer: PreTrainedTokenizerBase, config: Any, new_tokens: int
 ) -> dict[int, list[int]]:
-    """Return prompts' token ids by item index; an item with no token, or too many, gets an ``error`` instead."""
+    """Return prompts' token ids by item index; an item of no or too many tokens gets an ``error`` instead."""
     for item in items:
         if item.error is None and not isinstance(item.prompt, str):
             try:

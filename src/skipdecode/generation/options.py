@@ -103,7 +103,7 @@ def check_with_model(options: Mapping[str, Any], defaults: GenerationConfig, see
 
 
 def check_budget(speedup: float | None, schedule: object, full: bool) -> None:
-    """Raise UsageError if more than one of the arguments is given."""
+    """Raise UsageError if more than one of speed-up, schedule and full depth is given."""
     if (speedup is not None) + (schedule is not None) + full > 1:
         raise UsageError("give one of speedup, schedule and full")
 

@@ -128,7 +128,7 @@ class Predictor:
         return self._prompts[key]
 
     def ratio(self, schedule: Schedule) -> float:
-        """Return full depth's seconds divided by the schedule's: of decode steps (clock ``step``) or all (``job``)."""
+        """Return full depth's seconds divided by the schedule's: of steps (clock ``step``) or prompts too (``job``)."""
         full, skipping = self.full, self.seconds(schedule)
         return full.job / skipping.job if self.clock == "job" else full.steps / skipping.steps
 

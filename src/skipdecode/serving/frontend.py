@@ -67,7 +67,7 @@ class Frontend:
         return waiting, len(states) - waiting
 
     def stat_loggers(self) -> list[Any]:
-        """Return factories for vLLM's argument of this name: their logger passes token times to the load policy."""
+        """Return factories of vLLM's stat loggers: one that passes token times to the load policy, none without it."""
         return [] if self.load is None else [functools.partial(TokenTimes, self.load)]
 
     def follow(self, client: Any) -> None:
@@ -140,7 +140,7 @@ class TokenTimes(StatLoggerBase):
 
 
 def _to_sampling_params(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse ``speedup`` as a top-level field of a request: the OpenAI API would accept and ignore it."""
+    """Do as vLLM does, but refuse a top-level field ``speedup``: the OpenAI API would accept and ignore it."""
     with bad_request():
         refuse_look_alikes(self.model_extra or ())
     return original(self, *args, **kwargs)

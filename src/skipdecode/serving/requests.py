@@ -83,7 +83,7 @@ def _own(params: Any) -> dict[str, Any] | None:
 
 
 def ends_of(request: Any) -> list[float] | None:
-    """Return where each bucket ends (no layer of it runs from there on) in a scheduler's request; None: no schedule."""
+    """Return each bucket's end in a request, the first position that runs none of its layers; None: no schedule."""
     own = _own(request.sampling_params)
     return None if own is None else [max(request.num_prompt_tokens + end, 0) for end in own["ends"]]
 

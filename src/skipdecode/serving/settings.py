@@ -76,7 +76,7 @@ class Serving:
         self.buckets: Buckets = choose_buckets(self.schedules.values())
 
     def speedup(self, value: Any, name: str = "speedup") -> float:
-        """Return the value as a float. Raises ScheduleError if the server does not offer this speed-up."""
+        """Return ``value`` as a float. Raises ScheduleError, naming the option, if the server does not offer it."""
         if isinstance(value, bool) or not isinstance(value, int | float) or value not in self.schedules:
             offered = ", ".join(f"{speedup:g}" for speedup in self.schedules)
             several = "one of " if len(self.schedules) > 1 else ""
@@ -94,7 +94,7 @@ class Serving:
         return sorted({_number("speedup", value, 1, self.num_layers) for value in listed})
 
     def _load(self, options: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the arguments of the load policy, or None without its options."""
+        """Return the load policy's arguments; None without its options. Raises ScheduleError if one is missing."""
         limits = {name: _number(name, options[name], 0, 1e9) for name in LIMITS if name in options}
         if "load_speedup" not in options and not limits:
             return None

@@ -31,7 +31,7 @@ class SkipWorker(Worker):
         runner.skip_serving = serving
 
     def skipdecode_layers(self) -> dict[str, int]:
-        """Return layer-tokens since the start: at full depth, needed by the schedules, and run."""
+        """Return tokens times layers since the start: those at full depth, those that schedules need, those run."""
         plan = self.model_runner.skip_plan
         return {"full": plan.full_tokens, "needed": plan.needed_tokens, "run": plan.run_tokens}
 

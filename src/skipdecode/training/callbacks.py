@@ -27,7 +27,7 @@ class TrainingBar(ProgressCallback):
     training_bar: Any
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the bar; its time left is from the mean over all steps, as budgets and lengths make steps differ."""
+        """Start the bar, whose time left is estimated from the mean of all steps, as steps differ."""
         super().on_train_begin(args, state, control, **kwargs)
         self.start = self.current_step = state.global_step
         if self.training_bar is not None:

@@ -118,8 +118,8 @@ class RunFolder:
     def publish(self) -> None:
         """Replace the model in this folder by the one in ``STAGING``, so that no mixture of the two ever loads.
 
-        A kill in between leaves no ``config.json``, so nothing loads, and the run's last checkpoint, which the same
-        command goes on from.
+        After a kill in between there is no ``config.json``, so nothing loads; the same command goes on from the run's
+        last checkpoint.
         """
         new, config = self.folder / STAGING, self.folder / "config.json"
         names = sorted(_contents(new), key=lambda name: name == config.name)  # config last: loading needs it
@@ -200,7 +200,7 @@ def _checksum(path: Path) -> list[int]:
 
 
 def _damage(folder: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the run that a checkpoint's ``SEAL`` records, and how the checkpoint is damaged (None: it is not)."""
+    """Return (the run's identity in a checkpoint's ``SEAL``, how the checkpoint is damaged or None)."""
     try:
         values = read_json(folder / SEAL)
         run, files = dict(values["run"]), dict(values["files"])

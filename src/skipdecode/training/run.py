@@ -205,7 +205,7 @@ def _load(
 def _schedules(
     plan: TrainingPlan, config: Any, rows: Dataset, max_new_tokens: int, say: Callable[[str], object]
 ) -> dict[float, Schedule]:
-    """Return the schedule to train for by target speed-up, where not given fitted to the responses in ``rows``."""
+    """Return, by target speed-up, the schedules to train for: the plan's, the config's, or fitted to ``rows``."""
 
     @cache
     def measure() -> list[int]:

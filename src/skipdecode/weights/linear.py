@@ -74,7 +74,7 @@ class DecodingLinear(nn.Module):
 
 
 def plain_linear(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yield (parent, name, module) of each linear module without subclass, own forward, hooks or computed weight."""
+    """Yield (parent, name, module) of linear modules, but not of subclasses, own forwards, hooks, computed weights."""
     for parent in model.modules():
         for name, child in parent.named_children():
             if (
@@ -87,7 +87,7 @@ def plain_linear(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 
 
 def check_linear(model: PreTrainedModel, kind: type[DecodingLinear]) -> None:
-    """Raise UnsupportedModel if linear modules hold too few layer weights for ``kind``; meta tensors will do."""
+    """Raise UnsupportedModel if ``kind`` can replace too few of the layers' weights; on the meta device too."""
     layers = decoder_layers(model)
     every = sum(weight.numel() for weight in layers.parameters() if weight.ndim > 1)
     linear = sum(child.weight.numel() for _, _, child in plain_linear(layers))

@@ -192,7 +192,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
 
 
 def read_config(name: str, revision: str | None = None) -> Any:
-    """Read a model's config without its weights. Raises ModelError if there is none, or it is no decoder's."""
+    """Read a model's config without its weights. Raises ModelError if it is missing or invalid, or no decoder's."""
     check_files(Path(resolve(name)), ["config.json"])
     with as_model_error(f"no model could be read at {name}"):
         config = AutoConfig.from_pretrained(resolve(name), revision=revision, trust_remote_code=False)

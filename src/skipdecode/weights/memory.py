@@ -21,8 +21,7 @@ CGROUPS = (
 def available_memory(device: str | torch.device) -> int:
     """Return the bytes that can be allocated on ``device`` now; the page cache counts as free.
 
-    Args:
-        device: for a CPU, the smaller of the machine's free memory and what a container's limit leaves.
+    For a CPU, these are the smaller of the machine's free memory and what a container's limits leave.
 
     Raises:
         MissingExtra: psutil, which measures a CPU's memory, is not installed.

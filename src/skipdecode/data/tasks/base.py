@@ -39,7 +39,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def prompt_columns(self) -> Sequence[tuple[str, ...]]:
-        """Return alternative sets of columns that make a prompt; a text file's lines fill the first set's first."""
+        """Return sets of columns, each of which makes a prompt; a text file's lines are the first set's first."""
 
     @property
     @abstractmethod
@@ -48,7 +48,7 @@ class Task(ABC):
 
     @abstractmethod
     def example(self, row: Mapping[str, Any]) -> Example:
-        """Return the prompt of a row, and any references. Raises TaskError if it has no prompt."""
+        """Return the example of a row: its prompt, and any references. Raises TaskError if it has no prompt."""
 
     @abstractmethod
     def check_reference(self, row: Mapping[str, Any]) -> None:

@@ -114,7 +114,7 @@ class Jsonl(Task):
         return tuple(name for name in names if name != self.prompt_column)
 
     def _references(self, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the texts of the first response column with any. Raises TaskError for messages not one assistant's."""
+        """Return the texts of the first response column that has any. Raises TaskError for wrong messages."""
         for column in self._response_columns:
             value: Any = row.get(column)
             if holds_text(value):
