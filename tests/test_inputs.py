@@ -45,7 +45,7 @@ def test_lines_of_text_may_begin_with_a_bracket(tmp_path: Path) -> None:
     assert [item.prompt for item in read(tmp_path, b"[INST] hello\n[]\n", "in.txt")] == ["[INST] hello", "[]"]
 
 
-FORMS = {name: [*task.forms] for name, task in TASKS.items() if isinstance(task, DataSet)}
+FORMS = {name: [*task.versions] for name, task in TASKS.items() if isinstance(task, DataSet)}
 FORMS["jsonl"] = [{"prompt": "prompt", response: "reference"} for response in ("response", "completion")]
 
 

@@ -44,7 +44,7 @@ from transformers import (
 
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.core.cache import layer_kv_bytes
-from skipdecode.evaluation.reference import undone
+from skipdecode.evaluation.reference import discarding_skipped
 
 LAYERS = 8
 WINDOW = 6
@@ -248,7 +248,7 @@ def reference_logits(model: PreTrainedModel, schedule: Schedule, sequences: Tens
     width, sequences = prompt_mask.shape[1], sequences[:, :-1]
     mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(sequences), sequences.shape[1] - width)], dim=1)
     told = {"position_ids": positions(mask)} if "position_ids" in signature(model.forward).parameters else {}
-    with torch.no_grad(), undone(detach(model), schedule, width, sequences):
+    with torch.no_grad(), discarding_skipped(detach(model), schedule, width, sequences):
         return model(sequences, attention_mask=mask, use_cache=False, **told).logits[:, width - 1 :]
 
 
@@ -259,7 +259,7 @@ def naive(model: PreTrainedModel, schedule: Schedule, width: int) -> Iterator[Pr
 
     @wraps(stock)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with undone(model, schedule, width, kwargs["input_ids"]):
+        with discarding_skipped(model, schedule, width, kwargs["input_ids"]):
             return stock(*args, **kwargs)
 
     model.forward = forward

@@ -1,11 +1,10 @@
-"""Draw the trade-off between quality and speed."""
+"""Draw the picture of ``skipdecode demo``."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -16,9 +15,6 @@ from ..files import check_target, write
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
-
-MARKERS = "*osD^vPX<>"
 
 
 def check_picture(path: Path) -> None:
@@ -29,15 +25,8 @@ def check_picture(path: Path) -> None:
         raise UsageError(f"{path} does not end like a picture: .png, .pdf or .svg, say")
 
 
-def _save(figure: Figure, path: Path, dpi: int) -> None:
-    content = io.BytesIO()
-    figure.savefig(content, dpi=dpi, format=path.suffix.removeprefix(".").lower())
-    plt.close(figure)
-    write(path, content.getvalue())
-
-
 def draw_demo(schedules: Mapping[float, Schedule], timings: Mapping[float, Timing], path: Path, note: str) -> None:
-    """Draw the depth by step of every schedule, and the measured ratios of layers and seconds against the target."""
+    """Draw each schedule's depth by step, and its measured ratios against the target; ``note`` is in small print."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     steps = max(max(t.result.lengths) for t in timings.values())
     for speedup, schedule in schedules.items():
@@ -60,39 +49,7 @@ def draw_demo(schedules: Mapping[float, Schedule], timings: Mapping[float, Timin
     right.set_title("what it gave")
     right.legend()
     figure.suptitle(note, fontsize=8, color="grey")
-    _save(figure, path, 140)
-
-
-def draw_tradeoff(rows: Sequence[Mapping[str, Any]], metrics: Sequence[tuple[str, str]], path: Path, note: str) -> None:
-    """Draw each metric (one per line of panels) against a step's layer ratio and against the job's clock ratio.
-
-    Args:
-        rows: table rows of an evaluation, the full model first.
-        metrics: (key in the table rows, label) of each metric.
-        path: file of the picture.
-        note: small print above the panels.
-    """
-    figure, panels = plt.subplots(
-        len(metrics), 2, figsize=(11, 3.6 * len(metrics)), layout="constrained", squeeze=False, sharey="row"
-    )
-    axes_of = (
-        ("step_layer_ratio", "a decode step: times fewer layers"),
-        ("job_clock_ratio", "the job, prompt and decode steps: times faster (wall clock)"),
-    )
-    for (metric, label), line in zip(metrics, panels, strict=True):
-        for panel, (x, title) in zip(line, axes_of, strict=True):
-            for number, name in enumerate(dict.fromkeys(row["label"] for row in rows)):
-                ordered = sorted((row for row in rows if row["label"] == name), key=lambda row: row["target"])
-                panel.plot(
-                    [row[x] for row in ordered],
-                    [row[metric] for row in ordered],
-                    "k*" if number == 0 else f"{MARKERS[number % len(MARKERS)]}-",
-                    label=name,
-                    ms=10 if number == 0 else 6,
-                )
-            panel.axhline(rows[0][metric], color="grey", lw=0.8, ls=":")
-            panel.set(xlabel=title)
-        line[0].set(ylabel=label)
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    figure.suptitle(note, fontsize=8, color="grey")
-    _save(figure, path, 130)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=140, format=path.suffix.removeprefix(".").lower())
+    plt.close(figure)
+    write(path, content.getvalue())
