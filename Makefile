@@ -99,7 +99,7 @@ lock: $(VENV)/installed            # requirements.txt anew, within the bounds of
 mutants: $(VENV)/installed         # hours: which small faults would the tests not notice? MUTANTS="--minutes 60" goes on later
 	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py $(MUTANTS)
 
-# Tables. E2E and TLDR are the folders of the data sets (docs/training.md), RUNS where models go.
+# Tables and plots. E2E and TLDR are the folders of the data sets (docs/training.md), RUNS where models go.
 E2E ?= e2e
 TLDR ?= reddit_tldr
 RUNS ?= runs

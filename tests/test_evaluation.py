@@ -75,6 +75,7 @@ def test_one_row_per_method_and_budget_all_saved_and_drawn(checkpoint: Path, tmp
     table = list(csv.DictReader((tmp_path / "table.csv").open()))
     assert [float(r["bleu"]) for r in table] == [r["bleu"] for r in rows]
     assert (tmp_path / "table.md").read_text().count("\n| ") == len(rows) + 1
+    assert (tmp_path / "tradeoff.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.slow
@@ -262,11 +263,11 @@ def test_a_schedule_file_that_cannot_be_a_row_is_refused_first(
 def test_python_does_all_that_the_verb_does(
     evaluated: tuple[Path, tuple[object, ...]], checkpoint: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same rows and tables from an EvaluationPlan; finished rows count, so no model is loaded."""
+    """The same rows, tables and plot from an EvaluationPlan; finished rows count, so no model is loaded."""
     folder, command = evaluated
     assert run(*command).returncode == 0
     table = json.loads((folder / "table.json").read_text())
-    for name in ("table.md", "table.csv"):
+    for name in ("table.md", "tradeoff.png"):
         (folder / name).unlink()
     monkeypatch.setattr("skipdecode.evaluation.evaluate.load", lambda *a, **k: pytest.fail("a model was loaded"))
     progress = []
@@ -285,7 +286,7 @@ def test_python_does_all_that_the_verb_does(
     assert again["rows"] == table["rows"]
     assert again["about"] == {k: v for k, v in table["about"].items() if k != "command"} == results.about
     assert [row["texts"] for row in results.rows]
-    assert {path.name for path in results.files} == {"table.md", "table.csv", "table.json"}
+    assert {path.name for path in results.files} == {"table.md", "table.csv", "table.json", "tradeoff.png"}
     assert progress[-1] == ("skipdecode-2x", 2, 2)
 
 

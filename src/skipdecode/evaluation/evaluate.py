@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
-from ..clock.tables import FILES
+from ..clock.tables import FILES as TABLES
 from ..clock.timing import alternate, compare, forced, typical_steps
 from ..core.checkpoint_config import layer_count, schedule_for, trained_method
 from ..core.schedule import Schedule
@@ -37,8 +37,10 @@ from ..weights.loading import load, read_config, resolve
 from ..weights.optimize import check_optimizations, optimizations
 from . import report
 from .loss import batches_of, response_loss
+from .plots import draw_tradeoff
 from .variants import Variant, variants
 
+FILES = (*TABLES, "tradeoff.png")
 Say = Callable[[str], object]
 
 #: Increase it when the keys of a row change: rows of another version are measured again.
@@ -58,7 +60,7 @@ class EvaluationPlan:
         speedups: target layer ratios of every method.
         methods: as :func:`skipdecode.evaluation.variants.variants` takes them.
         schedules: JSON files of further schedules to evaluate.
-        output: folder for tables and finished table rows.
+        output: folder for tables, a plot and finished table rows.
         limit: largest number of inputs to score, and of inputs to hold out.
         batch_size: prompts decoded together.
         max_new_tokens: None: the task's.
@@ -109,7 +111,7 @@ class Results:
         rows: one table row per variant, the full model first, with the keys of ``table.json`` and the texts.
         metrics: (key in the table rows, display name) of each score.
         about: the notes below the tables, which say how the figures were measured.
-        files: paths of the tables.
+        files: paths of the tables and the plot.
     """
 
     rows: list[dict[str, Any]]
@@ -125,7 +127,7 @@ def evaluate(
     say: Say = warnings.warn,
     on_progress: Callable[[str, int, int], object] = lambda what, done, total: None,
 ) -> Results:
-    """Measure quality, layers, wall clock and memory of every variant, and write tables to ``plan.output``.
+    """Measure quality, layers, wall clock and memory of every variant, and write tables and a plot to ``plan.output``.
 
     A later call with the same plan resumes: it measures only the variants whose table row is not in ``plan.output``.
 
@@ -155,6 +157,7 @@ def evaluate(
         labels = [(metric.name, metric.label) for metric in metrics]
         about = _about(plan, len(examples), command) | report.notes(rows)
         report.save(rows, labels, about, plan.output)
+        draw_tradeoff(rows, labels, plan.output / "tradeoff.png")
     return Results(rows, labels, about, [plan.output / name for name in FILES])
 
 
@@ -269,7 +272,7 @@ class Evaluation:
             check_target(path)
         if any(path.exists() for path in tables) and not (self._path(self.reference).exists() or self.plan.overwrite):
             raise JobError(
-                f"{self.plan.output} holds tables that are not of these rows: give another --output, or --overwrite"
+                f"{self.plan.output} holds tables or a plot not of these rows: give another --output, or --overwrite"
             )
         for variant in self.variants:
             self._finished(variant, self.job(variant))

@@ -1,10 +1,11 @@
-"""Draw the picture of ``skipdecode demo``."""
+"""Draw the pictures of ``skipdecode demo`` and ``skipdecode evaluate``."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -36,19 +37,33 @@ def draw_demo(schedules: Mapping[float, Schedule], timings: Mapping[float, Timin
     )
     left.set_title("the staircase")
     left.legend(title="target")
-    base = timings[min(timings)]
-    targets = list(timings)
-    ratios = [t.cost.layer_ratio for t in timings.values()]
-    decode = [base.step_ms / t.step_ms for t in timings.values()]
-    total = [base.seconds / t.seconds for t in timings.values()]
+    base, targets, measured = timings[min(timings)], list(timings), timings.values()
     right.plot(targets, targets, ":", color="grey", label="target")
-    right.plot(targets, ratios, "o-", color="#334155", label="a decode step: fewer layers by")
-    right.plot(targets, decode, "s-", color="#2563eb", label="a decode step: faster by (clock)")
-    right.plot(targets, total, "^-", color="#f59e0b", label="the job, prompt included: faster by (clock)")
+    right.plot(targets, [t.cost.layer_ratio for t in measured], "o-", label="a decode step: fewer layers by")
+    right.plot(targets, [base.step_ms / t.step_ms for t in measured], "s-", label="a decode step: faster by (clock)")
+    label = "the job, prompt included: faster by (clock)"
+    right.plot(targets, [base.seconds / t.seconds for t in measured], "^-", label=label)
     right.set(xlabel="target speed-up", ylabel="times less than at 1x", xticks=targets)
     right.set_title("what it gave")
     right.legend()
     figure.suptitle(note, fontsize=8, color="grey")
+    _save(figure, path)
+
+
+def draw_tradeoff(rows: Sequence[Mapping[str, Any]], metrics: Sequence[tuple[str, str]], path: Path) -> None:
+    """Draw each metric (key, label) of an evaluation's rows, the full model's first, against the job's clock ratio."""
+    figure, panels = plt.subplots(1, len(metrics), figsize=(6 * len(metrics), 4), layout="constrained", squeeze=False)
+    for (metric, label), panel in zip(metrics, panels[0], strict=True):
+        for name in dict.fromkeys(row["label"] for row in rows):
+            points = sorted((row["job_clock_ratio"], row[metric]) for row in rows if row["label"] == name)
+            panel.plot(*zip(*points, strict=True), "o-", label=name)
+        panel.axhline(rows[0][metric], color="grey", lw=0.8, ls=":")
+        panel.set(xlabel="the job, prompt and decode steps: times faster (wall clock)", ylabel=label)
+    panels[0][0].legend(fontsize=8)
+    _save(figure, path)
+
+
+def _save(figure: plt.Figure, path: Path) -> None:
     content = io.BytesIO()
     figure.savefig(content, dpi=140, format=path.suffix.removeprefix(".").lower())
     plt.close(figure)
