@@ -320,6 +320,9 @@ CUT = {
     "half": lambda row: row[: len(row) // 2],
     "null": lambda row: b"null",
     "list": lambda row: b"[1, 2]",
+    "no texts": lambda row: json.dumps({k: v for k, v in json.loads(row).items() if k != "texts"}).encode(),
+    "other types": lambda row: json.dumps(json.loads(row) | {"texts": 3}).encode(),
+    "another digit": lambda row: json.dumps(json.loads(row) | {"step_layers": 9.9}).encode(),
     "deep": lambda row: b"[" * 100_000,
     "not UTF-8": lambda row: b"\xff" + row,
 }

@@ -309,7 +309,8 @@ def test_wrong_values_are_refused(values: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (json.dumps({**GOOD, "dephts": [1]}), "unknown schedule keys: dephts; known are"),
+        (json.dumps({**GOOD, "": 1}), "unknown schedule keys: ''; known are"),
+        (json.dumps({**GOOD, "dephts": [1]}), "unknown schedule keys: 'dephts'; known are"),
         (json.dumps({"num_layers": 8, "horizon": 4}), "needs max_depth, min_depth"),
         ("[8, 6, 2, 8]", "JSON object, not list"),
         ("null", "JSON object, not NoneType"),

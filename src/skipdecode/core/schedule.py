@@ -236,7 +236,7 @@ class Schedule:
         """
         require(isinstance(values, dict), f"a schedule is a JSON object, not {type(values).__name__}")
         names = {field.name for field in fields(cls)}
-        unknown = ", ".join(sorted(set(values) - names))
+        unknown = ", ".join(map(repr, sorted(set(values) - names)))  # of the key '', repr leaves something to see
         require(not unknown or not strict, f"unknown schedule keys: {unknown}; known are {', '.join(sorted(names))}")
         if unknown:
             warnings.warn(f"a later version of skipdecode wrote {unknown} into a schedule: left out", stacklevel=2)

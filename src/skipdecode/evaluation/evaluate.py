@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -282,7 +283,7 @@ class Evaluation:
         job = self.job(variant)
         row = self._finished(variant, job)
         if row is None:
-            text = json.dumps({"job": job} | self._measure(variant), ensure_ascii=False)
+            text = json.dumps(_with_checksum({"job": job} | self._measure(variant)), ensure_ascii=False)
             write(self._path(variant), text + "\n")
             row = json.loads(text)
         if variant is self.reference:
@@ -297,20 +298,17 @@ class Evaluation:
         path = self._path(variant)
         if not path.exists():
             return None
-        try:
+        row = None
+        with suppress(FileError):
             row = read_json(path)
-        except FileError:
-            row = None
-        if not isinstance(row, dict):
+        if not isinstance(row, dict) or row != _with_checksum(row):
             self.say(f"{path} is damaged: it is measured again")
             return None
-        if row.get("job") == job:
-            return row
-        if not self.plan.overwrite:
+        if row["job"] != job and not self.plan.overwrite:
             raise JobError(
                 f"{path} was measured with other settings or another model: give another --output, or --overwrite"
             )
-        return None
+        return row if row["job"] == job else None
 
     def _model(self, name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Return a checkpoint's model and tokenizer; keep only the reference and the last one loaded in memory."""
@@ -407,8 +405,7 @@ class Evaluation:
         if variant is self.reference:
             del runs["skipping"]
         timing = alternate(runs, self.plan.repeats)
-        full = timing["full"]
-        skipping = timing.get("skipping", full)
+        full, skipping = timing["full"], timing.get("skipping", timing["full"])
         clock = compare(full, skipping)
         return {
             "timed_steps": self._steps,
@@ -423,3 +420,8 @@ class Evaluation:
             "full_step_ms": round(full.step_ms, 3),
             "step_clock_ratio": round(clock.decode_ratio, 3),
         }
+
+
+def _with_checksum(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with a checksum, by which files that were cut short or edited are detected."""
+    return row | {"checksum": fingerprint({name: value for name, value in row.items() if name != "checksum"})}

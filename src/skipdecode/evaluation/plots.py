@@ -21,8 +21,7 @@ import matplotlib.pyplot as plt
 def check_picture(path: Path) -> None:
     """Raise FileError if ``path`` cannot be written, UsageError if its suffix is not that of an image format."""
     check_target(path)
-    kinds = plt.Figure().canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in kinds:
+    if path.suffix.removeprefix(".").lower() not in plt.Figure().canvas.get_supported_filetypes():
         raise UsageError(f"{path} does not end like a picture: .png, .pdf or .svg, say")
 
 

@@ -86,7 +86,7 @@ def notes(rows: Sequence[Row]) -> dict[str, str]:
 
 def save(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], about: Mapping[str, Any], folder: Path) -> None:
     """Write ``table.md``, ``table.csv`` and ``table.json`` to ``folder``, with notes on how the rows were measured."""
-    rows = [{name: value for name, value in row.items() if name not in ("job", "texts")} for row in rows]
+    rows = [{name: value for name, value in row.items() if name not in ("job", "texts", "checksum")} for row in rows]
     rows = [{**row, "model": Path(row["model"]).name} for row in rows]  # local paths mean nothing elsewhere
     flat = [{k: v for k, v in row.items() if not isinstance(v, (dict, list))} for row in rows]
     for values, row in zip(flat, rows, strict=True):
