@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -85,7 +85,7 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 @ALL
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(texts=turns, answer=words)
 @example(texts=["the cat sat"], answer="on a mat")
 def test_prompt_and_answer_are_the_templates(tokenizer: PreTrainedTokenizerBase, texts: list[str], answer: str) -> None:

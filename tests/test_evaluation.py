@@ -263,7 +263,7 @@ def test_a_schedule_file_that_cannot_be_a_row_is_refused_first(
 def test_python_does_all_that_the_verb_does(
     evaluated: tuple[Path, tuple[object, ...]], checkpoint: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same rows, tables and plots from an EvaluationPlan; finished rows count, so no model is loaded."""
+    """The same rows, tables and plot from an EvaluationPlan; finished rows count, so no model is loaded."""
     folder, command = evaluated
     assert run(*command).returncode == 0
     table = json.loads((folder / "table.json").read_text())
@@ -286,7 +286,7 @@ def test_python_does_all_that_the_verb_does(
     assert again["rows"] == table["rows"]
     assert again["about"] == {k: v for k, v in table["about"].items() if k != "command"} == results.about
     assert [row["texts"] for row in results.rows]
-    assert {path.name for path in results.files} >= {"table.md", "tradeoff.png"}
+    assert {path.name for path in results.files} == {"table.md", "table.csv", "table.json", "tradeoff.png"}
     assert progress[-1] == ("skipdecode-2x", 2, 2)
 
 
@@ -320,6 +320,9 @@ CUT = {
     "half": lambda row: row[: len(row) // 2],
     "null": lambda row: b"null",
     "list": lambda row: b"[1, 2]",
+    "no texts": lambda row: json.dumps({k: v for k, v in json.loads(row).items() if k != "texts"}).encode(),
+    "other types": lambda row: json.dumps(json.loads(row) | {"texts": 3}).encode(),
+    "another digit": lambda row: json.dumps(json.loads(row) | {"step_layers": 9.9}).encode(),
     "deep": lambda row: b"[" * 100_000,
     "not UTF-8": lambda row: b"\xff" + row,
 }

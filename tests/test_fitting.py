@@ -33,7 +33,7 @@ def wishes(draw: st.DrawFn) -> tuple[int, float, list[int], dict[str, Any]]:
     return layers, draw(st.floats(1.05, layers)), draw(LENGTHS), style | {"prompt_decay": draw(st.integers(0, 5))}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(wishes())
 def test_a_fall_is_kept_wherever_one_comes_near(wish: tuple[int, float, list[int], dict[str, Any]]) -> None:
     """F3: a constant depth comes only where no fall is within NEAR and it is nearer; nothing ever increases."""
@@ -58,7 +58,7 @@ def test_a_fall_is_kept_wherever_one_comes_near(wish: tuple[int, float, list[int
         assert off(plan, speedup, lengths) == pytest.approx(min(flats))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(2, 32), st.floats(1.05, 32), LENGTHS)
 def test_a_constant_depth_asked_for_is_the_nearest_one(layers: int, speedup: float, lengths: list[int]) -> None:
     """Of all depths, none comes nearer to the ratio."""
@@ -68,7 +68,7 @@ def test_a_constant_depth_asked_for_is_the_nearest_one(layers: int, speedup: flo
     assert off(plan, speedup, lengths) == min(abs(layers / depth / speedup - 1) for depth in range(1, layers + 1))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(24, 80), st.floats(1.5, 5), st.integers(30, 200), st.sampled_from(FALLING[:2]))
 def test_of_many_falls_that_achieve_it_the_papers_is_taken(
     layers: int, speedup: float, length: int, decay: str
@@ -86,7 +86,7 @@ def test_a_constant_depth_that_is_nearer_takes_the_place_of_a_fall_that_is_far()
     assert fit(10, 8, [1], decay="constant").max_depth == 1
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(2, 32), st.floats(1, 32), LENGTHS, st.integers(1, 32))
 def test_no_step_runs_more_layers_than_the_prompt(
     layers: int, speedup: float, lengths: list[int], prompt_layers: int
@@ -100,7 +100,7 @@ def test_no_step_runs_more_layers_than_the_prompt(
     assert follows.replace(prompt_layers=None) == fit(layers, speedup, lengths)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(2, 32), st.floats(1, 32), LENGTHS)
 def test_bisection_finds_the_nearest(layers: int, speedup: float, lengths: list[int]) -> None:
     """Of all that ``at`` can give, where the ratio grows with its argument."""
@@ -135,7 +135,7 @@ def test_a_constant_depth_not_asked_for_is_said(caplog: pytest.LogCaptureFixture
     assert not caplog.text
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(wishes(), LENGTHS)
 def test_refitting_moves_the_horizon_alone(
     wish: tuple[int, float, list[int], dict[str, Any]], later: list[int]
@@ -164,7 +164,7 @@ def test_what_has_no_horizon_to_move_is_kept_or_given_up(plan: Schedule) -> None
     assert refit(plan, 1.1 * achieved(plan, [3, 2]), [3, 2]) is None
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(wishes())
 def test_achieved_is_what_the_steps_add_up_to(wish: tuple[int, float, list[int], dict[str, Any]]) -> None:
     """Counted by level as counted step by step."""
@@ -197,7 +197,7 @@ def test_a_batch_steps_until_its_longest_row_ends(tokens: list[int], size: int) 
     assert batch_lengths(tokens, size) == steps
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(2, 10), st.floats(1.05, 10), LENGTHS, st.integers(0, 4))
 def test_warm_up_layers_are_within_every_depth(layers: int, speedup: float, lengths: list[int], warmup: int) -> None:
     """``top`` fits no depth below them; an order without warm-up layers is not bound by their number."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
     DynamicCache,
@@ -362,7 +362,7 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "max_new_tokens": 10, "eos_token_i
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12)
 @given(st.permutations(range(len(TEXTS))), st.integers(1, 9), st.integers(0, 2**40))
 def test_a_rows_sample_depends_on_its_seed_and_number_alone(
     loaded: Loaded, order: list[int], batch_size: int, seed: int

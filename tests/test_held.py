@@ -161,7 +161,7 @@ ODD: list[Any] = [
 ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_mutated_schedule_is_a_schedule_or_refused(draw: st.DataObject) -> None:
     """Held: 400 mutated files; whatever one holds, what is taken never goes deeper."""

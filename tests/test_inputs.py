@@ -45,7 +45,7 @@ def test_lines_of_text_may_begin_with_a_bracket(tmp_path: Path) -> None:
     assert [item.prompt for item in read(tmp_path, b"[INST] hello\n[]\n", "in.txt")] == ["[INST] hello", "[]"]
 
 
-FORMS = {name: [*task.forms] for name, task in TASKS.items() if isinstance(task, DataSet)}
+FORMS = {name: [*task.versions] for name, task in TASKS.items() if isinstance(task, DataSet)}
 FORMS["jsonl"] = [{"prompt": "prompt", response: "reference"} for response in ("response", "completion")]
 
 
@@ -129,7 +129,7 @@ def test_any_bytes_are_a_row_or_an_error_per_line(folder: Path, lines: list[byte
         json.dumps([item.columns for item in items], ensure_ascii=False).encode()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     data=st.binary(max_size=60)
     | st.text(st.sampled_from('prompt,":{}[]\\\n\r \x00ud8é\u2028\x0b'), max_size=60).map(str.encode),

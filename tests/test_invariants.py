@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, set_seed
 from transformers.generation import BaseStreamer
 
 from helpers.families import (
     ATTENTIONS,
     DENSE,
+    EAGER_ONLY,
     FAMILIES,
+    FORMS,
     LAYERS,
     LENGTHS,
     NEW,
@@ -48,19 +51,24 @@ from skipdecode.core.stack import decoder_layers, lenders, with_lenders_first
 
 FULL = Schedule.full(LAYERS)
 TOLERANCE = 1e-5  # fp32, relative to the logits' scale
+#: What schedules may ask of a family: any order down to one layer, warm-up and plateaus, decay in the prompt.
+ORDERS = ("permutation", "list", "prompt-wide")
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
-every_attention = pytest.mark.parametrize(("name", "attention"), ATTENTIONS)
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+
+
+def pairs(always: Iterable[str], forms: Iterable[str]) -> Any:
+    """Every family with some of the schedules; one family of each form with more of them."""
+    some = [(name, schedule) for name in FAMILIES for schedule in always]
+    return pytest.mark.parametrize(("name", "schedule"), some + [(n, s) for n in FORMS if n in FAMILIES for s in forms])
 
 
 # --- 2: incremental = teacher-forced
 
 
-def check_teacher_forced(model: PreTrainedModel, schedule: Schedule, inputs: dict[str, Tensor]) -> None:
+def check_teacher_forced(model: PreTrainedModel, schedule: Schedule, mask: Tensor, output: Any) -> None:
     """Cached step-by-step logits are those of one uncached pass, and the reference's; not the full model's."""
-    output = run(model, inputs, schedule)
-    mask = inputs["attention_mask"]
     steps = torch.stack(output.logits, dim=1)
     assert steps.shape[1] == NEW
     assert distance(steps, new_token_logits(model, schedule, output.sequences, mask)) < TOLERANCE
@@ -68,23 +76,55 @@ def check_teacher_forced(model: PreTrainedModel, schedule: Schedule, inputs: dic
     assert distance(steps, reference_logits(model, schedule, output.sequences, mask)) < TOLERANCE
 
 
-@every_attention
-def test_decoding_is_teacher_forcing(name: str, attention: str) -> None:
-    """Invariant 2 with the paper's schedule, in both attention implementations."""
-    check_teacher_forced(build(name, attention), TOP, prompts())
+@functools.cache
+def stock_kv_bytes(name: str) -> list[list[int]]:
+    """What the stock cache holds after each pass, per layer."""
+    model = build(name)
+    probe = Probe(DynamicCache(config=model.config))
+    run(model, prompts(), past_key_values=probe.cache, logits_processor=LogitsProcessorList([probe]))
+    return probe.measure_layer_kv
 
 
-@every_family
-@every_schedule
-def test_decoding_is_teacher_forcing_for_every_schedule(name: str, schedule: Schedule) -> None:
-    """Invariant 2 for all orders, decays and decay inside the prompt."""
-    check_teacher_forced(build(name), schedule, prompts())
+@pairs(ORDERS, [name for name in SCHEDULES if name not in ORDERS])
+def test_decoding_is_teacher_forcing_and_the_cache_holds_what_will_still_run(name: str, schedule: str) -> None:
+    """Invariants 1, 2 and 5 for all orders, decays and decay inside the prompt.
+
+    After each pass, a layer of the next step holds what the stock cache would, and room; no other holds anything.
+    """
+    model, inputs, asked = attach(build(name)), prompts(), SCHEDULES[schedule]
+    cache = SkipCache(model, asked)
+    grows = [isinstance(layer, GrowingLayer) for layer in cache.layers]
+    probe = Probe(cache)
+    output = run(model, inputs, past_key_values=cache, logits_processor=LogitsProcessorList([probe]))
+    held = [0] * LAYERS
+    plan = cache.schedule  # lenders of keys may stand before their borrowers in it
+    for number, stock in enumerate(stock_kv_bytes(name)):
+        runs = range(LAYERS) if number == 0 else plan.layers(plan.depth(number - 1))
+        keeps = plan.layers(plan.depth(number))
+        for layer in runs:
+            held[layer] = stock[layer] if layer in keeps else 0
+            if grows[layer]:
+                held[layer] = held[layer] // (WIDTH + number) * (WIDTH + ROOM)
+        assert probe.measure_layer_kv[number] == held
+    assert len(probe.measure_layer_kv) == number + 1 == NEW
+    assert sum(held) == total_kv_bytes(cache)
+    assert cache.get_seq_length() == WIDTH + STEPS
+    assert cache.step_depths == [asked.depth(g) for g in range(STEPS)]
+    check_teacher_forced(model, asked, inputs["attention_mask"], output)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in EAGER_ONLY])
+def test_decoding_is_teacher_forcing_in_eager_attention(name: str) -> None:
+    """Invariant 2 where SDPA, which the other tests run, is not used."""
+    model, inputs = build(name, "eager"), prompts()
+    check_teacher_forced(model, TOP, inputs["attention_mask"], run(model, inputs, TOP))
 
 
 @every_family
 def test_decoding_is_teacher_forcing_without_padding(name: str) -> None:
     """Invariant 2 for a batch of equal lengths, whose mask ``generate`` drops."""
-    check_teacher_forced(build(name), SCHEDULES["prompt"], prompts((7, 7)))
+    model, inputs, schedule = build(name), prompts((7, 7)), SCHEDULES["prompt"]
+    check_teacher_forced(model, schedule, inputs["attention_mask"], run(model, inputs, schedule))
 
 
 # --- 3: inert
@@ -95,17 +135,20 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a.sequences, b.sequences) and all(map(torch.equal, a.logits, b.logits))
 
 
-@every_attention
+@pytest.mark.parametrize(("name", "attention"), ATTENTIONS)
 def test_full_or_nothing_is_bit_identical(name: str, attention: str) -> None:
     """Gates without a cache, the full schedule, and a detached model all give the stock model's bits."""
     inputs = prompts()
     model = build(name, attention)
-    stock = run(model, inputs)
-    assert same(run(attach(model), inputs), stock)
-    assert same(run(model, inputs, FULL), stock)
-    new_token_logits(model, TOP, run(model, inputs, TOP).sequences, inputs["attention_mask"])
-    assert same(run(model, inputs), stock), "a schedule must leave nothing behind"
-    assert same(run(detach(model), inputs), stock)
+    few = functools.partial(run, model, inputs, max_new_tokens=6)
+    stock = few()
+    attach(model)
+    assert same(few(), stock)
+    assert same(few(FULL), stock)
+    new_token_logits(model, TOP, few(TOP).sequences, inputs["attention_mask"])
+    assert same(few(), stock), "a schedule must leave nothing behind"
+    detach(model)
+    assert same(few(), stock)
 
 
 @every_family
@@ -173,8 +216,7 @@ def test_a_copy_is_independent(name: str) -> None:
 # --- 4: batch = alone
 
 
-@every_family
-@pytest.mark.parametrize("schedule", ["top", "prompt"])
+@pairs(["prompt"], ["top"])
 def test_a_row_does_not_depend_on_its_batch(name: str, schedule: str) -> None:
     """Each row's greedy tokens are those of the row alone without padding; its logits too, in fp32."""
     model, inputs = build(name), prompts()
@@ -199,38 +241,7 @@ def test_a_finished_row_does_not_disturb_the_others(name: str) -> None:
         assert set(tokens[length:]) <= {0}
 
 
-# --- 1 and 5: what the cache holds
-
-
-@every_family
-@every_schedule
-def test_the_cache_holds_what_will_still_run_and_nothing_else(name: str, schedule: Schedule) -> None:
-    """After each pass: a layer of the next step holds what the stock cache would, and room; no other holds any."""
-    model, inputs = attach(build(name)), prompts()
-    cache, stock = SkipCache(model, schedule), DynamicCache(config=model.config)
-    grows = [isinstance(layer, GrowingLayer) for layer in cache.layers]
-    probes = [Probe(cache), Probe(stock)]
-    for probe in probes:
-        model.generate(
-            **inputs,
-            past_key_values=probe.cache,
-            max_new_tokens=NEW,
-            do_sample=False,
-            logits_processor=LogitsProcessorList([probe]),
-        )
-    held = [0] * LAYERS
-    plan = cache.schedule  # lenders of keys may stand before their borrowers in it
-    for number in range(NEW):
-        runs = range(LAYERS) if number == 0 else plan.layers(plan.depth(number - 1))
-        keeps = plan.layers(plan.depth(number))
-        for layer in runs:
-            held[layer] = probes[1].measure_layer_kv[number][layer] if layer in keeps else 0
-            if grows[layer]:
-                held[layer] = held[layer] // (WIDTH + number) * (WIDTH + ROOM)
-        assert probes[0].measure_layer_kv[number] == held
-    assert sum(held) == total_kv_bytes(cache)
-    assert cache.get_seq_length() == WIDTH + STEPS
-    assert cache.step_depths == [schedule.depth(g) for g in range(STEPS)]
+# --- 1 and 5: what the cache holds (see also above)
 
 
 class Watch(TorchDispatchMode):
@@ -345,13 +356,54 @@ def layer_flops(model: PreTrainedModel, layer: int, batch: int, queries: int, ke
     )
 
 
+class Flops(TorchDispatchMode):
+    """Counts as torch's FlopCounterMode does, per decoder layer; that one follows every module, at many times the cost.
+
+    Attributes:
+        total: of all that runs, backward passes too.
+        layers: of each decoder layer's forward passes.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.total = 0
+        self.layers = [0] * LAYERS
+        self.running: int | None = None
+
+    def enter(self, index: int | None, *_: Any) -> None:
+        """Called before (with its number) and after a layer's forward pass."""
+        self.running = index
+
+    def __enter__(self) -> Flops:
+        self.hooks = []
+        for index, layer in enumerate(decoder_layers(self.model)):
+            self.hooks += [layer.register_forward_pre_hook(functools.partial(self.enter, index))]
+            self.hooks += [layer.register_forward_hook(functools.partial(self.enter, None))]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self.hooks:
+            hook.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **kwargs or {})
+        if func._overloadpacket in flop_registry:
+            flops = flop_registry[func._overloadpacket](*args, **kwargs or {}, out_val=output)
+            self.total += flops
+            if self.running is not None:
+                self.layers[self.running] += flops
+        return output
+
+
 def decode_flops(model: PreTrainedModel, cache: Any) -> list[int]:
     """Counted FLOPs of each pass."""
-    passes, flops = decode(model, prompts(), cache, STEPS), []
-    for _ in range(NEW):
-        with FlopCounterMode(display=False) as counter:
+    passes, flops = decode(model, prompts(), cache, TOP.horizon + 1), []
+    for _ in range(TOP.horizon + 2):
+        with Flops(model) as counter:
             next(passes)
-        flops.append(counter.get_total_flops())
+        flops.append(counter.total)
     return flops
 
 
@@ -362,28 +414,24 @@ def test_a_decode_step_saves_exactly_the_skipped_layers(name: str) -> None:
     model = attach(build(name, "eager"))
     stock, skipping = decode_flops(model, DynamicCache(config=model.config)), decode_flops(model, SkipCache(model, TOP))
     assert stock[0] == skipping[0]
-    for step in range(STEPS):
+    for step in range(TOP.horizon + 1):
         skipped = set(range(LAYERS)) - set(TOP.layers(TOP.depth(step)))
         length = WIDTH + step + 1
         saved = sum(layer_flops(model, i, len(LENGTHS), 1, min(length, window(model, i) or length)) for i in skipped)
         assert stock[step + 1] - skipping[step + 1] == saved > 0
 
 
-@every_family
-@pytest.mark.parametrize("schedule", ["top", "prompt"])
+@pairs(["prompt"], ["top"])
 def test_a_pass_costs_each_layer_the_positions_it_runs(name: str, schedule: str) -> None:
     """Forward: each layer costs what it costs in a stock pass over just its own positions, counted, not computed."""
     model, length = build(name, "eager"), 24
     mask = prompts()["attention_mask"]
     sequences = torch.randint(2, 128, (len(mask), length))
-    names = {id(module): name for name, module in model.named_modules()}
 
     def flops(plan: Schedule, width: int = length) -> list[int]:
-        with torch.no_grad(), FlopCounterMode(display=False, depth=10) as counter:
+        with torch.no_grad(), Flops(model) as counter:
             uncached(model, plan, sequences[:, :width], mask)
-        counts = counter.get_flop_counts()
-        owners = [f"{type(model).__name__}.{names[id(layer)]}" for layer in decoder_layers(model)]
-        return [sum(counts.get(owner, {}).values()) for owner in owners]  # a layer that never runs has none
+        return counter.layers
 
     attach(model)
     plan = with_lenders_first(SCHEDULES[schedule], model.config)
@@ -408,9 +456,9 @@ def test_a_training_step_costs_the_columns_it_runs(name: str, schedule: str) -> 
 
     def flops(plan: Schedule) -> int:
         model.zero_grad()
-        with FlopCounterMode(display=False) as counter:
+        with Flops(model) as counter:
             uncached(model, plan, sequences, mask).logits.square().mean().backward()
-        return counter.get_total_flops()
+        return counter.total
 
     columns = SCHEDULES[schedule].positions_per_layer(WIDTH, length)
     assert sum(columns) < LAYERS * length

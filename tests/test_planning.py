@@ -82,7 +82,7 @@ def cases(draw: st.DrawFn) -> tuple[Profile, list[Workload], dict[str, Any]]:
     return profile, works, style
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases(), st.integers(1, 12), st.integers(1, 12), st.integers(1, 80))
 def test_a_prediction_is_the_sum_of_its_steps(
     case: tuple[Profile, list[Workload], dict[str, Any]], most: int, least: int, horizon: int
@@ -100,7 +100,7 @@ def test_a_prediction_is_the_sum_of_its_steps(
     assert predictor.ratio(schedule) == pytest.approx(full / seconds.job, rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(), st.floats(1, 12), st.sampled_from(["step", "job"]))
 def test_a_speedup_is_had_or_refused(
     case: tuple[Profile, list[Workload], dict[str, Any]], speedup: float, clock: str
@@ -227,7 +227,7 @@ def test_a_damaged_profile_decides_nothing(kinds: int) -> None:
                 Profile.from_dict(changed(values, path, new))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(st.data())
 def test_any_value_in_a_profile_is_refused_or_planned_with(data: st.DataObject) -> None:
     """Whatever a field holds, there is an error of ours or a plan with finite ratios that fits the model."""

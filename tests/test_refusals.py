@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.generation import utils as generation
 
 from helpers.families import LAYERS, NEW, TOP, WIDTH, build, distance, positions, prompts, row, run, uncached
@@ -188,13 +195,14 @@ def test_continuous_batching_is_stock_or_refused(model: PreTrainedModel) -> None
     """transformers' own: with gates alone the stock model's tokens; with a schedule, that it cannot be followed."""
     texts = [[5, 6, 7, 8], [9, 10, 11], [3, 4]]
     options = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    found = model.generate_batch(texts, generation_config=options)
+    small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=16)  # not most of the machine's memory
+    found = model.generate_batch(texts, generation_config=options, continuous_batching_config=small)
     stock = build("llama")
     for text, name in zip(texts, sorted(found), strict=True):
         assert found[name].generated_tokens == stock.generate(torch.tensor([text]), options)[0, len(text) :].tolist()
     attach(model, TOP)
     with pytest.raises(UsageError, match=r"continuous batching.*skipdecode serve"):
-        model.generate_batch(texts, generation_config=options)
+        model.generate_batch(texts, generation_config=options, continuous_batching_config=small)
 
 
 @pytest.mark.parametrize("name", ["opt", "gpt2", "gpt-neox", "llama", "gemma3", "phi"])

@@ -156,9 +156,9 @@ def test_a_model_of_a_later_version_opens_with_a_warning() -> None:
     entry["schedules"]["3"]["serving"] = True
     entry["from_the_future"] = 1
     config = OPTConfig(num_hidden_layers=8, skipdecode=entry)
-    with pytest.warns(UserWarning, match="later version of skipdecode wrote serving"):
+    with pytest.warns(UserWarning, match="later version of skipdecode wrote 'serving'"):
         assert schedule_for(config, 3) == schedule
-    with pytest.raises(ScheduleError, match="unknown schedule keys: serving"):
+    with pytest.raises(ScheduleError, match="unknown schedule keys: 'serving'"):
         Schedule.from_dict(entry["schedules"]["3"])
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule, ScheduleError
 from skipdecode.core.decays import DECAYS
-from skipdecode.core.schedule import MOST_LAYERS, MOST_TOKENS
+from skipdecode.core.schedule import MOST_LAYERS, MOST_TOKENS, parse_prompt_layers
 from skipdecode.errors import FileError
 
 RATES = st.floats(min_value=0, exclude_min=True, allow_infinity=False)  # every rate that is allowed, tiny and huge
@@ -309,7 +309,8 @@ def test_wrong_values_are_refused(values: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (json.dumps({**GOOD, "dephts": [1]}), "unknown schedule keys: dephts; known are"),
+        (json.dumps({**GOOD, "": 1}), "unknown schedule keys: ''; known are"),
+        (json.dumps({**GOOD, "dephts": [1]}), "unknown schedule keys: 'dephts'; known are"),
         (json.dumps({"num_layers": 8, "horizon": 4}), "needs max_depth, min_depth"),
         ("[8, 6, 2, 8]", "JSON object, not list"),
         ("null", "JSON object, not NoneType"),
@@ -400,3 +401,17 @@ def test_wrong_questions_are_refused() -> None:
         schedule.average_depth(0)
     with pytest.raises(ScheduleError, match="at least one number"):
         Schedule.from_depths(8, [])
+
+
+@given(st.integers(1, 999_999))
+def test_prompt_layers_are_read_from_numbers_their_digits_and_a_word(number: int) -> None:
+    """As options and files give them; ``max`` and nothing stay what they are."""
+    assert parse_prompt_layers(number) == parse_prompt_layers(str(number)) == number
+    assert (parse_prompt_layers("max"), parse_prompt_layers(None)) == ("max", None)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 4.0, "0", "-1", "4.5", "1000000", "", "most", "²", {4}])
+def test_other_prompt_layers_are_refused(value: object) -> None:
+    """With the value that was given."""
+    with pytest.raises(ScheduleError, match=r"prompt_layers is 'max' or a number of layers, not '"):
+        parse_prompt_layers(value)

@@ -57,7 +57,6 @@ def plan(requests: list[tuple[float, int, int, int]]) -> Step:
 
 
 @given(st.lists(REQUEST, min_size=1, max_size=6))
-@settings(deadline=None)
 def test_a_tokens_layers_depend_on_its_place_alone(requests: list[tuple[float, int, int, int]]) -> None:
     """Whatever else is in the step and wherever chunks begin, layers are those of the schedule."""
     step = plan(requests)
@@ -71,7 +70,6 @@ def test_a_tokens_layers_depend_on_its_place_alone(requests: list[tuple[float, i
 
 
 @given(st.lists(REQUEST, min_size=1, max_size=6))
-@settings(deadline=None)
 def test_a_part_is_a_prefix_of_each_request(requests: list[tuple[float, int, int, int]]) -> None:
     """So attention over a part ends ``dropped`` tokens earlier, and nothing in the middle is missing."""
     step = plan(requests)
@@ -475,7 +473,7 @@ def test_an_argument_of_our_name_does_not_hurt_a_stock_server(forged: Any) -> No
 @given(
     st.sampled_from([2.0, 4.0, 3.0, 1.0]), st.sampled_from([2.0, 4.0, 3.0, 1.0]), st.integers(1, 40), st.integers(1, 40)
 )
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_blocks_are_shared_only_where_every_position_ran_the_same_layers(
     one: float, other: float, prompt: int, other_prompt: int
 ) -> None:

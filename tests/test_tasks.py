@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from skipdecode.data.chat import Message
@@ -486,7 +486,7 @@ def test_what_is_not_there_is_said_to_be_not_there(tmp_path: Path, task: str) ->
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(
     data=st.binary(max_size=60)
     | st.text(st.sampled_from('prmtesonul,":{}[]\\\n\r \x00ud8é'), max_size=60).map(str.encode)
@@ -505,7 +505,7 @@ def test_whatever_a_file_holds_reading_ends_in_examples_or_one_line(tmp_path: Pa
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv", "text", None])
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(
     data=st.binary(max_size=60) | st.text(st.sampled_from('prompt,":{}[]\\\n\r \x00ud8é'), max_size=60).map(str.encode)
 )

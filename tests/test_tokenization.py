@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -29,7 +29,7 @@ CROSSING = sentence_pieces("crossing")
 
 words = st.lists(st.sampled_from([*WORDS, "x,", "ash", "'s", "->", "7", "I."]), min_size=1, max_size=6).map(" ".join)
 printable = st.text(st.sampled_from("\n abcdehst.,'7->"), min_size=1, max_size=12).filter(lambda t: bool(t.strip()))
-FAST = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FAST = settings(max_examples=40)
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
@@ -194,7 +194,7 @@ rows = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rows=rows, multiple=st.sampled_from([1, 4, 8]), room=st.none() | st.integers(0, 12))
 def test_every_response_token_is_a_label_once_where_it_is_predicted(
     rows: list[tuple[list[int], list[int]]], multiple: int, room: int | None

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -197,7 +197,7 @@ def test_two_runs_in_one_folder(checkpoint: Path, data: Path, tmp_path: Path) ->
     assert contents(output) == before
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     st.binary(max_size=60)
     | st.recursive(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -232,6 +233,18 @@ def test_the_fastest_budget_is_the_checkpoints_default() -> None:
     assert to_config_entry({1: Schedule.full(8)}) is None
 
 
+ONE_STEP = ("--max-steps", 1, "--save-steps", 1, "--eval-steps", 0)
+
+
+@pytest.fixture(scope="module")
+def trained(checkpoint: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One step at 2x, and its checkpoint. Copy it."""
+    folder = tmp_path_factory.mktemp("trained")
+    done = run("train", checkpoint, "--data", data, "--output", folder, *ONE_STEP, "--speedup", 2)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "word"),
@@ -246,12 +259,11 @@ def test_the_fastest_budget_is_the_checkpoints_default() -> None:
     ],
 )
 def test_a_checkpoint_of_another_run_is_not_resumed(
-    changed: list[Any], word: str, checkpoint: Path, data: Path, tmp_path: Path
+    changed: list[Any], word: str, checkpoint: Path, trained: Path, data: Path, tmp_path: Path
 ) -> None:
     """The message says what differs, and the trained model stays; --no-resume starts anew."""
-    target = tmp_path / "trained"
-    common = ("--data", data, "--output", target, "--max-steps", 1, "--save-steps", 1, "--eval-steps", 0)
-    assert run("train", checkpoint, *common, "--speedup", 2).returncode == 0
+    target = shutil.copytree(trained, tmp_path / "trained")
+    common = ("--data", data, "--output", target, *ONE_STEP)
     before = (target / "model.safetensors").read_bytes()
     done = run("train", checkpoint, *common, "--speedup", 2, *changed)
     assert done.returncode == 2

@@ -54,7 +54,7 @@ def write(path: str | Path, content: str | bytes, *, may_replace: Callable[[byte
 
 @contextmanager
 def names_file(path: str | Path) -> Iterator[None]:
-    """Add the file's name to an OSError of the block: errors of writes and flushes to a full disk have none."""
+    """Add the file's name to an OSError raised inside: errors of writes and flushes to a full disk have none."""
     try:
         yield
     except OSError as error:
@@ -80,7 +80,7 @@ def _replace(target: Path, data: bytes) -> None:
 
 
 def _temporary(target: Path) -> Path:
-    """Return a file name in the folder of ``target`` for this thread; delete old ones that killed processes left."""
+    """Return a path beside ``target`` for this thread's temporary file; delete old ones that killed processes left."""
     prefix = f".skipdecode-{zlib.crc32(target.name.encode(errors='surrogateescape')):08x}-"
     for left in target.parent.glob(f"{prefix}*.tmp"):
         with suppress(OSError):  # another process may have deleted it
@@ -103,12 +103,12 @@ def check_target(path: str | Path, *, may_replace: Callable[[bytes], bool] | Non
 
 
 def is_stream(path: str | Path) -> bool:
-    """Return whether ``path`` is a pipe, a device or an open descriptor, which is written directly."""
+    """Tell whether ``path`` is a pipe, a device or an open descriptor: written in place, without a rename."""
     return _number(path) is not None or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
 
 
 def _number(path: str | Path) -> int | None:
-    """Return the file descriptor of a name like ``/dev/stdout`` or ``/dev/fd/3``; None for other names."""
+    """Return the file descriptor that a path like ``/dev/stdout`` or ``/dev/fd/3`` names; None for other paths."""
     named = re.fullmatch(r"/(?:dev|proc/self)/(?:(stdin|stdout|stderr)|fd/(\d+))", os.path.abspath(path))
     if named is None:
         return None
@@ -131,7 +131,7 @@ def locked(path: str | Path, what: str | None = None, timeout: float = 0) -> Ite
 
     Args:
         path: the file; a lock file is kept in its folder for as long as the lock.
-        what: the name of ``path`` in the message.
+        what: what the message of an error calls the file; None: its path.
         timeout: seconds to wait for another process; -1 waits without limit.
 
     Raises:
@@ -169,7 +169,7 @@ def has_key(key: str) -> Callable[[bytes], bool]:
 
 
 def parse_json(text: str | bytes, what: str | Path) -> Any:
-    """Parse JSON. Raise FileError, which names ``what``, if it is no JSON, no UTF-8, or nested too deep."""
+    """Return the value of a JSON text. Raises FileError, naming ``what``, if it is no JSON, no UTF-8, or too deep."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -179,7 +179,7 @@ def parse_json(text: str | bytes, what: str | Path) -> Any:
 
 
 def read_json(path: str | Path) -> Any:
-    """Read a JSON file. Raise FileError, which names the file."""
+    """Return the value of a JSON file. Raises FileError, which names the file, if it cannot be read or is no JSON."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:

@@ -31,12 +31,12 @@ MATTERS = (
 
 
 def identity(model: str) -> list[Any]:
-    """Return a hub name, or a folder's real path with names, sizes and times of its files in :data:`MATTERS`."""
+    """Return [hub name], or [a folder's real path, (name, size, time) of each of its files in :data:`MATTERS`]."""
     folder = Path(model)
     if not folder.is_dir():
         return [model]
     folder = folder.resolve()
-    files = sorted(p for p in folder.iterdir() if p.is_file() and any(fnmatch(p.name, form) for form in MATTERS))
+    files = sorted(p for p in folder.iterdir() if p.is_file() and any(fnmatch(p.name, pattern) for pattern in MATTERS))
     return [str(folder), *((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files)]
 
 
@@ -49,7 +49,7 @@ def fingerprint(*parts: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value as types that JSON has."""
+    """Return the value as types that JSON has. Raises UsageError if it shows only its memory address."""
     if value is None or isinstance(value, (str, int, float)):
         return value
     if isinstance(value, Mapping):

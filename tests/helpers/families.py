@@ -44,7 +44,7 @@ from transformers import (
 
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.core.cache import layer_kv_bytes
-from skipdecode.evaluation.reference import undone
+from skipdecode.evaluation.reference import discarding_skipped
 
 LAYERS = 8
 WINDOW = 6
@@ -170,14 +170,14 @@ SHARED = ("gemma3n", "gemma4-shared")
 if not hasattr(Gemma3nTextConfig, "kv_sharing_modes"):
     FAMILIES = {name: family for name, family in FAMILIES.items() if name not in SHARED}
 
-_EAGER_ONLY = {"gemma2", "gpt-neo", "gpt-oss"}  # transformers gives them no SDPA
+EAGER_ONLY = {"gemma2", "gpt-neo", "gpt-oss"}  # transformers gives them no SDPA
 #: Where larger weights make float32 itself lose more than the tolerance, cached or not: long products, recurrences.
 _SCALES = {"qwen3.5": 0.05, "jamba": 0.1, "deepseek-v3": 0.15}
 #: Families whose layers do nothing but attend to keys of their own and multiply by fixed weights: costs are formulas.
 DENSE = tuple(FAMILIES)[: tuple(FAMILIES).index("mixtral")]
-ATTENTIONS = [
-    (name, kind) for name in FAMILIES for kind in ("eager", "sdpa") if kind == "eager" or name not in _EAGER_ONLY
-]
+#: Each family in what transformers runs it with; one of each form in both.
+ATTENTIONS = [(name, "eager" if name in EAGER_ONLY else "sdpa") for name in FAMILIES]
+ATTENTIONS += [(name, "eager") for name in FORMS if name in FAMILIES and name not in EAGER_ONLY]
 
 SCHEDULES: dict[str, Schedule] = {
     "top": Schedule(LAYERS, 6, 2, horizon=8),
@@ -197,7 +197,7 @@ def build(name: str, attention: str | None = None) -> PreTrainedModel:
     """A model of the family with weights large enough for every layer to matter; the same weights at every call."""
     config_class, options = FAMILIES[name]
     config = config_class(**options)
-    attention = attention or ("eager" if name in _EAGER_ONLY else "sdpa")
+    attention = attention or ("eager" if name in EAGER_ONLY else "sdpa")
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -248,7 +248,7 @@ def reference_logits(model: PreTrainedModel, schedule: Schedule, sequences: Tens
     width, sequences = prompt_mask.shape[1], sequences[:, :-1]
     mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(sequences), sequences.shape[1] - width)], dim=1)
     told = {"position_ids": positions(mask)} if "position_ids" in signature(model.forward).parameters else {}
-    with torch.no_grad(), undone(detach(model), schedule, width, sequences):
+    with torch.no_grad(), discarding_skipped(detach(model), schedule, width, sequences):
         return model(sequences, attention_mask=mask, use_cache=False, **told).logits[:, width - 1 :]
 
 
@@ -259,7 +259,7 @@ def naive(model: PreTrainedModel, schedule: Schedule, width: int) -> Iterator[Pr
 
     @wraps(stock)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with undone(model, schedule, width, kwargs["input_ids"]):
+        with discarding_skipped(model, schedule, width, kwargs["input_ids"]):
             return stock(*args, **kwargs)
 
     model.forward = forward

@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,8 +111,8 @@ class Done:
     stderr: str
 
 
-def run(*arguments: object, stdin: bytes = b"") -> Done:
-    """The command line, in this process: importing torch anew for each would take minutes."""
+def run(*arguments: object, stdin: bytes = b"", program: Callable[[], object] = main) -> Done:
+    """The command line, or another program, in this process: importing torch anew for each would take minutes."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     source = io.TextIOWrapper(io.BytesIO(stdin))
     with (
@@ -122,7 +122,7 @@ def run(*arguments: object, stdin: bytes = b"") -> Done:
         contextlib.redirect_stderr(err),
     ):
         try:
-            main()
+            program()
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return Done(code, out.getvalue(), err.getvalue())

@@ -20,7 +20,7 @@ class Unified(Method):
     label = "Unified Layer Skipping"
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """Return the schedule with ``L / speedup`` layers at every step."""
+        """Return the schedule with ``L / speedup`` layers, rounded, at every step, whatever the lengths."""
         depth = flat_depth(speedup, num_layers)
         return Schedule(num_layers, depth, depth, horizon=1, decay="constant", order="even")
 
@@ -35,7 +35,7 @@ class D3(Method):
     label = "D3"
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """Find ``alpha`` by bisection; every step runs at least the first and the last layer."""
+        """Return the schedule whose layer ratio over ``lengths`` is nearest to ``speedup``, by bisecting ``alpha``."""
         if speedup == 1:
             return Schedule.full(num_layers)
         ends = [layer for pair in zip(range(num_layers), reversed(range(num_layers)), strict=True) for layer in pair]
@@ -60,7 +60,7 @@ class HSD(Method):
     label = "HSD"
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """Find the tokens per level by bisection; every step runs at least the first and the last layer."""
+        """Return the schedule whose layer ratio over ``lengths`` is nearest to ``speedup``, by tokens per level."""
         if speedup == 1:
             return Schedule.full(num_layers)
         least = min(2, num_layers)

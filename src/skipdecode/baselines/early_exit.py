@@ -35,7 +35,7 @@ class MultiExit(Method):
     trains_exits = True
 
     def is_trained_by(self, name: str) -> bool:
-        """Return True for CALM too, which has the same loss."""
+        """Tell whether the method called ``name`` has the same loss: multi-layer exit and CALM."""
         return name in ("multi_exit", "calm")
 
     def objective(self, model: PreTrainedModel, schedules: Mapping[float, Schedule]) -> Objective | None:
@@ -81,7 +81,7 @@ class Calm(MultiExit):
         decode: Callable[[Any], Any],
         **options: Any,
     ) -> tuple[Callable[[PreTrainedModel], DynamicCache], dict[str, Any]]:
-        """Find the threshold at which single tokens of held-out texts run ``speedup`` times fewer layers.
+        """Return the :meth:`decoder` at which held-out tokens run ``speedup`` times fewer layers, and notes on it.
 
         The threshold is ``1 - 10**-x`` with ``x`` bisected, because a trained model's margins are mostly near 1.
         """
@@ -147,13 +147,13 @@ class ConfidenceCache(DynamicCache):
         self.writing = False  # the layer that runs is needed for its keys and values alone
 
     def confident(self, hidden: Tensor) -> Tensor:
-        """Return (batch,): whether the top two probabilities at ``hidden`` (batch, 1, width) differ by enough."""
+        """Return (batch,): whether the top two probabilities at ``hidden`` differ by more than the step's threshold."""
         top = self.reader(hidden[:, -1]).float().softmax(-1).topk(2).values
         decay = math.exp(-TAU * len(self.step_depths) / self.horizon)
         return top[:, 0] - top[:, 1] > min(max(0.9 * self.threshold + 0.1 * decay, 0), 1)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Store keys and values; raise ``_Written`` if nothing else of the layer is needed."""
+        """Store keys and values, and return those of all positions; raise ``_Written`` if the output is not needed."""
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self.writing:
             raise _Written
@@ -225,10 +225,8 @@ def install_exits(model: nn.Module) -> None:
 def read_out(model: nn.Module) -> ReadOut:
     """Return the function that maps hidden states to logits: final norm, projection, LM head.
 
-    A trial pass records the modules that run after the last decoder layer, and checks that they yield its logits.
-
-    Raises:
-        ModelError: the model does more than that between its last layer and its logits (soft-capping, for example).
+    A trial pass records the modules that run after the last decoder layer. Raises ModelError if they do not yield its
+    logits, because the model does more than they (soft-capping, for example).
     """
     last = decoder_layers(model)[-1]
     tail: list[nn.Module] = []

@@ -27,11 +27,11 @@ class Static(Method):
     model_per_speedup = True
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """Return the schedule that runs all layers of the pruned model."""
+        """Return the schedule that runs all layers of the model pruned for ``speedup``."""
         return Schedule.full(flat_depth(speedup, num_layers))
 
     def prepare(self, model: PreTrainedModel, speedup: float) -> PreTrainedModel:
-        """Return the model cut to the warm-up layer and the top layers, with their weights."""
+        """Return the model cut to the warm-up layer and the top layers that ``speedup`` leaves, with their weights."""
         count = layer_count(model.config)
         depth = flat_depth(speedup, count)
         return prune(model, Schedule(count, depth, depth, horizon=1, decay="constant").layers(depth))

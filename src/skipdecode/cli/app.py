@@ -128,7 +128,7 @@ def main() -> None:
 
 
 def _line(error: Exception) -> str | None:
-    """Return the message for an error that the user can fix; None for a bug."""
+    """Return the message to print for an error that the user can fix; None for a bug."""
     if isinstance(error, SkipDecodeError) or (isinstance(error, OSError) and error.errno is not None):
         return str(error)
     library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
@@ -142,7 +142,7 @@ def _end(line: str, code: int) -> NoReturn:
 
 
 def _show_warning(before: Any, message: Any, category: Any, filename: str, *rest: Any, **named: Any) -> None:
-    """Print a warning of skipdecode as one line, without its place in the code."""
+    """Print a warning of skipdecode as one line, without its place in the code; pass others to ``before``."""
     if Path(__file__).parent.parent in Path(filename).parents:
         print(f"skipdecode: {message}", file=sys.stderr)
     else:

@@ -208,10 +208,13 @@ def _show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> No
 def _load(
     given: Mapping[str, Any], tokens: int
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str, dict[str, Any]]:
-    """Load what a command's options name, if it has positions for so many ``tokens``, or make random weights.
+    """Load MODEL, or make a model of --shape with random weights, as a command's options (``given``) say.
 
     Returns:
         The model, its tokenizer, its name, and the loading options, except dtype and device, as a profile stores them.
+
+    Raises:
+        UsageError: not just one of MODEL and --shape is given, or the model has fewer positions than ``tokens``.
     """
     from ..clock.model_shapes import random_model, shape_config
     from ..clock.profiler import check_positions

@@ -63,7 +63,7 @@ class Bar:
             self._progress.stop()
 
     def show(self, what: str, done: int, total: int, rate: str = "") -> None:
-        """Show the name of the current work, and how many of ``total`` units are done."""
+        """Show the name of the current work, how many of ``total`` units are done, and the text ``rate``."""
         if not self._progress.task_ids:
             self._progress.start()
             self._progress.add_task(what, rate=rate)
@@ -73,5 +73,5 @@ class Bar:
         self._progress.update(task, description=what, completed=done, total=total, rate=rate)
 
     def advance(self, count: int = 1, rate: str = "") -> None:
-        """Add ``count`` to the units done."""
+        """Add ``count`` to the units done, and show the text ``rate``."""
         self._progress.update(self._progress.task_ids[0], advance=count, rate=rate)

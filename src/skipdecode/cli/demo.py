@@ -70,7 +70,7 @@ def demo(
 
 
 def _print_table(timings: dict[float, Timing], repeats: int) -> None:
-    """Print the table and its notes. Ratios are relative to 1x."""
+    """Print the timings by target speed-up as a table, with notes. Ratios are relative to 1x."""
     from ..clock.timing import compare, remarks, shown
 
     cells, figures, full = [], [], timings[1]

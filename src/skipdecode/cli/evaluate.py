@@ -26,7 +26,7 @@ Schedules = Annotated[
     list[str] | None,
     Option("--schedule", help="Compare the schedule in this JSON file too (several: repeat it, or use commas)."),
 ]
-Folder = Annotated[Path, Option(help="Folder for tables, plots and finished rows.")]
+Folder = Annotated[Path, Option(help="Folder for tables, a plot and finished rows.")]
 TimingRows = Annotated[int, Option(min=1, max=o.MOST, help="Inputs that are timed.")]
 Repeats = Annotated[int, Option(min=1, max=1000, help="Rounds timed, the full model and the method in turn.")]
 Overwrite = Annotated[

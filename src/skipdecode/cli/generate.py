@@ -94,7 +94,7 @@ def generate(
 
 
 def _job(given: Mapping[str, Any]) -> GenerationJob:
-    """Return the job that the options describe. Raises SkipDecodeError."""
+    """Return the job that the command's options describe. Raises SkipDecodeError if they contradict each other."""
     from ..core.schedule import Schedule
     from ..data.tasks import task_from
     from ..generation.engine import Engine, Transformers

@@ -146,7 +146,7 @@ Json = Annotated[bool, Option("--json", help="The result as JSON on the last lin
 def style_options(
     order: str | None = None, decay: str | None = None, prompt_layers: str | None = None
 ) -> dict[str, int | str]:
-    """Return the schedule fields that the user gave."""
+    """Return those of the schedule fields ``order``, ``decay`` and ``prompt_layers`` that the user gave."""
     from ..core.schedule import parse_prompt_layers
 
     fields = {"order": order, "decay": decay, "prompt_layers": parse_prompt_layers(prompt_layers)}
@@ -154,7 +154,7 @@ def style_options(
 
 
 def parse_numbers(text: str, option: str = "--speedups", kind: type[int | float] = float) -> tuple[Any, ...]:
-    """Parse distinct numbers of at least 1, like ``"1,2.5,5"``. Raises UsageError."""
+    """Parse distinct numbers of at least 1, like ``"1,2.5,5"``. Raises UsageError, naming ``option``, for others."""
     try:
         values = tuple(kind(part) for part in text.split(","))
     except ValueError:

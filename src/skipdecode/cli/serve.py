@@ -22,25 +22,31 @@ def serve(
     ] = None,
     speedup: Annotated[
         float | None,
-        Option(help="Of requests that name none (default: the fastest that the model was trained for, else 1)."),
+        Option(help="Speed-up of requests that name none (default: the fastest trained one, else 1)."),
     ] = None,
     prompt_layers: o.PromptLayers = None,
     int8_head: Annotated[
-        bool, Option("--int8-head", help="LM head with weights of 8 bits (CPUs): steps are quicker, logits change.")
+        bool, Option("--int8-head", help="LM head with 8-bit weights (CPUs): steps are quicker, logits change.")
     ] = False,
     load_speedup: Annotated[
-        float | None, Option(help="What new requests get under load, unless faster anyway.", rich_help_panel=LOAD)
+        float | None,
+        Option(
+            help="Under load: speed-up of new requests that name none, unless --speedup is higher.",
+            rich_help_panel=LOAD,
+        ),
     ] = None,
     load_waiting: Annotated[
-        int | None, Option(help="Load: more requests than this wait for their first token.", rich_help_panel=LOAD)
+        int | None,
+        Option(help="Load begins if more requests than this wait for their first token.", rich_help_panel=LOAD),
     ] = None,
     load_token_ms: Annotated[
-        float | None, Option(help="Load: tokens come further apart than this (ms).", rich_help_panel=LOAD)
+        float | None,
+        Option(help="Load begins if the mean time between tokens exceeds this (ms).", rich_help_panel=LOAD),
     ] = None,
 ) -> None:
     """Serve a model by vLLM's OpenAI API. Each request may name its own speed-up: "vllm_xargs": {"speedup": 3}.
 
-    Options that are not below go to vLLM's API server, which takes this process over.
+    Options that are not below go to vLLM's API server, which replaces this process.
     """
     from ..core.schedule import parse_prompt_layers
     from ..serving import server

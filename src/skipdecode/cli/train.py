@@ -40,7 +40,7 @@ def train(
 
 
 def _parameter(name: str) -> Parameter:
-    """Return a field of the plan as a parameter for typer, which gives its text to the plan as it is."""
+    """Return a field of the plan as a parameter for typer; its value reaches the plan as typed."""
     kind, about = option_fields()[name]
     bare, default = bare_type(kind), getattr(TrainingPlan, name)
     text, metavar = about["help"], bare.__name__ if bare in (int, float) else None

@@ -59,7 +59,7 @@ class BenchPlan:
             self.predictor(size)
 
     def predictor(self, batch_size: int) -> Predictor | None:
-        """Return the predictor for a batch size; None without a profile. Raises UsageError outside its range."""
+        """Return the predictor for a batch size; None without a profile. Raises UsageError beyond its sizes."""
         work = Workload(batch_size, self.prompt_tokens, self.new_tokens)
         clock = "step" if self.clock == "layers" else self.clock
         return None if self.profile is None else Predictor(self.profile, [work], clock)
@@ -119,7 +119,11 @@ def _batch(
     size: int,
     on_run: Callable[[], object],
 ) -> list[Row]:
-    """Time full depth and every target at one batch size, and return the table rows."""
+    """Time full depth and every target speed-up at one batch size; ``on_run`` is called after each run.
+
+    Returns:
+        One row for full depth and each target; where a target cannot be had, ``refused`` says why in place of figures.
+    """
     predictor = plan.predictor(size)
     basis = [plan.new_tokens - 1] if predictor is None or plan.clock == "layers" else predictor
     schedules = {1.0: Schedule.full(layer_count(model.config))}
@@ -172,7 +176,7 @@ HEADS = (
 
 
 def cells_of(row: Row) -> list[str]:
-    """Format the values of a table row."""
+    """Return the cells of a table row as text, in the order of :data:`HEADS`."""
     start = [str(row["batch_size"]), f"{row['asked']:g}x {row['asked_of']}" if row["asked"] != 1 else "full depth"]
     if "refused" in row:
         return [*start, "cannot be had", *[""] * (len(HEADS) - 3)]

@@ -56,7 +56,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape_config(name: str) -> Any:
-    """Return the config of a shape. Raises UsageError for an unknown name."""
+    """Return the config of the model ``name`` in :data:`SHAPES`. Raises UsageError for an unknown name."""
     if name not in SHAPES:
         raise UsageError(f"there is no shape {name!r}; known are {', '.join(SHAPES)}")
     return AutoConfig.for_model(**SHAPES[name] | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0})
@@ -69,13 +69,14 @@ def random_model(
     attention: str | None = None,
     **options: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return a model of a shape with random weights, and the demo's tokenizer, which decodes only some ids.
+    """Return a model of a published size with random weights, and the demo's tokenizer, which decodes only some ids.
 
     Args:
         name: one of :data:`SHAPES`.
         dtype: dtype of the weights; ``auto``: bfloat16, as in the published models.
-        device: device of the weights; None: an accelerator if there is one.
-        attention, options: as :func:`skipdecode.load` takes them; ``quantization`` and ``prepack`` are options.
+        device: device of the weights; None: an accelerator if there is one, else the CPU.
+        attention: as :func:`skipdecode.load` takes it.
+        options: ``quantization`` and ``prepack``, as :func:`skipdecode.load` takes them.
 
     Raises:
         UsageError: the shape is unknown.

@@ -60,7 +60,7 @@ class Profiler:
         )
 
     def profile(self, batch_sizes: Sequence[int], lengths: Sequence[int], name: str = "") -> Profile:
-        """Measure every batch size with every prompt length. Raises UsageError if a length exceeds the positions."""
+        """Measure each batch size at each prompt length. Raises UsageError if the model has too few positions."""
         sizes, lengths = sorted(set(batch_sizes)), sorted(set(lengths))
         check_positions(self.model.config, lengths[-1] + STEPS + 1)
         self.steps(1, lengths[0], len(self.layers))  # warms up
@@ -90,19 +90,19 @@ class Profiler:
         )
 
     def prompt(self, size: int, length: int, depth: int) -> Pass:
-        """Time a prompt: call ``generate`` for one new token after ``length`` tokens in each of ``size`` rows."""
+        """Time a prompt in ``depth`` layers: generate one token after ``length`` tokens in each of ``size`` rows."""
         schedule = self._schedule(depth)
         return self._call(size, length, schedule, schedule, 1)
 
     def steps(self, size: int, length: int, depth: int) -> Pass:
-        """Time decode steps: call ``generate`` with a cache that already has ``length`` positions."""
+        """Time decode steps in ``depth`` layers: generate in ``size`` rows, from a cache of ``length`` positions."""
         schedule = self._schedule(depth)
         first = torch.full((size, 1), self._ids(1, 1)[0][0], device=self.model.device)
         cache = FilledCache(self.model, schedule, first, length)
         return self._call(size, length + 1, schedule, lambda model: cache, STEPS)
 
     def _call(self, size: int, length: int, schedule: Schedule, decoding: Decoding, passes: int) -> Pass:
-        """Time a call and return the median over its passes, without the first pass if there are others."""
+        """Time a ``generate`` call of ``passes`` passes; return their median, without the first if there are others."""
         exactly: dict[str, Any] = {"min_new_tokens": passes, "max_new_tokens": passes, "do_sample": False}
         ends = Passes(every=True)
         with timed_parts(self.model) as (by_layer, by_head):
@@ -201,7 +201,7 @@ class FilledCache(SkipCache):
         self._length = length
 
     def begin_prompt(self) -> None:
-        """Do nothing: the pass that ``generate`` considers the end of the prompt is decode step 0."""
+        """Do nothing: the cache holds the prompt already, so ``generate``'s last prompt pass is decode step 0."""
 
 
 def layer_kinds(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -227,13 +227,13 @@ def check_positions(config: Any, tokens: int) -> None:
 
 
 def _fastest(calls: Sequence[Pass]) -> Pass:
-    """Return the minimum of equal calls, part by part, because other load on the machine only slows them."""
+    """Return the minimum over equal calls of each part, because other load on the machine only slows them."""
     layers = tuple(map(min, zip(*(call.layers for call in calls), strict=True)))
     rest, head = min(call.rest for call in calls), min(call.head for call in calls)
     return Pass(calls[0].batch_size, calls[0].length, layers, rest, head)
 
 
 def _noise(calls: Sequence[Pass]) -> float:
-    """Return by what share the median call is slower than the fastest."""
+    """Return by what share of the fastest call's seconds the median call is slower."""
     seconds = [sum(call.layers) + call.outside_layers for call in calls]
     return statistics.median_low(seconds) / min(seconds) - 1

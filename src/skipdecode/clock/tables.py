@@ -12,6 +12,8 @@ from typing import Any
 from ..files import check_target, write
 
 Row = Mapping[str, Any]
+#: Files of :func:`save_tables`.
+FILES = ("table.md", "table.csv", "table.json")
 
 
 def markdown_table(heads: Sequence[str], cells: Sequence[Sequence[str]], words: int = 1) -> str:
@@ -27,20 +29,22 @@ def markdown_table(heads: Sequence[str], cells: Sequence[Sequence[str]], words: 
 
 
 def check_folder(folder: Path) -> None:
-    """Create ``folder``, and check that :func:`save_tables` can write to it. Raises OSError, FileError."""
+    """Create ``folder``. Raises OSError or FileError if :func:`save_tables` cannot write to it."""
     folder.mkdir(parents=True, exist_ok=True)
-    for kind in ("md", "csv", "json"):
-        check_target(folder / f"table.{kind}")
+    for name in FILES:
+        check_target(folder / name)
 
 
-def save_tables(folder: Path, rows: Sequence[Row], heads: Sequence[str], cells: Any, about: Mapping[str, Any]) -> None:
-    """Write ``table.md`` (``cells`` with ``about`` below), ``table.csv`` (``rows``), ``table.json`` (rows, about)."""
+def save_tables(
+    folder: Path, rows: Sequence[Row], heads: Sequence[str], cells: Any, about: Mapping[str, Any], text: str = ""
+) -> None:
+    """Write table.md (``cells``, ``about`` below), table.csv (``rows``), table.json (``text``, else rows and about)."""
     check_folder(folder)
     note = "  \n".join(f"{name}: {value}" for name, value in about.items())
     write(folder / "table.md", f"{markdown_table(heads, cells)}\n\n{note}\n")
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    lines = io.StringIO()
+    writer = csv.DictWriter(lines, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write(folder / "table.csv", text.getvalue())
-    write(folder / "table.json", json.dumps({**about, "rows": list(rows)}, indent=1) + "\n")
+    write(folder / "table.csv", lines.getvalue())
+    write(folder / "table.json", text or json.dumps({**about, "rows": list(rows)}, indent=1) + "\n")

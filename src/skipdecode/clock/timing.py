@@ -38,7 +38,7 @@ class Timing:
 
     @property
     def cost(self) -> Cost:
-        """Return layers, tokens and bytes, which are equal in all repeats."""
+        """Return the last repeat's cost: its layers, tokens and bytes are equal in all repeats."""
         return self.result.cost
 
 
@@ -71,17 +71,17 @@ def typical_steps(lengths: Sequence[int]) -> int:
     return max(statistics.median_low(lengths), 1)
 
 
-def compare(full: Timing, own: Timing) -> Comparison:
-    """Compare ``own`` with ``full``. Raises ModelError if their numbers of steps or tokens differ."""
-    if full.result.lengths != own.result.lengths or full.cost.tokens != own.cost.tokens:
+def compare(full: Timing, skipping: Timing) -> Comparison:
+    """Return ``full``'s seconds and layers divided by ``skipping``'s. Raises ModelError if tokens or steps differ."""
+    if full.result.lengths != skipping.result.lengths or full.cost.tokens != skipping.cost.tokens:
         raise ModelError(
-            f"the timed texts came out at {full.cost.tokens} and {own.cost.tokens} tokens, where equal numbers were "
-            "asked for: a model whose generation config stops texts early cannot be timed"
+            f"the timed texts came out at {full.cost.tokens} and {skipping.cost.tokens} tokens, where equal numbers "
+            "were asked for: a model whose generation config stops texts early cannot be timed"
         )
     return Comparison(
-        ratio=full.seconds / own.seconds,
-        decode_ratio=full.step_ms / own.step_ms,
-        layer_ratio=full.cost.num_layers / own.cost.average_depth,
+        ratio=full.seconds / skipping.seconds,
+        decode_ratio=full.step_ms / skipping.step_ms,
+        layer_ratio=full.cost.num_layers / skipping.cost.average_depth,
     )
 
 
@@ -105,7 +105,10 @@ def remarks(figures: Sequence[str], rows: int, batches: int) -> dict[str, str]:
 def alternate(
     runs: Mapping[Name, Callable[[], Generated]], repeats: int, on_run: Callable[[], object] | None = None
 ) -> dict[Name, Timing]:
-    """Make every run once per round: one round to warm up, then ``repeats`` timed rounds; return medians."""
+    """Make every run once per round: one round to warm up, then ``repeats`` timed rounds.
+
+    Return by name the medians over the timed rounds; ``on_run`` is called after each run.
+    """
     results: dict[Name, list[Generated]] = {name: [] for name in runs}
     for round_ in range(repeats + 1):
         for name, run in runs.items():

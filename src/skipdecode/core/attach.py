@@ -110,7 +110,7 @@ def detach(model: Model) -> Model:
 
 
 def is_attached(model: nn.Module) -> bool:
-    """Tell whether the model's layers have gates."""
+    """Tell whether :func:`attach` has put gates on the model's layers."""
     return gate_state(model) is not None
 
 

@@ -86,7 +86,7 @@ class SkipCache(DynamicCache):
         self._held = 0  # sum of _bytes
 
     def begin_prompt(self) -> None:
-        """Declare the next pass (a part of) a prompt, of any width. Raises CacheError if the cache cannot take it."""
+        """Announce that the next pass runs (part of) a prompt. Raises CacheError if a layer has lost its state."""
         self._begins_prompt = True
         if self.passes:
             self._check_whole("a prompt, or a chunk of one,")
@@ -102,7 +102,7 @@ class SkipCache(DynamicCache):
     # --- the pass: the gates ask, in network order, what each layer has to do
 
     def begin_layer(self, index: int, width: int) -> int:
-        """Return how many positions of the pass layer ``index`` runs, from the first on (0: skip the layer)."""
+        """Return how many of the pass's ``width`` positions layer ``index`` runs: the first ones; 0: it is skipped."""
         if index == 0:
             self._begin_pass(width)
         return self.counts[index]
@@ -136,10 +136,9 @@ class SkipCache(DynamicCache):
         return left + sorted(self._keep)
 
     def end_layer(self, index: int) -> None:
-        """Count the memory of a layer that has run, and retire the layer unless the next step runs it.
+        """Count the memory of a layer that has run, and free the layer unless the next step runs it.
 
-        Raises:
-            CacheError: the layer did not store all positions it ran, so later ones would attend to too few.
+        Raises CacheError if the layer did not store all positions it ran, so later ones would attend to too few.
         """
         layer, held, ran = self.layers[index], layer_kv_bytes(self.layers[index]), self.counts[index]
         short = isinstance(layer, DynamicLayer) and layer.get_seq_length() != self._length - self.width + ran
@@ -156,26 +155,26 @@ class SkipCache(DynamicCache):
             self._retire(index)
 
     def _retire(self, index: int) -> None:
-        """Free a layer, and change its kind: transformers sizes a kind's mask by its first layer, which must run."""
+        """Replace a layer by an empty attention layer, so that transformers sizes masks by a layer that still runs."""
         self.layers[index], self._holds[index] = DynamicLayer(), False
         self._held -= self._bytes[index]
         self._bytes[index] = 0
 
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Store keys and values (batch, heads, positions, size), and return all that the layer attends to."""
+        """Store keys and values (batch, heads, new positions, size), and return those of all positions to attend to."""
         self._check_runs(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @torch.compiler.disable
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Store the state of a convolution over positions (batch, channels, positions)."""
+        """Keep the last positions of a convolution's input (batch, channels, positions); return old and new ones."""
         self._check_runs(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     @torch.compiler.disable
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Store the state of a recurrence, whatever its shape."""
+        """Replace the layer's recurrent state, a tensor of the model's own shape, and return it."""
         self._check_runs(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
@@ -192,19 +191,19 @@ class SkipCache(DynamicCache):
         return super().get_seq_length(layer_idx) if self._attends(layer_idx) else self._length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return (KV length, offset) of the mask for the layer's kind, full or sliding."""
+        """Return (number of keys, position of the first) that a mask for ``query_length`` new positions covers."""
         if self._attends(layer_idx):
             return super().get_mask_sizes(query_length, layer_idx)
         return self._length + query_length, 0
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Tell whether recurrent layers have a state to continue: always after the prompt, even if retired since."""
+        """Tell whether a layer (None: any) has a recurrent state; after the prompt, layers freed since count too."""
         if layer_idx is not None and self._holds[layer_idx]:
             return super().has_previous_state(layer_idx, state_idx)
         return self.passes > 0
 
     def _attends(self, layer_idx: int) -> bool:
-        """Tell whether the layer stores keys: a retired layer or a recurrent one does not know the length."""
+        """Tell whether the layer stores keys, and so knows the text's length: not if it is recurrent or was freed."""
         return self._holds[layer_idx] and isinstance(self.layers[layer_idx], DynamicLayer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SkipCache:
@@ -217,7 +216,7 @@ class SkipCache(DynamicCache):
     # --- operations that would undo a step
 
     def activate_past_recording(self) -> None:
-        """Raise CacheError unless no layer is skipped: assisted decoding rolls back to where retired layers run."""
+        """Prepare to roll back steps, as assisted decoding does. Raises CacheError if the schedule skips layers."""
         if not self.schedule.is_full:
             raise CacheError(
                 "assisted (speculative) decoding needs every layer's keys and values: leave SkipCache out (after "
@@ -227,11 +226,11 @@ class SkipCache(DynamicCache):
 
     @property
     def is_croppable(self) -> bool:
-        """Tell whether ``generate`` may roll a step back."""
+        """Tell whether ``generate`` may roll a step back: only if the schedule skips no layer."""
         return self.schedule.is_full and super().is_croppable
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last positions. Raises CacheError if the schedule skips layers, as retired ones cannot go back."""
+        """Drop the last ``tokens_to_remove`` positions. Raises CacheError if the schedule skips layers."""
         if not self.schedule.is_full:
             raise CacheError("a SkipCache cannot be cropped: retired layers hold nothing to go back to")
         super().crop(tokens_to_remove)
@@ -248,7 +247,7 @@ def total_kv_bytes(cache: Any) -> int:
 
 
 def layer_kv_bytes(layer: Any) -> int:
-    """Return the bytes of one cache layer's states, including spare room; tensors of one axis are bookkeeping."""
+    """Return the bytes of one cache layer's states, with spare room; tensors of one axis are no states."""
     if isinstance(layer, GrowingLayer):
         return layer.nbytes
     return sum(x.numel() * x.element_size() for x in _tensors(vars(layer).values()) if x.ndim > 1)

@@ -31,14 +31,17 @@ def layer_count(config: Any) -> int:
 
 
 def to_config_entry(schedules: Mapping[float, Schedule], method: str = DEFAULT_METHOD) -> dict[str, Any] | None:
-    """Return the config entry of a model trained with these schedules, by speed-up; None for the full model."""
+    """Return the ``skipdecode`` field of the config of a model that ``method`` trained for ``schedules`` (by speed-up).
+
+    None if it was not trained to skip: the method is ``full``, or ``skipdecode`` with schedules that run all layers.
+    """
     if method == UNTRAINED or (method == DEFAULT_METHOD and all(s.is_full for s in schedules.values())):
         return None
     return {"method": method, "schedules": {_key(k): schedule.to_dict() for k, schedule in sorted(schedules.items())}}
 
 
 def trained_method(config: Any) -> str:
-    """Return the method that the config names, ``full`` if none. Raises ScheduleError for a malformed entry."""
+    """Return the method that trained the config's model, else ``full``. Raises ScheduleError for a malformed entry."""
     return _entry(config).get("method", UNTRAINED)
 
 
@@ -48,13 +51,13 @@ def is_trained(config: Any) -> bool:
 
 
 def trained_schedules(config: Any) -> dict[float, Schedule]:
-    """Return the config's schedules by target speed-up. Raises ScheduleError for a malformed entry."""
+    """Return the config's schedules by target speed-up, {} if none. Raises ScheduleError for a malformed entry."""
     schedules = _entry(config).get("schedules", {})
     return {_speedup(key): Schedule.from_dict(values, strict=False) for key, values in schedules.items()}
 
 
 def schedules_of(config: Any, method_name: str) -> dict[float, Schedule]:
-    """Return those of :func:`trained_schedules` that were trained with this method, or calibrated for it."""
+    """Return the config's schedules that were trained with this method or calibrated for it, by target speed-up."""
     schedules = trained_schedules(config)
     if trained_method(config) == method_name != UNTRAINED:
         return schedules
@@ -63,7 +66,7 @@ def schedules_of(config: Any, method_name: str) -> dict[float, Schedule]:
 
 
 def save_calibrated(folder: Path, speedup: float, schedule: Schedule, method_name: str) -> None:
-    """Add one calibrated schedule to a model directory's ``config.json``; nothing else in the file changes.
+    """Add a schedule, calibrated for a method, to a model folder's ``config.json``; nothing else in the file changes.
 
     Raises:
         FileError: the config is no JSON object, or is a link.
@@ -89,13 +92,13 @@ def save_calibrated(folder: Path, speedup: float, schedule: Schedule, method_nam
 
 
 def default_schedule(config: Any) -> Schedule | None:
-    """Return the config's fastest schedule, or None."""
+    """Return the config's schedule with the highest target speed-up; None if the config has no schedules."""
     schedules = trained_schedules(config)
     return schedules[max(schedules)] if schedules else None
 
 
 def style_of(schedules: Mapping[float, Schedule], num_layers: int) -> tuple[int, dict[str, Any]]:
-    """Return horizon and other fields (order, decay, …) of the fastest schedule that skips layers, else defaults."""
+    """Return (horizon, {order, decay, …}) of the fastest schedule that skips layers, else (DEFAULT_HORIZON, {})."""
     skipping = [speedup for speedup, schedule in schedules.items() if not schedule.is_full]
     if not skipping:
         return DEFAULT_HORIZON, {}
@@ -111,7 +114,7 @@ def schedule_for(
     horizon: int | None = None,
     **style: Any,
 ) -> Schedule:
-    """Return ``schedule`` itself, the config's schedule for ``speedup``, or a new one.
+    """Return ``schedule`` if it is given, else the config's schedule for ``speedup``, else a new one.
 
     A horizon or a field in ``style`` always makes a new one, except that ``prompt_layers`` alone changes only this
     field of the config's schedule. A new one has the paper's budget; the config's fastest schedule gives its horizon
@@ -142,7 +145,7 @@ def schedule_for(
 
 
 def untrained_warning(config: Any, schedule: Schedule) -> str | None:
-    """Return what texts to expect if the schedule skips layers that the model was not trained to skip, else None."""
+    """Return a warning of poor texts if the schedule skips layers and the model was not trained for it, else None."""
     if schedule.is_full or is_trained(config):
         return None
     depth = schedule.average_depth(schedule.horizon)
@@ -188,7 +191,7 @@ def _entry(config: Any) -> dict[str, Any]:
 
 
 def _checked(entry: Any, where: str | Path) -> dict[str, Any]:
-    """Return a config's entry, empty if there is none. Raises ScheduleError if it is malformed."""
+    """Return ``entry``, a config's ``skipdecode`` field, or {} if empty. Raises ScheduleError if it is malformed."""
     if not entry:
         return {}
     if not (

@@ -21,7 +21,7 @@ PAPER_BUDGETS = {
 
 
 def target(max_depth: int, min_depth: int, num_layers: int) -> float:
-    """Return ``L / ((max + min) / 2)``, or for the paper's budgets the paper's name (its 5x on 24 layers is 4.8)."""
+    """Return a target speed-up: the paper's for its own depths (5x on 24 layers), else ``L / ((max + min) / 2)``."""
     for (layers, speedup), depths in PAPER_BUDGETS.items():
         if (layers, *depths) == (num_layers, max_depth, min_depth):
             return float(speedup)
@@ -29,7 +29,7 @@ def target(max_depth: int, min_depth: int, num_layers: int) -> float:
 
 
 def budget(speedup: float, num_layers: int) -> tuple[int, int]:
-    """Return the paper's (max_depth, min_depth), else whole depths near ``speedup = L / ((max + min) / 2)``."""
+    """Return (max_depth, min_depth) for a speed-up: the paper's if it has some, else near ``L / ((max + min) / 2)``."""
     if speedup == int(speedup) and (num_layers, int(speedup)) in PAPER_BUDGETS:
         return PAPER_BUDGETS[num_layers, int(speedup)]
     total = 2 * num_layers / speedup
@@ -43,7 +43,7 @@ def flat_depth(speedup: float, num_layers: int) -> int:
 
 
 def share_of_max(speedup: float) -> float:
-    """Return ``max / (max + min)``, which falls from 2/3 at 2x to 0.61 at 5x, on a line through the paper's budgets."""
+    """Return ``max / (max + min)`` for a speed-up: on a line through the paper's budgets, 2/3 at 2x, 0.61 at 5x."""
     return min(max(2 / 3 - 0.02 * (speedup - 2), 0.6), 2 / 3)
 
 

@@ -35,7 +35,7 @@ class Gate(Patch):
     # Depths change from step to step: torch.compile breaks the graph here and compiles the layer by itself.
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the layer's output on the positions it runs, and other positions' hidden states unchanged."""
+        """Run the layer on the positions that need it; return its output, other positions' hidden states unchanged."""
         gates = self.gates
         cache = find_cache(args, kwargs)
         guide = gates.forced_pass() if cache is None else cache  # tells how many positions each layer runs
@@ -76,8 +76,11 @@ class Gate(Patch):
         output = self.original(*args, **kwargs)
         if cache is not None:
             cache.end_layer(self.index)
-        if not gates.output_is_known and not gates.borrowers:
-            _check_nothing_is_lent(kwargs)
+        may_lend = not gates.output_is_known and not gates.borrowers
+        if may_lend and any(isinstance(value, UserDict) and value for value in kwargs.values()):
+            raise UnsupportedModel(
+                "layers lend each other states of which the config says nothing: none can be skipped"
+            )
         gates.learn_output(output)
         if count == width:
             return output
@@ -86,7 +89,7 @@ class Gate(Patch):
         return gates.like_output(torch.cat([ran, rest.to(ran.device)], dim=axis))
 
     def _learn_output(self, one: Prefix, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the layer on one position, only to learn what it returns in addition to hidden states."""
+        """Run the layer on ``one``, a prefix of one position, only to learn what it returns besides hidden states."""
         args, kwargs = one.of_call(self.original, args, kwargs)
         args = tuple(None if isinstance(v, SkipCache) else v for v in args)
         kwargs = {k: None if isinstance(v, SkipCache) else v for k, v in kwargs.items()}
@@ -112,11 +115,11 @@ class GateState:
         self._extras: int | None = None  # number of values returned after hidden states; None: no tuple is returned
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy of the model takes over: not the passes of threads."""
+        """Return the state that a copy of the model gets: all but the passes that threads are running."""
         return vars(self) | {"forced": {}, "expected": {}}
 
     def forced_pass(self) -> ForcedPass | None:
-        """Return this thread's teacher-forced pass, or None."""
+        """Return the pass that this thread runs inside ``teacher_forced``; None outside."""
         forced = self.forced.get(threading.get_ident())
         # Autograd recomputes checkpointed layers in its own threads, which are not in ``forced``.
         if forced is None and self.forced and torch._C._current_graph_task_id() != -1:
@@ -126,16 +129,16 @@ class GateState:
         return forced
 
     def learn_output(self, output: Any) -> None:
-        """Remember the form of a layer's output: a tensor, or a tuple and its length."""
+        """Remember, from one layer's output, whether layers return a tensor or a tuple, and of what length."""
         self._extras = len(output) - 1 if isinstance(output, tuple) else None
         self.output_is_known = True
 
     def like_output(self, hidden: Tensor) -> Any:
-        """Return ``hidden`` in the form of this model's layer outputs."""
+        """Return ``hidden`` as layers of this model do: alone, or as a tuple filled up with None."""
         return hidden if self._extras is None else (hidden, *[None] * self._extras)
 
     def axis(self, hidden: Tensor, shape: tuple[int, ...] | None) -> int:
-        """Return the positions' axis of hidden states, in a pass over ids of ``shape`` (batch, positions).
+        """Return the positions' axis of hidden states; ``shape`` is (batch, positions) of the pass's ids, if known.
 
         Most are (batch, positions, size); Gemma 3n's have streams before batch, DeepSeek-V4's after positions.
         """
@@ -163,7 +166,7 @@ class ForcedPass:
         self._positions: dict[int, list[int]] = {}  # by width, since recomputation calls again
 
     def begin_layer(self, index: int, width: int) -> int:
-        """Return how many positions of the pass the layer runs, from the first on."""
+        """Return how many of the pass's ``width`` positions layer ``index`` runs: the first ones; 0: it is skipped."""
         if index == 0 or self.width < width:
             self.width = width
         if self.width not in self._positions:
@@ -177,16 +180,11 @@ class ForcedPass:
 
 
 def refuse_packed(kwargs: dict[str, Any]) -> None:
-    """Raise CacheError for a batch that packs several sequences into one row."""
+    """Raise CacheError if a pass with these arguments packs several sequences into one row."""
     if packed(kwargs):
         raise CacheError("packed (padding-free) batches cannot skip layers: give one sequence per row, left-padded")
 
 
-def _check_nothing_is_lent(kwargs: dict[str, Any]) -> None:
-    if any(isinstance(value, UserDict) and value for value in kwargs.values()):
-        raise UnsupportedModel("layers lend each other states of which the config says nothing: none can be skipped")
-
-
 def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SkipCache | None:
-    """Return the SkipCache among a pass's arguments, or None."""
+    """Return the SkipCache among a pass's arguments; None if there is none."""
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, SkipCache)), None)

@@ -25,7 +25,7 @@ class GrowingLayer(DynamicLayer):
     _room: tuple[Tensor, Tensor] | None = None  # for keys and values
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Free the room when keys are replaced."""
+        """Set an attribute; when ``keys`` are replaced, free the spare room."""
         if name == "keys":
             self._room = None
         super().__setattr__(name, value)
@@ -48,7 +48,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def _fits(self, room: Tensor, states: Tensor, end: int) -> bool:
-        """Tell whether states can be written up to position ``end``."""
+        """Tell whether ``room`` can take ``states`` up to position ``end``: large enough, of their dtype, writable."""
         writable = not room.is_inference() or torch.is_inference_mode_enabled()
         return room.shape[-2] >= end and room.dtype == states.dtype and writable
 
@@ -60,6 +60,6 @@ class GrowingLayer(DynamicLayer):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of memory held, including spare room."""
+        """Return the bytes of memory that keys and values take, including spare room."""
         held = self._room or (self.keys, self.values)
         return sum(x.numel() * x.element_size() for x in held if x is not None)

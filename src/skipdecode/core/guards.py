@@ -23,7 +23,7 @@ class PassGuard(Patch):
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's output."""
+        """Run a pass and return its output. Raises CacheError if the SkipCache was lost, unused or cut short."""
         cache = find_cache(args, kwargs)
         expected, ids = self.gates.expected.pop(threading.get_ident(), (lambda: None, None))
         # A pass over other ids is not the prepared one, which never came.
@@ -61,7 +61,7 @@ class PromptGuard(Patch):
     gates: GateState
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model inputs. Raises CacheError if the cache cannot take them."""
+        """Return a pass's inputs, and tell the SkipCache if they are a prompt. Raises CacheError if it takes none."""
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, SkipCache):
             return self.original(*args, **kwargs)
@@ -88,7 +88,7 @@ class CacheProvider(Patch):
         self.model = owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what ``generate`` returns."""
+        """Call ``generate``, with a new SkipCache if no cache is given, and return its result."""
         if kwargs.get("past_key_values") is None:
             # Unset the cache kind that a generation config names: it is for calls without a cache. (transformers
             # drops "hybrid" itself, and warns of any option passed along with a generation_config.)
@@ -111,6 +111,6 @@ class BatchingGuard(Patch):
 
 
 def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-    """Return (batch, positions) of a pass's ids or embeddings."""
+    """Return (batch, positions) of a pass's ids or embeddings; None if it has neither."""
     given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
     return next((tuple(value.shape[:2]) for value in given if isinstance(value, Tensor)), None)

@@ -25,7 +25,7 @@ class Patch:
 
 
 def put(kind: Callable[..., Patch], module: nn.Module, name: str, *given: Any) -> None:
-    """Patch a method with ``kind(module, name, *given)`` if it exists and the module has no patch of this kind."""
+    """Replace a method by ``kind(module, name, *given)``, if it exists and the module has no patch of this kind."""
     if hasattr(module, name) and not any(type(patch) is kind for _, patch in patches_on(module)):
         setattr(module, name, kind(module, name, *given))
 
@@ -50,6 +50,6 @@ def remove_patches(model: nn.Module) -> None:
 
 
 def gate_state(model: nn.Module) -> Any:
-    """Return the :class:`~.gate.GateState` that the gates of a model share, or None without gates."""
+    """Return the :class:`~.gate.GateState` that the gates of a model share; None if the model has no gates."""
     patches = (patch for module in model.modules() for _, patch in patches_on(module))
     return next((state for patch in patches if (state := patch.gates) is not None), None)

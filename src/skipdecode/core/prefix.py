@@ -31,7 +31,7 @@ class Prefix:
         return self.keys - self.width + self.queries
 
     def of_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the positional and named arguments of ``forward``, cut to the prefix."""
+        """Return (args, kwargs) of a call of ``forward`` with every tensor of positions cut to the prefix."""
         names = list(inspect.signature(forward).parameters)[: len(args)]
         names += [""] * (len(args) - len(names))
         cut = tuple(self._cut(name, value) for name, value in zip(names, args, strict=True))
@@ -89,7 +89,7 @@ class _SharedPrefix(UserDict[Any, Any]):
 
 
 def packed(kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether a row of the batch packs several sequences, whose prompts do not end at one position."""
+    """Tell whether a pass with these arguments packs several sequences, with several prompt ends, into one row."""
     positions = kwargs.get("position_ids")
     if any(key.startswith("cu_seq_lens") and value is not None for key, value in kwargs.items()):
         return True

@@ -87,7 +87,7 @@ class Schedule:
         return self._staircase[min(step, self.horizon - 1)]
 
     def layers(self, depth: int) -> tuple[int, ...]:
-        """Return the indices of the ``depth`` best-ranked layers, in network order."""
+        """Return the indices of the ``depth`` best-ranked layers, in network order (lowest first)."""
         if not 1 <= depth <= self.num_layers:
             raise ScheduleError(f"a depth is 1 to {self.num_layers}, not {depth}")
         return tuple(sorted(self.ranking[:depth]))
@@ -152,7 +152,7 @@ class Schedule:
 
     @cached_property
     def ranking(self) -> tuple[int, ...]:
-        """Return all layers, best-ranked first: depth ``d`` runs the first ``d``."""
+        """Return all layer indices, best-ranked first: depth ``d`` runs the first ``d``, in network order."""
         return ranking(self.order, self.num_layers, self.warmup)
 
     @cached_property
@@ -196,7 +196,7 @@ class Schedule:
 
     @property
     def target(self) -> float:
-        """Return the target speed-up as the paper computes it; for listed depths, their layer ratio."""
+        """Return the paper's target speed-up for these max and min depths; for listed depths, their layer ratio."""
         if self.depths is not None:
             return round(self.layer_ratio(self.horizon), 2)
         return target(self.max_depth, self.min_depth, self.num_layers)
@@ -212,7 +212,7 @@ class Schedule:
 
     @classmethod
     def from_depths(cls, num_layers: int, depths: list[int] | tuple[int, ...], **options: Any) -> Schedule:
-        """Make a schedule whose step ``g`` runs ``depths[g]`` layers; later steps keep the last depth."""
+        """Make a schedule of ``depths[g]`` layers at step ``g``, later the last; ``options`` are further fields."""
         require(bool(depths), "depths must hold at least one number")
         return cls(num_layers, depths[0], depths[-1], len(depths), decay="list", depths=tuple(depths), **options)
 
@@ -236,7 +236,7 @@ class Schedule:
         """
         require(isinstance(values, dict), f"a schedule is a JSON object, not {type(values).__name__}")
         names = {field.name for field in fields(cls)}
-        unknown = ", ".join(sorted(set(values) - names))
+        unknown = ", ".join(map(repr, sorted(set(values) - names)))  # of the key '', repr leaves something to see
         require(not unknown or not strict, f"unknown schedule keys: {unknown}; known are {', '.join(sorted(names))}")
         if unknown:
             warnings.warn(f"a later version of skipdecode wrote {unknown} into a schedule: left out", stacklevel=2)
@@ -264,7 +264,7 @@ class Schedule:
 
 
 def _check(schedule: Schedule) -> None:
-    """Raise ScheduleError for a value that is invalid or contradicts another."""
+    """Raise ScheduleError if a field of the schedule is invalid or contradicts another."""
     layers, decay, rate, order, depths = (
         getattr(schedule, name) for name in ("num_layers", "decay", "rate", "order", "depths")
     )
@@ -317,7 +317,7 @@ def _check(schedule: Schedule) -> None:
 
 
 def parse_prompt_layers(value: Any) -> int | str | None:
-    """Read ``prompt_layers`` from a number, its digits, ``max`` or None. Raises ScheduleError for other values."""
+    """Return ``prompt_layers`` from a number, its digits, ``max`` or None. Raises ScheduleError for other values."""
     number = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 7 else value
     valid = number is None or number == "max" or (type(number) is int and number >= 1)
     require(valid, f"prompt_layers is 'max' or a number of layers, not {str(value)[:100]!r}")

@@ -20,11 +20,7 @@ def text_config(config: Any) -> Any:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the model's stack of decoder layers, whatever attribute holds it.
-
-    Raises:
-        UnsupportedModel: the model is an encoder-decoder, or does not have exactly one such stack.
-    """
+    """Return the model's one stack of decoder layers. Raises UnsupportedModel for none, several, or an encoder."""
     count = layer_count(_decoder_config(model))
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count and _is_stack(m)]
     # A list inside the layers of another stack (experts, say) is part of a layer.
@@ -106,11 +102,7 @@ def lenders(config: Any) -> dict[int, int]:
 
 
 def with_lenders_first(schedule: Schedule, config: Any) -> Schedule:
-    """Return ``schedule`` in an order that ranks each layer before the layers that borrow its keys; depths stay.
-
-    Raises:
-        ScheduleError: the schedule is for another number of layers.
-    """
+    """Return ``schedule``, each layer ranked before borrowers of its keys. Raises ScheduleError if it does not fit."""
     schedule.check_layers(layer_count(config))
     borrowed = lenders(config)
     order: dict[int, None] = {}

@@ -67,7 +67,7 @@ class Collator:
 
 
 def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> Dataset:
-    """Encode each example's prompt and first reference; drop examples of more than ``max_length`` tokens."""
+    """Return rows of prompt ids and first reference's ids, without those of more than ``max_length`` ids together."""
     prompts = encode_prompts(tokenizer, [example.prompt for example in examples])
     responses = encode_response(tokenizer, [(e.prompt, e.references[0]) for e in examples])
     rows = [

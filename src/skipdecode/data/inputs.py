@@ -29,14 +29,17 @@ class Item:
     references: list[str] = field(default_factory=list)
 
 
-def read_items(source: str, task: Task, form: str | None = None) -> list[Item]:
-    """Read all items of ``source`` (a path, or ``-`` for standard input).
+def read_items(source: str, task: Task, format: str | None = None) -> list[Item]:
+    """Read all items of ``source``, a path or ``-`` for standard input; a row that cannot be used has an ``error``.
 
-    If the task's inputs repeat (one row per reference), each distinct input becomes one item.
+    If the task's inputs repeat (one row per reference), rows of one prompt become one item with all their references.
+
+    Args:
+        format: ``jsonl``, ``csv`` or ``text``; None: by the file's suffix, else by the content.
 
     Raises:
-        TaskError: the file is missing, not in a known format, a JSON array, or a CSV with unmatched quotes; or it has
-            no rows, or none with the task's columns.
+        TaskError: the file is missing, has no rows, or has none of the task's columns; it holds a JSON array, not lines
+            of JSON; it is a CSV with unmatched quotes or a repeated column; or the format is unknown.
     """
     if source == "-" and sys.stdin is None:
         raise TaskError("standard input is closed: give --input FILE")
@@ -44,7 +47,7 @@ def read_items(source: str, task: Task, form: str | None = None) -> list[Item]:
     items: list[Item] = []
     seen: dict[Prompt, Item] = {}
     fits = False  # whether a row has the task's columns, or could not be read at all
-    for line, row, error in read_rows(data, form, name=name, text_column=task.prompt_columns[0][0]):
+    for line, row, error in read_rows(data, format, name=name, text_column=task.prompt_columns[0][0]):
         fits |= not row or any(set(columns) <= set(row) for columns in task.prompt_columns)
         item = to_item(line, row, task, error)
         if task.distinct and item.error is None:
@@ -83,7 +86,7 @@ def read_examples(task: Task, source: Path, split: str, say: Callable[[str], obj
 
 
 def to_item(line: int, row: dict[str, Any], task: Task, error: str | None = None) -> Item:
-    """Make the item of a row, with ``error`` if reading it failed.
+    """Make the item of a row; it gets ``error`` (not None: the row could not be read), or one that the task finds.
 
     The item has the row's columns but those in ``OUTPUT_COLUMNS``; a prompt from ``text`` is kept as ``prompt``.
     """

@@ -54,7 +54,7 @@ class Bleu(Metric):
         return np.array([[*s.counts, *s.totals, s.sys_len, s.ref_len] for s in scores], dtype=np.float64)
 
     def corpus(self, totals: Array, n: int) -> float:
-        """Return sacrebleu's corpus BLEU."""
+        """Return sacrebleu's corpus BLEU from the summed statistics."""
         counts = [int(total) for total in totals]
         bleu = _package("sacrebleu").BLEU
         return float(bleu.compute_bleu(counts[:4], counts[4:8], counts[8], counts[9], smooth_method="exp").score)
@@ -64,7 +64,7 @@ class _Mean(Metric):
     """A metric that is the mean of the texts' own scores."""
 
     def corpus(self, totals: Array, n: int) -> float:
-        """Return the mean as a percentage."""
+        """Return the mean of ``n`` texts' scores, whose sum is ``totals``, as a percentage."""
         return 100 * float(totals[0]) / n
 
 
@@ -75,7 +75,7 @@ class RougeL(_Mean):
     label = "ROUGE-L"
 
     def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-        """Return (n, 1): the F-measure (0 to 1)."""
+        """Return (n, 1): each text's F-measure (0 to 1) against its best reference."""
         scorer = _package("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=True)
         pairs = zip(texts, references, strict=True)
         return np.array([[scorer.score_multi(refs, text)["rougeL"].fmeasure] for text, refs in pairs])
@@ -91,7 +91,7 @@ class Agreement(_Mean):
     label = "agreement"
 
     def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-        """Return (n, 1): the F-measure (0 to 1)."""
+        """Return (n, 1): each text's F-measure (0 to 1) against its best reference; 1 if they are equal."""
         scorer = _package("rouge_score.rouge_scorer").RougeScorer(["rougeL"], tokenizer=self)
         pairs = zip(texts, references, strict=True)
         return np.array(

@@ -120,7 +120,7 @@ def _csv(file: TextIO, name: str) -> Iterator[Row]:
 
 
 def _records(file: TextIO, name: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line at which each record of a CSV begins, and its fields."""
+    """Yield (line at which it begins, fields) for each record of a CSV. Raises TaskError for unmatched quotes."""
     csv.field_size_limit(2**31 - 1)  # C's long is 32 bits on Windows
     reader = csv.reader(file, strict=True)  # else a stray quote swallows the rows up to the next quote
     begin = 1

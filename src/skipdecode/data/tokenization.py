@@ -25,7 +25,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Encode texts, each of which equals or begins with its prompt."""
+    """Return the token ids of texts, each of which begins with its prompt; a rendered chat has its special tokens."""
     ids: list[list[int]] = [[]] * len(texts)
     chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
     plain = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
@@ -76,7 +76,7 @@ def encode_response(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[Pr
 
 
 def _rest_of(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str, text: str) -> str:
-    """Return the text from the prompt's end to the response's end."""
+    """Return the response as it follows ``text``, the rendered prompt: behind a space, or as the template has it."""
     if isinstance(prompt, str):
         return response if not prompt or prompt[-1].isspace() or response[:1].isspace() else f" {response}"
     whole = render(tokenizer, prompt, response)
@@ -89,7 +89,7 @@ def _rest_of(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str, 
 
 
 def _closed(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
-    """Cut an answer after its template's end-of-sequence, or append one."""
+    """Return an answer's ids up to its template's end-of-sequence, or with one appended if there is none."""
     eos = tokenizer.eos_token_id
     if eos in ids:
         end = len(ids) - ids[::-1].index(eos)
@@ -113,7 +113,7 @@ def _ids_behind(tokenizer: PreTrainedTokenizerBase, start: list[int], whole: lis
 
 
 def for_decoding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Set left padding, and end-of-sequence as the padding token if there is none (padding is masked anyway)."""
+    """Set left padding, and end-of-sequence as the padding token if there is none, and return the tokenizer."""
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)

@@ -51,12 +51,16 @@ class RayEngine:
         return self.engine.name
 
     def check(self, job: EngineConfig, config: Any, defaults: Any) -> None:
-        """Raise what the wrapped engine raises."""
+        """Check the job as the wrapped engine does, and raise what it raises."""
         self.engine.check(job, config, defaults)
 
     @contextmanager
     def open(self, job: EngineConfig, schedule: Schedule | None, positions: int) -> Iterator[Write]:
-        """Connect to the cluster that the environment names (``RAY_ADDRESS``), or start one on this machine."""
+        """Start the workers, on the cluster ``RAY_ADDRESS`` or here, and yield a function that generates texts.
+
+        ``schedule`` None runs the unmodified model; ``positions`` is the largest number of tokens of prompt and text.
+        The workers, and a cluster started here, end on exit.
+        """
         import ray
 
         mine = not ray.is_initialized()
@@ -81,7 +85,7 @@ class RayEngine:
                 ray.shutdown()
 
     def _write(self, workers: list[Any], batch_size: int, prompts: Mapping[int, list[int]]) -> Iterator[Batch]:
-        """Yield each group of completions when a worker has finished it."""
+        """Generate texts for token-id prompts, and yield their batches as workers finish them."""
         from ray.exceptions import RayTaskError
         from ray.util import ActorPool
 
@@ -116,5 +120,5 @@ class Worker:
         return self._context.__enter__()
 
     def write(self, prompts: dict[int, list[int]]) -> list[Batch]:
-        """Return the batches of one group."""
+        """Return the batches of one group of prompts."""
         return list(self._write(prompts))

@@ -77,7 +77,11 @@ class VllmEngine:
 
     @contextmanager
     def open(self, job: EngineConfig, schedule: Schedule | None, positions: int) -> Iterator[Write]:
-        """Start vLLM's engine with the job's model. Raises ModelError if vLLM cannot run it."""
+        """Start vLLM's engine with the job's model, yield a function that generates texts, and stop the engine on exit.
+
+        ``schedule`` None runs the unmodified model; ``positions`` is the largest number of tokens of prompt and text.
+        Raises ModelError if vLLM cannot run the model.
+        """
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         config = read_config(job.model, job.revision)
@@ -117,7 +121,7 @@ class _Writer:
         self.stop = StopStringCriteria(tokenizer, strings) if strings else None
 
     def __call__(self, prompts: Mapping[int, list[int]]) -> Iterator[Batch]:
-        """Yield groups of completions; the longest prompts start first, as with transformers."""
+        """Yield batches of completions as they end; the longest prompts start first, as with transformers."""
         waiting = iter(sorted(prompts, key=lambda key: (-len(prompts[key]), key)))
         started, done = time.perf_counter(), dict[int, Completion]()
         while True:
@@ -171,7 +175,7 @@ class _Writer:
         return Completion(text, len(tokens), "stop" if stopped else "length")
 
     def _group(self, prompts: Mapping[int, list[int]], done: Mapping[int, Completion], seconds: float) -> Batch:
-        """Return the completions with their cost: without padding, each counts the steps it would take alone."""
+        """Return keys, completions and their cost: without padding, each counts the steps it would take alone."""
         schedule, lengths = self.schedule, [len(prompts[key]) for key in done]
         steps = [row.tokens - 1 for row in done.values()]
         layer_steps = sum(sum(map(schedule.depth, range(count))) for count in steps)
@@ -240,7 +244,7 @@ def _kv_bytes(config: Any, positions: int, rows: int) -> int:
 
 
 def _dtype(dtype: str | torch.dtype, config: Any) -> str:
-    """Return the dtype by name: vLLM's ``auto`` differs from transformers'. Raises UsageError if config has none."""
+    """Return a dtype's name, for ``auto`` the config's: vLLM's differs. Raises UsageError if the config has none."""
     found = config.dtype if dtype == "auto" else dtype
     if found is None:
         raise UsageError("dtype: the model's config names none: give float32, bfloat16 or float16")

@@ -77,6 +77,6 @@ def sampling_params(options: Mapping[str, Any], defaults: GenerationConfig, conf
 
 
 def stop_strings(options: Mapping[str, Any], defaults: GenerationConfig) -> list[str]:
-    """Return the strings that end a text."""
+    """Return the strings that end a text: those of the options, else the checkpoint's."""
     strings = options.get("stop_strings", defaults.stop_strings) or []
     return [strings] if isinstance(strings, str) else list(strings)

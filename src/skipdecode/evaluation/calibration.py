@@ -120,7 +120,7 @@ class CalibrationPlan:
 
     @property
     def losses_file(self) -> Path | None:
-        """Return the file that keeps the losses of a search; None without an output file."""
+        """Return the file that keeps the losses of a search; None if the output is a stream or not written."""
         return None if self.output is None or is_stream(self.output) else self.output.with_suffix(".losses.json")
 
 
@@ -209,7 +209,7 @@ class Calibration:
         return lines + [f"{label} falls {quality}" for label, quality in self.worse().items()]
 
     def worse(self) -> dict[str, Quality]:
-        """Return the scores that fall by more than :data:`POINTS`; agreement counts only if it is the only score."""
+        """Return by label the scores that fall by more than :data:`POINTS`; agreement counts only if it is alone."""
         judged = list(self.quality)[: max(len(self.quality) - 1, 1)]
         return {k: each for k, each in self.quality.items() if k in judged and each.before - each.after > POINTS}
 
@@ -273,7 +273,7 @@ def calibrate(
     config = read_config(plan.model)
     method = _check(plan, config)
     before = schedule_for(config, plan.speedup)
-    trained, style = _style(plan, config, method)
+    trained, style = _schedule_fields(plan, config, method)
     examples = read_examples(plan.task, plan.data, "validation", say)
     if not examples and not plan.data.is_file():
         examples = plan.task.read(plan.data, "train")
@@ -350,7 +350,7 @@ def calibrate(
 
 
 def _measure(plan: CalibrationPlan, prompt_tokens: Sequence[int]) -> Callable[[Sequence[int]], Measure]:
-    """Return a function from the decode steps of batches to a ``Measure`` of layers or of predicted seconds."""
+    """Return a function that makes a ``Measure`` of batches' decode steps: of layers, or with a profile of seconds."""
     profile = plan.profile
     if profile is None:
         return Lengths
@@ -365,7 +365,7 @@ def _measure(plan: CalibrationPlan, prompt_tokens: Sequence[int]) -> Callable[[S
 
 
 def _check(plan: CalibrationPlan, config: Any) -> Method:
-    """Return the method whose schedule is fitted. Raises UsageError, FileError if the plan cannot be carried out."""
+    """Return the method whose schedule is fitted. Raises UsageError, FileError if the plan does not fit the model."""
     layers = layer_count(config)
     method = get_method(trained_method(config) if is_trained(config) else DEFAULT_METHOD)
     if not method.fits_depths:
@@ -388,10 +388,11 @@ def _check(plan: CalibrationPlan, config: Any) -> Method:
     return method
 
 
-def _style(plan: CalibrationPlan, config: Any, method: Method) -> tuple[Schedule | None, dict[str, Any]]:
-    """Return the trained schedule whose depths to keep (None if unusable), and the fields of a new schedule.
+def _schedule_fields(plan: CalibrationPlan, config: Any, method: Method) -> tuple[Schedule | None, dict[str, Any]]:
+    """Return the trained schedule whose depths to keep, changed as the plan says, and the fields of any new schedule.
 
-    Raises UsageError, ScheduleError if no schedule can have these fields.
+    The former is None if none was trained for the speed-up, or its depths do not go with the plan's prompt layers or
+    decay. Raises UsageError, ScheduleError if no schedule can have these fields.
     """
     layers = layer_count(config)
     known = {k: s for k, s in schedules_of(config, method.name).items() if not s.is_full}
@@ -418,16 +419,16 @@ def _style(plan: CalibrationPlan, config: Any, method: Method) -> tuple[Schedule
 
 
 def _quality(before: Written, after: Written, full: Written, examples: Sequence[Example]) -> dict[str, Quality]:
-    """Return by label the scores of inputs with references, then the agreement of all inputs with full depth."""
+    """Return by label the scores of inputs that have references, then all inputs' agreement with full depth."""
     scored = [i for i, example in enumerate(examples) if example.references]
     found = {}
     for metric in (*(DEFAULT if scored else ()), Agreement()):
         against_full = isinstance(metric, Agreement)
         rows = range(len(examples)) if against_full else scored
         references = [[full.texts[i]] if against_full else examples[i].references for i in rows]
-        (own, old, new), interval = paired_scores(
+        (base, old, new), interval = paired_scores(
             metric, [[each.texts[i] for i in rows] for each in (full, before, after)], references
         )
         label = "agreement with full depth" if against_full else metric.label
-        found[label] = Quality(own, old, new, interval, len(rows))
+        found[label] = Quality(base, old, new, interval, len(rows))
     return found

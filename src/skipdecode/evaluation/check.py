@@ -22,7 +22,7 @@ from ..core.schedule import Schedule
 from ..core.stack import decoder_layers, text_config, with_lenders_first
 from ..errors import SkipDecodeError, UnsupportedModel, UsageError
 from ..weights.loading import load, read_config
-from .reference import undone
+from .reference import discarding_skipped
 
 #: Logits count as equal if their relative error is at most this,
 TOLERANCE = 1e-5
@@ -50,7 +50,7 @@ class Batch:
     new_tokens: int
 
     def generate(self, model: PreTrainedModel, cache: Any, row: int | None = None) -> Any:
-        """Run greedy ``generate`` with raw logits, on the whole batch or on one unpadded ``row``."""
+        """Generate greedily, for all rows or for one unpadded ``row``; return ``generate``'s output with raw logits."""
         ids, mask = self.ids, self.mask
         if row is not None:
             ids = ids[row : row + 1, mask[row] == 1]
@@ -71,12 +71,12 @@ class Batch:
         )
 
     def tokens(self, model: PreTrainedModel, cache: Callable[[], Any], alone: bool = False) -> list[list[int]]:
-        """Return the new tokens of each row, generated as one batch or one unpadded row at a time."""
+        """Return each row's new tokens, from one batch or each unpadded row ``alone``; ``cache`` makes the caches."""
         runs = [self.generate(model, cache(), row) for row in (range(len(self.ids)) if alone else [None])]
         return torch.cat([run.sequences[:, -self.new_tokens :] for run in runs]).tolist()
 
     def uncached(self, model: PreTrainedModel, text: Tensor) -> Tensor:
-        """Return logits (rows, new tokens, vocabulary) of one pass over prompts and new tokens, without a cache."""
+        """Return the logits (rows, new tokens, vocabulary) that predict the new tokens of ``text``, in one pass."""
         width = self.ids.shape[1]
         mask = torch.cat([self.mask, self.mask.new_ones(len(text), text.shape[1] - width)], 1)
         return model(text, attention_mask=mask, use_cache=False, **_positions(model, mask)).logits[:, width - 1 :]
@@ -85,7 +85,7 @@ class Batch:
 def sample_batch(
     model: PreTrainedModel, lengths: tuple[int, ...] = (12, 5, 9), new_tokens: int = 12, seed: int = 0
 ) -> Batch:
-    """Return prompts of random token ids, determined by ``seed``."""
+    """Return prompts of random token ids, one of each length in ``lengths``; ``seed`` determines them."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = min(text_config(model.config).vocab_size, 1000)  # image and audio tokens have the largest ids
     ids = torch.randint(0, vocabulary, (len(lengths), max(lengths)), generator=generator)
@@ -153,14 +153,17 @@ def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
 
 
 def attaches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Check that the model has one sequential stack of decoder layers whose states are in transformers' cache."""
+    """Attach gates; return True and the model's class and layers. Raises UnsupportedModel if none can be skipped."""
     attach(model)
     return True, f"{type(model).__name__}, {schedule.num_layers} layers"
 
 
 @torch.no_grad()
-def inert(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Check invariant 3: with gates and no schedule, or a full one, logits are bit-identical to the stock model's."""
+def is_inert(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
+    """Check invariant 3: with gates and no schedule, or a full one, logits are bit-identical to the stock model's.
+
+    Returns whether they are, and how many steps were compared.
+    """
     detach(model)
     stock = batch.generate(model, DynamicCache(config=model.config))
     attach(model)
@@ -171,29 +174,39 @@ def inert(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[boo
 
 
 @torch.no_grad()
-def is_the_reference(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Check that cached decoding gives the logits of an uncached pass whose skipped layers are :func:`undone`."""
+def matches_uncached(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
+    """Check that cached decoding gives the logits of an uncached pass in which skipped layers change nothing.
+
+    Returns whether their relative error is small enough for :func:`_compare_with_reference`, and the error as text.
+    """
     run = batch.generate(model, SkipCache(model, schedule))
-    return _equals_undone(model, schedule, batch, run.sequences[:, :-1], torch.stack(run.logits, 1))
+    return _compare_with_reference(model, schedule, batch, run.sequences[:, :-1], torch.stack(run.logits, 1))
 
 
 @torch.no_grad()
-def is_teacher_forced(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Check invariant 2: a training pass, with each layer run on a prefix of positions, gives decoding's logits."""
+def training_matches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
+    """Check invariant 2: a training pass, with each layer run on a prefix of positions, gives decoding's logits.
+
+    Returns whether their relative error is small enough for :func:`_compare_with_reference`, and the error as text.
+    """
     text = batch.generate(model, SkipCache(model, schedule)).sequences[:, :-1]
     with teacher_forced(model, schedule, batch.ids.shape[1]):
         cut = batch.uncached(model, text)
-    return _equals_undone(model, schedule, batch, text, cut)
+    return _compare_with_reference(model, schedule, batch, text, cut)
 
 
-def _equals_undone(
+def _compare_with_reference(
     model: PreTrainedModel, schedule: Schedule, batch: Batch, text: Tensor, logits: Tensor
 ) -> tuple[bool, str]:
-    """Compare ``logits`` of ``text`` with the reference's, allowing for the stock model's rounding error."""
+    """Compare ``logits`` of ``text`` with those of an uncached pass in which skipped layers change nothing.
+
+    Returns whether the relative error is at most :data:`TOLERANCE`, or :data:`TIMES_STOCK` times the error between the
+    stock model's own cached and uncached logits; and both errors as text.
+    """
     detach(model)
     stock = batch.generate(model, DynamicCache(config=model.config))
     rounding = _distance(torch.stack(stock.logits, 1), batch.uncached(model, stock.sequences[:, :-1]))
-    with undone(model, schedule, batch.ids.shape[1], text):
+    with discarding_skipped(model, schedule, batch.ids.shape[1], text):
         error = _distance(logits, batch.uncached(model, text))
     attach(model)
     if rounding > ROUNDING:
@@ -203,8 +216,11 @@ def _equals_undone(
 
 
 @torch.no_grad()
-def batch_is_alone(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Check invariant 4: the greedy tokens of a row do not depend on other rows or on padding."""
+def matches_alone(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
+    """Check invariant 4: the greedy tokens of a row do not depend on other rows or on padding.
+
+    Returns whether all rows are equal in the batch and alone, and the number of equal rows as text.
+    """
     together, alone = (batch.tokens(model, partial(SkipCache, model, schedule), one) for one in (False, True))
     equal = sum(a == b for a, b in zip(together, alone, strict=True))
     detail = f"{equal} of {len(alone)} rows equal"
@@ -217,7 +233,10 @@ def batch_is_alone(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> 
 
 @torch.no_grad()
 def runs_repeat(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Check that a second call generates the same tokens: the first call leaves no state in the model."""
+    """Check that a second call generates the same tokens: the first call leaves no state in the model.
+
+    Returns whether all rows are equal, and the number of equal rows as text.
+    """
     cache = partial(SkipCache, model, schedule)
     first = batch.tokens(model, cache)
     batch.generate(model, cache(), row=1)
@@ -228,7 +247,10 @@ def runs_repeat(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tup
 
 @torch.no_grad()
 def work_falls(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Check invariant 7: a step at reduced depth takes a full step's FLOPs minus those of the skipped layers."""
+    """Check invariant 7: a step at reduced depth takes a full step's FLOPs minus those of the skipped layers.
+
+    Returns whether the difference is exactly theirs, and the FLOPs of both steps as text.
+    """
     layers = decoder_layers(model)
     names = {id(module): name for name, module in model.named_modules()}
     owner = type(model).__name__
@@ -247,10 +269,10 @@ def work_falls(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tupl
 ATTACHES = "its layers can be skipped"
 CHECKS: dict[str, Callable[[PreTrainedModel, Schedule, Batch], tuple[bool, str]]] = {
     ATTACHES: attaches,
-    "inert at full depth": inert,
-    "cached decoding = the stock layers, undone": is_the_reference,
-    "a training pass = the stock layers, undone": is_teacher_forced,
-    "a row in a batch = the row alone": batch_is_alone,
+    "inert at full depth": is_inert,
+    "cached decoding = the stock layers, undone": matches_uncached,
+    "a training pass = the stock layers, undone": training_matches,
+    "a row in a batch = the row alone": matches_alone,
     "a second run writes the same": runs_repeat,
     "FLOPs fall by the skipped layers' share": work_falls,
 }
@@ -273,7 +295,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def _positions(model: PreTrainedModel, mask: Tensor) -> dict[str, Tensor]:
-    """Return the ``position_ids`` of left-padded rows, if the model takes them."""
+    """Return {``position_ids``: those of left-padded rows}; {} if the model does not take them."""
     takes = "position_ids" in inspect.signature(model.forward).parameters
     return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if takes else {}
 

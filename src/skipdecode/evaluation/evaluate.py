@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
+from ..clock.tables import FILES as TABLES
 from ..clock.timing import alternate, compare, forced, typical_steps
 from ..core.checkpoint_config import layer_count, schedule_for, trained_method
 from ..core.schedule import Schedule
@@ -39,6 +41,7 @@ from .loss import batches_of, response_loss
 from .plots import draw_tradeoff
 from .variants import Variant, variants
 
+FILES = (*TABLES, "tradeoff.png")
 Say = Callable[[str], object]
 
 #: Increase it when the keys of a row change: rows of another version are measured again.
@@ -58,7 +61,7 @@ class EvaluationPlan:
         speedups: target layer ratios of every method.
         methods: as :func:`skipdecode.evaluation.variants.variants` takes them.
         schedules: JSON files of further schedules to evaluate.
-        output: folder for tables, plots and finished table rows.
+        output: folder for tables, a plot and finished table rows.
         limit: largest number of inputs to score, and of inputs to hold out.
         batch_size: prompts decoded together.
         max_new_tokens: None: the task's.
@@ -109,7 +112,7 @@ class Results:
         rows: one table row per variant, the full model first, with the keys of ``table.json`` and the texts.
         metrics: (key in the table rows, display name) of each score.
         about: the notes below the tables, which say how the figures were measured.
-        files: paths of the tables and plots.
+        files: paths of the tables and the plot.
     """
 
     rows: list[dict[str, Any]]
@@ -125,7 +128,7 @@ def evaluate(
     say: Say = warnings.warn,
     on_progress: Callable[[str, int, int], object] = lambda what, done, total: None,
 ) -> Results:
-    """Measure quality, layers, wall clock and memory of every variant, and write tables and plots to ``plan.output``.
+    """Measure quality, layers, wall clock and memory of every variant, and write tables and a plot to ``plan.output``.
 
     A later call with the same plan resumes: it measures only the variants whose table row is not in ``plan.output``.
 
@@ -155,12 +158,12 @@ def evaluate(
         labels = [(metric.name, metric.label) for metric in metrics]
         about = _about(plan, len(examples), command) | report.notes(rows)
         report.save(rows, labels, about, plan.output)
-        draw_tradeoff(rows, labels, plan.output / "tradeoff.png", about["machine"])
-    return Results(rows, labels, about, [plan.output / name for name in report.FILES])
+        draw_tradeoff(rows, labels, plan.output / "tradeoff.png")
+    return Results(rows, labels, about, [plan.output / name for name in FILES])
 
 
 def _read(plan: EvaluationPlan, say: Say) -> tuple[list[Example], list[Example]]:
-    """Return the examples to score, and the examples for lengths, thresholds and losses."""
+    """Return (examples to score, examples to hold out for lengths, thresholds and losses)."""
     examples = read_examples(plan.task, plan.data, "test", say)[: plan.limit]
     if not examples:
         raise UsageError(f"{plan.data} holds no test rows")
@@ -187,7 +190,7 @@ def _select(plan: EvaluationPlan) -> list[Variant]:
 
 
 def _metrics(examples: Sequence[Example], say: Say) -> list[Metric]:
-    """Return metrics that compare with references if every example has one, else with the full model's texts."""
+    """Return the metrics: against references if every example has one, else against the full model's texts."""
     scored = all(example.references for example in examples)
     if not scored:
         say("not every row has a reference: texts are compared with the full model's own (agreement)")
@@ -198,7 +201,7 @@ def _metrics(examples: Sequence[Example], say: Say) -> list[Metric]:
 
 
 def _about(plan: EvaluationPlan, count: int, command: str | None) -> dict[str, str]:
-    """Return the settings that go below the tables."""
+    """Return the settings that go below the tables, by name; ``count`` is the number of scored inputs."""
     return ({"command": command} if command else {}) | {
         "rows": f"{count} test inputs of {plan.task.name}, greedy, batch {plan.batch_size}",
         "machine": machine(plan.device),
@@ -255,8 +258,8 @@ class Evaluation:
         numbers = [plan.batch_size, most, plan.timing_rows, plan.repeats]
         where = [plan.dtype, plan.device, dict(plan.faster), machine(plan.device), __version__]
         scores = [metric.name for metric in self.metrics]
-        own = [variant.method.name, variant.speedup, variant.model, variant.key, variant.schedule]
-        return fingerprint(ROW_VERSION, texts, numbers, where, scores, own, models)
+        chosen = [variant.method.name, variant.speedup, variant.model, variant.key, variant.schedule]
+        return fingerprint(ROW_VERSION, texts, numbers, where, scores, chosen, models)
 
     def check(self) -> None:
         """Check, before a model is loaded, that :meth:`row` and the tables replace no other results.
@@ -265,13 +268,12 @@ class Evaluation:
             FileError: a file cannot be written.
             JobError: a file has results of other settings, and ``overwrite`` is not set.
         """
-        tables = [self.plan.output / name for name in report.FILES]
+        tables = [self.plan.output / name for name in FILES]
         for path in (*tables, *map(self._path, self.variants)):
             check_target(path)
         if any(path.exists() for path in tables) and not (self._path(self.reference).exists() or self.plan.overwrite):
             raise JobError(
-                f"{self.plan.output} holds tables or plots that are not of these rows: give another --output, or "
-                "--overwrite"
+                f"{self.plan.output} holds tables or a plot not of these rows: give another --output, or --overwrite"
             )
         for variant in self.variants:
             self._finished(variant, self.job(variant))
@@ -281,7 +283,7 @@ class Evaluation:
         job = self.job(variant)
         row = self._finished(variant, job)
         if row is None:
-            text = json.dumps({"job": job} | self._measure(variant), ensure_ascii=False)
+            text = json.dumps(_with_checksum({"job": job} | self._measure(variant)), ensure_ascii=False)
             write(self._path(variant), text + "\n")
             row = json.loads(text)
         if variant is self.reference:
@@ -292,24 +294,21 @@ class Evaluation:
         return self._folder / f"{variant.key}.json"
 
     def _finished(self, variant: Variant, job: str) -> dict[str, Any] | None:
-        """Return the saved row of this job; None if it must be measured. Raises JobError for a row of another job."""
+        """Return the saved row of this job; None if it is missing or damaged. Raises JobError for another job's."""
         path = self._path(variant)
         if not path.exists():
             return None
-        try:
+        row = None
+        with suppress(FileError):
             row = read_json(path)
-        except FileError:
-            row = None
-        if not isinstance(row, dict):
+        if not isinstance(row, dict) or row != _with_checksum(row):
             self.say(f"{path} is damaged: it is measured again")
             return None
-        if row.get("job") == job:
-            return row
-        if not self.plan.overwrite:
+        if row["job"] != job and not self.plan.overwrite:
             raise JobError(
                 f"{path} was measured with other settings or another model: give another --output, or --overwrite"
             )
-        return None
+        return row if row["job"] == job else None
 
     def _model(self, name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Return a checkpoint's model and tokenizer; keep only the reference and the last one loaded in memory."""
@@ -319,7 +318,10 @@ class Evaluation:
         return self._loaded[name]
 
     def generate(self, name: str, examples: Sequence[Example], decoding: Decoding, **options: Any) -> Generated:
-        """Generate greedy texts for the examples' prompts with the checkpoint ``name``."""
+        """Generate greedy texts for the examples' prompts with the checkpoint ``name``.
+
+        ``decoding`` (None: full depth) and ``options`` are as :func:`generate_ids` takes them.
+        """
         model, tokenizer = self._model(name)
         ids = encode_prompts(tokenizer, [example.prompt for example in examples])
         most = self.plan.max_new_tokens or self.plan.task.max_new_tokens
@@ -379,7 +381,7 @@ class Evaluation:
         }
 
     def _scores(self, texts: Sequence[str]) -> dict[str, Any]:
-        """Return each score, its difference from the reference's score, and the difference's 95% interval."""
+        """Return, as columns, each score, its difference from the reference's, and the difference's 95% interval."""
         full_texts = self._reference_texts or texts
         result: dict[str, Any] = {}
         for metric in self.metrics:
@@ -394,28 +396,32 @@ class Evaluation:
         return result
 
     def _clock(self, variant: Variant, decoding: Decoding) -> dict[str, Any]:
-        """Time the variant and the full model in turn, over equal numbers of decode steps."""
+        """Return the timing columns: variant and full model timed in turn, over equal numbers of decode steps."""
         timed, same = subsample(self.examples, self.plan.timing_rows), forced(self._steps)
         runs: dict[str, Callable[[], Generated]] = {
             "full": lambda: self.generate(self.reference.model, timed, None, **same),
-            "own": lambda: self.generate(variant.model, timed, decoding, **same),
+            "skipping": lambda: self.generate(variant.model, timed, decoding, **same),
         }
         if variant is self.reference:
-            del runs["own"]
+            del runs["skipping"]
         timing = alternate(runs, self.plan.repeats)
-        full = timing["full"]
-        own = timing.get("own", full)
-        clock = compare(full, own)
+        full, skipping = timing["full"], timing.get("skipping", timing["full"])
+        clock = compare(full, skipping)
         return {
             "timed_steps": self._steps,
-            "timed_rows": own.cost.rows,
-            "timed_batches": len(own.result.lengths) * self.plan.repeats,
+            "timed_rows": skipping.cost.rows,
+            "timed_batches": len(skipping.result.lengths) * self.plan.repeats,
             "timed_step_layer_ratio": round(clock.layer_ratio, 3),
-            "timed_job_layer_ratio": round(full.cost.num_layers / own.cost.job_depth, 3),
-            "job_seconds_per_1k_tokens": round(own.seconds_per_1k, 4),
+            "timed_job_layer_ratio": round(full.cost.num_layers / skipping.cost.job_depth, 3),
+            "job_seconds_per_1k_tokens": round(skipping.seconds_per_1k, 4),
             "full_job_seconds_per_1k_tokens": round(full.seconds_per_1k, 4),
             "job_clock_ratio": round(clock.ratio, 3),
-            "step_ms": round(own.step_ms, 3),
+            "step_ms": round(skipping.step_ms, 3),
             "full_step_ms": round(full.step_ms, 3),
             "step_clock_ratio": round(clock.decode_ratio, 3),
         }
+
+
+def _with_checksum(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with a checksum, by which files that were cut short or edited are detected."""
+    return row | {"checksum": fingerprint({name: value for name, value in row.items() if name != "checksum"})}

@@ -113,7 +113,7 @@ class SkipLM(HFLM):
 
     @torch.no_grad()
     def _score(self, rows: Sequence[Mapping[str, list[int]]]) -> list[tuple[float, bool]]:
-        """Score rows in one uncached pass in which each layer runs only the positions that it runs in decoding."""
+        """Return (log-probability, is greedy) of each row's response, from one pass that skips what decoding skips."""
         batch = Collator(self.tokenizer.pad_token_id, multiple=1)(rows)
         prompt = batch.pop("prompt_length")
         targets = batch.pop("labels")[:, 1:].to(self.device)

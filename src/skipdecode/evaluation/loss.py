@@ -26,7 +26,7 @@ is_losses = has_key("losses_without")
 def batches_of(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, batch_size: int
 ) -> list[dict[str, Any]]:
-    """Return batches, on the model's device, of examples that fit its positions; first references are responses."""
+    """Return batches, on the model's device, of prompts and first references that fit the model's positions."""
     rows = encode(examples, tokenizer, max_positions(model.config) or 1 << 30)
     collate = Collator(tokenizer.pad_token_id, max_length=max_positions(model.config))
     return [
@@ -37,7 +37,7 @@ def batches_of(
 
 @torch.no_grad()
 def response_loss(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]], schedule: Schedule) -> float:
-    """Return the mean cross-entropy in nats per response token."""
+    """Return the mean cross-entropy in nats per response token, with layers skipped as ``schedule`` says."""
     attach(model)
     total, count = 0.0, 0
     for batch in batches:
@@ -85,7 +85,7 @@ class LayerOrder:
         self.losses = {len(self._left): self._loss(())}
 
     def down_to(self, depth: int) -> tuple[int, ...]:
-        """Drop layers until ``depth`` >= 1 are left; return them in network order, then the dropped, last first."""
+        """Drop layers until ``depth`` >= 1 are left; return those in network order, then the dropped, last first."""
         done, total = 0, sum(range(depth, len(self._left)))
         while len(self._left) > depth:
             trials = {}

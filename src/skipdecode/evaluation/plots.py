@@ -1,4 +1,4 @@
-"""Draw the trade-off between quality and speed."""
+"""Draw the pictures of ``skipdecode demo`` and ``skipdecode evaluate``."""
 
 from __future__ import annotations
 
@@ -16,28 +16,17 @@ from ..files import check_target, write
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
-
-MARKERS = "*osD^vPX<>"
 
 
 def check_picture(path: Path) -> None:
     """Raise FileError if ``path`` cannot be written, UsageError if its suffix is not that of an image format."""
     check_target(path)
-    kinds = plt.Figure().canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in kinds:
+    if path.suffix.removeprefix(".").lower() not in plt.Figure().canvas.get_supported_filetypes():
         raise UsageError(f"{path} does not end like a picture: .png, .pdf or .svg, say")
 
 
-def _save(figure: Figure, path: Path, dpi: int) -> None:
-    content = io.BytesIO()
-    figure.savefig(content, dpi=dpi, format=path.suffix.removeprefix(".").lower())
-    plt.close(figure)
-    write(path, content.getvalue())
-
-
 def draw_demo(schedules: Mapping[float, Schedule], timings: Mapping[float, Timing], path: Path, note: str) -> None:
-    """Draw the depth by step of every schedule, and the measured ratios of layers and seconds against the target."""
+    """Draw each schedule's depth by step, and its measured ratios against the target; ``note`` is in small print."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     steps = max(max(t.result.lengths) for t in timings.values())
     for speedup, schedule in schedules.items():
@@ -47,52 +36,34 @@ def draw_demo(schedules: Mapping[float, Schedule], timings: Mapping[float, Timin
     )
     left.set_title("the staircase")
     left.legend(title="target")
-    base = timings[min(timings)]
-    targets = list(timings)
-    ratios = [t.cost.layer_ratio for t in timings.values()]
-    decode = [base.step_ms / t.step_ms for t in timings.values()]
-    total = [base.seconds / t.seconds for t in timings.values()]
+    base, targets, measured = timings[min(timings)], list(timings), timings.values()
     right.plot(targets, targets, ":", color="grey", label="target")
-    right.plot(targets, ratios, "o-", color="#334155", label="a decode step: fewer layers by")
-    right.plot(targets, decode, "s-", color="#2563eb", label="a decode step: faster by (clock)")
-    right.plot(targets, total, "^-", color="#f59e0b", label="the job, prompt included: faster by (clock)")
+    right.plot(targets, [t.cost.layer_ratio for t in measured], "o-", label="a decode step: fewer layers by")
+    right.plot(targets, [base.step_ms / t.step_ms for t in measured], "s-", label="a decode step: faster by (clock)")
+    label = "the job, prompt included: faster by (clock)"
+    right.plot(targets, [base.seconds / t.seconds for t in measured], "^-", label=label)
     right.set(xlabel="target speed-up", ylabel="times less than at 1x", xticks=targets)
     right.set_title("what it gave")
     right.legend()
     figure.suptitle(note, fontsize=8, color="grey")
-    _save(figure, path, 140)
+    _save(figure, path)
 
 
-def draw_tradeoff(rows: Sequence[Mapping[str, Any]], metrics: Sequence[tuple[str, str]], path: Path, note: str) -> None:
-    """Draw each metric (one per line of panels) against a step's layer ratio and against the job's clock ratio.
+def draw_tradeoff(rows: Sequence[Mapping[str, Any]], metrics: Sequence[tuple[str, str]], path: Path) -> None:
+    """Draw each metric (key, label) of an evaluation's rows, the full model's first, against the job's clock ratio."""
+    figure, panels = plt.subplots(1, len(metrics), figsize=(6 * len(metrics), 4), layout="constrained", squeeze=False)
+    for (metric, label), panel in zip(metrics, panels[0], strict=True):
+        for name in dict.fromkeys(row["label"] for row in rows):
+            points = sorted((row["job_clock_ratio"], row[metric]) for row in rows if row["label"] == name)
+            panel.plot(*zip(*points, strict=True), "o-", label=name)
+        panel.axhline(rows[0][metric], color="grey", lw=0.8, ls=":")
+        panel.set(xlabel="the job, prompt and decode steps: times faster (wall clock)", ylabel=label)
+    panels[0][0].legend(fontsize=8)
+    _save(figure, path)
 
-    Args:
-        rows: table rows of an evaluation, the full model first.
-        metrics: (key in the table rows, label) of each metric.
-        path: file of the picture.
-        note: small print above the panels.
-    """
-    figure, panels = plt.subplots(
-        len(metrics), 2, figsize=(11, 3.6 * len(metrics)), layout="constrained", squeeze=False, sharey="row"
-    )
-    axes_of = (
-        ("step_layer_ratio", "a decode step: times fewer layers"),
-        ("job_clock_ratio", "the job, prompt and decode steps: times faster (wall clock)"),
-    )
-    for (metric, label), line in zip(metrics, panels, strict=True):
-        for panel, (x, title) in zip(line, axes_of, strict=True):
-            for number, name in enumerate(dict.fromkeys(row["label"] for row in rows)):
-                ordered = sorted((row for row in rows if row["label"] == name), key=lambda row: row["target"])
-                panel.plot(
-                    [row[x] for row in ordered],
-                    [row[metric] for row in ordered],
-                    "k*" if number == 0 else f"{MARKERS[number % len(MARKERS)]}-",
-                    label=name,
-                    ms=10 if number == 0 else 6,
-                )
-            panel.axhline(rows[0][metric], color="grey", lw=0.8, ls=":")
-            panel.set(xlabel=title)
-        line[0].set(ylabel=label)
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    figure.suptitle(note, fontsize=8, color="grey")
-    _save(figure, path, 130)
+
+def _save(figure: plt.Figure, path: Path) -> None:
+    content = io.BytesIO()
+    figure.savefig(content, dpi=140, format=path.suffix.removeprefix(".").lower())
+    plt.close(figure)
+    write(path, content.getvalue())

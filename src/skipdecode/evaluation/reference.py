@@ -15,7 +15,7 @@ from ..core.stack import decoder_layers, with_lenders_first
 
 
 @contextmanager
-def undone(model: nn.Module, schedule: Schedule, prompt_length: int, text: Tensor) -> Iterator[None]:
+def discarding_skipped(model: nn.Module, schedule: Schedule, prompt_length: int, text: Tensor) -> Iterator[None]:
     """Replace each layer's output by its input at the positions that the schedule skips, inside the context.
 
     Every layer still runs on all positions. Attention is causal and each layer runs a prefix of the positions, so the
@@ -24,13 +24,13 @@ def undone(model: nn.Module, schedule: Schedule, prompt_length: int, text: Tenso
     Args:
         model: a stock model, without gates.
         schedule: defines the number of positions that each layer runs.
-        prompt_length: width of the prompt block.
+        prompt_length: number of columns of the left-padded prompts.
         text: token ids (rows, positions) of the pass inside the context.
     """
     counts = with_lenders_first(schedule, model.config).positions_per_layer(prompt_length, text.shape[1])
     shapes = GateState(frozenset())
 
-    def undo(count: int) -> Callable[..., Any]:
+    def discard(count: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             hidden, made = args[0] if args else kwargs["hidden_states"], output
             if isinstance(output, tuple):
@@ -45,7 +45,7 @@ def undone(model: nn.Module, schedule: Schedule, prompt_length: int, text: Tenso
         return hook
 
     hooks = [
-        layer.register_forward_hook(undo(count), with_kwargs=True)
+        layer.register_forward_hook(discard(count), with_kwargs=True)
         for layer, count in zip(decoder_layers(model), counts, strict=True)
     ]
     try:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..clock.tables import markdown_table
+from ..clock.tables import save_tables
 from ..clock.timing import remarks, shown
-from ..files import write
 
 Row = Mapping[str, Any]
 
@@ -57,7 +54,7 @@ def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[li
 
 
 def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and cells of a table for a terminal of 80 columns; differences and intervals are below scores."""
+    """Return heads and cells of a table for 80 columns; below a score stand its difference and interval."""
     heads, cells = columns(rows, metrics)
     for line in cells:
         for i, head in enumerate(heads):
@@ -69,7 +66,7 @@ def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list
 
 
 def notes(rows: Sequence[Row]) -> dict[str, str]:
-    """Return notes on how the rows were timed, what the ratios mean, and how reliable the timings are."""
+    """Return notes by name: how the rows were timed, what the ratios mean, how reliable the timings are."""
     first = rows[0]
     figures = [
         shown(row[f"{what}_clock_ratio"], row["timed_step_layer_ratio"]) for row in rows for what in ("step", "job")
@@ -87,25 +84,14 @@ def notes(rows: Sequence[Row]) -> dict[str, str]:
     )
 
 
-#: Files of :func:`save`, and the plot of an evaluation in the same folder.
-FILES = ("table.md", "table.csv", "table.json", "tradeoff.png")
-
-
 def save(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], about: Mapping[str, Any], folder: Path) -> None:
     """Write ``table.md``, ``table.csv`` and ``table.json`` to ``folder``, with notes on how the rows were measured."""
-    rows = [{name: value for name, value in row.items() if name not in ("job", "texts")} for row in rows]
+    rows = [{name: value for name, value in row.items() if name not in ("job", "texts", "checksum")} for row in rows]
     rows = [{**row, "model": Path(row["model"]).name} for row in rows]  # local paths mean nothing elsewhere
-    note = "\n".join(f"{name}: {value}  " for name, value in about.items())
-    write(folder / "table.md", f"{markdown_table(*columns(rows, metrics))}\n\n{note}\n")
     flat = [{k: v for k, v in row.items() if not isinstance(v, (dict, list))} for row in rows]
     for values, row in zip(flat, rows, strict=True):
         for name, _ in metrics:
             values[f"{name}_low"], values[f"{name}_high"] = row[f"{name}_interval"]
-    file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, list(dict.fromkeys(name for row in flat for name in row)))
-    writer.writeheader()
-    writer.writerows(flat)
-    write(folder / "table.csv", file.getvalue())
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     head = f'"about": {json.dumps(dict(about), ensure_ascii=False)}'
-    write(folder / "table.json", f'{{{head},\n"rows": [\n{lines}\n]}}\n')
+    save_tables(folder, flat, *columns(rows, metrics), about, f'{{{head},\n"rows": [\n{lines}\n]}}\n')

@@ -51,7 +51,7 @@ class Passes(StoppingCriteria):
         self.times: list[float] = []
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Return (batch,) False: no sequence stops."""
+        """Count the pass, time it if :class:`Passes` says so, and return (batch,) False: no sequence stops."""
         if self.every or not self.count:
             synchronize(input_ids.device)
             self.times.append(time.perf_counter())
@@ -68,16 +68,22 @@ def generate_batch(
     passes: Passes | None = None,
     **options: Any,
 ) -> tuple[list[Completion], Cost]:
-    """Generate completions for one batch of token-id prompts. Finished sequences leave it (:mod:`.finished_rows`).
+    """Generate for one batch of token-id prompts. Finished sequences leave it (:mod:`.finished_rows`).
 
     Args:
+        decoding: a schedule, None for the unmodified model, or a function that makes the batch's cache.
         passes: counts the passes of this call.
         options: passed to ``model.generate``; decoding is greedy unless they set ``do_sample``.
+
+    Returns:
+        The completions in the order of ``prompts``, and the cost of the batch.
     """
     passes = passes or Passes()
     options, asked = given(options), model.generation_config
     width, layers = max(map(len, prompts)), layer_count(model.config)
-    pad = options.setdefault("pad_token_id", _padding(model, tokenizer))
+    padding = tokenizer.pad_token_id, asked.pad_token_id, min(end_tokens({}, asked), default=None), 0
+    # Any token will do, since the attention mask hides it.
+    pad = options.setdefault("pad_token_id", next(token for token in padding if token is not None))
     ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     if decoding is None:
@@ -138,13 +144,6 @@ def generate_batch(
         or max(total_kv_bytes(cache), finished.peak_kv_bytes if finished else 0),
     )
     return rows, cost
-
-
-def _padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the padding token; any token will do, since the attention mask hides it."""
-    ends = end_tokens({}, model.generation_config)
-    known = tokenizer.pad_token_id, model.generation_config.pad_token_id, min(ends, default=None)
-    return next((token for token in known if token is not None), 0)
 
 
 def _unpadded(row: Sequence[int], pad: int) -> int | None:

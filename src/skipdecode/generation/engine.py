@@ -47,7 +47,7 @@ class EngineConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def faster(self) -> dict[str, Any]:
-        """Return those of the options ``quantization`` and ``prepack`` of :func:`skipdecode.load` that are on."""
+        """Return those of the arguments ``quantization`` and ``prepack`` of :func:`skipdecode.load` that are set."""
         return optimizations(self.quantization, self.prepack)
 
 
@@ -70,11 +70,11 @@ class Engine(Protocol):
         """
 
     def open(self, job: EngineConfig, schedule: Schedule | None, positions: int) -> AbstractContextManager[Write]:
-        """Return a context that loads the weights, and yields the function that generates texts with them.
+        """Return a context manager that loads the weights, and yields the function that generates texts with them.
 
         Args:
             schedule: None runs the unmodified model.
-            positions: the most tokens of a prompt and its text together.
+            positions: the largest number of tokens of a prompt and its text together.
         """
 
 
@@ -89,7 +89,10 @@ class Transformers:
 
     @contextmanager
     def open(self, job: EngineConfig, schedule: Schedule | None, positions: int) -> Iterator[Write]:
-        """Load the model with :func:`~skipdecode.weights.loading.load`."""
+        """Load the model, and yield a function that generates texts for token-id prompts, batch by batch.
+
+        ``schedule`` None runs the unmodified model. Nothing is released on exit.
+        """
         where: dict[str, Any] = {"dtype": job.dtype, "device": job.device, "revision": job.revision}
         model, tokenizer = load(job.model, offload=job.offload, **where, **job.faster())
         yield partial(

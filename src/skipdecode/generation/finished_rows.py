@@ -49,6 +49,7 @@ def track_finished_rows(
     baseline's own cache, which may hold data per row; and in compiled models, which may recompile for fewer rows.
 
     Args:
+        rows: number of sequences in the batch; one alone stays.
         stops: token ids that end a text.
         strings: ``stop_strings`` of ``model.generate``.
         options: its other options.
@@ -94,12 +95,12 @@ class FinishedRows(StoppingCriteria):
         del self.cache.finished_rows
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Update the ended rows, and return (rows,) False: no row stops because of this criterion."""
+        """Note which rows have ended, and return (rows,) False: no row stops because of this criterion."""
         self.ended |= self.ends(input_ids, scores, **kwargs)
         return torch.zeros_like(self.ended)
 
     def before(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return ``kwargs`` of the model's forward without the rows that have left, after a removal if one is due."""
+        """Remove ended rows if enough have ended, and return arguments of ``forward`` for the rows that are left."""
         given = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
         # If a model family takes other tensors, whose rows are unknown, all rows stay.
         if all(name in BY_ROW and value.shape[:-1] == self.ended.shape for name, value in given.items()):
@@ -109,7 +110,7 @@ class FinishedRows(StoppingCriteria):
         return kwargs | {name: value[self.kept.to(value.device)] for name, value in given.items()}
 
     def _cut(self) -> None:
-        """Remove ended rows from the cache if enough of them have ended."""
+        """Remove ended rows from the cache if at most :data:`SHARE` of its rows, but at least one, go on."""
         kept = torch.arange(len(self.ended), device=self.ended.device) if self.kept is None else self.kept
         goes_on = ~self.ended[kept]
         if 0 < int(goes_on.sum()) <= SHARE * len(kept):
@@ -118,7 +119,7 @@ class FinishedRows(StoppingCriteria):
             self.kept = kept[goes_on]
 
     def after(self, output: Any) -> Any:
-        """Return the output with zero logits inserted for the rows that have left."""
+        """Return the model's output with zero logits inserted for the removed rows."""
         if self.kept is not None:
             all_rows = output.logits.new_zeros(len(self.ended), *output.logits.shape[1:])
             output.logits = all_rows.index_copy_(0, self.kept.to(all_rows.device), output.logits)

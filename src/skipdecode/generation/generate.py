@@ -71,12 +71,12 @@ def generate(
 
 
 def horizon_for(config: Any, new_tokens: int) -> int | None:
-    """Return the decode steps over which a new schedule's depth falls; None if the config has trained schedules."""
+    """Return the horizon of a new schedule for so many new tokens; None if the config's schedules have their own."""
     return None if trained_schedules(config) else max(new_tokens - 1, 1)
 
 
 def to_prompts(given: Any) -> list[Prompt]:
-    """Return a list of prompts from one text or conversation, or several. Raise UsageError."""
+    """Return a list of prompts from one text or conversation, or several. Raises UsageError for anything else."""
     if isinstance(given, str) or _is_conversation(given):
         given = [given]
     if not isinstance(given, Iterable) or isinstance(given, (Mapping, bytes)):
@@ -114,7 +114,15 @@ def generate_ids(
     seed: int | None = None,
     **options: Any,
 ) -> Generated:
-    """Generate a text for each token-id prompt with any decoding; call ``on_batch`` with each batch's cost."""
+    """Generate a text for each token-id prompt, and call ``on_batch`` with the cost of each batch.
+
+    Args:
+        decoding: a schedule, None for the unmodified model, or a function that makes each batch's cache.
+        batch_size, seed, options: as :func:`generate` takes them.
+
+    Raises:
+        UsageError: a prompt is empty or too long for the model, or an option is not supported.
+    """
     empty = next((number for number, prompt in enumerate(prompts) if not len(prompt)), None)
     if empty is not None:
         raise UsageError(f"prompt {empty} has no token to go on from: the tokenizer puts none at the beginning")
@@ -143,7 +151,7 @@ def batches(
     seed: int | None = None,
     **options: Any,
 ) -> Iterator[tuple[list[int], list[Completion], Cost]]:
-    """Generate token-id ``prompts`` batch by batch.
+    """Generate token-id ``prompts`` batch by batch; :func:`generate_ids` explains the arguments.
 
     Yields:
         The keys, completions and cost of a batch. With a ``seed``, a key samples the same text in every run.
@@ -156,13 +164,13 @@ def batches(
     devices = [model.device] if model.device.type == "cuda" else []  # besides the CPU, whose state is always restored
     for at in range(0, len(order), batch_size):
         keys = order[at : at + batch_size]
-        own: dict[str, Any] = {}
+        draws: dict[str, Any] = {}
         if seed is not None and sampled and num_beams(options, defaults) == 1:  # beam search draws for a whole batch
-            own = {"watermarking_config": Sampling(seed, keys)}
+            draws = {"watermarking_config": Sampling(seed, keys)}
         with torch.random.fork_rng(devices, enabled=sampled):
             if seed is not None and sampled:
                 torch.manual_seed(stable_hash(seed, *keys))
-            rows, cost = generate_batch(model, tokenizer, [prompts[key] for key in keys], decoding, **options | own)
+            rows, cost = generate_batch(model, tokenizer, [prompts[key] for key in keys], decoding, **options | draws)
         yield keys, rows, cost
 
 
@@ -172,5 +180,5 @@ def max_positions(config: Any) -> int | None:
 
 
 def position_limit(config: Any) -> int | None:
-    """Return the most positions that the model can compute; None with RoPE, which has no limit, or if unknown."""
+    """Return the largest number of positions that the model computes; None with RoPE (no limit), or if unknown."""
     return None if getattr(text_config(config), "rope_parameters", None) else max_positions(config)

@@ -228,7 +228,7 @@ class GenerationJob(EngineConfig):
         return fingerprint(identity(resolve(self.model)), *parts)
 
     def _schedule(self, config: Any, lengths: Sequence[int], beams: int) -> Schedule:
-        """Return the schedule for prompts of these lengths."""
+        """Return the schedule for prompts of ``lengths`` tokens. Raises UsageError for several beams with a profile."""
         schedule = self.schedule if isinstance(self.schedule, Schedule) else None
         style: dict[str, Any] = {} if self.prompt_layers is None else {"prompt_layers": self.prompt_layers}
         new_tokens = self.options["max_new_tokens"]
@@ -258,7 +258,7 @@ class GenerationJob(EngineConfig):
     def _scores(
         self, items: Sequence[Item], completions: Mapping[int, Completion], say: Callable[[str], object]
     ) -> dict[str, float]:
-        """Return the task's scores; none if the input has no references or the scoring library is not installed."""
+        """Return the task's scores by name; {} without references, or (``say`` tells) without the scoring library."""
         scored = [index for index in completions if items[index].references]
         if not scored:
             return {}
@@ -280,7 +280,7 @@ def _plain(value: Any) -> Any:
 def encode_items(
     items: Sequence[Item], tokenizer: PreTrainedTokenizerBase, config: Any, new_tokens: int
 ) -> dict[int, list[int]]:
-    """Return the prompts' token ids by item index; items that cannot be generated get an ``error`` instead."""
+    """Return prompts' token ids by item index; an item of no or too many tokens gets an ``error`` instead."""
     for item in items:
         if item.error is None and not isinstance(item.prompt, str):
             try:

@@ -35,7 +35,6 @@ class Journal:
     Attributes:
         rows: finished completions by item index.
         costs: the cost of each finished batch.
-        summary: of a job that was killed after it had written its output; else None.
 
     Raises:
         JobError: another process works on ``output``, or the finished batches belong to another job.
@@ -75,7 +74,7 @@ class Journal:
             raise FileError(f"{self.output} is already there: move it away, or give --overwrite to replace it")
 
     def _read(self) -> None:
-        """Read the valid lines."""
+        """Read the batches up to the first bad line. Raises FileError for another file, JobError for another job's."""
         if not self.path.exists():
             return
         data = self.path.read_bytes()
@@ -105,7 +104,7 @@ class Journal:
             self._good, self._chain = good, chain
 
     def add(self, indices: Sequence[int], rows: Sequence[Completion], cost: Cost) -> None:
-        """Append a finished batch, and flush it to the disk."""
+        """Append a finished batch (its items' indices, their completions, its cost), and flush it to the disk."""
         entry = {"rows": {i: asdict(row) for i, row in zip(indices, rows, strict=True)}, "cost": asdict(cost)}
         payload = json.dumps(entry, ensure_ascii=False).encode()
         lines, chain = b"", self._chain
@@ -123,12 +122,11 @@ class Journal:
         if not self._good:
             sync_folder(self.path.parent)
         self._good, self._chain = self._good + len(lines), chain
-
         self.rows.update(zip(indices, rows, strict=True))
         self.costs.append(cost)
 
     def finish(self, text: str) -> None:
-        """Write the output, unless a run that was killed after that has done so, and delete the journal.
+        """Write the output, ``text``, unless a run that was killed after that has done so, and delete the journal.
 
         Raise FileError, and keep the finished batches, if another program has written the output meanwhile.
         """
@@ -142,7 +140,7 @@ class Journal:
 
 
 def _sealed(data: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (content, end offset, checksum so far) of each line up to the first whose checksum is wrong."""
+    """Yield (content, end offset, checksum so far) of each line of ``data`` up to the first with a wrong checksum."""
     end = chain = 0
     for line in io.BytesIO(data):
         payload, seal = line[:-10], line[-10:]

@@ -88,7 +88,7 @@ def check_options(options: Mapping[str, Any], batch_size: int = 1, seed: int | N
 
 
 def check_with_model(options: Mapping[str, Any], defaults: GenerationConfig, seed: int | None = None) -> None:
-    """Check options together with a checkpoint's generation_config, which may set others. Raise UsageError."""
+    """Check options that depend on a checkpoint's generation_config. Raises UsageError if the two do not fit."""
     options = given(options)
     for name in NEVER:
         if name not in options and getattr(defaults, name, None):
@@ -103,23 +103,23 @@ def check_with_model(options: Mapping[str, Any], defaults: GenerationConfig, see
 
 
 def check_budget(speedup: float | None, schedule: object, full: bool) -> None:
-    """Raise UsageError if more than one of the arguments is given."""
+    """Raise UsageError if more than one of speed-up, schedule and full depth is given."""
     if (speedup is not None) + (schedule is not None) + full > 1:
         raise UsageError("give one of speedup, schedule and full")
 
 
 def num_beams(options: Mapping[str, Any], defaults: GenerationConfig) -> int:
-    """Return the number of beams; 1 is no beam search."""
+    """Return the number of beams: the option, else the checkpoint's default, else 1, which is no beam search."""
     return options.get("num_beams") or defaults.num_beams or 1
 
 
 def max_new_tokens(options: Mapping[str, Any], defaults: GenerationConfig) -> int:
-    """Return the most new tokens of a text."""
+    """Return the largest number of new tokens per text: the option, else the checkpoint's default, else 20."""
     return options.get("max_new_tokens") or defaults.max_new_tokens or NEW_TOKENS
 
 
 def end_tokens(options: Mapping[str, Any], defaults: GenerationConfig) -> set[int]:
-    """Return the token ids that end a text."""
+    """Return the token ids that end a text: those of the option ``eos_token_id``, else the checkpoint's."""
     ends: Any = options.get("eos_token_id", defaults.eos_token_id)
     ends = ends.flatten().tolist() if hasattr(ends, "flatten") else ends
     return {ends} if isinstance(ends, int) else set(ends or ())

@@ -38,7 +38,7 @@ class Cost:
 
     @property
     def average_depth(self) -> float:
-        """Return the layers that ran per decode step."""
+        """Return the mean number of layers that ran per decode step."""
         return self.layer_steps / self.steps if self.steps else float(self.num_layers)
 
     @property
@@ -48,7 +48,7 @@ class Cost:
 
     @property
     def prompt_depth(self) -> float:
-        """Return the layers that ran per position of the prompt."""
+        """Return the mean number of layers that ran per position of the prompts."""
         return self.prompt_layer_positions / self.prompt_positions if self.prompt_positions else float(self.num_layers)
 
     @property

@@ -30,7 +30,7 @@ class Sampling(BaseWatermarkingConfig):
         """Do nothing: every value is valid."""
 
     def construct_processor(self, vocab_size: int, device: Any) -> LogitsProcessor:
-        """Return the logits processor that ``model.generate`` calls last."""
+        """Return the processor that draws each token from its scores; ``model.generate`` calls it last."""
         return _Draw([torch.Generator(device).manual_seed(stable_hash(self.seed, row)) for row in self.rows])
 
 
@@ -52,5 +52,5 @@ class _Draw(LogitsProcessor):
 
 
 def stable_hash(*parts: int) -> int:
-    """Return a hash of 63 bits that is the same in every process."""
+    """Return a hash from 0 to 2**63 - 1 that is the same in every process."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1

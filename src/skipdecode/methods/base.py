@@ -37,7 +37,7 @@ class Method:
 
     @property
     def skips(self) -> bool:
-        """Return whether the method skips layers of its model."""
+        """Tell whether the method skips layers of its model, by a schedule or by exits."""
         return self.fits_depths or self.trains_exits
 
     def is_trained_by(self, name: str) -> bool:
@@ -49,7 +49,7 @@ class Method:
         return fit(num_layers, speedup, lengths, order=self.order or "top")
 
     def prepare(self, model: PreTrainedModel, speedup: float) -> PreTrainedModel:
-        """Return the model to train, made from ``model``."""
+        """Return the model to train: ``model`` itself, unless a subclass makes another of it for ``speedup``."""
         return model
 
     def objective(self, model: PreTrainedModel, schedules: Mapping[float, Schedule]) -> Objective | None:

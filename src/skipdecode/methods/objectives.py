@@ -37,10 +37,10 @@ class Objective:
     schedule: Schedule | None = None
 
     def prepare(self, model: nn.Module, inputs: dict[str, Any], schedule: Schedule) -> None:
-        """Prepare the loss before each forward pass of training, while no schedule is active."""
+        """Prepare the loss before a training pass over ``inputs`` with ``schedule``, while no layer is skipped."""
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Return the loss of a batch, a scalar."""
+        """Return the loss of a batch, a scalar; :func:`token_loss` explains the labels."""
         return token_loss(outputs.logits, labels, num_items_in_batch)
 
 
@@ -61,7 +61,7 @@ class Distillation(Objective):
         self._target: Tensor | None = None
 
     def prepare(self, model: nn.Module, inputs: dict[str, Any], schedule: Schedule) -> None:
-        """Run the teacher on the same batch."""
+        """Run the teacher on the same batch, unless the model is its own teacher and ``schedule`` is full."""
         self._target = None
         if schedule.is_full and self.teacher is None:
             return

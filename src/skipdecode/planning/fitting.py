@@ -35,7 +35,7 @@ class Measure(Protocol):
         """Return the decode steps of the longest batch."""
 
     def ratio(self, schedule: Schedule) -> float:
-        """Return full depth's cost over the schedule's; fewer layers must never lower it."""
+        """Return full depth's cost divided by the schedule's; fewer layers must never lower it."""
 
 
 class Lengths:
@@ -56,7 +56,7 @@ class Lengths:
 
     @property
     def typical(self) -> int:
-        """Return the 90th percentile, at least 1."""
+        """Return the 90th percentile of the batches' decode steps, at least 1."""
         return max(self.ordered[9 * len(self.ordered) // 10], 1)
 
     @property
@@ -65,12 +65,12 @@ class Lengths:
         return self.ordered[-1]
 
     def before(self, step: int) -> int:
-        """Count the steps of all batches that come before ``step`` in their batch."""
+        """Count the decode steps of all batches whose index in their batch is below ``step``."""
         short = bisect_right(self.ordered, step)
         return self.sums[short] + step * (len(self.ordered) - short)
 
     def ratio(self, schedule: Schedule) -> float:
-        """Return the layers that all steps run at full depth over those they run with the schedule."""
+        """Return the layers that all steps run at full depth, divided by those they run with the schedule."""
         # The steps before ``fall(schedule, d)`` have a depth of at least d.
         deeper = sum(
             self.before(fall(schedule, depth)) for depth in range(schedule.min_depth + 1, schedule.max_depth + 1)
@@ -91,7 +91,7 @@ def fall(schedule: Schedule, depth: int) -> int:
 
 
 def achieved(schedule: Schedule, lengths: Sequence[int]) -> float:
-    """Return the speed-up in layers over batches of ``lengths`` decode steps each."""
+    """Return the speed-up in layers over batches that take ``lengths`` decode steps."""
     return Lengths(lengths).ratio(schedule)
 
 
@@ -105,7 +105,7 @@ def batch_lengths(tokens: Sequence[int], batch_size: int) -> list[int]:
 
 
 def constant_schedules(num_layers: int, **style: Any) -> list[Schedule]:
-    """Return the constant-depth schedules that these fields allow, shallowest first.
+    """Return the constant-depth schedules that can have the fields in ``style``, shallowest first.
 
     Raises ScheduleError if there are none, as the prompt runs fewer layers than the warm-up.
     """
@@ -118,7 +118,7 @@ def constant_schedules(num_layers: int, **style: Any) -> list[Schedule]:
 
 
 def nearest(at: Callable[[int], Schedule], span: range, speedup: float, measure: Measure) -> Schedule:
-    """Return the schedule ``at(i)`` whose ratio is nearest to ``speedup``; the ratio must never grow with ``i``."""
+    """Return the ``at(i)``, ``i`` in ``span``, whose ratio is nearest to ``speedup``; it must never grow with ``i``."""
     first = bisect_left(span, True, key=lambda i: measure.ratio(at(i)) < speedup)
     return min((at(i) for i in span[max(first - 1, 0) : first + 1]), key=lambda s: _error(s, speedup, measure))
 
@@ -165,7 +165,10 @@ def fit(num_layers: int, speedup: float, lengths: Sequence[int] | Measure, **sty
 def _fit_falling(
     flats: Sequence[Schedule], flat: Schedule, speedup: float, measure: Measure, style: dict[str, Any]
 ) -> Schedule | None:
-    """Return the falling schedule within 1% most like the paper's, else the nearest; None if all depths are equal."""
+    """Return the falling schedule within 1% of ``speedup`` most like the paper's, else the nearest; None if none falls.
+
+    ``flats`` are the constant schedules that can have the fields in ``style``; ``flat`` is the nearest of them.
+    """
     middle, typical = flat.max_depth, measure.typical
     wanted = share_of_max(flat.num_layers / middle)
     horizons = range(max(typical // 3, 2), max(2 * typical, 2) + 1)
@@ -191,10 +194,8 @@ def _fit_falling(
 def refit(schedule: Schedule, speedup: float, lengths: Sequence[int] | Measure) -> Schedule | None:
     """Return the schedule with a horizon at which it achieves ``speedup`` within 1%; None if there is no such horizon.
 
-    A schedule that already does is returned unchanged, since a model may have been trained with it.
-
-    Raises:
-        ScheduleError: there are no lengths.
+    A schedule that already does is returned unchanged, since a model may have been trained with it. Raises
+    ScheduleError if there are no lengths.
     """
     measure: Measure = Lengths(lengths) if isinstance(lengths, Sequence) else lengths
     if _error(schedule, speedup, measure) <= TOLERANCE:
@@ -213,7 +214,7 @@ def _move_horizon(schedule: Schedule, horizons: range, speedup: float, measure: 
 def bisect_ratio(
     at: Callable[[float], Schedule], low: float, high: float, speedup: float, lengths: Sequence[int]
 ) -> Schedule:
-    """Return the schedule ``at(x)`` whose layer ratio is nearest to ``speedup``; the ratio must grow with ``x``."""
+    """Return the ``at(x)``, x from ``low`` to ``high``, of the layer ratio nearest to ``speedup``; it grows with x."""
     parts = 2**30
     return nearest(lambda i: at(high - (high - low) * i / parts), range(parts + 1), speedup, Lengths(lengths))
 

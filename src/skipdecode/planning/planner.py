@@ -40,7 +40,7 @@ class Workload:
 
 
 def workloads(prompt_tokens: Sequence[int], batch_size: int, new_tokens: int) -> list[Workload]:
-    """Batch the prompts by length, longest first; leave out a last batch that is smaller, unless it is the only one."""
+    """Return the batches of prompts of these lengths, longest first, without a smaller last one unless it is alone."""
     ordered = sorted(prompt_tokens, reverse=True)
     batches = (ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size))
     works = [Workload(len(batch), batch[0], new_tokens) for batch in batches]
@@ -128,15 +128,15 @@ class Predictor:
         return self._prompts[key]
 
     def ratio(self, schedule: Schedule) -> float:
-        """Return full depth's seconds over the schedule's, of the decode steps or of the job."""
-        full, own = self.full, self.seconds(schedule)
-        return full.job / own.job if self.clock == "job" else full.steps / own.steps
+        """Return full depth's seconds divided by the schedule's: of steps (clock ``step``) or prompts too (``job``)."""
+        full, skipping = self.full, self.seconds(schedule)
+        return full.job / skipping.job if self.clock == "job" else full.steps / skipping.steps
 
     def ratios(self, schedule: Schedule) -> dict[str, float]:
-        """Return the speed-up on each clock: in layers of decode steps, in seconds of steps, in seconds of jobs."""
-        full, own = self.full, self.seconds(schedule)
+        """Return speed-ups by what they count: ``layers`` of decode steps, seconds of each ``step``, of the ``job``."""
+        full, skipping = self.full, self.seconds(schedule)
         layers = schedule.layer_ratio(self.typical)
-        return {"layers": layers, "step": full.steps / own.steps, "job": full.job / own.job}
+        return {"layers": layers, "step": full.steps / skipping.steps, "job": full.job / skipping.job}
 
 
 def plan(predictor: Predictor, speedup: float, **style: Any) -> Schedule:
@@ -167,7 +167,7 @@ def plan(predictor: Predictor, speedup: float, **style: Any) -> Schedule:
 
 
 def _limit(predictor: Predictor, style: dict[str, Any]) -> str:
-    """Describe the highest possible speed-up, and where the time of the fastest schedule goes."""
+    """Return a text: the highest speed-up that schedules with the fields in ``style`` give, and where its time goes."""
     fastest = constant_schedules(predictor.num_layers, **style)[0]
     seconds = predictor.seconds(fastest)
     parts = {"the head": seconds.head, "these layers": seconds.layers, "embedding, sampling and the loop": seconds.rest}

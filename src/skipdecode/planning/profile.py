@@ -120,22 +120,22 @@ class Profile:
 
     @property
     def warning(self) -> str | None:
-        """Return a warning if the measurements differ much, else None."""
+        """Return a warning if repeated measurements differ by more than :data:`NOISY`, else None."""
         if self.noise <= NOISY:
             return None
         return f"the rounds of this profile differ by {self.noise:.0%}: something else computed; measure again"
 
     def step(self, batch_size: int, length: int) -> Pass:
-        """Predict a decode step that attends to ``length`` positions per sequence. Raises UsageError out of range."""
+        """Predict a decode step over ``length`` positions per row. Raises UsageError beyond what was measured."""
         return _between(self._by_batch_size["steps"], batch_size, length, "a decode step")
 
     def prompt(self, batch_size: int, length: int) -> Pass:
-        """Predict the pass over prompts of ``length`` positions each. Raises UsageError out of range."""
+        """Predict the pass over prompts of ``length`` positions. Raises UsageError beyond what was measured."""
         return _between(self._by_batch_size["prompts"], batch_size, length, "a prompt")
 
     @cached_property
     def _by_batch_size(self) -> dict[str, dict[int, list[Pass]]]:
-        """Group the measured passes of prompts and of steps by batch size, in ascending order of size and length."""
+        """Group the passes of ``prompts`` and of ``steps`` by batch size, in ascending order of size and length."""
         found: dict[str, dict[int, list[Pass]]] = {"prompts": {}, "steps": {}}
         for name, passes in found.items():
             for one in sorted(getattr(self, name), key=lambda one: (one.batch_size, one.length)):
@@ -143,7 +143,7 @@ class Profile:
         return found
 
     def check(self, *, machine: str | None = None, shape: str | None = None, **placed: Any) -> None:
-        """Raise UsageError, saying what differs, if the profile has another machine, shape or placement (None: any)."""
+        """Raise UsageError if the machine, shape, dtype, device or options differ from these (None: any)."""
         for name, value in {"machine": machine, "shape": shape, **placed}.items():
             mine = getattr(self, name)
             if value is not None and value != mine:
@@ -200,7 +200,7 @@ def _check_number(name: str, value: Any, most: float) -> None:
 
 
 def _between(measured: Mapping[int, Sequence[Pass]], batch_size: int, length: int, what: str) -> Pass:
-    """Interpolate a pass linearly between the measured ones. Raises UsageError out of range."""
+    """Interpolate between passes measured at several batch sizes. Raises UsageError, naming ``what``, beyond them."""
     sizes, longest = [*measured], max(passes[-1].length for passes in measured.values())
     if not sizes[0] <= batch_size <= sizes[-1] or not 0 < length <= FARTHEST * longest:
         raise UsageError(
@@ -219,7 +219,7 @@ def _between(measured: Mapping[int, Sequence[Pass]], batch_size: int, length: in
 
 
 def _line(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
-    """Interpolate linearly at ``x``, or extrapolate the outer lines.
+    """Interpolate the points (``xs``, ``ys``) linearly at ``x``, or extrapolate the outer lines.
 
     Below the first point the value is at least proportional to ``x``; above the last it is at least the last one.
     """

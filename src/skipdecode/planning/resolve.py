@@ -23,10 +23,10 @@ class Rule(Protocol):
 
     @property
     def takes_style(self) -> bool:
-        """Tell whether horizon, order and decay can be set."""
+        """Tell whether the user may set horizon, order and decay."""
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
-        """Return the method's schedule for this speed-up over these lengths."""
+        """Return the method's schedule for this speed-up over batches of ``lengths`` decode steps."""
 
 
 def new_schedule(
@@ -73,8 +73,8 @@ def method_schedule(
 ) -> Schedule:
     """Return the config's schedule for this method and speed-up, else fit a new one to the lengths from ``measure``.
 
-    Any field in ``style``, except ``prompt_layers`` alone, means a new one. ``measure`` is called only for a new one.
-    Raises ScheduleError as :func:`new_schedule` does.
+    Any field in ``style``, except ``prompt_layers`` alone, means a new one. Only for a new one is ``measure`` called,
+    which returns the decode steps of each batch. Raises ScheduleError as :func:`new_schedule` does.
     """
     known = schedules_of(config, method.name)
     if speedup in known and set(style) <= ({"prompt_layers"} if method.takes_style else set()):

@@ -78,11 +78,11 @@ class BucketManager(FullAttentionManager):
     end: float = math.inf
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
-        """Count the blocks that positions before the end need, as vLLM does."""
+        """Count, as vLLM does, the blocks that positions before the bucket's end need."""
         return super().get_num_blocks_to_allocate(request_id, self._before_end(num_tokens), *args, **kwargs)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[Any]:
-        """Allocate blocks for positions before the end, and null blocks for later ones."""
+        """Allocate blocks up to the bucket's end, null blocks for later positions, and return the new ones."""
         new = super().allocate_new_blocks(request_id, self._before_end(num_tokens), num_tokens_main_model)
         blocks = self.req_to_blocks[request_id]
         none = [self._null_block] * (-(-num_tokens // self.block_size) - len(blocks))
@@ -106,7 +106,7 @@ class BucketCoordinator(HybridKVCacheCoordinator):
     attention_groups: list[Any]
 
     def find_longest_cache_hit(self, block_hashes: Any, max_cache_hit_length: int) -> Any:
-        """Return the longest prefix cached in all buckets that the request runs after it; others get null blocks."""
+        """Return vLLM's answer for the longest prefix in all buckets that run after it; others get null blocks."""
         every, managers, length = self.attention_groups, self.single_type_managers, max_cache_hit_length
         needed: list[Any] = []
         try:
@@ -129,12 +129,12 @@ class BucketKVCacheManager(KVCacheManager):
     """Sets each bucket manager's ``end`` for the current request before vLLM calls it."""
 
     def get_computed_blocks(self, request: Any) -> Any:
-        """Look up the prefix cache, as vLLM does."""
+        """Look up the prefix cache, as vLLM does, in the buckets that the request runs."""
         self._expect(request)
         return super().get_computed_blocks(request)
 
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """Allocate as vLLM does, but skip its slow search through all buckets if the step changes no block."""
+        """Allocate as vLLM does, but without its slow search through all buckets if the step changes no block."""
         processed = request.num_computed_tokens - request.num_in_flight_tokens
         if not args and not any(kwargs.values()) and self._stays(request, num_new_tokens, processed):
             return self.empty_kv_cache_blocks

@@ -119,7 +119,7 @@ def _warn(model: Any, serving: Serving) -> None:
 
 
 def _without_graphs(compilation: Any) -> None:
-    """Turn CUDA graphs off: a graph replays the layers that ran when it was captured."""
+    """Turn CUDA graphs off in vLLM's compilation config: a graph replays the layers that its capture ran."""
     from vllm.config import CUDAGraphMode
 
     compilation.cudagraph_mode = CUDAGraphMode.NONE

@@ -60,7 +60,7 @@ class Tables:
         self._runs: Flags = np.concatenate([table.runs for table in tables.values()])
 
     def of(self, speedup: float | None) -> Table:
-        """Return the table of a speed-up, the same object each time."""
+        """Return the table of a speed-up (None: full depth), the same object each time."""
         return self._tables[speedup]
 
     def step(self, tables: Sequence[Table], counts: Whole, computed: Whole, prompts: Whole) -> Step:

@@ -61,13 +61,13 @@ class Frontend:
         self._followed: dict[str, tuple[Any, float, bool]] = {}
 
     def requests(self) -> tuple[int, int]:
-        """Count the requests that wait for their first token, and those that have it."""
+        """Return how many requests wait for their first token, and how many have it."""
         states = list(self._followed.values())  # a copy: other threads of vLLM call this too
         waiting = sum(state.is_prefilling for state, _, _ in states)
         return waiting, len(states) - waiting
 
     def stat_loggers(self) -> list[Any]:
-        """Return factories for vLLM's argument of this name: their logger passes token times to the load policy."""
+        """Return factories of vLLM's stat loggers: one that passes token times to the load policy, none without it."""
         return [] if self.load is None else [functools.partial(TokenTimes, self.load)]
 
     def follow(self, client: Any) -> None:
@@ -107,7 +107,7 @@ class Frontend:
 
     @_logged_once
     def _end(self, name: str, reason: str) -> None:
-        """Count a request once, and attach its summary to vLLM's statistics, where the response reads it."""
+        """Count the request ``name`` once, and attach its summary to vLLM's statistics, where the response reads it."""
         if name not in self._followed:
             return
         state, speedup, moved = self._followed.pop(name)
@@ -131,16 +131,16 @@ class TokenTimes(StatLoggerBase):
 
     @_logged_once
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
-        """Pass on the times of one step."""
+        """Pass the times between tokens in one step to the load policy."""
         if iteration_stats is not None:
             self.load.tokens(iteration_stats.inter_token_latencies_iter)
 
     def log_engine_initialized(self) -> None:
-        """Do nothing."""
+        """Do nothing: vLLM calls this when it logs that the engine is ready."""
 
 
 def _to_sampling_params(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse ``speedup`` as a top-level field of a request: the OpenAI API would accept and ignore it."""
+    """Do as vLLM does, but refuse a top-level field ``speedup``: the OpenAI API would accept and ignore it."""
     with bad_request():
         refuse_look_alikes(self.model_extra or ())
     return original(self, *args, **kwargs)

@@ -142,8 +142,7 @@ def cut(value: Any, tokens: Tensor, count: int) -> Any:
 def add_gates(model: nn.Module, num_layers: int) -> Plan:
     """Put a gate on each decoder layer, and return the plan that they share.
 
-    Raises:
-        UnsupportedModel: the model does not have exactly one stack of ``num_layers`` layers.
+    Raises UnsupportedModel if the model does not have exactly one stack of ``num_layers`` layers.
     """
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
     inner = {id(part) for stack in stacks for part in stack.modules() if part is not stack}

@@ -33,7 +33,7 @@ class Int8Product:
         self._handler = ops.create_onednn_scaled_mm(rounded.t(), scale, torch.float32, True, False, 32)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the logits; ``weight``, which vLLM passes, is not read."""
+        """Return the logits of ``x``; ``weight``, which vLLM passes, is not read."""
         rows, scale, _ = ops.onednn_scaled_int8_quant(x.reshape(-1, x.shape[-1]))
         logits = x.new_empty((len(rows), self._handler.n), dtype=torch.float32)
         ops.onednn_scaled_mm(self._handler, rows, logits, scale, None, None, None)
@@ -48,8 +48,7 @@ def multiplies_int8() -> bool:
 def quantize_head(model: nn.Module) -> None:
     """Quantize the LM head of a loaded model to int8. A tied embedding keeps its float weights.
 
-    Raises:
-        UnsupportedModel: the model has no LM head of floats, or the CPU does not multiply int8.
+    Raises UnsupportedModel if the model has no LM head of floats, or the CPU does not multiply int8.
     """
     heads: list[Any] = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
     if len(heads) != 1 or not isinstance(heads[0].quant_method, UnquantizedEmbeddingMethod):

@@ -60,7 +60,7 @@ def show_load(model_name: str, load: Load) -> None:
 
 @cache
 def _collectors() -> dict[str, Any]:
-    """Make the collectors once per process, after vLLM has set where several API servers merge their metrics."""
+    """Return the collectors by name, made once per process, after vLLM has set where several servers merge theirs."""
     from prometheus_client import Counter, Gauge
 
     labels = ("model_name", "speedup")

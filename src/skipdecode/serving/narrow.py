@@ -79,7 +79,7 @@ class ByLayer(dict[str, Any]):
         return self._make(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of any layer: no name is missing, so ``default`` is not used."""
+        """Return the value of layer ``name``; every name has one, so ``default`` is never used."""
         return self._make(name)
 
     def __bool__(self) -> bool:

@@ -120,7 +120,7 @@ def _init_async_llm(original: Any, self: Any, vllm_config: Any, *args: Any, **kw
 
 
 def _serving(input_processor: Any) -> Serving | None:
-    """Return the settings of the input processor's engine."""
+    """Return the settings of the input processor's engine; None if its model runs without schedules."""
     from .configure import serving_of
 
     if "skipdecode" not in vars(input_processor):

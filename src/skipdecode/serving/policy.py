@@ -46,7 +46,7 @@ class Load:
             self._forget()
 
     def token_ms(self) -> float:
-        """Return the mean time between tokens over ``WINDOW`` seconds, and at least the newest step; 0 before any."""
+        """Return the mean milliseconds between tokens over ``WINDOW`` seconds, or of the newest step; 0 before any."""
         self._forget()
         gaps = tuple(self._gaps)  # a copy: another thread may record steps meanwhile
         count = sum(count for _, _, count in gaps)
@@ -63,7 +63,7 @@ class Load:
         return self.is_high
 
     def choose(self, speedup: float) -> float:
-        """Return the speed-up of a new request that named none: ``speedup``, or under load the operator's if higher."""
+        """Return the speed-up of a request that named none: ``speedup``, or under load the policy's if higher."""
         return max(speedup, self._speedup) if self.refresh() else speedup
 
     def _forget(self) -> None:

@@ -19,11 +19,7 @@ OWN = "skipdecode"
 
 
 def requested_speedup(params: Any, serving: Serving) -> tuple[float, bool]:
-    """Return the speed-up that a request gets without load, and whether the request named it.
-
-    Raises:
-        ScheduleError: the server does not offer this speed-up, or an argument has a reserved or similar name.
-    """
+    """Return a request's speed-up without load, and whether it named one. Raises ScheduleError for one not offered."""
     extra = params.extra_args or {}
     refuse_look_alikes(name for name in extra if name != SPEEDUP)
     asked = extra.get(SPEEDUP)
@@ -81,17 +77,13 @@ def speedup_of(params: Any) -> float | None:
 
 
 def _own(params: Any) -> dict[str, Any] | None:
-    """Return what :func:`assign_speedup` added; under stock vLLM, a client's own argument may have the same name."""
+    """Return what :func:`assign_speedup` added; None if nothing, or if a client's own argument has that name."""
     own = (getattr(params, "extra_args", None) or {}).get(OWN)
     return own if isinstance(own, dict) else None
 
 
 def ends_of(request: Any) -> list[float] | None:
-    """Return each bucket's end, the first position from which none of its layers run; None for an unknown schedule.
-
-    Args:
-        request: the scheduler's request object.
-    """
+    """Return each bucket's end in a request, the first position that runs none of its layers; None: no schedule."""
     own = _own(request.sampling_params)
     return None if own is None else [max(request.num_prompt_tokens + end, 0) for end in own["ends"]]
 

@@ -26,7 +26,7 @@ CPU_ROOM = {"VLLM_CPU_KVCACHE_SPACE": "4"}
 
 
 def serve(model: str = "demo", options: Mapping[str, Any] | None = None, vllm: Sequence[str] = ()) -> NoReturn:
-    """Start the server of :func:`server_command` in place of this process."""
+    """Replace this process by vLLM's server, started as :func:`server_command` says."""
     command, environment = server_command(model, options, vllm)
     sys.stdout.flush()
     sys.stderr.flush()

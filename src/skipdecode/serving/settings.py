@@ -64,7 +64,11 @@ class Serving:
         else:
             stored = trained_schedules(config)
             offered = self._offered(options, stored)
-            layers = self._prompt_layers(options)
+            layers = options.get("prompt_layers")
+            if layers not in (None, "max", *range(1, self.num_layers + 1)) or layers is True:
+                raise ScheduleError(
+                    f"prompt_layers must be a number from 1 to {self.num_layers}, or 'max', not {layers!r}"
+                )
             self.schedules = {speedup: _schedule(config, speedup, layers, stored) for speedup in offered}
             trained = [speedup for speedup in offered if speedup in stored]
             self.default = self.speedup(options.get("speedup", max(trained, default=offered[0])))
@@ -72,7 +76,7 @@ class Serving:
         self.buckets: Buckets = choose_buckets(self.schedules.values())
 
     def speedup(self, value: Any, name: str = "speedup") -> float:
-        """Return the value as a float. Raises ScheduleError if the server does not offer this speed-up."""
+        """Return ``value`` as a float. Raises ScheduleError, naming the option, if the server does not offer it."""
         if isinstance(value, bool) or not isinstance(value, int | float) or value not in self.schedules:
             offered = ", ".join(f"{speedup:g}" for speedup in self.schedules)
             several = "one of " if len(self.schedules) > 1 else ""
@@ -89,14 +93,8 @@ class Serving:
             raise ScheduleError(f"speedups must be a list of numbers, as in [1, 2, 3], not {repr(listed)[:100]}")
         return sorted({_number("speedup", value, 1, self.num_layers) for value in listed})
 
-    def _prompt_layers(self, options: Mapping[str, Any]) -> Any:
-        layers = options.get("prompt_layers")
-        if layers not in (None, "max", *range(1, self.num_layers + 1)) or layers is True:
-            raise ScheduleError(f"prompt_layers must be a number from 1 to {self.num_layers}, or 'max', not {layers!r}")
-        return layers
-
     def _load(self, options: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the arguments of the load policy, or None without its options."""
+        """Return the load policy's arguments; None without its options. Raises ScheduleError if one is missing."""
         limits = {name: _number(name, options[name], 0, 1e9) for name in LIMITS if name in options}
         if "load_speedup" not in options and not limits:
             return None

@@ -20,8 +20,7 @@ class SkipWorker(Worker):
     def init_device(self) -> None:
         """Initialize the device, and adapt vLLM's model runner before it loads the model.
 
-        Raises:
-            UnsupportedModel: vLLM has set an unsupported option since the config was checked.
+        Raises UnsupportedModel if vLLM has set an unsupported option since the config was checked.
         """
         serving = serving_of(self.vllm_config)
         assert serving is not None
@@ -32,7 +31,7 @@ class SkipWorker(Worker):
         runner.skip_serving = serving
 
     def skipdecode_layers(self) -> dict[str, int]:
-        """Return layer-tokens since the start: at full depth, needed by the schedules, and run."""
+        """Return tokens times layers since the start: those at full depth, those that schedules need, those run."""
         plan = self.model_runner.skip_plan
         return {"full": plan.full_tokens, "needed": plan.needed_tokens, "run": plan.run_tokens}
 

@@ -27,7 +27,7 @@ class TrainingBar(ProgressCallback):
     training_bar: Any
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the bar; its time left is from the mean over all steps, as budgets and lengths make steps differ."""
+        """Start the bar, whose time left is estimated from the mean of all steps, as steps differ."""
         super().on_train_begin(args, state, control, **kwargs)
         self.start = self.current_step = state.global_step
         if self.training_bar is not None:
@@ -46,7 +46,7 @@ class TrainingBar(ProgressCallback):
             self.training_bar.write(line, file=sys.stderr)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Print losses and the pace."""
+        """Print the losses and the tokens per second in ``logs``."""
         if self.training_bar is not None:
             shown = [
                 f"{name} {value:.4g}" for name, value in logs.items() if name.endswith(("loss", "tokens_per_second"))
@@ -67,7 +67,7 @@ class StepSeed(TrainerCallback):
     """
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Seed the step."""
+        """Seed all random generators from the run's seed, the step and the process."""
         set_seed(draw("step", args.seed, state.global_step, args.process_index))
 
 

@@ -26,7 +26,7 @@ RECORD = "training.json"
 #: A checkpoint's last file: the run's identity (``_record`` in run.py), and size and checksum of the other files.
 SEAL = "whole.json"
 #: Subfolder in which a checkpoint or the trained model is written before it is moved to its place.
-SCRAP = ".checkpoint"
+STAGING = ".checkpoint"
 #: Number of checkpoints to keep: if the newest is damaged, the one before it is used.
 KEEP = 2
 
@@ -62,14 +62,14 @@ class RunFolder:
     # --- checkpoints
 
     def checkpoints(self) -> list[Path]:
-        """Return the checkpoints that have a ``SEAL``, oldest first."""
+        """Return the finished checkpoints, which have a ``SEAL``, oldest first."""
         found = [path for path in self.folder.glob("checkpoint-*") if NAME.fullmatch(path.name)]
         return sorted((path for path in found if (path / SEAL).exists()), key=_step)
 
     def newest(self, run: Mapping[str, Any], say: Callable[[str], object] = warnings.warn) -> Path | None:
-        """Return the newest undamaged checkpoint, or None; ``say`` reports each damaged one.
+        """Return the newest undamaged checkpoint, None if there is none; ``say`` reports each damaged one.
 
-        Raises JobError if that checkpoint belongs to a run other than ``run``, and names what differs.
+        Raises JobError if that checkpoint's run has another identity than ``run``, and names what differs.
         """
         for path in reversed(self.checkpoints()):
             sealed, damage = _damage(path)
@@ -85,47 +85,47 @@ class RunFolder:
         return None
 
     def start(self, plan: Mapping[str, Any], resume: Path | None = None) -> None:
-        """Save the run's options, and delete the checkpoints newer than ``resume`` (without it, all)."""
+        """Save the options ``plan``, and delete the checkpoints newer than ``resume`` (None: all)."""
         kept = [] if resume is None else [p for p in self.checkpoints() if _step(p) <= _step(resume)][-KEEP:]
         for path in self.checkpoints():
             if path not in kept:
                 self._drop(path)
         write(self.folder / RECORD, _json({"author": AUTHOR, "plan": dict(plan)}))
 
-    def new_scrap(self) -> None:
-        """Make ``SCRAP`` an empty folder."""
-        shutil.rmtree(self.folder / SCRAP, ignore_errors=True)
-        (self.folder / SCRAP).mkdir()
+    def new_staging(self) -> None:
+        """Delete the run's temporary folder ``STAGING`` if there is one, and make it anew."""
+        shutil.rmtree(self.folder / STAGING, ignore_errors=True)
+        (self.folder / STAGING).mkdir()
 
     def keep(self, name: str, run: Mapping[str, Any]) -> None:
-        """Seal the checkpoint ``name`` in ``SCRAP``, move it to its place, and delete all but the newest ``KEEP``."""
-        path = self.folder / SCRAP / name
+        """Seal checkpoint ``name`` in ``STAGING`` with the identity ``run``, move it here, keep the newest ``KEEP``."""
+        path = self.folder / STAGING / name
         write(path / SEAL, _json({"files": _contents(path), "run": dict(run)}))
         os.replace(path, self.folder / name)
         sync_folder(self.folder)
         for old in self.checkpoints()[:-KEEP]:
             self._drop(old)
-        shutil.rmtree(self.folder / SCRAP, ignore_errors=True)
+        shutil.rmtree(self.folder / STAGING, ignore_errors=True)
 
     def _drop(self, path: Path) -> None:
         """Move a checkpoint away, then delete it: a kill in between leaves no half-deleted checkpoint."""
-        self.new_scrap()
-        os.replace(path, self.folder / SCRAP / path.name)
-        shutil.rmtree(self.folder / SCRAP, ignore_errors=True)
+        self.new_staging()
+        os.replace(path, self.folder / STAGING / path.name)
+        shutil.rmtree(self.folder / STAGING, ignore_errors=True)
 
     # --- the trained model
 
     def publish(self) -> None:
-        """Replace the model in this folder by the one in ``SCRAP``, so that no mixture of the two ever loads.
+        """Replace the model in this folder by the one in ``STAGING``, so that no mixture of the two ever loads.
 
-        A kill in between leaves no ``config.json``, so nothing loads, and the run's last checkpoint, which the same
-        command goes on from.
+        After a kill in between there is no ``config.json``, so nothing loads; the same command goes on from the run's
+        last checkpoint.
         """
-        new, config = self.folder / SCRAP, self.folder / "config.json"
+        new, config = self.folder / STAGING, self.folder / "config.json"
         names = sorted(_contents(new), key=lambda name: name == config.name)  # config last: loading needs it
         config.unlink(missing_ok=True)
         sync_folder(self.folder)
-        for old in [path for form in FORMER for path in self.folder.glob(form)]:
+        for old in [path for pattern in FORMER for path in self.folder.glob(pattern)]:
             old.unlink()
         for name in names:
             target = self.folder / name
@@ -138,7 +138,10 @@ class RunFolder:
 
 @contextmanager
 def run_folder(folder: str | Path, model: str | None = None) -> Iterator[RunFolder]:
-    """Create ``folder``, and lock it for a training run, by the first of its processes.
+    """Create ``folder``, lock it for a training run (in the first of its processes), and yield it.
+
+    Args:
+        model: the model to train, which may not be in ``folder``.
 
     Raises:
         JobError: another process trains there.
@@ -161,7 +164,7 @@ def run_folder(folder: str | Path, model: str | None = None) -> Iterator[RunFold
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn the errors that torch and safetensors raise on a full disk, none with an errno, into FileError.
+    """Turn the errors that torch and safetensors raise on a full disk, which have no errno, into FileError.
 
     Only calls that save belong inside: any RuntimeError becomes a FileError.
     """
@@ -180,7 +183,7 @@ def _step(path: Path) -> int:
 
 
 def _contents(folder: Path) -> dict[str, list[int]]:
-    """Flush all files of ``folder`` to disk, and return their checksums by name."""
+    """Flush all files of ``folder`` to the disk, and return their [size, CRC-32] by name."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     found = {path.relative_to(folder).as_posix(): _checksum(path) for path in files}
     sync_folder(folder)
@@ -199,7 +202,7 @@ def _checksum(path: Path) -> list[int]:
 
 
 def _damage(folder: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the run that a checkpoint's ``SEAL`` records, and how the checkpoint is damaged (None: it is not)."""
+    """Return (the run's identity in a checkpoint's ``SEAL``, how the checkpoint is damaged or None)."""
     try:
         values = read_json(folder / SEAL)
         run, files = dict(values["run"]), dict(values["files"])

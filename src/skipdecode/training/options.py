@@ -32,13 +32,13 @@ def option_name(name: str) -> str:
 
 
 def bare_type(kind: Any) -> Any:
-    """Return ``int`` for ``int | None``."""
+    """Return a type without None: ``int`` for ``int | None``."""
     several = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)  # Literal[…] | None is a Union
     return next(each for each in several if each is not NoneType)
 
 
 def convert_value(name: str, kind: Any, value: Any, about: Mapping[str, Any]) -> Any:
-    """Convert ``value``, as YAML or the command line gives it, to its field's type. Raises UsageError."""
+    """Return an option's value as ``kind``. Raises UsageError for another, or outside ``about``'s least and most."""
     option, bare = option_name(name), bare_type(kind)
     if value is None and bare is not kind:
         return None
@@ -74,7 +74,7 @@ def _refuse(option: str, value: Any, what: str) -> NoReturn:
 
 
 def read_order(value: Any) -> str | tuple[int, ...] | None:
-    """Return a layer order (name or ranking), given as it is or as a schedule file. Raises UsageError."""
+    """Return a layer order from a name, a ranking or a schedule's file; None stays. Raises UsageError for others."""
     if value is None or value in ORDERS:
         return value
     if isinstance(value, str | Path) and "," not in str(value)[:4] and Path(value).is_file():
@@ -86,7 +86,7 @@ def read_order(value: Any) -> str | tuple[int, ...] | None:
 
 
 def read_schedule(value: Any) -> Schedule | None:
-    """Return a schedule, given as it is, as a mapping of its fields, or as a file. Raises ScheduleError, FileError."""
+    """Return a schedule from itself, fields or a file; None stays. Raises UsageError, ScheduleError, FileError."""
     if value is None or isinstance(value, Schedule):
         return value
     if isinstance(value, Mapping):
@@ -97,7 +97,7 @@ def read_schedule(value: Any) -> Schedule | None:
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
-    """Read a run's options from YAML, of which JSON is a part, or from a ``training.json``. Raises FileError."""
+    """Return the options in a YAML or JSON file, or a run's ``training.json``. Raises FileError if it has none."""
     try:
         values = yaml.safe_load(path.read_bytes())
     except OSError as error:

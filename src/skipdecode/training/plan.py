@@ -231,7 +231,7 @@ class TrainingPlan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str | Path = "the plan") -> TrainingPlan:
-        """Make a plan from some or all of its fields. Raises UsageError for a key that is no field."""
+        """Make a plan from some or all of its fields. Raises UsageError, naming ``source``, for an unknown field."""
         for key in values:
             if key not in option_fields():
                 near = difflib.get_close_matches(str(key), option_fields(), n=2)
@@ -241,14 +241,15 @@ class TrainingPlan:
 
     @classmethod
     def load(cls, path: str | Path, **overrides: Any) -> TrainingPlan:
-        """Read a plan from a YAML or JSON file with some or all fields, or from a run's ``training.json``.
+        """Read a plan from a YAML or JSON file, or from the ``training.json`` that a run has written.
 
         Args:
-            path: the file.
+            path: the file; fields that it leaves out have their defaults.
             overrides: fields that replace the file's.
 
         Raises:
             FileError: the file cannot be read, or holds no plan.
+            UsageError, ScheduleError: a field does not exist, or cannot have its value.
         """
         values = read_run_file(Path(path))
         for group in EITHER_OR:

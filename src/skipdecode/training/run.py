@@ -29,9 +29,9 @@ from ..planning.resolve import method_schedule, new_schedule
 from ..provenance import fingerprint, identity
 from ..weights import loading
 from .callbacks import StopBySignal
-from .checkpoints import SCRAP, RunFolder, run_folder, writing
+from .checkpoints import STAGING, RunFolder, run_folder, writing
 from .plan import TrainingPlan
-from .trainer import SkipTrainer, checkpointing_option, refuse_broken, training_args
+from .trainer import SkipTrainer, checkpointing_option, refuse_nonfinite, training_args
 
 logger = logging.getLogger(__name__)
 
@@ -139,20 +139,20 @@ def _run(
         trainer.bar.close()
     if cut := trainer.data_collator.cut:
         say(f"{cut} responses lost their ends: beside a longer prompt they passed the model's positions")
-    model, scrap = trainer.model, folder.folder / SCRAP
+    model, staging = trainer.model, folder.folder / STAGING
     if first:
-        folder.new_scrap()
+        folder.new_staging()
     if plan.lora_rank:
         if first:
             with writing(folder.folder):
-                model.save_pretrained(scrap / "adapter")
+                model.save_pretrained(staging / "adapter")
         model = model.merge_and_unload()
-    refuse_broken(model)
+    refuse_nonfinite(model)
     model.config.use_cache = True  # the Trainer turns it off
     if first:
         with writing(folder.folder):
-            model.save_pretrained(scrap)
-            trainer.processing_class.save_pretrained(scrap)
+            model.save_pretrained(staging)
+            trainer.processing_class.save_pretrained(staging)
         folder.publish()
 
 
@@ -170,7 +170,7 @@ DECISIVE = (
 
 
 def make_args(plan: TrainingPlan) -> TrainingArguments:
-    """Convert the plan to TrainingArguments."""
+    """Return the plan's options as transformers' TrainingArguments."""
     return training_args(
         output_dir=plan.output,
         max_steps=plan.max_steps or -1,
@@ -188,7 +188,7 @@ def make_args(plan: TrainingPlan) -> TrainingArguments:
 def _load(
     plan: TrainingPlan, config: Any, training: Sequence[Example]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load or create the model and tokenizer; check the teacher's vocabulary before a checkpoint is read."""
+    """Return the loaded or new model, and its tokenizer. Raises UsageError if the teacher has another vocabulary."""
     attention, made = plan.attn_implementation, None
     if plan.from_config:
         texts = [f"{example.prompt} {example.references[0]}" for example in training]
@@ -205,7 +205,7 @@ def _load(
 def _schedules(
     plan: TrainingPlan, config: Any, rows: Dataset, max_new_tokens: int, say: Callable[[str], object]
 ) -> dict[float, Schedule]:
-    """Return the schedule to train for at each target speed-up."""
+    """Return, by target speed-up, the schedules to train for: the plan's, the config's, or fitted to ``rows``."""
 
     @cache
     def measure() -> list[int]:

@@ -11,7 +11,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 
 def draw(*what: object) -> int:
-    """Return 32 bits that depend on ``what`` alone, so that all processes get the same."""
+    """Return a random number of 32 bits that depends on ``what`` alone, so that all processes get the same."""
     return random.Random(" ".join(map(str, what))).getrandbits(32)
 
 

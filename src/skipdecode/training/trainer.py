@@ -19,7 +19,7 @@ from ..core.schedule import Schedule
 from ..errors import DivergedError, JobError
 from ..methods.objectives import Objective
 from .callbacks import StepSeed, TrainingBar
-from .checkpoints import SCRAP, RunFolder, writing
+from .checkpoints import STAGING, RunFolder, writing
 from .sampler import LengthGrouped
 
 
@@ -100,12 +100,15 @@ class SkipTrainer(Trainer):
         return objective(outputs, labels, num_items_in_batch)
 
     def _drawn(self) -> Schedule:
-        """Draw the step's schedule from the seed and the step alone, so that a resumed run draws the same."""
+        """Return the step's schedule, drawn from the seed and the step alone, so that a resumed run draws the same."""
         dice = random.Random(f"{self.args.seed} {self.state.global_step}")
         return dice.choices(list(self.schedules.values()), self.weights)[0]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a step's batches; none after the last step, where transformers would train one step too many."""
+        """Return a step's batches; none after the last step, where transformers would train one step too many.
+
+        Raises JobError if the checkpoint resumed from is past the last step.
+        """
         if self.state.global_step > self.state.max_steps:
             raise JobError(
                 f"{self.args.output_dir} holds a checkpoint of step {self.state.global_step}, past the "
@@ -123,11 +126,11 @@ class SkipTrainer(Trainer):
         return LengthGrouped(dataset["length"], group, self.args.seed, lambda: int(self.state.epoch or 0))
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        refuse_broken(self.model)
+        refuse_nonfinite(self.model)
         if self.folder is None:
             return super()._save_checkpoint(*args, **kwargs)
         if self.is_world_process_zero():
-            self.folder.new_scrap()
+            self.folder.new_staging()
         self.accelerator.wait_for_everyone()
         with writing(self.folder.folder):
             super()._save_checkpoint(*args, **kwargs)
@@ -136,8 +139,8 @@ class SkipTrainer(Trainer):
             self.folder.keep(f"checkpoint-{self.state.global_step}", self.record)
 
     def _get_output_dir(self, *args: Any, **kwargs: Any) -> str:
-        """Return where transformers writes its checkpoint: ``SCRAP``, from which ``folder`` moves it to its place."""
-        return super()._get_output_dir(*args, **kwargs) if self.folder is None else str(self.folder.folder / SCRAP)
+        """Return where transformers writes its checkpoint: ``STAGING``, from which ``folder`` moves it to its place."""
+        return super()._get_output_dir(*args, **kwargs) if self.folder is None else str(self.folder.folder / STAGING)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Omit tied weights, which no checkpoint holds twice, from the warning about missing keys."""
@@ -158,8 +161,8 @@ class SkipTrainer(Trainer):
         return metrics
 
 
-def refuse_broken(model: nn.Module) -> None:
-    """Raise DivergedError if a weight is not finite."""
+def refuse_nonfinite(model: nn.Module) -> None:
+    """Raise DivergedError if a parameter holds a value that is not finite."""
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
             raise DivergedError(
@@ -181,6 +184,6 @@ training_args = partial(
 
 
 def checkpointing_option(wanted: bool) -> dict[str, bool]:
-    """Return gradient checkpointing as a TrainingArguments option, which transformers 5.23 renamed."""
+    """Return TrainingArguments' option for gradient checkpointing, which transformers 5.23 renamed; {} if unwanted."""
     new = "activation_checkpointing"
     return {new if new in TrainingArguments.__dataclass_fields__ else "gradient_checkpointing": True} if wanted else {}

@@ -35,7 +35,7 @@ TEXT_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json
 
 @contextmanager
 def as_model_error(what: str) -> Iterator[None]:
-    """Turn any error in the block, except a SkipDecodeError, into a ModelError whose message begins with ``what``."""
+    """Turn any error raised inside, except a SkipDecodeError, into a ModelError that begins with ``what``."""
     try:
         yield
     except SkipDecodeError:
@@ -68,7 +68,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, names: Sequence[str] = TEXT_FILES) -> None:
-    """Raise ModelError if one of the files exists but holds no JSON object, which transformers may ignore."""
+    """Raise ModelError if a file of these names is there but holds no JSON object, which transformers may ignore."""
     for path in (folder / name for name in names):
         if path.is_file():
             read_object(path)

@@ -15,7 +15,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tuple[str | torch.dtype, str]:
-    """Return the dtype and device to run a model of this config. Raise ModelError if they are not available."""
+    """Return the dtype and device to run a model with this config on. Raises ModelError if there are none such.
+
+    For device None it is an accelerator, if there is one, else the CPU. There dtype ``auto`` becomes float32, unless
+    the config says bfloat16 and the CPU multiplies it in hardware; elsewhere it stays ``auto``.
+    """
     if device is None:
         # (From torch 2.7 on, current_accelerator can check by itself that there is one.)
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -43,7 +43,7 @@ class DecodingLinear(nn.Module):
 
     @classmethod
     def check_products(cls, dtype: torch.dtype) -> None:
-        """Raise ModelError if torch lacks this module's kernel on this CPU."""
+        """Raise ModelError if torch lacks this module's kernel for ``dtype`` on this CPU."""
         raise NotImplementedError
 
     def check_call(self, x: Tensor) -> None:
@@ -74,7 +74,7 @@ class DecodingLinear(nn.Module):
 
 
 def plain_linear(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yield (parent, name, module) of each linear module without subclass, own forward, hooks or computed weight."""
+    """Yield (parent, name, module) of linear modules, but not of subclasses, own forwards, hooks, computed weights."""
     for parent in model.modules():
         for name, child in parent.named_children():
             if (
@@ -87,7 +87,7 @@ def plain_linear(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 
 
 def check_linear(model: PreTrainedModel, kind: type[DecodingLinear]) -> None:
-    """Raise UnsupportedModel if too few layer weights are in linear modules; the model may be on the meta device."""
+    """Raise UnsupportedModel if ``kind`` can replace too few of the layers' weights; on the meta device too."""
     layers = decoder_layers(model)
     every = sum(weight.numel() for weight in layers.parameters() if weight.ndim > 1)
     linear = sum(child.weight.numel() for _, _, child in plain_linear(layers))

@@ -184,7 +184,7 @@ def _quiet() -> Iterator[None]:
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a checkpoint, with left padding and a padding token. Raise ModelError."""
+    """Return a checkpoint's tokenizer, with left padding and a padding token. Raises ModelError if it is damaged."""
     path = resolve(name, ("config.json", "tokenizer_config.json"))  # a folder may hold a tokenizer only
     check_files(Path(path))
     with as_model_error(f"the tokenizer of {name} cannot be read"):
@@ -192,7 +192,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
 
 
 def read_config(name: str, revision: str | None = None) -> Any:
-    """Read a model's config without its weights. Raise ModelError."""
+    """Read a model's config without its weights. Raises ModelError if it is missing or invalid, or no decoder's."""
     check_files(Path(resolve(name)), ["config.json"])
     with as_model_error(f"no model could be read at {name}"):
         config = AutoConfig.from_pretrained(resolve(name), revision=revision, trust_remote_code=False)
@@ -201,7 +201,7 @@ def read_config(name: str, revision: str | None = None) -> Any:
 
 
 def read_generation_config(name: str, revision: str | None = None) -> GenerationConfig:
-    """Read a checkpoint's generation config; return transformers' defaults if there is none. Raise ModelError."""
+    """Return a checkpoint's generation config, else transformers' defaults. Raises ModelError for an invalid one."""
     path = resolve(name)
     with as_model_error(f"{path}: generation_config.json cannot be used"), suppress(OSError):  # the file is optional
         config = GenerationConfig.from_pretrained(path, revision=revision)
@@ -211,7 +211,7 @@ def read_generation_config(name: str, revision: str | None = None) -> Generation
 
 
 def new_config(path: Path) -> Any:
-    """Read the ``config.json`` of a model to train from scratch. Raise ModelError."""
+    """Read the ``config.json`` of a model to train from scratch. Raises ModelError if it is invalid."""
     values = read_object(path)
     with as_model_error(f"{path} is no model config"):
         if not isinstance(values.get("model_type"), str):
@@ -226,8 +226,8 @@ def from_config(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Make a model with random weights from a ``config.json``; load its tokenizer, or train a BPE one on ``texts``.
 
-    BPE is trained to the config's ``vocab_size``; the config gets the tokenizer's special token ids. Raise ModelError
-    if the config is invalid.
+    BPE is trained to the config's ``vocab_size``; the config gets the tokenizer's special token ids. ``seed`` decides
+    the weights, ``attention`` is as :func:`load` takes it. Raise ModelError if the config is invalid.
     """
     config = new_config(path)
     tokenizer = load_tokenizer(tokenizer_name) if tokenizer_name else train_tokenizer(texts, config.vocab_size)

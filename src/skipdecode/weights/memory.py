@@ -21,8 +21,7 @@ CGROUPS = (
 def available_memory(device: str | torch.device) -> int:
     """Return the bytes that can be allocated on ``device`` now; the page cache counts as free.
 
-    Args:
-        device: for a CPU, the smaller of the machine's free memory and what a container's limit leaves.
+    For a CPU, these are the smaller of the machine's free memory and what a container's limits leave.
 
     Raises:
         MissingExtra: psutil, which measures a CPU's memory, is not installed.
@@ -43,7 +42,7 @@ def available_memory(device: str | torch.device) -> int:
 
 
 def _cgroup_rooms() -> list[int]:
-    """Return the bytes that the limits of a container leave; an empty list without limits."""
+    """Return the bytes that each memory limit of a container leaves; an empty list without limits."""
     rooms = []
     for folder, limit, used, prefix in CGROUPS:
         with suppress(OSError, ValueError):  # no such group, or "max"

@@ -65,7 +65,7 @@ class Offload:
             raise MissingExtra("offloading needs accelerate: pip install 'skipdecode[memory]'") from None
 
     def options(self, model: PreTrainedModel | None, dtype: str | torch.dtype, device: str) -> dict[str, Any]:
-        """Return options for ``from_pretrained``; empty if no layer is offloaded.
+        """Return options for ``from_pretrained``; {} if no layer is offloaded.
 
         Args:
             model: on the meta device; None if it cannot be made there.
@@ -120,7 +120,7 @@ class Offload:
 
 
 def device_map(model: PreTrainedModel, device: str, places: Mapping[int, str]) -> dict[str, str]:
-    """Return a ``device_map`` with decoder layers placed by ``places``, and everything else on ``device``."""
+    """Return a ``device_map`` that places decoder layers by index, as ``places`` says, and all else on ``device``."""
     layers = decoder_layers(model)
     stack = next(name for name, module in model.named_modules() if module is layers)
     found = {f"{stack}.{index}": places.get(index, device) for index in range(len(layers))}
@@ -193,7 +193,7 @@ class ReadAhead:
         self._thread: threading.Thread | None = None
 
     def before(self, index: int, cache: Any) -> None:
-        """Check layer ``index`` at its first run, and start to read the next one; without a SkipCache, all layers run.
+        """Check layer ``index`` at its first run, and start to read the one to run next, by ``cache`` (None: all run).
 
         Raises:
             ModelError: the layer's weights cannot be read, or are not finite.

@@ -19,11 +19,7 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 def optimizations(quantization: str | None = None, prepack: bool = False) -> dict[str, Any]:
-    """Return the options that are on, by name, for :func:`optimize` and for reports of measured times.
-
-    Raises:
-        UsageError: an unknown quantization, or both options at once.
-    """
+    """Return those of the two options that are on, by name. Raises UsageError for an unknown quantization, or both."""
     if quantization not in (None, "int8"):
         raise UsageError(f"quantization is int8 or None, not {quantization!r}")
     if quantization and prepack:
@@ -33,7 +29,7 @@ def optimizations(quantization: str | None = None, prepack: bool = False) -> dic
 
 
 def linear_kind(**options: Any) -> type[DecodingLinear] | None:
-    """Return the class that replaces linear modules under these :func:`optimizations`; None if none is on."""
+    """Return the class that replaces linear modules under these options of :func:`optimize`; None if none is on."""
     given = optimizations(**options)
     return Int8Linear if "quantization" in given else PackedLinear if given else None
 

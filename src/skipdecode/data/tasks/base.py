@@ -39,7 +39,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def prompt_columns(self) -> Sequence[tuple[str, ...]]:
-        """Return alternative sets of columns that make a prompt; a text file holds the first set's first column."""
+        """Return sets of columns, each of which makes a prompt; a text file's lines are the first set's first."""
 
     @property
     @abstractmethod
@@ -48,11 +48,11 @@ class Task(ABC):
 
     @abstractmethod
     def example(self, row: Mapping[str, Any]) -> Example:
-        """Return the prompt of a row, and any references. Raises TaskError if it has no prompt."""
+        """Return the example of a row: its prompt, and any references. Raises TaskError if it has no prompt."""
 
     @abstractmethod
     def check_reference(self, row: Mapping[str, Any]) -> None:
-        """Raise TaskError if a row has no reference."""
+        """Raise TaskError, which says why, if a row has no reference."""
 
     @abstractmethod
     def read(self, folder: Path, split: str) -> list[Example]:
@@ -65,7 +65,7 @@ class Task(ABC):
         """
 
     def examples(self, rows: Iterable[tuple[str, Mapping[str, Any]]], split: str) -> list[Example]:
-        """Make :meth:`read`'s examples of (place, row) pairs; error messages name the place."""
+        """Make the examples of a split from (place, row) pairs, as :meth:`read`; error messages name the place."""
         found: list[Example] = []
         for where, row in rows:
             try:

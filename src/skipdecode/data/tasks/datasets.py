@@ -21,14 +21,14 @@ class DataSet(Task):
     """A published data set.
 
     Attributes:
-        forms: for each published version, a mapping from its columns to our names of them.
+        versions: for each published version, a mapping from its columns to our names of them.
         write: makes a prompt of a row's texts (by our names) and ``max_source_words``.
         max_source_words: upper limit of the source's words in a prompt; None: the source is never cut.
         files: possible file names of each split; the first that exists is read.
         hub_config: configuration name on the hub.
     """
 
-    forms: Sequence[Mapping[str, str]]
+    versions: Sequence[Mapping[str, str]]
     write: Callable[[Mapping[str, str], int | None], str]
     max_source_words: int | None = None
     files: Mapping[str, Sequence[str]] = field(default_factory=lambda: FILES)
@@ -36,44 +36,47 @@ class DataSet(Task):
 
     @property
     def prompt_columns(self) -> list[tuple[str, ...]]:
-        """Return each form's columns without the reference's."""
-        return [_prompt_columns(form) for form in self.forms]
+        """Return, for each published version of the data, the columns that make a prompt."""
+        return [_prompt_columns(version) for version in self.versions]
 
     @property
     def described(self) -> str:
-        """Return each form's columns as text."""
-        return " or ".join(" and ".join(form) for form in self.forms)
+        """Return the columns of each published version of the data, for error messages."""
+        return " or ".join(" and ".join(version) for version in self.versions)
 
     def example(self, row: Mapping[str, Any]) -> Example:
         """Make the prompt in the data set's format; line breaks in the reference become spaces."""
-        form = self._form(row)
-        self.check_text(row, _prompt_columns(form))
-        texts = {name: row[column] for column, name in form.items() if holds_text(row.get(column))}
+        version = self._version(row)
+        self.check_text(row, _prompt_columns(version))
+        texts = {name: row[column] for column, name in version.items() if holds_text(row.get(column))}
         reference = texts.get(REFERENCE)
         prompt = self.write(texts, self.max_source_words)
         return Example(prompt, () if reference is None else (normalize_whitespace(reference),))
 
     def check_reference(self, row: Mapping[str, Any]) -> None:
         """Raise TaskError if a row has no reference."""
-        self.check_text(row, [column for column, name in self._form(row).items() if name == REFERENCE])
+        self.check_text(row, [column for column, name in self._version(row).items() if name == REFERENCE])
 
     def read(self, folder: Path, split: str) -> list[Example]:
         """Read a split from a folder's files, or from the hub if ``folder`` is the name of a data set there."""
         line = self.prompt_columns[0][0]
         return self.examples(split_rows(folder, split, self.files[split], self.hub_config, line), split)
 
-    def _form(self, row: Mapping[str, Any]) -> Mapping[str, str]:
-        """Return the form of which the row fills most columns, preferring forms whose prompt columns are all filled."""
+    def _version(self, row: Mapping[str, Any]) -> Mapping[str, str]:
+        """Return the version, as a mapping from its columns to our names, of which the row fills most columns.
 
-        def fills(form: Mapping[str, str]) -> tuple[bool, int]:
-            texts = {name for column, name in form.items() if holds_text(row.get(column))}
-            return {*form.values()} - texts <= {REFERENCE}, len(texts)
+        A version whose prompt columns are all filled is preferred.
+        """
 
-        return max(self.forms, key=fills)
+        def fills(version: Mapping[str, str]) -> tuple[bool, int]:
+            texts = {name for column, name in version.items() if holds_text(row.get(column))}
+            return {*version.values()} - texts <= {REFERENCE}, len(texts)
+
+        return max(self.versions, key=fills)
 
 
-def _prompt_columns(form: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(column for column, name in form.items() if name != REFERENCE)
+def _prompt_columns(version: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(column for column, name in version.items() if name != REFERENCE)
 
 
 def normalize_whitespace(text: str, max_words: int | None = None) -> str:
@@ -112,7 +115,7 @@ def _article(texts: Mapping[str, str], max_words: int | None) -> str:
 #: ``GEM/e2e_nlg`` works too, but it is cleaned and has one reference per row: scores are not comparable.
 E2E = DataSet(
     name="e2e",
-    forms=(
+    versions=(
         {"mr": "mr", "ref": REFERENCE},
         {"meaning_representation": "mr", "human_reference": REFERENCE},
         {"meaning_representation": "mr", "target": REFERENCE},
@@ -122,10 +125,10 @@ E2E = DataSet(
     max_new_tokens=80,
     files={"train": ("trainset.csv",), "validation": ("devset.csv",), "test": ("testset_w_refs.csv",)},
 )
-#: Summarize Reddit posts as their authors did (Völske et al., 2017); the second form, without titles, is Webis-TLDR-17.
+#: Summarize Reddit posts as their authors did (Völske et al., 2017); the second is Webis-TLDR-17, without titles.
 REDDIT_TLDR = DataSet(
     name="reddit_tldr",
-    forms=({"title": "title", "post": "post", "summary": REFERENCE}, {"content": "post", "summary": REFERENCE}),
+    versions=({"title": "title", "post": "post", "summary": REFERENCE}, {"content": "post", "summary": REFERENCE}),
     write=_post,
     options=("max_source_words",),
     max_source_words=120,
@@ -134,7 +137,7 @@ REDDIT_TLDR = DataSet(
 #: CNN/DailyMail (See et al., 2017): summarize a news article by its highlights; ``abisee/cnn_dailymail`` on the hub.
 CNN_DM = DataSet(
     name="cnn_dm",
-    forms=({"article": "article", "highlights": REFERENCE},),
+    versions=({"article": "article", "highlights": REFERENCE},),
     write=_article,
     options=("max_source_words",),
     max_source_words=400,

@@ -50,7 +50,7 @@ class Jsonl(Task):
 
     @property
     def described(self) -> str:
-        """Return the expected columns, and the options that name others."""
+        """Return the expected columns, and the options that name others, for error messages."""
         prompts = " or ".join(column for (column,) in self.prompt_columns)
         if self.prompt_share is not None:
             return f"{prompts} (prompt_share is for plain text)"
@@ -114,7 +114,7 @@ class Jsonl(Task):
         return tuple(name for name in names if name != self.prompt_column)
 
     def _references(self, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the first response column's texts. Raises TaskError for messages other than one of the assistant."""
+        """Return the texts of the first response column that has any. Raises TaskError for wrong messages."""
         for column in self._response_columns:
             value: Any = row.get(column)
             if holds_text(value):

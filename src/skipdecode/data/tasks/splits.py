@@ -41,7 +41,7 @@ def split_rows(
 
 
 def file_rows(path: Path, text_column: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the rows of one file, as :func:`split_rows` does."""
+    """Yield (its place for error messages, row) for each row of a file. Raises TaskError for a row with an error."""
     for line, row, _ in read_rows(path, strict=True, text_column=text_column):
         yield f"{path}, line {line}", row
 
