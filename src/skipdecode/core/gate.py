@@ -58,11 +58,10 @@ class Gate(Patch):
             # The model has dropped all but the last ``width`` positions: count which of them this layer runs.
             if self.index not in gates.borrowers:
                 raise CacheError(f"layer {self.index} is given {width} of {guide.width} positions: it cannot skip")
-            if gates.adapter is not None:
-                raise CacheError("this model drops positions between its layers: no adapter can act on them")
             count = max(count - (guide.width - width), 0)
         if gates.adapter is not None:
-            hidden = gates.adapter.fill(hidden, axis, guide.counts, self.index)
+            counts = [max(each - (guide.width - width), 0) for each in guide.counts]
+            hidden = gates.adapter.fill(hidden, axis, counts, self.index)
             if args:
                 args = (hidden, *args[1:])
             else:

@@ -1,0 +1,156 @@
+"""Adapters: stand-ins for skipped layers, which act only on positions that skip."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from helpers.families import FORMS, LAYERS, SCHEDULES, TOP, build, distance, new_token_logits, prompts, run
+from helpers.tiny import TEXTS
+from skipdecode import Schedule, ScheduleError, SkipCache, attach, detach, teacher_forced
+from skipdecode.core.adapter import Adapter, gaps_between, gaps_of
+from skipdecode.core.adapter_folder import ABOUT, WEIGHTS, load_adapter, save_adapter
+from skipdecode.core.checkpoint_config import CONFIG_KEY
+from skipdecode.core.stack import text_config
+from skipdecode.data.tasks import Example
+from skipdecode.errors import FileError, ModelError
+from skipdecode.evaluation.probe import candidates, own_texts, probe
+
+FULL = Schedule.full(LAYERS)
+TOLERANCE = 1e-5
+
+
+def random_adapter(model: Any, schedule: Schedule) -> Adapter:
+    """Stand-ins that change hidden states much."""
+    adapter = Adapter(text_config(model.config).hidden_size, 4, {schedule.target: schedule})
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return adapter
+
+
+@pytest.mark.parametrize("schedule", ["top", "bottom", "even", "permutation", "prompt", "prompt-wide"])
+@pytest.mark.parametrize("name", FORMS)
+def test_decoding_with_an_adapter_is_teacher_forcing(name: str, schedule: str) -> None:
+    """Step by step or in one pass, each position gets the stand-ins of its own gaps, and they matter."""
+    model, plan = build(name), SCHEDULES[schedule]
+    bare = torch.stack(run(model, prompts(), plan).logits, 1)
+    try:
+        attach(model, adapter=random_adapter(model, SkipCache(model, plan).schedule))
+        output = run(model, prompts(), plan)
+    except ScheduleError as error:  # layers that lend their keys are ranked anew
+        pytest.skip(str(error))
+    steps = torch.stack(output.logits, 1)
+    assert distance(steps, new_token_logits(model, plan, output.sequences, prompts()["attention_mask"])) < TOLERANCE
+    assert distance(steps, bare) > 0.01
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_full_depth_and_the_prompt_stay_the_models_own(name: str) -> None:
+    """Bit for bit, whatever the adapter; and detach leaves nothing behind."""
+    model, inputs = build(name), prompts()
+    stock = run(model, inputs)
+    schedule = SkipCache(attach(model), TOP).schedule
+    attach(model, adapter=random_adapter(model, schedule))
+    for output in (run(model, inputs, FULL), run(model, inputs)):
+        assert all(map(torch.equal, output.logits, stock.logits))
+    assert torch.equal(run(model, inputs, TOP).logits[0], stock.logits[0])
+    assert getattr(model.config, CONFIG_KEY)
+    detach(model)
+    assert getattr(model.config, CONFIG_KEY, None) is None
+    assert all(map(torch.equal, run(model, inputs).logits, stock.logits))
+
+
+def test_gaps_are_what_lies_between_the_layers_that_run() -> None:
+    """For every depth of every schedule: with the layers that run they make up the stack."""
+    for schedule in SCHEDULES.values():
+        for depth in schedule.distinct_depths:
+            running = schedule.layers(depth)
+            gaps = gaps_between(running, LAYERS)
+            skipped = [layer for gap in gaps for layer in range(gap.start, gap.stop)]
+            assert sorted([*running, *skipped]) == list(range(LAYERS))
+            assert all(gap.stop in (*running, LAYERS) and gap.start - 1 in (-1, *running) for gap in gaps)
+            assert gaps_of(schedule) >= {*gaps}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Any, Path, Adapter]:
+    """A model, the folder of an adapter for it, and the adapter."""
+    model = build("llama")
+    adapter = random_adapter(model, TOP)
+    save_adapter(tmp_path / "adapter", adapter, model, "some/model")
+    return model, tmp_path / "adapter", adapter
+
+
+def test_a_folder_brings_the_adapter_back(saved: tuple[Any, Path, Adapter]) -> None:
+    """The same schedules and weights; ``attach`` takes the folder, and the speed-up is known."""
+    model, folder, adapter = saved
+    again = load_adapter(folder, model)
+    assert again.schedules == adapter.schedules
+    assert all(map(torch.equal, again.parameters(), adapter.parameters()))
+    attach(model, adapter=folder, speedup=TOP.target)
+    output = model.generate(**prompts(), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    assert output.past_key_values.schedule == TOP
+
+
+def test_another_model_is_refused(saved: tuple[Any, Path, Adapter]) -> None:
+    """One changed matrix is enough, in another dtype too; the same model in bfloat16 is the same model."""
+    model, folder, _ = saved
+    load_adapter(folder, model.bfloat16())
+    with torch.no_grad():
+        model.model.layers[3].mlp.up_proj.weight.mul_(1.1)
+    with pytest.raises(ModelError, match=r"trained on another model \(some/model\): .*layers.3.mlp.up_proj"):
+        attach(model, adapter=folder)
+    with pytest.raises(ModelError, match="another model"):
+        attach(build("opt"), adapter=folder)
+
+
+@pytest.mark.parametrize("file", [ABOUT, WEIGHTS])
+def test_a_damaged_folder_is_named(saved: tuple[Any, Path, Adapter], file: str) -> None:
+    """Cut, or missing."""
+    model, folder, _ = saved
+    content = (folder / file).read_bytes()
+    (folder / file).write_bytes(content[: len(content) // 2])
+    with pytest.raises(FileError, match="adapter"):
+        attach(model, adapter=folder)
+    (folder / file).unlink()
+    with pytest.raises(FileError, match="adapter"):
+        attach(model, adapter=folder)
+
+
+def test_what_was_not_learnt_is_refused(saved: tuple[Any, Path, Adapter]) -> None:
+    """A schedule with a gap that has no stand-in, in decoding and in teacher forcing alike."""
+    model, folder, _ = saved
+    attach(model, adapter=folder)
+    other = TOP.replace(warmup=2)
+    with pytest.raises(ScheduleError, match="no stand-in for layers 2"):
+        SkipCache(model, other)
+    with pytest.raises(ScheduleError, match="no stand-in for layers 2"), teacher_forced(model, other, 1):
+        pass
+
+
+def test_probing_finds_what_a_stand_in_saves(checkpoint: Path) -> None:
+    """On texts of the model's own: every candidate is measured, and on what they were fitted to, stand-ins help."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
+    texts = own_texts(model, tokenizer, TEXTS * 4, max_new_tokens=12)
+    assert texts == own_texts(model, tokenizer, TEXTS * 4, max_new_tokens=12)
+    twice: list[Example] = [*texts, *texts]
+    done: list[tuple[int, int]] = []
+    rows = probe(model, tokenizer, twice, (1, 2), rank=16, on_progress=lambda *state: done.append(state))
+    assert [row.schedule for row in rows] == list(candidates(8, (1, 2)))
+    assert done[-1] == (len(rows), len(rows))
+    for row in rows:
+        if row.schedule.is_full:
+            assert row.bare.kl == row.stand_ins.kl == pytest.approx(0, abs=1e-6)
+            assert row.bare.agreement == 1
+        else:
+            assert 0 < row.stand_ins.kl < row.bare.kl
+    assert getattr(model.config, CONFIG_KEY, None) is None
+    json.dumps([row.schedule.to_dict() for row in rows])
