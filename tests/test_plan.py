@@ -243,7 +243,7 @@ def test_every_field_is_an_option_with_its_group() -> None:
     known = {parameter.name: parameter for parameter in line.commands["train"].params}
     for name, (_, about) in option_fields().items():
         assert about["help"][-1] in ".)", name
-        # Before 0.20 or so, typer keeps no help of arguments.
+        # typer 0.19 keeps no help of arguments.
         assert (known[name].help or about["help"]).startswith(about["help"].removesuffix("."))
         if name != "model":
             assert known[name].opts[0] == option_name(name)
