@@ -45,7 +45,7 @@ ROOMS = ("core", "planning", "generation")
 #: Files, and the tests that their mutants meet: the first line that fits a file counts.
 SUITES = {
     "core/schedule.py core/decays.py planning/fitting.py": "definitions schedule fitting resolve",
-    "core/checkpoint_config.py planning/*": "planning resolve kv_bytes checkpoint clock plan",
+    "core/checkpoint_config.py planning/*": "planning resolve checkpoint clock plan",
     "core/*": "attach cache held stack refusals habits invariants",
     "generation/jobs.py generation/journal.py": "jobs ways_in inputs",
     "generation/*": "generation finished_rows chat ways_in",
