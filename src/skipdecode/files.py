@@ -90,7 +90,7 @@ def _temporary(target: Path) -> Path:
 
 
 def check_target(path: str | Path, *, may_replace: Callable[[bytes], bool] | None = None) -> None:
-    """Raise FileError if :func:`write` would; call it before long work whose result is written."""
+    """Raise FileError if :func:`write` with the same arguments would; call it before long work that ends in a file."""
     if is_stream(path):
         return
     target = Path(os.path.realpath(path))

@@ -164,11 +164,12 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 }
 
 #: One family of each form: layers that return tuples, sliding windows, recurrent layers, keys that are lent.
-FORMS = ("opt", "gpt-neo", "gemma3", "qwen3.5", "gemma4-shared")
+FORMS: tuple[str, ...] = ("opt", "gpt-neo", "gemma3", "qwen3.5", "gemma4-shared")
 #: The upper layers of these attend to the keys of lower ones. Before 5.21, no config said which: they were refused.
 SHARED = ("gemma3n", "gemma4-shared")
 if not hasattr(Gemma3nTextConfig, "kv_sharing_modes"):
     FAMILIES = {name: family for name, family in FAMILIES.items() if name not in SHARED}
+    FORMS = tuple(name for name in FORMS if name in FAMILIES)
 
 EAGER_ONLY = {"gemma2", "gpt-neo", "gpt-oss"}  # transformers gives them no SDPA
 #: Where larger weights make float32 itself lose more than the tolerance, cached or not: long products, recurrences.

@@ -201,7 +201,7 @@ class FilledCache(SkipCache):
         self._length = length
 
     def begin_prompt(self) -> None:
-        """Do nothing: the cache holds the prompt already, so ``generate``'s last prompt pass is decode step 0."""
+        """Do nothing: the cache holds the prompt, so that the first pass, elsewhere the prompt's, is step 0."""
 
 
 def layer_kinds(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[int, ...]]:

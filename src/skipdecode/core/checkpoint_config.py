@@ -31,9 +31,9 @@ def layer_count(config: Any) -> int:
 
 
 def to_config_entry(schedules: Mapping[float, Schedule], method: str = DEFAULT_METHOD) -> dict[str, Any] | None:
-    """Return the ``skipdecode`` field of the config of a model that ``method`` trained for ``schedules`` (by speed-up).
+    """Return the config's CONFIG_KEY entry for a model that ``method`` trained for ``schedules``, by speed-up.
 
-    None if it was not trained to skip: the method is ``full``, or ``skipdecode`` with schedules that run all layers.
+    None if training taught no skipping: the method is ``full``, or SkipDecode and every schedule runs all layers.
     """
     if method == UNTRAINED or (method == DEFAULT_METHOD and all(s.is_full for s in schedules.values())):
         return None

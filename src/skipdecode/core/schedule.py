@@ -152,7 +152,7 @@ class Schedule:
 
     @cached_property
     def ranking(self) -> tuple[int, ...]:
-        """Return all layer indices, best-ranked first: depth ``d`` runs the first ``d``, in network order."""
+        """Return all layer indices, the most important first: depth ``d`` runs the layers ``ranking[:d]``."""
         return ranking(self.order, self.num_layers, self.warmup)
 
     @cached_property

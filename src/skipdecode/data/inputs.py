@@ -32,7 +32,7 @@ class Item:
 def read_items(source: str, task: Task, format: str | None = None) -> list[Item]:
     """Read all items of ``source``, a path or ``-`` for standard input; a row that cannot be used has an ``error``.
 
-    If the task's inputs repeat (one row per reference), rows of one prompt become one item with all their references.
+    If ``task.distinct`` is set, rows with the same prompt become one item with the references of all of them.
 
     Args:
         format: ``jsonl``, ``csv`` or ``text``; None: by the file's suffix, else by the content.

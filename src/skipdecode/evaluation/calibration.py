@@ -389,10 +389,10 @@ def _check(plan: CalibrationPlan, config: Any) -> Method:
 
 
 def _schedule_fields(plan: CalibrationPlan, config: Any, method: Method) -> tuple[Schedule | None, dict[str, Any]]:
-    """Return the trained schedule whose depths to keep, changed as the plan says, and the fields of any new schedule.
+    """Return the trained schedule to start from, with the plan's order and prompt layers, and fields of schedules.
 
-    The former is None if none was trained for the speed-up, or its depths do not go with the plan's prompt layers or
-    decay. Raises UsageError, ScheduleError if no schedule can have these fields.
+    The schedule is None if the plan's speed-up was not trained, or if the plan's prompt layers or decay need other
+    depths. Every schedule that calibration makes has the fields. Raises UsageError, ScheduleError if none can.
     """
     layers = layer_count(config)
     known = {k: s for k, s in schedules_of(config, method.name).items() if not s.is_full}

@@ -175,9 +175,9 @@ def is_inert(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[
 
 @torch.no_grad()
 def matches_uncached(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Check that cached decoding gives the logits of an uncached pass in which skipped layers change nothing.
+    """Compare cached decoding with an uncached pass whose skipped layers return the hidden states they are given.
 
-    Returns whether their relative error is small enough for :func:`_compare_with_reference`, and the error as text.
+    Returns whether the logits agree as :func:`_compare_with_reference` demands, and their relative error as text.
     """
     run = batch.generate(model, SkipCache(model, schedule))
     return _compare_with_reference(model, schedule, batch, run.sequences[:, :-1], torch.stack(run.logits, 1))
@@ -187,7 +187,7 @@ def matches_uncached(model: PreTrainedModel, schedule: Schedule, batch: Batch) -
 def training_matches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
     """Check invariant 2: a training pass, with each layer run on a prefix of positions, gives decoding's logits.
 
-    Returns whether their relative error is small enough for :func:`_compare_with_reference`, and the error as text.
+    Returns whether the logits agree as :func:`_compare_with_reference` demands, and their relative error as text.
     """
     text = batch.generate(model, SkipCache(model, schedule)).sequences[:, :-1]
     with teacher_forced(model, schedule, batch.ids.shape[1]):
@@ -198,7 +198,7 @@ def training_matches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -
 def _compare_with_reference(
     model: PreTrainedModel, schedule: Schedule, batch: Batch, text: Tensor, logits: Tensor
 ) -> tuple[bool, str]:
-    """Compare ``logits`` of ``text`` with those of an uncached pass in which skipped layers change nothing.
+    """Compare ``logits`` with those of an uncached pass over ``text`` whose skipped layers return what they are given.
 
     Returns whether the relative error is at most :data:`TOLERANCE`, or :data:`TIMES_STOCK` times the error between the
     stock model's own cached and uncached logits; and both errors as text.

@@ -91,7 +91,7 @@ class Transformers:
     def open(self, job: EngineConfig, schedule: Schedule | None, positions: int) -> Iterator[Write]:
         """Load the model, and yield a function that generates texts for token-id prompts, batch by batch.
 
-        ``schedule`` None runs the unmodified model. Nothing is released on exit.
+        Arguments are those of :meth:`Engine.open`. Nothing is released on exit.
         """
         where: dict[str, Any] = {"dtype": job.dtype, "device": job.device, "revision": job.revision}
         model, tokenizer = load(job.model, offload=job.offload, **where, **job.faster())

@@ -128,7 +128,7 @@ class Predictor:
         return self._prompts[key]
 
     def ratio(self, schedule: Schedule) -> float:
-        """Return full depth's seconds divided by the schedule's: of steps (clock ``step``) or prompts too (``job``)."""
+        """Return full depth's seconds over the schedule's: of steps, and with clock ``job`` of the prompt too."""
         full, skipping = self.full, self.seconds(schedule)
         return full.job / skipping.job if self.clock == "job" else full.steps / skipping.steps
 
