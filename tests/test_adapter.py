@@ -10,13 +10,26 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers.families import FORMS, LAYERS, SCHEDULES, TOP, build, distance, new_token_logits, prompts, run
+from helpers.families import (
+    FAMILIES,
+    FORMS,
+    LAYERS,
+    SCHEDULES,
+    TOP,
+    WIDTH,
+    build,
+    distance,
+    new_token_logits,
+    prompts,
+    run,
+)
 from helpers.tiny import TEXTS
 from skipdecode import Schedule, ScheduleError, SkipCache, attach, detach, teacher_forced
 from skipdecode.core.adapter import Adapter, gaps_between, gaps_of
 from skipdecode.core.adapter_folder import ABOUT, WEIGHTS, load_adapter, save_adapter
 from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.stack import text_config
+from skipdecode.core.text_passes import TextPasses
 from skipdecode.data.tasks import Example
 from skipdecode.errors import FileError, ModelError
 from skipdecode.evaluation.probe import candidates, own_texts, probe
@@ -49,6 +62,31 @@ def test_decoding_with_an_adapter_is_teacher_forcing(name: str, schedule: str) -
     steps = torch.stack(output.logits, 1)
     assert distance(steps, new_token_logits(model, plan, output.sequences, prompts()["attention_mask"])) < TOLERANCE
     assert distance(steps, bare) > 0.01
+
+
+@pytest.mark.parametrize("schedule", ["top", "bottom", "even", "permutation", "list"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_texts_after_shared_prompts_are_teacher_forced(name: str, schedule: str) -> None:
+    """Prompts computed once serve all schedules: logits and gradients are those of one pass over prompt and text."""
+    model, plan, text = attach(build(name)), SCHEDULES[schedule], run(build(name), prompts()).sequences[:, :-1]
+    mask = torch.cat([prompts()["attention_mask"], torch.ones(len(text), text.shape[1] - WIDTH, dtype=torch.long)], 1)
+    batch = {"input_ids": text, "attention_mask": mask, "prompt_length": WIDTH}
+    batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    passes, gradients = TextPasses(model, batch), []
+    for shared in (True, False):
+        model.zero_grad()
+        if shared:
+            with torch.no_grad():
+                passes.logits(FULL)  # another pass in between changes nothing
+            after = passes.logits(plan)
+            logits = after
+        else:
+            with teacher_forced(model, plan, WIDTH):
+                logits = model(**{k: v for k, v in batch.items() if k != "prompt_length"}, use_cache=False).logits
+            assert distance(after, logits[:, WIDTH:]) < TOLERANCE
+        logits[:, -1].square().sum().backward()
+        gradients.append(model.get_input_embeddings().weight.grad is not None)
+    assert all(gradients)
 
 
 @pytest.mark.parametrize("name", FORMS)

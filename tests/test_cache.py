@@ -117,7 +117,7 @@ def test_positions_are_found_by_the_shape_of_the_ids(
     hidden: tuple[int, ...], shape: tuple[int, ...] | None, axis: int
 ) -> None:
     """The axis after the batch's."""
-    gates = GateState(frozenset())
+    gates = GateState({})
     assert gates.axis(torch.zeros(hidden), shape) == axis
     if len(hidden) > 3:
         assert gates.axis(torch.zeros(2, 2, 2, 8), (2, 2)) == axis, "what cannot be told from one pass is remembered"
@@ -127,12 +127,12 @@ def test_positions_are_found_by_the_shape_of_the_ids(
 def test_positions_that_cannot_be_told_are_refused(shape: tuple[int, ...] | None) -> None:
     """Two axes fit, or none."""
     with pytest.raises(CacheError, match="do not show where their positions are"):
-        GateState(frozenset()).axis(torch.zeros(2, 2, 2, 8), shape)
+        GateState({}).axis(torch.zeros(2, 2, 2, 8), shape)
 
 
 def test_hidden_states_are_passed_on_in_the_layers_own_form() -> None:
     """A tensor, or a tuple as long as the one that a layer returned."""
-    gates, hidden = GateState(frozenset()), torch.zeros(2, 5, 8)
+    gates, hidden = GateState({}), torch.zeros(2, 5, 8)
     assert not gates.output_is_known
     gates.learn_output((hidden, 1, 2))
     assert gates.output_is_known

@@ -66,7 +66,7 @@ def attach(
     if isinstance(adapter, (str, Path)):
         adapter = load_adapter(Path(adapter), model)
     if gates is None:
-        gates = GateState(frozenset(lenders(model.config)))
+        gates = GateState(lenders(model.config))
     if adapter is not None:
         _put_adapter(model, gates, adapter)
     if speedup is not None or schedule is not None:

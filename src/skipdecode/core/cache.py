@@ -77,6 +77,8 @@ class SkipCache(DynamicCache):
         self.width = 0  # positions of the current pass
         self.shape: tuple[int, ...] | None = None  # (batch, positions) of the current pass's ids
         self._begins_prompt = True  # the next pass is a prompt, or continues one
+        self._runs_text = False  # from the next pass on: it runs all decode steps of a text
+        self._mask_sizes: list[int] = []  # by layer: number of keys in the text's pass
         self._step = 0  # decode steps since the prompt
         self._length = 0  # positions seen, including the current pass
         self.counts: list[int] = []  # number of positions that each layer runs in the current pass
@@ -90,6 +92,21 @@ class SkipCache(DynamicCache):
         self._begins_prompt = True
         if self.passes:
             self._check_whole("a prompt, or a chunk of one,")
+
+    def begin_text(self, schedule: Schedule) -> None:
+        """Announce that the next pass, the last one, runs all decode steps of a text at once, as in training.
+
+        Raises CacheError unless all layers have run all positions so far, and none holds a recurrent state.
+        """
+        if not self._is_whole:
+            raise CacheError("a text cannot follow: some layers of this cache are retired, or hold a recurrent state")
+        if self.gates is not None and self.gates.adapter is not None:
+            self.gates.adapter.check(schedule)
+        self.schedule, self._runs_text = schedule.check_layers(len(self.layers)), True
+
+    def keys(self, index: int) -> int:
+        """Return how many positions a mask for layer ``index`` covers in the current pass."""
+        return self._mask_sizes[index] if self._mask_sizes else self.width
 
     def _check_whole(self, what: str) -> None:
         if not (self._is_whole or self.schedule.is_full):
@@ -109,7 +126,11 @@ class SkipCache(DynamicCache):
 
     def _begin_pass(self, width: int) -> None:
         schedule, count = self.schedule, len(self.layers)
-        if self.passes == 0 or (not schedule.is_full and (self._begins_prompt or width != 1)):
+        if self._runs_text:
+            self.counts, upcoming = schedule.positions_per_layer(0, width), count
+            owners = [self.gates.lenders.get(layer, layer) for layer in range(count)]
+            self._mask_sizes = [self.layers[owner].get_mask_sizes(width)[0] for owner in owners]
+        elif self.passes == 0 or (not schedule.is_full and (self._begins_prompt or width != 1)):
             if self.passes:
                 self._check_whole(f"{width} new positions")
             # All layers ran all earlier positions, so these count as prompt: the schedule restarts after this pass.

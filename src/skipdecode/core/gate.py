@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class Gate(Patch):
             refuse_packed(kwargs)
         if width != guide.width:
             # The model has dropped all but the last ``width`` positions: count which of them this layer runs.
-            if self.index not in gates.borrowers:
+            if self.index not in gates.lenders:
                 raise CacheError(f"layer {self.index} is given {width} of {guide.width} positions: it cannot skip")
             count = max(count - (guide.width - width), 0)
         if gates.adapter is not None:
@@ -68,14 +68,14 @@ class Gate(Patch):
                 kwargs = kwargs | {"hidden_states": hidden}
         if count == 0:
             if not gates.output_is_known:
-                self._learn_output(Prefix(width, 1, guide.width, axis), args, kwargs)
+                self._learn_output(Prefix(width, 1, guide.keys(self.index), axis), args, kwargs)
             return gates.like_output(hidden)
         if count < width:
-            args, kwargs = Prefix(width, count, guide.width, axis).of_call(self.original, args, kwargs)
+            args, kwargs = Prefix(width, count, guide.keys(self.index), axis).of_call(self.original, args, kwargs)
         output = self.original(*args, **kwargs)
         if cache is not None:
             cache.end_layer(self.index)
-        may_lend = not gates.output_is_known and not gates.borrowers
+        may_lend = not gates.output_is_known and not gates.lenders
         if may_lend and any(isinstance(value, UserDict) and value for value in kwargs.values()):
             raise UnsupportedModel(
                 "layers lend each other states of which the config says nothing: none can be skipped"
@@ -99,9 +99,9 @@ class Gate(Patch):
 class GateState:
     """State that the gates of one model share."""
 
-    def __init__(self, borrowers: frozenset[int]) -> None:
-        #: Layers that attend to another layer's keys and values.
-        self.borrowers = borrowers
+    def __init__(self, lenders: Mapping[int, int]) -> None:
+        #: By layer that attends to another layer's keys and values: that layer.
+        self.lenders = dict(lenders)
         #: The current teacher-forced pass of each thread.
         self.forced: dict[int, ForcedPass] = {}
         #: By thread: the cache that its next forward pass must carry, and the ids or embeddings of that pass.
@@ -176,6 +176,10 @@ class ForcedPass:
     def counts(self) -> list[int]:
         """Return how many positions of the pass each layer runs, from the first on."""
         return self._positions[self.width]
+
+    def keys(self, index: int) -> int:
+        """Return how many positions a mask covers: those of the pass."""
+        return self.width
 
 
 def refuse_packed(kwargs: dict[str, Any]) -> None:

@@ -15,9 +15,10 @@ from ..errors import CacheError
 
 @dataclass(frozen=True)
 class Prefix:
-    """The first ``queries`` of the ``width`` positions that a layer is given, which are the last of a pass's ``keys``.
+    """The first ``queries`` of the ``width`` positions that a layer is given, which are the last of a mask's ``keys``.
 
-    ``width`` is less than ``keys`` only if the model drops positions that its upper layers need not compute.
+    ``width`` is less than ``keys`` if a cache holds earlier positions, or if the model drops positions that its upper
+    layers need not compute.
     """
 
     width: int
@@ -60,7 +61,9 @@ class Prefix:
         if value.ndim <= 2 and (
             "mask" in name or not (value.is_floating_point() or value.is_complex())
         ):  # (batch, positions): ids and padding
-            return value[..., : self.seen] if shape[-1:] == (self.keys,) else value
+            if shape[-1:] == (self.keys,):
+                return value[..., : self.seen]
+            return value[..., : self.queries] if shape[-1:] == (self.width,) else value
         if not (value.is_floating_point() or value.is_complex()):  # (sections, batch, positions)
             return value[..., : self.queries] if shape[-1] == self.width else value
         # Hidden states, and embeddings of any kind (…, positions, size).

@@ -28,7 +28,7 @@ def discarding_skipped(model: nn.Module, schedule: Schedule, prompt_length: int,
         text: token ids (rows, positions) of the pass inside the context.
     """
     counts = with_lenders_first(schedule, model.config).positions_per_layer(prompt_length, text.shape[1])
-    shapes = GateState(frozenset())
+    shapes = GateState({})
 
     def discard(count: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
