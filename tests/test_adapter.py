@@ -32,7 +32,9 @@ from skipdecode.core.stack import text_config
 from skipdecode.core.text_passes import TextPasses
 from skipdecode.data.tasks import Example
 from skipdecode.errors import FileError, ModelError
-from skipdecode.evaluation.probe import candidates, own_texts, probe
+from skipdecode.evaluation.probe import candidates, probe
+from skipdecode.generation.jobs import GenerationJob
+from skipdecode.training.own_texts import own_texts
 
 FULL = Schedule.full(LAYERS)
 TOLERANCE = 1e-5
@@ -177,8 +179,9 @@ def test_probing_finds_what_a_stand_in_saves(checkpoint: Path) -> None:
     """On texts of the model's own: every candidate is measured, and on what they were fitted to, stand-ins help."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
-    texts = own_texts(model, tokenizer, TEXTS * 4, max_new_tokens=12)
-    assert texts == own_texts(model, tokenizer, TEXTS * 4, max_new_tokens=12)
+    job = GenerationJob(str(checkpoint), options={"max_new_tokens": 12}, dtype="float32")
+    texts, _ = own_texts(job, TEXTS, 16)
+    assert (texts, _) == own_texts(job, TEXTS, 16)
     twice: list[Example] = [*texts, *texts]
     done: list[tuple[int, int]] = []
     rows = probe(model, tokenizer, twice, (1, 2), rank=16, on_progress=lambda *state: done.append(state))

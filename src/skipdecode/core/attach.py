@@ -68,7 +68,7 @@ def attach(
     if gates is None:
         gates = GateState(lenders(model.config))
     if adapter is not None:
-        _put_adapter(model, gates, adapter)
+        put_adapter(model, adapter, gates)
     if speedup is not None or schedule is not None:
         if not hasattr(model, "generate"):
             raise ModelError(f"{type(model).__name__} does not generate: attach a speed-up to the model with its head")
@@ -88,23 +88,29 @@ def attach(
     return model
 
 
-def _put_adapter(model: nn.Module, gates: GateState, adapter: Adapter) -> None:
-    """Let the gates use the adapter, and the config name its schedules."""
-    config = model.config
+def put_adapter(model: nn.Module, adapter: Adapter | None, gates: GateState | None = None) -> None:
+    """Let the model's gates use the adapter, and its config name the adapter's schedules; None: as without one."""
+    gates = gates or gate_state(model)
+    if gates is None:
+        raise ModelError("the model has no gates: call skipdecode.attach(model) first")
+    config, entry = model.config, gates.entry_before
     if gates.adapter is None:
-        gates.entry_before = getattr(config, CONFIG_KEY, None)
-    weight = next(model.parameters())
-    gates.adapter = adapter.to(weight.device, weight.dtype if weight.is_floating_point() else None)
-    setattr(config, CONFIG_KEY, to_config_entry(adapter.schedules))
+        gates.entry_before = entry = getattr(config, CONFIG_KEY, None)
+    gates.adapter = adapter
+    if adapter is not None:
+        weight = next(model.parameters())
+        adapter.to(weight.device, weight.dtype if weight.is_floating_point() else None)
+        entry = to_config_entry(adapter.schedules)
+    if entry is not None:
+        setattr(config, CONFIG_KEY, entry)
+    elif hasattr(config, CONFIG_KEY):
+        delattr(config, CONFIG_KEY)
 
 
 def detach(model: Model) -> Model:
     """Remove everything that SkipDecode put on the model, and return the model as it was before."""
-    gates = gate_state(model)
-    if gates is not None and gates.adapter is not None:
-        delattr(model.config, CONFIG_KEY)
-        if gates.entry_before is not None:
-            setattr(model.config, CONFIG_KEY, gates.entry_before)
+    if gate_state(model) is not None:
+        put_adapter(model, None)
     remove_patches(model)
     return model
 

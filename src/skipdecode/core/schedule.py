@@ -216,6 +216,11 @@ class Schedule:
         require(bool(depths), "depths must hold at least one number")
         return cls(num_layers, depths[0], depths[-1], len(depths), decay="list", depths=tuple(depths), **options)
 
+    def flat(self, depth: int) -> Schedule:
+        """Return a copy in which every step runs the best-ranked ``depth`` layers, and the prompt all layers."""
+        steps: dict[str, Any] = {"max_depth": depth, "min_depth": depth, "horizon": 1, "decay": "constant"}
+        return self.replace(**steps, depths=None, prompt_layers=None, prompt_decay=0)
+
     def replace(self, **changes: Any) -> Schedule:
         """Return a copy with these fields changed."""
         return replace(self, **changes)

@@ -51,9 +51,9 @@ class TextPasses:
             raise ScheduleError("the prompt is computed once, by all layers: leave prompt_layers and prompt_decay out")
         width = self.batch["input_ids"].shape[1]
         if self._cache is None:
+            options = {"logits_to_keep": width - self.prompt} | options
             with teacher_forced(self.model, schedule, self.prompt):
-                keep = width - self.prompt
-                return self.model(**self._inputs(0, width), logits_to_keep=keep, use_cache=False, **options).logits
+                return self.model(**self._inputs(0, width), use_cache=False, **options).logits
         cache = deepcopy(self._cache)
         cache.begin_text(with_lenders_first(schedule, self.model.config))
         return self.model(**self._inputs(self.prompt, width), past_key_values=cache, use_cache=True, **options).logits

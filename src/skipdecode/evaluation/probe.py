@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.adapter import Adapter
-from ..core.attach import attach, detach, teacher_forced
+from ..core.attach import attach, put_adapter
 from ..core.checkpoint_config import layer_count
 from ..core.decays import flat_depth
 from ..core.schedule import Schedule
 from ..core.stack import text_config
+from ..core.text_passes import TextPasses
 from ..data.tasks import Example
-from ..data.tokenization import encode_prompts
 from ..errors import UsageError
-from ..generation.generate import generate_ids
 from ..training.closed_form import fit_stand_ins
 from .loss import batches_of
 
@@ -55,38 +52,14 @@ class Probed:
     stand_ins: Damage
 
 
-def own_texts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Any],
-    *,
-    max_new_tokens: int,
-    batch_size: int = 32,
-    seed: int = 0,
-) -> list[Example]:
-    """Return what the model samples for each prompt at full depth and temperature 1; empty texts are left out."""
-    ids = encode_prompts(tokenizer, prompts)
-    options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "do_sample": True,
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-    }
-    done = generate_ids(model, tokenizer, ids, None, batch_size, seed=seed, **options)
-    pairs = zip(prompts, done.completions, strict=True)
-    return [Example(prompt, (written.text,)) for prompt, written in pairs if written.text]
-
-
 def candidates(num_layers: int, speedups: Sequence[float]) -> Iterator[Schedule]:
     """Yield flat schedules of each speed-up: ``top`` with 1 warm-up layer, a sixth, a third of the depth; ``even``."""
     for speedup in speedups:
         depth = flat_depth(speedup, num_layers)
-        flat: dict[str, Any] = {"max_depth": depth, "min_depth": depth, "horizon": 1, "decay": "constant"}
         for warmup in sorted({1, max(num_layers // 6, 1), max(depth // 3, 1), max(depth // 2, 1)}):
             if warmup <= depth:
-                yield Schedule(num_layers, order="top", warmup=warmup, **flat)
-        yield Schedule(num_layers, order="even", warmup=0, **flat)
+                yield Schedule.full(num_layers).replace(order="top", warmup=warmup).flat(depth)
+        yield Schedule.full(num_layers).replace(order="even").flat(depth)
 
 
 @torch.no_grad()
@@ -116,40 +89,34 @@ def probe(
         raise UsageError(f"probing needs at least four texts, not {len(texts)}")
     config = model.config
     half = len(texts) // 2
-    fitted_to, measured = (batches_of(part, tokenizer, model, batch_size) for part in (texts[:half], texts[half:]))
     attach(model)
-    full = [_logits(model, batch, Schedule.full(layer_count(config))) for batch in measured]
+    fitted_to, measured = (
+        [TextPasses(model, batch) for batch in batches_of(part, tokenizer, model, batch_size)]
+        for part in (texts[:half], texts[half:])
+    )
     schedules = list(candidates(layer_count(config), speedups))
     results = []
     for done, schedule in enumerate(schedules):
         on_progress(done, len(schedules))
-        bare = damage(model, measured, full, schedule)
+        bare = damage(measured, schedule)
         adapter = Adapter(text_config(config).hidden_size, rank, {schedule.target: schedule})
-        attach(model, adapter=adapter)
-        fit_stand_ins(model, adapter, fitted_to)
-        results.append(Probed(schedule.target, schedule, bare, damage(model, measured, full, schedule)))
-        attach(detach(model))
+        put_adapter(model, adapter)
+        fit_stand_ins(adapter, fitted_to)
+        results.append(Probed(schedule.target, schedule, bare, damage(measured, schedule)))
+        put_adapter(model, None)
     on_progress(len(schedules), len(schedules))
     return results
 
 
-def damage(
-    model: PreTrainedModel, batches: Sequence[Mapping[str, Any]], full: Sequence[Tensor], schedule: Schedule
-) -> Damage:
-    """Return the distance from ``full``, the log probabilities (tokens, vocabulary) of each batch at full depth."""
+def damage(passes: Sequence[TextPasses], schedule: Schedule) -> Damage:
+    """Return the distance of ``schedule`` from full depth over batches of texts."""
     divergence, same, count = 0.0, 0, 0
-    for batch, expected in zip(batches, full, strict=True):
-        here = _logits(model, batch, schedule)
-        divergence += float(kl_div(here, expected, log_target=True, reduction="sum"))
-        same += int((here.argmax(-1) == expected.argmax(-1)).sum())
+    for each in passes:
+        wanted = each.batch["labels"][:, 2:] != -100  # the first token follows the prompt, which runs all layers
+        full, here = (
+            log_softmax(each.logits(run)[wanted].float(), -1) for run in (Schedule.full(schedule.num_layers), schedule)
+        )
+        divergence += float(kl_div(here, full, log_target=True, reduction="sum"))
+        same += int((here.argmax(-1) == full.argmax(-1)).sum())
         count += len(here)
     return Damage(divergence / max(count, 1), same / max(count, 1))
-
-
-def _logits(model: PreTrainedModel, batch: Mapping[str, Any], schedule: Schedule) -> Tensor:
-    """Return the log probabilities (tokens, vocabulary) at the decode steps of a batch."""
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    wanted = batch["labels"][:, 2:] != -100  # the first response token follows the prompt, which runs all layers
-    with torch.no_grad(), teacher_forced(model, schedule, batch["prompt_length"]):
-        logits = model(**inputs, logits_to_keep=max(wanted.shape[1], 1), use_cache=False).logits
-    return log_softmax(logits[:, -wanted.shape[1] :][wanted].float(), -1)

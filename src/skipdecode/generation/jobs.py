@@ -77,7 +77,7 @@ class GenerationJob(EngineConfig):
     Args:
         model: directory, hub name, or ``demo``; the other fields of :class:`~.engine.EngineConfig` are keywords.
         input: a file, ``-`` for standard input, or a list of conversations or texts; the task makes a prompt of each
-            text, as of a line of a text file.
+            text, as of a line of a text file. Items in a list stay as they are.
         output: the JSONL file to write; None: only return the result. A pipe or a device is written at the end.
         task: reads items and makes their prompts; default: any JSONL.
         format: ``jsonl``, ``csv`` or ``text``, if the input's name does not tell.
@@ -243,6 +243,8 @@ class GenerationJob(EngineConfig):
     def _items(self) -> list[Item]:
         if isinstance(self.input, (str, Path)):
             items = read_items(str(self.input), self.task, self.format)
+        elif given := [each for each in self.input if isinstance(each, Item)]:
+            items = given
         else:
             items = [
                 to_item(number, {self.task.prompt_columns[0][0]: prompt}, self.task)

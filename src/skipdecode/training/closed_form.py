@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.adapter import Adapter, Gap, StandIn, gaps_between
-from ..core.attach import teacher_forced
+from ..core.adapter import Adapter, Gap, gaps_between
+from ..core.patch import gate_state
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
+from ..core.text_passes import TextPasses
 
 #: Ridge penalty, as a share of the mean variance of the hidden states.
 RIDGE = 0.01
@@ -56,66 +57,73 @@ class Moments:
 
 
 @torch.no_grad()
-def fit_stand_ins(model: nn.Module, adapter: Adapter, batches: Sequence[Mapping[str, Any]]) -> None:
-    """Fit each stand-in to the full model's hidden states after its gap, from the bottom up.
+def fit_stand_ins(adapter: Adapter, passes: Sequence[TextPasses]) -> None:
+    """Fit each stand-in to the full model's hidden states after its gap, a depth's gaps from the bottom up.
 
     Args:
-        model: with gates and ``adapter`` attached.
-        batches: as :class:`~skipdecode.data.collation.Collator` makes them.
+        adapter: that of the model that makes the passes.
+        passes: over texts that the model wrote.
     """
-    count = len(decoder_layers(model))
+    schedules = adapter.schedules.values()
+    flat = {each.layers(depth): each.flat(depth) for each in schedules for depth in each.distinct_depths}
     fitted: set[Gap] = set()
-    for schedule in adapter.schedules.values():
-        for depth in schedule.distinct_depths:
-            flat = schedule.replace(
-                max_depth=depth, min_depth=depth, horizon=1, decay="constant", depths=None, prompt_layers=None,
-                prompt_decay=0,
-            )  # fmt: skip
-            for gap in gaps_between(flat.layers(depth), count):
-                if gap not in fitted:
-                    stand_in: Any = adapter.stand_ins[str(gap)]
-                    _fit(model, stand_in, gap, flat, batches)
-                    fitted.add(gap)
+    for place in range(max(each.num_layers for each in schedules)):
+        # The gap at this place from the bottom, of each depth: what lies below it is fitted already.
+        todo: dict[Gap, Schedule] = {}
+        for layers, schedule in flat.items():
+            gaps = gaps_between(layers, schedule.num_layers)
+            if place < len(gaps) and gaps[place] not in fitted:
+                todo.setdefault(gaps[place], schedule)
+        for gap, moments in _moments(todo, passes, below=place > 0).items():
+            stand_in: Any = adapter.stand_ins[str(gap)]
+            values = moments.solve(stand_in.down.shape[1])
+            for parameter, value in zip((stand_in.down, stand_in.up, stand_in.bias), values, strict=True):
+                parameter.copy_(value)
+        fitted |= {*todo}
 
 
-def _fit(model: nn.Module, stand_in: StandIn, gap: Gap, flat: Schedule, batches: Sequence[Mapping[str, Any]]) -> None:
-    moments = Moments(len(stand_in.bias))
-    full = Schedule.full(flat.num_layers)
-    for batch in batches:
-        wanted = _scored(batch)
-        before = hidden_states(model, batch, flat, gap.start)[wanted]
-        moments.add(before, hidden_states(model, batch, full, gap.stop)[wanted] - before)
-    for parameter, value in zip(
-        (stand_in.down, stand_in.up, stand_in.bias), moments.solve(stand_in.down.shape[1]), strict=True
-    ):
-        parameter.copy_(value)
+def _moments(gaps: Mapping[Gap, Schedule], passes: Sequence[TextPasses], below: bool) -> dict[Gap, Moments]:
+    """Return the moments of what each gap is given and what full depth adds there.
+
+    ``below`` tells that the gap's schedule skips layers below it: what it is given is not what full depth is given.
+    """
+    found: dict[Gap, Moments] = {}
+    for each in passes if gaps else ():
+        full = hidden_states(each, Schedule.full(len(decoder_layers(each.model))), {end for gap in gaps for end in gap})
+        for gap, schedule in gaps.items():
+            given = hidden_states(each, schedule, {gap.start})[gap.start] if below else full[gap.start]
+            found.setdefault(gap, Moments(given.shape[-1])).add(given, full[gap.stop] - given)
+    return found
 
 
-def _scored(batch: Mapping[str, Any]) -> Tensor:
-    """Return which positions of ``batch`` are decode steps of the response: (batch, positions), bool."""
-    scored = torch.zeros_like(batch["attention_mask"], dtype=torch.bool)
-    scored[:, batch["prompt_length"] :] = batch["labels"][:, 2:] != -100
-    return scored
+def hidden_states(passes: TextPasses, schedule: Schedule, before: Collection[int]) -> dict[int, Tensor]:
+    """Return the hidden states (tokens, size) that layers are given at the texts' positions.
 
+    Args:
+        schedule: which layers run.
+        before: indices of layers; the number of layers means what the last one returns.
+    """
+    layers, batch, seen = decoder_layers(passes.model), passes.batch, {}
+    wanted = batch["labels"][:, 2:] != -100
+    state = gate_state(passes.model)
 
-def hidden_states(model: nn.Module, batch: Mapping[str, Any], schedule: Schedule, layer: int) -> Tensor:
-    """Return the hidden states (batch, positions, size) before layer ``layer``, or after the last one."""
-    layers, seen = decoder_layers(model), []
+    def keep(index: int, hidden: Tensor) -> None:
+        axis = state.axis(hidden, tuple(wanted.shape))
+        hidden = hidden.movedim((axis - 1, axis), (0, 1))[:, -wanted.shape[1] :]
+        seen[index] = hidden[wanted].reshape(-1, hidden.shape[-1])
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        seen.append(args[0] if args else kwargs["hidden_states"])
+    def given(index: int) -> Callable[..., None]:
+        return lambda module, args, kwargs: keep(index, args[0] if args else kwargs["hidden_states"])
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        seen.append(output[0] if isinstance(output, tuple) else output)
+    def returned(module: nn.Module, args: Any, output: Any) -> None:
+        keep(len(layers), output[0] if isinstance(output, tuple) else output)
 
-    if layer < len(layers):
-        hook = layers[layer].register_forward_pre_hook(before, with_kwargs=True)
-    else:
-        hook = layers[-1].register_forward_hook(after)
+    hooks = [layers[i].register_forward_pre_hook(given(i), with_kwargs=True) for i in before if i < len(layers)]
+    if len(layers) in before:
+        hooks.append(layers[-1].register_forward_hook(returned))
     try:
-        with teacher_forced(model, schedule, batch["prompt_length"]):
-            inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-            model(**inputs, logits_to_keep=1, use_cache=False)
+        passes.logits(schedule, logits_to_keep=1)
     finally:
-        hook.remove()
-    return seen[0]
+        for hook in hooks:
+            hook.remove()
+    return seen

@@ -59,11 +59,14 @@ class SkipTrainer(Trainer):
         self.record = record or {}
         self._evaluated: Schedule | None = None
         self._step: ExitStack | None = None  # closes at the end of the current training step
-        attach(self.model)
+        self._attach()
         self.bar = TrainingBar()
         if self.pop_callback(ProgressCallback) is not None:  # else disable_tqdm is set
             self.add_callback(self.bar)
         self.add_callback(StepSeed())
+
+    def _attach(self) -> None:
+        attach(self.model)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the loss while each layer runs only the positions that it would run in decoding."""
