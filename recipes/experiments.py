@@ -20,7 +20,8 @@ from skipdecode import load
 from skipdecode.data.metrics import DEFAULT
 from skipdecode.data.tasks import Example, get_task
 from skipdecode.evaluation.evaluate import Evaluation, EvaluationPlan
-from skipdecode.evaluation.loss import LayerOrder, batches_of
+from skipdecode.data.collation import batches_of
+from skipdecode.evaluation.loss import LayerOrder
 from skipdecode.evaluation.report import save
 from skipdecode.evaluation.variants import Variant
 from skipdecode.methods import get_method
@@ -102,7 +103,7 @@ def draw_rows(data: Path, target: Path, count: int) -> None:
 def rank(start: str, examples: Sequence[Example]) -> tuple[int, ...]:
     """START's layers, ranked by loss."""
     model, tokenizer = load(start, attention="eager")
-    return LayerOrder(model, batches_of(examples, tokenizer, model, 64)).down_to(1)
+    return LayerOrder(model, batches_of(examples, tokenizer, 64)).down_to(1)
 
 
 if __name__ == "__main__":

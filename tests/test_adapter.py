@@ -25,6 +25,8 @@ from helpers.families import (
 )
 from helpers.tiny import TEXTS
 from skipdecode import Schedule, ScheduleError, SkipCache, attach, detach, teacher_forced
+from skipdecode.adapters.own_texts import own_texts
+from skipdecode.adapters.probe import candidates, probe
 from skipdecode.core.adapter import Adapter, gaps_between, gaps_of
 from skipdecode.core.adapter_folder import ABOUT, WEIGHTS, load_adapter, save_adapter
 from skipdecode.core.checkpoint_config import CONFIG_KEY
@@ -32,9 +34,7 @@ from skipdecode.core.stack import text_config
 from skipdecode.core.text_passes import TextPasses
 from skipdecode.data.tasks import Example
 from skipdecode.errors import FileError, ModelError
-from skipdecode.evaluation.probe import candidates, probe
 from skipdecode.generation.jobs import GenerationJob
-from skipdecode.training.own_texts import own_texts
 
 FULL = Schedule.full(LAYERS)
 TOLERANCE = 1e-5
@@ -180,8 +180,8 @@ def test_probing_finds_what_a_stand_in_saves(checkpoint: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
     job = GenerationJob(str(checkpoint), options={"max_new_tokens": 12}, dtype="float32")
-    texts, _ = own_texts(job, TEXTS, 16)
-    assert (texts, _) == own_texts(job, TEXTS, 16)
+    texts = own_texts(job, TEXTS, 16)
+    assert texts == own_texts(job, TEXTS, 16)
     twice: list[Example] = [*texts, *texts]
     done: list[tuple[int, int]] = []
     rows = probe(model, tokenizer, twice, (1, 2), rank=16, on_progress=lambda *state: done.append(state))

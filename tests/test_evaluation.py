@@ -19,10 +19,11 @@ from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.core import checkpoint_config
 from skipdecode.core.growing import ROOM
+from skipdecode.data.collation import batches_of
 from skipdecode.data.tasks import Example
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
-from skipdecode.evaluation.loss import LayerOrder, batches_of, read_losses, response_loss
+from skipdecode.evaluation.loss import LayerOrder, read_losses, response_loss
 from skipdecode.evaluation.variants import variants
 from skipdecode.files import locked
 
@@ -435,7 +436,7 @@ def test_variants_take_the_budget_into_their_paths() -> None:
 def test_the_loss_is_the_mean_over_tokens_whatever_the_batches(checkpoint: Path) -> None:
     model, tokenizer = skipdecode.load(str(checkpoint))
     plan = Schedule.for_speedup(3, 8, horizon=6)
-    one, four = (response_loss(model, batches_of(EXAMPLES, tokenizer, model, size), plan) for size in (1, 4))
+    one, four = (response_loss(model, batches_of(EXAMPLES, tokenizer, size), plan) for size in (1, 4))
     assert one == pytest.approx(four, rel=1e-5)
 
 
@@ -488,7 +489,7 @@ def test_a_saved_calibration_is_what_every_verb_then_takes(data: Path, tmp_path:
 
 def test_the_search_ranks_as_far_as_asked_and_keeps_the_best_at_each_step(checkpoint: Path) -> None:
     model, tokenizer = skipdecode.load(str(checkpoint))
-    batches = batches_of(EXAMPLES, tokenizer, model, 8)
+    batches = batches_of(EXAMPLES, tokenizer, 8)
     done: list[tuple[int, int]] = []
     order = LayerOrder(model, batches, on_pass=lambda *now: done.append(now))
     some = order.down_to(6)

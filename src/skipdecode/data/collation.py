@@ -79,5 +79,21 @@ def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_
     return Dataset.from_list(rows)
 
 
+def batches_of(
+    examples: Sequence[Example],
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int,
+    max_length: int | None = None,
+    device: torch.device | str = "cpu",
+) -> list[dict[str, Any]]:
+    """Return batches, on a device, of prompts and first references that have at most ``max_length`` ids together."""
+    rows = encode(examples, tokenizer, max_length)
+    collate = Collator(tokenizer.pad_token_id, max_length=max_length)
+    return [
+        {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in collate(list(part)).items()}
+        for part in (rows.select(range(i, min(i + batch_size, len(rows)))) for i in range(0, len(rows), batch_size))
+    ]
+
+
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

@@ -25,13 +25,14 @@ from ..core.checkpoint_config import (
 )
 from ..core.decays import ORDERS
 from ..core.schedule import Schedule, is_schedule, parse_prompt_layers
+from ..data.collation import batches_of
 from ..data.inputs import read_examples
 from ..data.metrics import DEFAULT, Agreement, paired_scores
 from ..data.tasks import Example, Task, get_task, subsample
 from ..data.tokenization import encode_prompts
 from ..errors import UsageError
 from ..files import check_target, is_stream
-from ..generation.generate import generate_ids
+from ..generation.generate import generate_ids, max_positions
 from ..generation.results import Cost
 from ..methods import Method, get_method
 from ..planning.check_profile import check_profile
@@ -41,7 +42,7 @@ from ..planning.planner import plan as plan_depths
 from ..planning.profile import Profile
 from ..provenance import fingerprint, identity
 from ..weights.loading import DEMO, load, load_tokenizer, read_config, resolve
-from .loss import LayerOrder, batches_of, is_losses
+from .loss import LayerOrder, is_losses
 
 #: Largest accepted relative error of the achieved ratio.
 TOLERANCE = 0.03
@@ -292,7 +293,7 @@ def calibrate(
         weights = [part for part in identity(resolve(plan.model)) if part[0] != "config.json"]  # --save changes it
         order = LayerOrder(
             model,
-            batches_of(rows, tokenizer, model, plan.batch_size),
+            batches_of(rows, tokenizer, plan.batch_size, max_positions(model.config), model.device),
             file=plan.losses_file,
             job=fingerprint(weights, getattr(config, "_commit_hash", None), [asdict(row) for row in rows]),
             on_pass=lambda done, total: on_progress("layer order (passes)", done, total),

@@ -23,6 +23,7 @@ from ..clock.tables import FILES as TABLES
 from ..clock.timing import alternate, compare, forced, typical_steps
 from ..core.checkpoint_config import layer_count, schedule_for, trained_method
 from ..core.schedule import Schedule
+from ..data.collation import batches_of
 from ..data.inputs import read_examples
 from ..data.metrics import DEFAULT, Agreement, Metric, paired_scores
 from ..data.tasks import Example, Task, get_task, subsample
@@ -30,14 +31,14 @@ from ..data.tokenization import encode_prompts
 from ..errors import FileError, JobError, UsageError
 from ..files import check_target, locked, read_json, write
 from ..generation.batch import Decoding
-from ..generation.generate import generate_ids
+from ..generation.generate import generate_ids, max_positions
 from ..generation.results import Generated
 from ..provenance import fingerprint, identity
 from ..weights.device import machine, placement
 from ..weights.loading import load, read_config, resolve
 from ..weights.optimize import check_optimizations, optimizations
 from . import report
-from .loss import batches_of, response_loss
+from .loss import response_loss
 from .plots import draw_tradeoff
 from .variants import Variant, variants
 
@@ -356,7 +357,8 @@ class Evaluation:
         answered = [example for example in self.held_out if example.references]
         loss = {}
         if answered and not callable(decoding):  # else depths depend on the tokens
-            batches = batches_of(answered, tokenizer, model, self.plan.batch_size)
+            limit = max_positions(model.config)
+            batches = batches_of(answered, tokenizer, self.plan.batch_size, limit, model.device)
             schedule = decoding or Schedule.full(layer_count(model.config))
             loss = {"loss": round(response_loss(model, batches, schedule), 4)}
         trained = variant.method.is_trained_by(trained_method(model.config))

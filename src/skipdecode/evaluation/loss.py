@@ -9,30 +9,15 @@ from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ..core.attach import attach, teacher_forced
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
-from ..data.collation import Collator, encode
-from ..data.tasks import Example
 from ..files import has_key, read_json, write
-from ..generation.generate import max_positions
 
 #: Tells whether a file's bytes are losses of :class:`LayerOrder`, which may be replaced.
 is_losses = has_key("losses_without")
-
-
-def batches_of(
-    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, batch_size: int
-) -> list[dict[str, Any]]:
-    """Return batches, on the model's device, of prompts and first references that fit the model's positions."""
-    rows = encode(examples, tokenizer, max_positions(model.config) or 1 << 30)
-    collate = Collator(tokenizer.pad_token_id, max_length=max_positions(model.config))
-    return [
-        {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in collate(list(part)).items()}
-        for part in (rows.select(range(i, min(i + batch_size, len(rows)))) for i in range(0, len(rows), batch_size))
-    ]
 
 
 @torch.no_grad()
@@ -59,7 +44,7 @@ class LayerOrder:
 
     Args:
         model: a causal LM, with or without gates.
-        batches: from :func:`batches_of`.
+        batches: from :func:`skipdecode.data.collation.batches_of`.
         file: stores every measured loss, so that an interrupted search resumes; :func:`is_losses` if it exists.
         job: identifies model and data; losses of another job in ``file`` are replaced.
         on_pass: called with the passes done and the passes in all, after each pass of :meth:`down_to`.

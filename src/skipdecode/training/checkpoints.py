@@ -16,6 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from ..core.adapter_folder import ABOUT
 from ..errors import FileError, JobError
 from ..files import locked, read_json, sync_folder, write
 from ..provenance import MATTERS
@@ -30,9 +31,12 @@ STAGING = ".checkpoint"
 #: Number of checkpoints to keep: if the newest is damaged, the one before it is used.
 KEEP = 2
 
+#: Files without which a model or an adapter does not load.
+LAST = ("config.json", ABOUT)
+
 NAME = re.compile(r"checkpoint-(\d{1,12})")
 #: Weight files of a previous model, which must not remain next to those of a new one.
-FORMER = ("model*.safetensors*", "pytorch_model*.bin*", "adapter/*")
+FORMER = ("adapter.safetensors", "model*.safetensors*", "pytorch_model*.bin*", "adapter/*")
 
 
 class RunFolder:
@@ -118,12 +122,13 @@ class RunFolder:
     def publish(self) -> None:
         """Replace the model in this folder by the one in ``STAGING``, so that no mixture of the two ever loads.
 
-        After a kill in between there is no ``config.json``, so nothing loads; the same command goes on from the run's
+        After a kill in between there is none of ``LAST``, so nothing loads; the same command goes on from the run's
         last checkpoint.
         """
-        new, config = self.folder / STAGING, self.folder / "config.json"
-        names = sorted(_contents(new), key=lambda name: name == config.name)  # config last: loading needs it
-        config.unlink(missing_ok=True)
+        new = self.folder / STAGING
+        names = sorted(_contents(new), key=lambda name: name in LAST)
+        for name in LAST:
+            (self.folder / name).unlink(missing_ok=True)
         sync_folder(self.folder)
         for old in [path for pattern in FORMER for path in self.folder.glob(pattern)]:
             old.unlink()

@@ -10,11 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from ..core.checkpoint_config import DEFAULT_HORIZON, DEFAULT_SPEEDUP
+from ..core.checkpoint_config import DEFAULT_HORIZON, DEFAULT_METHOD, DEFAULT_SPEEDUP
 from ..core.schedule import Schedule, parse_prompt_layers
 from ..errors import ScheduleError, UsageError
 from ..methods import MethodName, get_method
-from .options import convert_value, option, read_order, read_run_file, read_schedule
+from .options import convert_value, option, option_name, read_order, read_run_file, read_schedule
 
 #: Upper limit of counts: no run needs more, and far more could hang or exhaust the memory.
 MANY = 1_000_000
@@ -24,6 +24,7 @@ LONGEST = 100_000
 EITHER_OR = (("speedup", "speedups"), ("model", "from_config"), ("max_steps", "num_train_epochs"))
 
 DATA = "Data"
+ADAPTERS = "Adapters and own texts"
 BUDGETS = "Budgets and schedules"
 DISTILLATION = "Distillation"
 OPTIMIZER = "Optimizer"
@@ -53,7 +54,9 @@ class TrainingPlan:
         None, "Directory, hub name, or 'demo' for the embedded checkpoint; leave it out with --from-config."
     )
     output: str = option("trained", "Folder for the trained checkpoint.")
-    data: str = option(".", "Folder with the task's files, a hub data set, or one JSONL or CSV file.")
+    data: str | None = option(
+        None, "Folder with the task's files, a hub data set, or a JSONL or CSV file (default: .)."
+    )
     speedup: float | None = option(None, "Train for this one target speed-up (default: 2).", least=1)
     speedups: tuple[float, ...] | None = option(
         None, "Train one checkpoint for several, e.g. 1,2,3,4,5; each step draws one.", least=1
@@ -80,6 +83,26 @@ class TrainingPlan:
         None, "Summaries: cut a source after so many words.", DATA, least=1, most=MANY
     )
     max_eval_samples: int = option(100, "Validation inputs used for the loss.", DATA)
+
+    own_texts: int | None = option(
+        None,
+        "Learn from N texts that the model itself writes at full depth, in place of data.",
+        ADAPTERS,
+        least=20,
+        most=MANY,
+    )
+    prompts: str | None = option(
+        None,
+        "File with the own texts' prompts (default: those of --data, else the begin-of-text token alone).",
+        ADAPTERS,
+    )
+    max_new_tokens: int | None = option(
+        None, "Longest own text, in tokens (default: the task's).", ADAPTERS, least=2, most=LONGEST
+    )
+    adapters: bool = option(
+        False, "Learn small maps in the place of skipped layers, and leave the model as it is.", ADAPTERS
+    )
+    adapter_rank: int = option(64, "Rank of these maps.", ADAPTERS, least=1, most=10_000)
 
     method: MethodName = option("skipdecode", "SkipDecode, or a baseline to compare it with.", BUDGETS)
     weights: tuple[float, ...] | None = option(
@@ -175,6 +198,7 @@ class TrainingPlan:
 
     def _check_combinations(self) -> None:
         method, name, shares = get_method(self.method), self.method, self.weights
+        self._check_adapters()
         if self.tokenizer and not self.from_config:
             raise UsageError("--tokenizer goes with --from-config: MODEL has one of its own")
         if len(set(self.budgets)) < len(self.budgets):
@@ -200,6 +224,24 @@ class TrainingPlan:
             raise UsageError(f"{name} trains all exits in every step: --weights does not go with it")
         if len(self.budgets) > 1 and method.model_per_speedup:
             raise UsageError(f"{name} makes a model per budget: give --speedup")
+
+    def _check_adapters(self) -> None:
+        if (self.prompts or self.max_new_tokens) and not self.own_texts:
+            raise UsageError("--prompts and --max-new-tokens go with --own-texts")
+        if self.own_texts and self.from_config:
+            raise UsageError("--own-texts needs a model that can write, not --from-config")
+        if not self.adapters:
+            return
+        changing = ("lora_rank", "distill_weight", "teacher", "from_config")
+        if wrong := [option_name(name) for name in changing if getattr(self, name)]:
+            raise UsageError(f"--adapters leaves the model as it is and learns its full depth: no {wrong[0]} beside it")
+        if self.method != DEFAULT_METHOD:
+            raise UsageError(f"--adapters are for the method {DEFAULT_METHOD}, not for {self.method}")
+        prompt = self.schedule.prompt_layers is not None or self.schedule.prompt_decay if self.schedule else False
+        if self.prompt_layers is not None or self.prompt_decay or prompt:
+            raise UsageError("--adapters leave the prompt to the full model: no --prompt-layers, no --prompt-decay")
+        if min(self.budgets) <= 1:
+            raise UsageError("1x is the model itself: --speedups of --adapters are above 1")
 
     def check(self, config: Any) -> None:
         """Check the plan against the model's config.

@@ -13,15 +13,24 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
+from ..adapters.closed_form import fit_stand_ins
+from ..adapters.learner import AdapterLearner, TextCollator
+from ..adapters.own_texts import own_texts, read_prompts
+from ..core.adapter import Adapter
+from ..core.adapter_folder import save_adapter
 from ..core.attach import attach
 from ..core.checkpoint_config import CONFIG_KEY, layer_count, schedules_of, to_config_entry
 from ..core.schedule import Schedule
-from ..data.collation import Collator, encode
-from ..data.tasks import Example, task_from
+from ..core.stack import text_config
+from ..core.text_passes import TextPasses
+from ..data.collation import Collator, batches_of, encode
+from ..data.tasks import Example, Task, task_from
 from ..errors import TaskError, UsageError
 from ..generation.generate import max_positions
+from ..generation.jobs import GenerationJob
 from ..methods import get_method
 from ..methods.objectives import Distillation
 from ..planning.fitting import batch_lengths
@@ -31,12 +40,12 @@ from ..weights import loading
 from .callbacks import StopBySignal
 from .checkpoints import STAGING, RunFolder, run_folder, writing
 from .plan import TrainingPlan
-from .trainer import SkipTrainer, checkpointing_option, refuse_nonfinite, training_args
+from .trainer import AdapterTrainer, SkipTrainer, checkpointing_option, refuse_nonfinite, training_args
 
 logger = logging.getLogger(__name__)
 
-#: Number of training responses that schedules are fitted to.
-MEASURED = 5000
+#: Number of training responses that schedules are fitted to, and of texts that stand-ins are.
+MEASURED, FITTED = 5000, 64
 
 
 def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], object] = logger.warning) -> None:
@@ -60,16 +69,15 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
     if os.environ.get("RANK", "0") != "0":
         say = str  # only the first process prints
     task = task_from(vars(plan))
-    training = task.read(Path(plan.data), "train")
-    validation = task.read(Path(plan.data), "validation")[: plan.max_eval_samples] if plan.eval_steps else []
-    if not training:
-        raise TaskError(f"{plan.data} holds no training rows")
+    training, validation = ([], []) if plan.own_texts else _read(plan, task)
     with run_folder(plan.output, plan.model) as folder:
         # Check before loading weights, so that a wrong option fails at once.
         path = Path(plan.from_config) if plan.from_config else None
         config = loading.new_config(path) if path else loading.read_config(str(plan.model))
         plan.check(config)
         args = make_args(plan)
+        if plan.own_texts:
+            training, validation = _write(plan, task, folder, say)
         model, tokenizer = _load(plan, config, training)
         limit = max_positions(model.config) or sys.maxsize
         rows = encode(training, tokenizer, limit)
@@ -100,15 +108,20 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
             delattr(model.config, CONFIG_KEY)
         args._n_gpu = 1  # no DataParallel: its copies' gates would point to the first GPU
         trained: Any = attach(model.train())  # before peft wraps it
+        collator = Collator(tokenizer.pad_token_id, max_length=max_positions(model.config))
+        if plan.adapters:
+            collator = TextCollator(tokenizer.pad_token_id, max_length=max_positions(model.config))
+            first = batches_of(training[:FITTED], tokenizer, 8, max_positions(model.config), args.device)
+            trained = _learner(plan, model.to(args.device), schedules, first, say)
         if plan.lora_rank:
             from peft import LoraConfig, get_peft_model
 
             lora = LoraConfig(r=plan.lora_rank, lora_alpha=2 * plan.lora_rank, target_modules="all-linear")
             trained = get_peft_model(model, lora)
-        trainer = SkipTrainer(
+        trainer = (AdapterTrainer if plan.adapters else SkipTrainer)(
             model=trained,
             args=args,
-            data_collator=Collator(tokenizer.pad_token_id, max_length=max_positions(model.config)),
+            data_collator=collator,
             processing_class=tokenizer,
             schedules=schedules,
             train_dataset=rows,
@@ -139,7 +152,8 @@ def _run(
         trainer.bar.close()
     if cut := trainer.data_collator.cut:
         say(f"{cut} responses lost their ends: beside a longer prompt they passed the model's positions")
-    model, staging = trainer.model, folder.folder / STAGING
+    model: Any = trainer.model
+    staging = folder.folder / STAGING
     if first:
         folder.new_staging()
     if plan.lora_rank:
@@ -149,7 +163,11 @@ def _run(
         model = model.merge_and_unload()
     refuse_nonfinite(model)
     model.config.use_cache = True  # the Trainer turns it off
-    if first:
+    if first and plan.adapters:
+        with writing(folder.folder):
+            save_adapter(staging, model.adapter, model.model, str(plan.model))
+        folder.publish()
+    elif first:
         with writing(folder.folder):
             model.save_pretrained(staging)
             trainer.processing_class.save_pretrained(staging)
@@ -165,7 +183,7 @@ SAME = (
 #: Options that a resumed run must share. Others may differ, or show in what :func:`_record` adds.
 DECISIVE = (
     "method weights distill_weight batch_size gradient_accumulation_steps learning_rate lr_scheduler_type warmup_steps "
-    "weight_decay adam_beta2 lora_rank bf16 attn_implementation seed"
+    "weight_decay adam_beta2 lora_rank adapters adapter_rank bf16 attn_implementation seed"
 ).split()
 
 
@@ -226,6 +244,61 @@ def _schedules(
         which = ", ".join(f"{k:g}x" for k in kept)
         say(f"{plan.model} brings schedules for {which}: they stay as they are (--lengths fits new ones)")
     return schedules
+
+
+def _read(plan: TrainingPlan, task: Task) -> tuple[list[Example], list[Example]]:
+    """Return the rows to train on, and those to evaluate with. Raises TaskError if there are none of the former."""
+    data = Path(plan.data or ".")
+    training = task.read(data, "train")
+    if not training:
+        raise TaskError(f"{data} holds no training rows")
+    return training, task.read(data, "validation")[: plan.max_eval_samples] if plan.eval_steps else []
+
+
+def _write(
+    plan: TrainingPlan, task: Task, folder: RunFolder, say: Callable[[str], object]
+) -> tuple[list[Example], list[Example]]:
+    """Let the model write its own texts, in ``own_texts.jsonl``; return them as :func:`_read` does.
+
+    At most a tenth of them are left to evaluate with.
+    """
+    prompts = read_prompts(plan.prompts or plan.data, task)
+    options = {} if plan.max_new_tokens is None else {"max_new_tokens": plan.max_new_tokens}
+    job = GenerationJob(str(plan.model), task=task, batch_size=plan.batch_size, seed=plan.seed, options=options)
+    with tqdm(desc="own texts", unit="text", file=sys.stderr) as bar:
+
+        def start(total: int, done: int) -> None:
+            bar.reset(total)
+            bar.update(done)
+
+        texts = own_texts(
+            job,
+            prompts,
+            plan.own_texts or 0,
+            folder.folder / "own_texts.jsonl",
+            on_start=start,
+            on_batch=lambda cost: bar.update(cost.rows),
+            say=say,
+        )
+    held_out = min(plan.max_eval_samples, len(texts) // 10) if plan.eval_steps else 0
+    return texts[held_out:], texts[:held_out]
+
+
+def _learner(
+    plan: TrainingPlan,
+    model: PreTrainedModel,
+    schedules: Mapping[float, Schedule],
+    batches: Sequence[Mapping[str, Any]],
+    say: Callable[[str], object],
+) -> AdapterLearner:
+    """Return what learns the adapter of a frozen model, with stand-ins fitted in closed form to ``batches``."""
+    model.eval().requires_grad_(False)
+    adapter = Adapter(text_config(model.config).hidden_size, plan.adapter_rank, schedules)
+    attach(model, adapter=adapter)
+    fit_stand_ins(adapter, [TextPasses(model, batch) for batch in batches])
+    size = sum(weight.numel() for weight in adapter.parameters())
+    say(f"the adapter has {size:,} weights, fitted to {len(batches)} batches to begin with; the model stays as it is")
+    return AdapterLearner(model, adapter)
 
 
 def _record(

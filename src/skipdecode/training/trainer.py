@@ -164,6 +164,24 @@ class SkipTrainer(Trainer):
         return metrics
 
 
+class AdapterTrainer(SkipTrainer):
+    """Trains an :class:`~skipdecode.adapters.learner.AdapterLearner`; evaluation reports its loss at each speed-up."""
+
+    def _attach(self) -> None:
+        """Do nothing: the learner's model has gates."""
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Compute the distance from full depth with the schedule of the step, or of the evaluation."""
+        loss = model(inputs, self._evaluated or self._drawn(), num_items_in_batch)
+        return (loss, {"loss": loss}) if return_outputs else loss
+
+
 def refuse_nonfinite(model: nn.Module) -> None:
     """Raise DivergedError if a parameter holds a value that is not finite."""
     for name, weight in model.named_parameters():

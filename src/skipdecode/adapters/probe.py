@@ -16,10 +16,11 @@ from ..core.decays import flat_depth
 from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..core.text_passes import TextPasses
+from ..data.collation import batches_of
 from ..data.tasks import Example
 from ..errors import UsageError
-from ..training.closed_form import fit_stand_ins
-from .loss import batches_of
+from ..generation.generate import max_positions
+from .closed_form import fit_stand_ins
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,11 @@ def probe(
     """
     if len(texts) < 4:
         raise UsageError(f"probing needs at least four texts, not {len(texts)}")
-    config = model.config
+    config, limit = model.config, max_positions(model.config)
     half = len(texts) // 2
     attach(model)
     fitted_to, measured = (
-        [TextPasses(model, batch) for batch in batches_of(part, tokenizer, model, batch_size)]
+        [TextPasses(model, batch) for batch in batches_of(part, tokenizer, batch_size, limit, model.device)]
         for part in (texts[:half], texts[half:])
     )
     schedules = list(candidates(layer_count(config), speedups))

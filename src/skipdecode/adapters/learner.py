@@ -1,8 +1,8 @@
-"""Train an adapter: the model is frozen; its own full depth is what the adapter learns, on texts of the model's own."""
+"""What training an adapter minimises: the distance from the model's own full depth, on texts that the model wrote."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.functional import kl_div, log_softmax
 from ..core.adapter import Adapter
 from ..core.schedule import Schedule
 from ..core.text_passes import TextPasses
-from .trainer import SkipTrainer
+from ..data.collation import Collator
 
 
 class AdapterLearner(nn.Module):
@@ -29,6 +29,11 @@ class AdapterLearner(nn.Module):
         self.config = model.config  # the Trainer reads it
         self._model = (model.eval().requires_grad_(False),)
 
+    @property
+    def model(self) -> nn.Module:
+        """Return the frozen model."""
+        return self._model[0]
+
     def forward(self, batch: Mapping[str, Any], schedule: Schedule, num_items_in_batch: Any = None) -> Tensor:
         """Return the mean KL divergence from full depth, in nats per text token.
 
@@ -40,7 +45,7 @@ class AdapterLearner(nn.Module):
             num_items_in_batch: tokens to divide the sum by; None: those of ``batch``.
         """
         learned = batch["labels"][:, 2:] != -100
-        passes = TextPasses(self._model[0], batch)
+        passes = TextPasses(self.model, batch)
         with torch.no_grad():
             target = log_softmax(passes.logits(Schedule.full(schedule.num_layers))[learned].float(), -1)
         student = log_softmax(passes.logits(schedule)[learned].float(), -1)
@@ -48,25 +53,11 @@ class AdapterLearner(nn.Module):
         return kl_div(student, target, log_target=True, reduction="sum") / count
 
 
-class AdapterTrainer(SkipTrainer):
-    """Trains an :class:`AdapterLearner`; evaluation reports its KL divergence at each speed-up."""
+class TextCollator(Collator):
+    """A collator that takes each text's first token, which the prompt's pass gives, out of the labels."""
 
-    def _attach(self) -> None:
-        """Do nothing: the learner's model has gates."""
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """Compute the distance from full depth at the schedule of the step, or of the evaluation."""
-        loss = model(inputs, self._evaluated or self._drawn(), num_items_in_batch)
-        return (loss, {"loss": loss}) if return_outputs else loss
-
-
-def without_first(batch: dict[str, Any]) -> dict[str, Any]:
-    """Take each text's first token, which the prompt's pass gives, out of the labels that the Trainer counts."""
-    batch["labels"][:, 1] = -100
-    return batch
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Make a batch as :class:`Collator` does; the Trainer counts only tokens that can be learnt from."""
+        batch = super().__call__(rows)
+        batch["labels"][:, 1] = -100
+        return batch

@@ -1,0 +1,1 @@
+"""What stands in for skipped layers: learnt from texts that the model writes itself, without data."""

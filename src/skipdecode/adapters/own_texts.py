@@ -1,0 +1,117 @@
+"""Texts that a model writes itself at full depth: what an adapter learns from, so that it needs no data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..data.chat import Prompt, parse_messages
+from ..data.inputs import Item, read_items
+from ..data.tasks import Example, Task
+from ..data.tasks.base import subsample
+from ..errors import JobError, TaskError
+from ..files import read_json, write
+from ..generation.jobs import GenerationJob
+from ..provenance import fingerprint, identity
+from ..weights.loading import resolve
+
+#: A text is left out if it ends in so many repetitions of the same characters, together at least so many.
+REPEATS, REPEATED = 4, 24
+#: Sampling from the model's own distribution.
+SAMPLED = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+
+
+def read_prompts(source: str | Path | None, task: Task) -> list[Prompt]:
+    """Return the prompts of a file, or of a task's training split; None: one empty text, the begin-of-text token.
+
+    Raises TaskError if there are none.
+    """
+    if source is None:
+        return [""]
+    if Path(source).is_file():
+        prompts = [item.prompt for item in read_items(str(source), task) if item.error is None]
+    else:
+        prompts = [example.prompt for example in task.read(Path(source), "train")]
+    if not prompts:
+        raise TaskError(f"{source} holds no prompts")
+    return list(dict.fromkeys(prompts))
+
+
+def own_texts(
+    job: GenerationJob,
+    prompts: Sequence[Prompt],
+    count: int,
+    file: Path | None = None,
+    *,
+    on_start: Callable[[int, int], object] = lambda total, done: None,
+    on_batch: Callable[[Any], object] = lambda cost: None,
+    say: Callable[[str], object] = lambda message: None,
+) -> list[Example]:
+    """Let a model write ``count`` texts, sampled at full depth from its own distribution (temperature 1).
+
+    Args:
+        job: the model, its ``max_new_tokens``, batch size and seed.
+        prompts: if there are more than ``count``, evenly spaced ones are taken; if fewer, each has several texts.
+        file: keeps the texts as JSONL; a killed run goes on, and a finished one's texts are read from it.
+        on_start, on_batch, say: as :meth:`GenerationJob.run` takes them.
+
+    Returns:
+        The texts, without those that are empty or end in a loop.
+
+    Raises:
+        JobError: ``file`` holds texts of another model, or written with other prompts or options.
+        SkipDecodeError: as :meth:`GenerationJob.run` raises it.
+    """
+    chosen = [each.prompt for each in subsample([Example(prompt, ()) for prompt in prompts], count)]
+    rows = [chosen[i % len(chosen)] for i in range(count)]
+    options = dict(job.options) | SAMPLED
+    key = fingerprint(identity(resolve(job.model)), job.revision, rows, options, job.seed)
+    about = file and file.with_suffix(".json")
+    if file and about and about.exists():
+        if read_json(about).get("job") != key:
+            raise JobError(f"{file} was written by another model, or with other prompts or options: move it away")
+        return _read(file)
+    items = [Item(number, {}, prompt) for number, prompt in enumerate(rows, 1)]
+    raw = file and file.with_suffix(".raw.jsonl")
+    run = replace(job, input=items, output=raw, overwrite=True, full=True, options=options)
+    result = run.run(on_start=on_start, on_batch=on_batch, say=say)
+    texts, left_out = [], {"empty": 0, "looping": 0, "refused": 0}
+    for index, row in enumerate(rows):
+        text = result.completions[index].text if index in result.completions else None
+        if text is None:
+            left_out["refused"] += 1
+        elif not text.strip() or loops(text):
+            left_out["looping" if text.strip() else "empty"] += 1
+        else:
+            texts.append(Example(row, (text,)))
+    if any(left_out.values()):
+        say("left out of the own texts: " + ", ".join(f"{n:,} {what}" for what, n in left_out.items() if n))
+    if file and about and raw:
+        lines = ({"prompt": _plain(each.prompt), "response": each.references[0]} for each in texts)
+        write(file, "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines))
+        write(about, json.dumps({"job": key, "texts": len(texts), "left_out": left_out}, indent=1) + "\n")
+        raw.unlink()
+    return texts
+
+
+def loops(text: str) -> bool:
+    """Tell whether a text ends in the same characters again and again."""
+    return any(
+        text.endswith(text[-period:] * max(REPEATS, -(-REPEATED // period)))
+        for period in range(1, len(text) // REPEATS + 1)
+    )
+
+
+def _plain(prompt: Prompt) -> Any:
+    return prompt if isinstance(prompt, str) else [message._asdict() for message in prompt]
+
+
+def _read(file: Path) -> list[Example]:
+    rows = [json.loads(line) for line in file.read_text("utf-8").split("\n")[:-1]]
+    return [
+        Example(row["prompt"] if isinstance(row["prompt"], str) else parse_messages(row["prompt"]), (row["response"],))
+        for row in rows
+    ]
