@@ -15,8 +15,8 @@ from ..data.tasks.base import subsample
 from ..errors import JobError, TaskError
 from ..files import read_json, write
 from ..generation.jobs import GenerationJob
-from ..provenance import fingerprint, identity
-from ..weights.loading import resolve
+from ..provenance import fingerprint
+from ..weights.loading import identity_of
 
 #: A text is left out if it ends in so many repetitions of the same characters, together at least so many.
 REPEATS, REPEATED = 4, 24
@@ -68,7 +68,7 @@ def own_texts(
     chosen = [each.prompt for each in subsample([Example(prompt, ()) for prompt in prompts], count)]
     rows = [chosen[i % len(chosen)] for i in range(count)]
     options = dict(job.options) | SAMPLED
-    key = fingerprint(identity(resolve(job.model)), job.revision, rows, options, job.seed)
+    key = fingerprint(identity_of(job.model, job.adapter), job.revision, rows, options, job.seed)
     about = file and file.with_suffix(".json")
     if file and about and about.exists():
         if read_json(about).get("job") != key:

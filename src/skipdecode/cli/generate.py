@@ -23,7 +23,8 @@ DECODING = (
 ).split()
 #: Options that :class:`GenerationJob` takes under the same names.
 JOB = (
-    "format speedup full prompt_layers clock profile seed dtype device revision quantization prepack overwrite chat"
+    "format adapter speedup full prompt_layers clock profile seed dtype device revision quantization prepack overwrite "
+    "chat"
 ).split()
 
 
@@ -32,6 +33,7 @@ def generate(
     input: o.Input = "-",
     prompt: o.Prompts = None,
     output: o.Output = "-",
+    adapter: o.Adapter = None,
     speedup: o.Speedup = None,
     schedule: o.ScheduleFile = None,
     full: o.Full = False,

@@ -20,6 +20,9 @@ Model = Annotated[
     str,
     Argument(metavar="MODEL", help="Directory, hub name, or 'demo' for the embedded checkpoint.", show_default=False),
 ]
+Adapter = Annotated[
+    Path | None, Option(help="Folder of an adapter for MODEL. MODEL may be that folder itself: it names its model.")
+]
 Speedup = Annotated[
     float | None,
     Option(help="Target layer reduction: 3 runs a third of the layers (default: the model's own schedule, else 2)."),

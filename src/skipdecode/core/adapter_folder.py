@@ -47,6 +47,19 @@ def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str) ->
     write(folder / ABOUT, json.dumps(about, indent=1) + "\n", may_replace=has_key("skipdecode_adapter"))
 
 
+def is_adapter(folder: Path) -> bool:
+    """Tell whether a folder holds an adapter."""
+    return (folder / ABOUT).is_file()
+
+
+def read_schedules(folder: Path) -> dict[float, Schedule]:
+    """Return an adapter's schedules by target speed-up. Raises FileError if there is none, or a damaged one."""
+    try:
+        return {float(k): Schedule.from_dict(schedule) for k, schedule in read_about(folder)["schedules"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FileError(f"the adapter in {folder} is damaged: {error}") from error
+
+
 def read_about(folder: Path) -> dict[str, Any]:
     """Return what the folder says of its adapter. Raises FileError if the folder holds none, or a damaged one."""
     if not (folder / ABOUT).exists():
@@ -66,8 +79,8 @@ def load_adapter(folder: Path, model: nn.Module) -> Adapter:
     """
     about = read_about(folder)
     check_base(about, model, folder)
+    schedules = read_schedules(folder)
     try:
-        schedules = {float(k): Schedule.from_dict(schedule) for k, schedule in about["schedules"].items()}
         weights = load((folder / WEIGHTS).read_bytes())
         adapter = Adapter(weights_size(weights), about["rank"], schedules)
         adapter.load_state_dict(weights)

@@ -27,7 +27,14 @@ from ..serving.plugin import register
 from ..serving.release import require_vllm
 from ..weights.checkpoint_checks import check_tokenizer
 from ..weights.device import placement
-from ..weights.loading import load_tokenizer, read_config, read_generation_config, read_weights, resolve
+from ..weights.loading import (
+    load_tokenizer,
+    read_config,
+    read_generation_config,
+    read_weights,
+    refuse_adapter,
+    resolve,
+)
 from ..weights.memory import available_memory
 from .vllm_sampling import sampling_params, stop_strings
 
@@ -65,6 +72,7 @@ class VllmEngine:
 
     def check(self, job: EngineConfig, config: Any, defaults: Any) -> None:
         """Raise UsageError for an option that vLLM lacks, or treats differently from transformers."""
+        refuse_adapter(job.model, "the engine vllm", job.adapter)
         given = {"clock": job.clock != "layers", "quantization": job.quantization, "prepack": job.prepack}
         for name, is_given in (given | {"offload": job.offload}).items():
             if is_given:

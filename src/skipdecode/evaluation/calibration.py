@@ -40,8 +40,8 @@ from ..planning.fitting import Lengths, Measure, fit, refit
 from ..planning.planner import CLOCKS, Predictor, workloads
 from ..planning.planner import plan as plan_depths
 from ..planning.profile import Profile
-from ..provenance import fingerprint, identity
-from ..weights.loading import DEMO, load, load_tokenizer, read_config, resolve
+from ..provenance import fingerprint
+from ..weights.loading import DEMO, adapter_of, identity_of, load, load_tokenizer, read_config, resolve
 from .loss import LayerOrder, is_losses
 
 #: Largest accepted relative error of the achieved ratio.
@@ -290,7 +290,7 @@ def calibrate(
     order = None
     if plan.order == "search":
         rows = subsample(examples, SEARCH_ROWS)
-        weights = [part for part in identity(resolve(plan.model)) if part[0] != "config.json"]  # --save changes it
+        weights = [part for part in identity_of(plan.model) if part[0] != "config.json"]  # --save changes it
         order = LayerOrder(
             model,
             batches_of(rows, tokenizer, plan.batch_size, max_positions(model.config), model.device),
@@ -380,6 +380,8 @@ def _check(plan: CalibrationPlan, config: Any) -> Method:
         check_profile(plan.profile, config, device=plan.device, **plan.profile.options)
     if not 1 < plan.speedup <= layers:
         raise UsageError(f"a speed-up is above 1 and at most the number of layers ({layers}), not {plan.speedup:g}")
+    if plan.save and adapter_of(plan.model):
+        raise UsageError(f"--save writes to a model's config, and {plan.model} is an adapter: leave it out")
     if plan.save and (resolve(plan.model) == str(DEMO) or not Path(resolve(plan.model)).is_dir()):
         raise UsageError(f"the schedule can only be saved into a local model directory, which {plan.model} is not")
     if plan.output is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, PreTrainedModel
 
+from ..core.adapter import Adapter
 from ..core.attach import attach, detach, teacher_forced
 from ..core.cache import SkipCache
 from ..core.checkpoint_config import schedule_for
 from ..core.guards import CacheProvider
+from ..core.patch import gate_state
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers, text_config, with_lenders_first
 from ..errors import SkipDecodeError, UnsupportedModel, UsageError
@@ -48,6 +50,7 @@ class Batch:
     ids: Tensor
     mask: Tensor
     new_tokens: int
+    adapter: Adapter | None = None  # the model's, which detach takes off
 
     def generate(self, model: PreTrainedModel, cache: Any, row: int | None = None) -> Any:
         """Generate greedily, for all rows or for one unpadded ``row``; return ``generate``'s output with raw logits."""
@@ -132,7 +135,8 @@ def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
     Skipping can amplify rounding errors, so a claim that fails in the model's dtype is checked again in float64. An
     error raised by SkipDecode or by the model counts as a claim that does not hold.
     """
-    batch = sample_batch(model)
+    gates = gate_state(model)
+    batch = replace(sample_batch(model), adapter=gates and gates.adapter)
     provider = vars(model).get("generate")
     for claim, check in CHECKS.items():
         try:
@@ -149,12 +153,12 @@ def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
         if claim == ATTACHES and not held:
             return
     if isinstance(provider, CacheProvider):  # restore the default schedule that the checks detached
-        attach(model, provider.schedule)
+        attach(model, provider.schedule, adapter=batch.adapter)
 
 
 def attaches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
     """Attach gates; return True and the model's class and layers. Raises UnsupportedModel if none can be skipped."""
-    attach(model)
+    attach(model, adapter=batch.adapter)
     return True, f"{type(model).__name__}, {schedule.num_layers} layers"
 
 
@@ -166,7 +170,7 @@ def is_inert(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[
     """
     detach(model)
     stock = batch.generate(model, DynamicCache(config=model.config))
-    attach(model)
+    attach(model, adapter=batch.adapter)
     attached = batch.generate(model, DynamicCache(config=model.config))
     full = batch.generate(model, SkipCache(model, Schedule.full(schedule.num_layers)))
     same = all(torch.equal(a, b) for run in (attached, full) for a, b in zip(stock.logits, run.logits, strict=True))
@@ -206,9 +210,9 @@ def _compare_with_reference(
     detach(model)
     stock = batch.generate(model, DynamicCache(config=model.config))
     rounding = _distance(torch.stack(stock.logits, 1), batch.uncached(model, stock.sequences[:, :-1]))
-    with discarding_skipped(model, schedule, batch.ids.shape[1], text):
+    with discarding_skipped(model, schedule, batch.ids.shape[1], text, batch.adapter):
         error = _distance(logits, batch.uncached(model, text))
-    attach(model)
+    attach(model, adapter=batch.adapter)
     if rounding > ROUNDING:
         return False, f"the stock model's own cached and uncached logits differ by {rounding:.1e}: it looks ahead"
     held = error <= max(TOLERANCE, TIMES_STOCK * rounding)

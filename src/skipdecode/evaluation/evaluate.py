@@ -33,9 +33,9 @@ from ..files import check_target, locked, read_json, write
 from ..generation.batch import Decoding
 from ..generation.generate import generate_ids, max_positions
 from ..generation.results import Generated
-from ..provenance import fingerprint, identity
+from ..provenance import fingerprint
 from ..weights.device import machine, placement
-from ..weights.loading import load, read_config, resolve
+from ..weights.loading import identity_of, load, read_config
 from ..weights.optimize import check_optimizations, optimizations
 from . import report
 from .loss import response_loss
@@ -252,7 +252,7 @@ class Evaluation:
         plan = self.plan
         for name in {variant.model, self.reference.model} - {*self._versions}:
             # A hub name does not identify a revision.
-            self._versions[name] = [identity(resolve(name)), getattr(read_config(name), "_commit_hash", None)]
+            self._versions[name] = [identity_of(name), getattr(read_config(name), "_commit_hash", None)]
         models = [self._versions[name] for name in (variant.model, self.reference.model)]
         texts = [asdict(example) for example in (*self.examples, *self.held_out)]
         most = plan.max_new_tokens or plan.task.max_new_tokens

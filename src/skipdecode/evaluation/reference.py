@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.adapter import Adapter
 from ..core.gate import GateState
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers, with_lenders_first
 
 
 @contextmanager
-def discarding_skipped(model: nn.Module, schedule: Schedule, prompt_length: int, text: Tensor) -> Iterator[None]:
+def discarding_skipped(
+    model: nn.Module, schedule: Schedule, prompt_length: int, text: Tensor, adapter: Adapter | None = None
+) -> Iterator[None]:
     """Replace each layer's output by its input at the positions that the schedule skips, inside the context.
 
     Every layer still runs on all positions. Attention is causal and each layer runs a prefix of the positions, so the
@@ -26,6 +29,7 @@ def discarding_skipped(model: nn.Module, schedule: Schedule, prompt_length: int,
         schedule: defines the number of positions that each layer runs.
         prompt_length: number of columns of the left-padded prompts.
         text: token ids (rows, positions) of the pass inside the context.
+        adapter: what acts in the place of skipped layers.
     """
     counts = with_lenders_first(schedule, model.config).positions_per_layer(prompt_length, text.shape[1])
     shapes = GateState({})
@@ -44,7 +48,22 @@ def discarding_skipped(model: nn.Module, schedule: Schedule, prompt_length: int,
 
         return hook
 
-    hooks = [
+    def stand_in(index: int) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            axis = shapes.axis(hidden, tuple(text.shape))
+            dropped = text.shape[1] - hidden.shape[axis]
+            here = [max(count - dropped, 0) for count in counts]
+            filled = adapter.fill(hidden, axis, here, index) if adapter else hidden
+            return ((filled, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": filled})
+
+        return hook
+
+    hooks: list[Any] = [
+        layer.register_forward_pre_hook(stand_in(index), with_kwargs=True)
+        for index, layer in enumerate(decoder_layers(model))
+    ]
+    hooks += [
         layer.register_forward_hook(discard(count), with_kwargs=True)
         for layer, count in zip(decoder_layers(model), counts, strict=True)
     ]

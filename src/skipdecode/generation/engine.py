@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from ..core.schedule import Schedule
@@ -32,6 +33,7 @@ class EngineConfig:
         batch_size: prompts decoded together.
         seed: for sampling; a text depends on the seed and the prompt's number, not on its batch.
         options: options of ``model.generate``.
+        adapter: folder of the adapter to attach, if ``model`` is not that folder.
     """
 
     model: str
@@ -45,6 +47,7 @@ class EngineConfig:
     batch_size: int = 32
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
+    adapter: str | Path | None = None
 
     def faster(self) -> dict[str, Any]:
         """Return those of the arguments ``quantization`` and ``prepack`` of :func:`skipdecode.load` that are set."""
@@ -94,7 +97,7 @@ class Transformers:
         Arguments are those of :meth:`Engine.open`. Nothing is released on exit.
         """
         where: dict[str, Any] = {"dtype": job.dtype, "device": job.device, "revision": job.revision}
-        model, tokenizer = load(job.model, offload=job.offload, **where, **job.faster())
+        model, tokenizer = load(job.model, offload=job.offload, adapter=job.adapter, **where, **job.faster())
         yield partial(
             batches, model, tokenizer, decoding=schedule, batch_size=job.batch_size, seed=job.seed, **job.options
         )

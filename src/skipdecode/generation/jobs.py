@@ -24,9 +24,9 @@ from ..planning.check_profile import check_profile
 from ..planning.planner import CLOCKS, Predictor, workloads
 from ..planning.profile import Profile
 from ..planning.resolve import new_schedule
-from ..provenance import fingerprint, identity
+from ..provenance import fingerprint
 from ..weights.device import placement
-from ..weights.loading import load_tokenizer, read_config, read_generation_config, resolve
+from ..weights.loading import identity_of, load_tokenizer, read_config, read_generation_config
 from .engine import Engine, EngineConfig, Transformers
 from .generate import horizon_for, max_positions, position_limit, to_prompts
 from .journal import Journal
@@ -161,7 +161,7 @@ class GenerationJob(EngineConfig):
             SkipDecodeError: the input, the model or an option is wrong, or an option's value has no hash by which a
                 killed job could resume; the message says what to do.
         """
-        config = read_config(self.model, self.revision)
+        config = read_config(self.model, self.revision, self.adapter)
         defaults = read_generation_config(self.model, self.revision)
         check_with_model(self.options, defaults, self.seed)
         self.engine.check(self, config, defaults)
@@ -225,7 +225,7 @@ class GenerationJob(EngineConfig):
         placed += [name if value is True else value for name, value in self.faster().items()]
         placed += [self.engine.name] if self.engine.name else []
         parts = (prompts, schedule.to_dict() if schedule else None, self.options, self.seed, placed, self.batch_size)
-        return fingerprint(identity(resolve(self.model)), *parts)
+        return fingerprint(identity_of(self.model, self.adapter), *parts)
 
     def _schedule(self, config: Any, lengths: Sequence[int], beams: int) -> Schedule:
         """Return the schedule for prompts of ``lengths`` tokens. Raises UsageError for several beams with a profile."""

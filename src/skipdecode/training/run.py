@@ -35,7 +35,7 @@ from ..methods import get_method
 from ..methods.objectives import Distillation
 from ..planning.fitting import batch_lengths
 from ..planning.resolve import method_schedule, new_schedule
-from ..provenance import fingerprint, identity
+from ..provenance import fingerprint
 from ..weights import loading
 from .callbacks import StopBySignal
 from .checkpoints import STAGING, RunFolder, run_folder, writing
@@ -69,6 +69,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
     if os.environ.get("RANK", "0") != "0":
         say = str  # only the first process prints
     task = task_from(vars(plan))
+    loading.refuse_adapter(str(plan.model), "train")
     training, validation = ([], []) if plan.own_texts else _read(plan, task)
     with run_folder(plan.output, plan.model) as folder:
         # Check before loading weights, so that a wrong option fails at once.
@@ -165,7 +166,7 @@ def _run(
     model.config.use_cache = True  # the Trainer turns it off
     if first and plan.adapters:
         with writing(folder.folder):
-            save_adapter(staging, model.adapter, model.model, str(plan.model))
+            save_adapter(staging, model.adapter, model.model, _base(str(plan.model)))
         folder.publish()
     elif first:
         with writing(folder.folder):
@@ -246,6 +247,11 @@ def _schedules(
     return schedules
 
 
+def _base(name: str) -> str:
+    """Return how an adapter names its model: ``demo``, a hub name, or an absolute path."""
+    return name if name == "demo" else loading.resolve(name)
+
+
 def _read(plan: TrainingPlan, task: Task) -> tuple[list[Example], list[Example]]:
     """Return the rows to train on, and those to evaluate with. Raises TaskError if there are none of the former."""
     data = Path(plan.data or ".")
@@ -310,13 +316,13 @@ def _record(
     args: TrainingArguments,
 ) -> dict[str, Any]:
     """Return the run's identity: a checkpoint is resumed only by a run in which all of it is equal."""
-    teacher = plan.teacher and fingerprint(identity(loading.resolve(plan.teacher)))
+    teacher = plan.teacher and fingerprint(loading.identity_of(plan.teacher))
     fast = getattr(tokenizer, "backend_tokenizer", None)
     words = tokenizer.get_vocab() if fast is None else fast.to_str()
     if plan.from_config:
         start: Any = config.to_dict()
     else:  # a hub name does not identify the version
-        start = [identity(loading.resolve(str(plan.model))), getattr(config, "_commit_hash", None)]
+        start = [loading.identity_of(str(plan.model)), getattr(config, "_commit_hash", None)]
     return {
         "model": fingerprint(start),
         "tokenizer": fingerprint(

@@ -22,10 +22,13 @@ from transformers import (
 )
 from transformers.utils import is_accelerate_available, logging
 
+from ..core.adapter_folder import is_adapter, read_about, read_schedules
 from ..core.attach import attach
+from ..core.checkpoint_config import CONFIG_KEY, to_config_entry
 from ..core.stack import text_config
 from ..data.tokenization import for_decoding, train_tokenizer
 from ..errors import ModelError, UsageError
+from ..provenance import identity
 from .checkpoint_checks import (
     as_model_error,
     check_config,
@@ -54,6 +57,7 @@ def resolve(name: str, files: Sequence[str] = ("config.json",)) -> str:
 
     Args:
         name: ``demo`` (the embedded checkpoint), a folder, or else a hub name; results of this function stay the same.
+            The folder of an adapter stands for the model that the adapter was trained on.
         files: a folder must hold one of these.
 
     Raises:
@@ -66,6 +70,8 @@ def resolve(name: str, files: Sequence[str] = ("config.json",)) -> str:
             raise ModelError("demo is the embedded checkpoint, and a folder here: give ./demo, or rename the folder")
         return str(DEMO)
     if path.is_dir():
+        if is_adapter(path):
+            return resolve(read_about(path)["base_model"], files)
         if (path / "adapter_config.json").exists():
             raise ModelError(f"{name} holds a PEFT adapter: merge it first (merge_and_unload), save the whole model")
         if not any((path / file).exists() for file in files):
@@ -86,11 +92,12 @@ def load(
     offload: str | Offload | None = None,
     quantization: str | None = None,
     prepack: bool = False,
+    adapter: str | Path | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal LM with gates attached, and its tokenizer, without running code of the checkpoint.
 
     Args:
-        name: directory, hub name, or ``demo``.
+        name: directory, hub name, or ``demo``; the folder of an adapter loads its model, and attaches the adapter.
         dtype: ``float32``, ``bfloat16`` or ``float16``. ``auto``: the checkpoint's dtype on a GPU; on a CPU bfloat16 if
             the checkpoint has it and the CPU computes it in hardware, else float32.
         device: ``cuda``, ``mps``, ``cpu``, …; None: an accelerator if there is one, else the CPU.
@@ -100,8 +107,10 @@ def load(
             :class:`~skipdecode.weights.offload.Offload`, which also limits the memory for weights.
         quantization: ``int8``: layers and LM head compute in 8 bits, on CPUs.
         prepack: store bfloat16 or float32 weights of layers and LM head in the layout of the CPU's kernels.
+        adapter: folder of an adapter to attach.
 
     Raises:
+        FileError: the adapter is missing or damaged.
         ModelError: the model, device or dtype does not exist; this machine cannot use int8 or prepacked weights; the
             checkpoint is no decoder-only causal LM; or it is damaged: weights that are missing, unused, of another
             shape or not finite, a tokenizer of another model, invalid JSON.
@@ -132,7 +141,7 @@ def load(
     else:
         with as_model_error(f"{name} does not fit on {device!r}"):
             model = model.to(device)
-    return attach(optimize(model.eval(), **optimized)), tokenizer
+    return attach(optimize(model.eval(), **optimized), adapter=adapter_of(name, adapter)), tokenizer
 
 
 def read_weights(path: str, *, config: Any = None, revision: str | None = None, **options: Any) -> PreTrainedModel:
@@ -191,12 +200,34 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
         return for_decoding(AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False))
 
 
-def read_config(name: str, revision: str | None = None) -> Any:
-    """Read a model's config without its weights. Raises ModelError if it is missing or invalid, or no decoder's."""
+def adapter_of(name: str, adapter: str | Path | None = None) -> Path | None:
+    """Return the folder of the adapter to attach: ``adapter``, else ``name`` if that is an adapter's folder."""
+    return Path(adapter) if adapter else Path(name) if is_adapter(Path(name)) else None
+
+
+def refuse_adapter(name: str, what: str, adapter: str | Path | None = None) -> None:
+    """Raise UsageError if ``what`` is asked to use an adapter: it would run the bare model."""
+    if (folder := adapter_of(name, adapter)) is not None:
+        raise UsageError(f"{what} cannot use adapters yet: {folder} is one, for {resolve(name)}")
+
+
+def identity_of(name: str, adapter: str | Path | None = None) -> list[Any]:
+    """Return what identifies a model and its adapter in a job's hash (:func:`skipdecode.provenance.identity`)."""
+    folder = adapter_of(name, adapter)
+    return identity(resolve(name)) + ([] if folder is None else identity(str(folder)))
+
+
+def read_config(name: str, revision: str | None = None, adapter: str | Path | None = None) -> Any:
+    """Read a model's config without its weights; an adapter's schedules stand in the place of the model's own.
+
+    Raises ModelError if the config is missing or invalid, or no decoder's, FileError if the adapter's folder is.
+    """
     check_files(Path(resolve(name)), ["config.json"])
     with as_model_error(f"no model could be read at {name}"):
         config = AutoConfig.from_pretrained(resolve(name), revision=revision, trust_remote_code=False)
     check_config(name, config)
+    if (folder := adapter_of(name, adapter)) is not None:
+        setattr(config, CONFIG_KEY, to_config_entry(read_schedules(folder)))
     return config
 
 
