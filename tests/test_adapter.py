@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.families import (
     FAMILIES,
@@ -23,18 +22,14 @@ from helpers.families import (
     prompts,
     run,
 )
-from helpers.tiny import TEXTS
 from skipdecode import Schedule, ScheduleError, SkipCache, attach, detach, teacher_forced
-from skipdecode.adapters.own_texts import own_texts
-from skipdecode.adapters.probe import candidates, probe
+from skipdecode.adapters.probe import candidates, probe_model
 from skipdecode.core.adapter import Adapter, gaps_between, gaps_of
 from skipdecode.core.adapter_folder import ABOUT, WEIGHTS, load_adapter, save_adapter
 from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.stack import text_config
 from skipdecode.core.text_passes import TextPasses
-from skipdecode.data.tasks import Example
 from skipdecode.errors import FileError, ModelError
-from skipdecode.generation.jobs import GenerationJob
 
 FULL = Schedule.full(LAYERS)
 TOLERANCE = 1e-5
@@ -175,23 +170,20 @@ def test_what_was_not_learnt_is_refused(saved: tuple[Any, Path, Adapter]) -> Non
         pass
 
 
-def test_probing_finds_what_a_stand_in_saves(checkpoint: Path) -> None:
-    """On texts of the model's own: every candidate is measured, and on what they were fitted to, stand-ins help."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
-    job = GenerationJob(str(checkpoint), options={"max_new_tokens": 12}, dtype="float32")
-    texts = own_texts(job, TEXTS, 16)
-    assert texts == own_texts(job, TEXTS, 16)
-    twice: list[Example] = [*texts, *texts]
-    done: list[tuple[int, int]] = []
-    rows = probe(model, tokenizer, twice, (1, 2), rank=16, on_progress=lambda *state: done.append(state))
-    assert [row.schedule for row in rows] == list(candidates(8, (1, 2)))
-    assert done[-1] == (len(rows), len(rows))
-    for row in rows:
-        if row.schedule.is_full:
-            assert row.bare.kl == row.stand_ins.kl == pytest.approx(0, abs=1e-6)
-            assert row.bare.agreement == 1
+def test_probing_finds_what_a_stand_in_saves(checkpoint: Path, tmp_path: Path) -> None:
+    """On texts of the model's own: all candidates are measured, stand-ins help, and a second run reads the texts."""
+    options: dict[str, Any] = {"count": 24, "max_new_tokens": 12, "rank": 16, "where": {"dtype": "float32"}}
+    found = probe_model(str(checkpoint), (1, 2), folder=tmp_path, **options)
+    assert [each.schedule for each in found.tried] == [*candidates(8, 1), *candidates(8, 2)]
+    for each in found.tried:
+        if each.schedule.is_full:
+            assert each.bare.kl == each.stand_ins.kl == pytest.approx(0, abs=1e-6)
+            assert each.bare.agreement == 1
         else:
-            assert 0 < row.stand_ins.kl < row.bare.kl
-    assert getattr(model.config, CONFIG_KEY, None) is None
-    json.dumps([row.schedule.to_dict() for row in rows])
+            assert 0 < each.stand_ins.kl < each.bare.kl
+    assert {each.speedup for each in found.best} == {1, 2}
+    texts = (tmp_path / "texts.jsonl").read_text()
+    again = probe_model(str(checkpoint), (2,), folder=tmp_path, **options)
+    assert (tmp_path / "texts.jsonl").read_text() == texts
+    assert [each.stand_ins for each in again.tried] == [each.stand_ins for each in found.tried if each.speedup == 2]
+    assert json.loads((tmp_path / "probe.json").read_text())["advice"] == again.advice

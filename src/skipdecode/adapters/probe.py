@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import kl_div, log_softmax
@@ -17,10 +21,19 @@ from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..core.text_passes import TextPasses
 from ..data.collation import batches_of
-from ..data.tasks import Example
+from ..data.tasks import Example, get_task
 from ..errors import UsageError
+from ..files import write
 from ..generation.generate import max_positions
+from ..generation.jobs import GenerationJob
+from ..weights.device import synchronize
+from ..weights.loading import load, refuse_adapter
 from .closed_form import fit_stand_ins
+from .learner import AdapterLearner
+from .own_texts import own_texts, read_prompts
+
+#: A speed-up is worth training for if closed-form stand-ins keep this share of full depth's most likely tokens.
+WORTH = 0.5
 
 
 @dataclass(frozen=True)
@@ -37,78 +50,177 @@ class Damage:
 
 
 @dataclass(frozen=True)
-class Probed:
-    """One way to skip layers at one speed.
+class Tried:
+    """One choice of layers at one speed-up.
 
     Attributes:
-        speedup: full depth over depth.
+        speedup: the one asked for; full depth over depth is the nearest to it.
         schedule: the layers, the same at every step.
-        bare: without anything in the place of skipped layers.
-        stand_ins: with stand-ins fitted in closed form to other texts.
+        bare: distance without anything in the place of skipped layers.
+        stand_ins: distance with stand-ins fitted in closed form to other texts.
+        tokens_per_second: that training takes here, measured over one batch.
     """
 
     speedup: float
     schedule: Schedule
     bare: Damage
     stand_ins: Damage
+    tokens_per_second: float
 
 
-def candidates(num_layers: int, speedups: Sequence[float]) -> Iterator[Schedule]:
-    """Yield flat schedules of each speed-up: ``top`` with 1 warm-up layer, a sixth, a third of the depth; ``even``."""
-    for speedup in speedups:
-        depth = flat_depth(speedup, num_layers)
-        for warmup in sorted({1, max(num_layers // 6, 1), max(depth // 3, 1), max(depth // 2, 1)}):
-            if warmup <= depth:
-                yield Schedule.full(num_layers).replace(order="top", warmup=warmup).flat(depth)
-        yield Schedule.full(num_layers).replace(order="even").flat(depth)
+@dataclass(frozen=True)
+class Probe:
+    """What :func:`probe_model` found, by speed-up."""
+
+    model: str
+    tried: Sequence[Tried]
+
+    @property
+    def best(self) -> list[Tried]:
+        """Return, for each speed-up, the choice of layers whose stand-ins come nearest to full depth."""
+        speedups = dict.fromkeys(each.speedup for each in self.tried)
+        return [
+            min((each for each in self.tried if each.speedup == speedup), key=lambda each: each.stand_ins.kl)
+            for speedup in speedups
+        ]
+
+    @property
+    def advice(self) -> str:
+        """Return a sentence on which speed-ups are worth training for, how, and how long a million tokens take."""
+        worth = [each for each in self.best if each.stand_ins.agreement >= WORTH and not each.schedule.is_full]
+        if not worth:
+            return "no speed-up keeps half of the most likely tokens before training: expect little from these"
+        last = worth[-1]
+        hours = 1e6 / last.tokens_per_second / 3600
+        speeds = ",".join(f"{each.speedup:g}" for each in worth)
+        warmup = f" --warmup-layers {last.schedule.warmup}" if last.schedule.order == "top" else ""
+        return (
+            f"worth training: {speeds}x, where maps alone keep at least {WORTH:.0%} of the most likely tokens. A "
+            f"million tokens take {hours:.1f} hours here at {last.speedup:g}x:\n"
+            f"skipdecode train {self.model} --own-texts 10000 --adapters --speedups {speeds} "
+            f"--order {last.schedule.order}{warmup} --decay constant"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures as values for JSON."""
+        return {"model": self.model, "advice": self.advice, "tried": [asdict(each) for each in self.tried]}
 
 
-@torch.no_grad()
+def candidates(num_layers: int, speedup: float) -> Iterator[Schedule]:
+    """Yield choices of layers: ``even``, and ``top`` with 1 warm-up layer, a sixth of all, a third or half of depth."""
+    depth, full = flat_depth(speedup, num_layers), Schedule.full(num_layers)
+    for warmup in sorted({1, max(num_layers // 6, 1), max(depth // 3, 1), max(depth // 2, 1)}):
+        if warmup <= depth:
+            yield full.replace(order="top", warmup=warmup).flat(depth)
+    yield full.replace(order="even").flat(depth)
+
+
+def probe_model(
+    name: str,
+    speedups: Sequence[float] = (1.1, 1.25, 1.5, 2.0, 3.0),
+    *,
+    prompts: Path | None = None,
+    count: int = 64,
+    max_new_tokens: int = 96,
+    rank: int = 64,
+    folder: Path | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    where: Mapping[str, Any] | None = None,
+    on_progress: Callable[[str, int, int], object] = lambda what, done, total: None,
+    say: Callable[[str], object] = lambda message: None,
+) -> Probe:
+    """Let a model write texts, and measure :func:`candidates` on half of them; stand-ins are fitted to the others.
+
+    Args:
+        name: directory, hub name, or ``demo``.
+        speedups: of layers; each is rounded to whole layers.
+        prompts: file with the texts' prompts; None: the begin-of-text token.
+        count: number of texts.
+        max_new_tokens: longest text.
+        rank: of the stand-ins.
+        folder: keeps ``texts.jsonl`` and ``probe.json``.
+        batch_size, seed: of the texts; batches of the same size are measured.
+        where: ``dtype``, ``device`` and ``revision``, as :func:`skipdecode.load` takes them.
+        on_progress: called with what is being done, and how much of it is done and in all.
+        say: called with messages for the user.
+
+    Raises:
+        UsageError: fewer than four texts are left, or ``name`` is an adapter.
+        SkipDecodeError: the model, or the prompts, cannot be read.
+    """
+    refuse_adapter(name, "probe")
+    task, where = get_task("jsonl"), dict(where or {})
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    options = {"max_new_tokens": max_new_tokens}
+    job = GenerationJob(name, task=task, batch_size=max(batch_size, 32), seed=seed, options=options, **where)
+    done = 0
+
+    def wrote(cost: Any) -> None:
+        nonlocal done
+        done += cost.rows
+        on_progress("texts", done, count)
+
+    file = folder and folder / "texts.jsonl"
+    texts = own_texts(job, read_prompts(prompts, task), count, file, on_batch=wrote, say=say)
+    if len(texts) < 4:
+        raise UsageError(f"probing needs at least four texts; {len(texts)} of {count} can be used")
+    model, tokenizer = load(name, **where)
+    found = Probe(name, probe(model, tokenizer, texts, speedups, rank, batch_size, on_progress))
+    if folder is not None:
+        write(folder / "probe.json", json.dumps(found.to_dict(), indent=1) + "\n")
+    return found
+
+
 def probe(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[Example],
-    speedups: Sequence[float] = (1.1, 1.25, 1.5, 2.0, 3.0),
-    *,
-    rank: int = 64,
-    batch_size: int = 8,
-    on_progress: Callable[[int, int], object] = lambda done, total: None,
-) -> list[Probed]:
-    """Measure candidates at each speed-up, on half of ``texts``; stand-ins are fitted to the other half.
+    speedups: Sequence[float],
+    rank: int,
+    batch_size: int,
+    on_progress: Callable[[str, int, int], object] = lambda what, done, total: None,
+) -> list[Tried]:
+    """Measure :func:`candidates` on half of ``texts``, with stand-ins fitted to the other half.
 
-    Args:
-        model: a causal LM, with or without gates, without an adapter.
-        texts: prompts and what the model wrote, from :func:`own_texts`.
-        speedups: of layers; each is rounded to whole layers.
-        rank: of the stand-ins.
-        on_progress: called with the candidates done and in all.
-
-    Raises:
-        UsageError: there are fewer than four texts.
+    ``model`` has no adapter, before and after. The other arguments are those of :func:`probe_model`.
     """
-    if len(texts) < 4:
-        raise UsageError(f"probing needs at least four texts, not {len(texts)}")
     config, limit = model.config, max_positions(model.config)
     half = len(texts) // 2
-    attach(model)
-    fitted_to, measured = (
-        [TextPasses(model, batch) for batch in batches_of(part, tokenizer, batch_size, limit, model.device)]
-        for part in (texts[:half], texts[half:])
-    )
-    schedules = list(candidates(layer_count(config), speedups))
+    attach(model).requires_grad_(False)
+    with torch.no_grad():
+        fitted_to, measured = (
+            [TextPasses(model, batch) for batch in batches_of(part, tokenizer, batch_size, limit, model.device)]
+            for part in (texts[:half], texts[half:])
+        )
+    chosen = [(speedup, schedule) for speedup in speedups for schedule in candidates(layer_count(config), speedup)]
     results = []
-    for done, schedule in enumerate(schedules):
-        on_progress(done, len(schedules))
+    for done, (speedup, schedule) in enumerate(chosen):
+        on_progress("choices of layers", done, len(chosen))
         bare = damage(measured, schedule)
-        adapter = Adapter(text_config(config).hidden_size, rank, {schedule.target: schedule})
+        adapter = Adapter(text_config(config).hidden_size, rank, {speedup: schedule})
         put_adapter(model, adapter)
         fit_stand_ins(adapter, fitted_to)
-        results.append(Probed(schedule.target, schedule, bare, damage(measured, schedule)))
+        mapped, speed = damage(measured, schedule), _training_speed(model, adapter, schedule, measured[0].batch)
+        results.append(Tried(speedup, schedule, bare, mapped, speed))
         put_adapter(model, None)
-    on_progress(len(schedules), len(schedules))
+    on_progress("choices of layers", len(chosen), len(chosen))
     return results
 
 
+def _training_speed(model: PreTrainedModel, adapter: Adapter, schedule: Schedule, batch: Mapping[str, Any]) -> float:
+    """Return how many of a batch's text tokens a second of training learns from; 0 if nothing is learnt."""
+    if schedule.is_full:
+        return 0.0
+    learner = AdapterLearner(model, adapter)
+    start = time.perf_counter()
+    learner(batch, schedule).backward()
+    synchronize(model.device)
+    return int((batch["labels"][:, 2:] != -100).sum()) / (time.perf_counter() - start)
+
+
+@torch.no_grad()
 def damage(passes: Sequence[TextPasses], schedule: Schedule) -> Damage:
     """Return the distance of ``schedule`` from full depth over batches of texts."""
     divergence, same, count = 0.0, 0, 0

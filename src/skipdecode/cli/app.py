@@ -28,6 +28,7 @@ from .demo import demo
 from .evaluate import evaluate
 from .generate import generate
 from .inspect import check, schedule
+from .probe import probe
 from .serve import serve
 from .train import train
 
@@ -89,7 +90,7 @@ def _run(verb: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-for verb in (demo, generate, train, calibrate, evaluate, check, schedule, profile, plan, bench):
+for verb in (demo, generate, probe, train, calibrate, evaluate, check, schedule, profile, plan, bench):
     app.command()(_run(verb))
 # Unknown options go to vLLM.
 app.command(context_settings={"ignore_unknown_options": True})(_run(serve))

@@ -87,6 +87,12 @@ class Adapter(nn.Module):
                 done = end
         return torch.cat([*parts, hidden.narrow(axis, last, width - last)], axis)
 
+    def flops(self, layers: Sequence[int]) -> int:
+        """Return the FLOPs of the stand-ins of one position that runs ``layers``, which are in network order."""
+        gaps = gaps_between(layers, next(iter(self.schedules.values())).num_layers)
+        weights = (weight for gap in gaps for weight in self.stand_ins[str(gap)].parameters() if weight.ndim == 2)
+        return sum(2 * weight.numel() for weight in weights)
+
     def check(self, schedule: Schedule) -> None:
         """Raise ScheduleError if the schedule skips a stretch of layers that has no stand-in."""
         for gap in gaps_of(schedule):

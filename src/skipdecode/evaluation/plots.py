@@ -9,6 +9,7 @@ from typing import Any
 
 import matplotlib
 
+from ..adapters.probe import Probe
 from ..clock.timing import Timing
 from ..core.schedule import Schedule
 from ..errors import UsageError
@@ -59,6 +60,21 @@ def draw_tradeoff(rows: Sequence[Mapping[str, Any]], metrics: Sequence[tuple[str
         panel.axhline(rows[0][metric], color="grey", lw=0.8, ls=":")
         panel.set(xlabel="the job, prompt and decode steps: times faster (wall clock)", ylabel=label)
     panels[0][0].legend(fontsize=8)
+    _save(figure, path)
+
+
+def draw_probe(found: Probe, path: Path) -> None:
+    """Draw the distance from full depth by speed-up, bare and with stand-ins, of each choice of layers."""
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for name, label, mark in (("bare", "bare skipping", "x"), ("stand_ins", "with maps in their place", "o")):
+        points = [(each.speedup, getattr(each, name).kl) for each in found.tried]
+        color = axes.plot(*zip(*points, strict=True), mark, alpha=0.4)[0].get_color()
+        speedups = sorted({speedup for speedup, _ in points})
+        least = [min(kl for speedup, kl in points if speedup == each) for each in speedups]
+        axes.plot(speedups, least, "-", color=color, label=f"{label}: the best layers")
+    axes.set(xlabel="fewer layers by", ylabel="KL from full depth (nats per token)", ylim=(0, None))
+    axes.set_title(f"{found.model}, without training")
+    axes.legend()
     _save(figure, path)
 
 

@@ -1,0 +1,86 @@
+"""``skipdecode probe``: what skipping layers would do to a model, before any training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from . import options as o
+from .console import Bar, out, print_table, say
+
+if TYPE_CHECKING:
+    from ..adapters.probe import Probe
+
+PromptFile = Annotated[Path | None, Option("--prompts", help="File of prompts (default: the begin-of-text token).")]
+Texts = Annotated[int, Option(min=8, max=o.MOST, help="Texts that the model writes; half of them fit the stand-ins.")]
+Speedups = Annotated[str, Option(help="Speed-ups to try.")]
+Tokens = Annotated[int, Option("--max-new-tokens", min=2, max=o.MOST, help="Longest text, in tokens.")]
+Rank = Annotated[int, Option("--adapter-rank", min=1, max=10_000, help="Rank of the stand-ins.")]
+Folder = Annotated[Path | None, Option(help="Folder for texts, table and plot; the texts are used again.")]
+
+
+def probe(
+    model: o.Model,
+    speedups: Speedups = "1.1,1.25,1.5,2,3",
+    prompts: PromptFile = None,
+    texts: Texts = 64,
+    max_new_tokens: Tokens = 96,
+    adapter_rank: Rank = 64,
+    output: Folder = None,
+    batch_size: o.BatchSize = 8,
+    seed: o.SamplingSeed = 0,
+    dtype: o.Dtype = "auto",
+    device: o.Device = None,
+    revision: o.Revision = None,
+    as_json: o.Json = False,
+) -> None:
+    """Measure, without training, how far a model goes from its full depth when layers are skipped.
+
+    The model writes texts. On them, each speed-up is tried with several choices of layers: bare, and with small linear
+    maps in the place of the skipped layers, computed from the texts. An adapter's training starts there.
+
+    skipdecode probe HuggingFaceTB/SmolLM2-135M-Instruct --prompts prompts.txt
+    """
+    from ..adapters.probe import probe_model
+
+    with Bar() as bar:
+        found = probe_model(
+            model,
+            o.parse_numbers(speedups),
+            prompts=prompts,
+            count=texts,
+            max_new_tokens=max_new_tokens,
+            rank=adapter_rank,
+            folder=output,
+            batch_size=batch_size,
+            seed=seed,
+            where={"dtype": dtype, "device": device, "revision": revision},
+            on_progress=bar.show,
+            say=say,
+        )
+    _show(found)
+    if output:
+        from ..evaluation.plots import draw_probe
+
+        draw_probe(found, output / "probe.png")
+        say(f"wrote texts.jsonl, probe.json and probe.png to {output}")
+    if as_json:
+        print(json.dumps(found.to_dict()))
+
+
+def _show(found: Probe) -> None:
+    rows = []
+    for each in found.tried:
+        best = "[bold]" if each in found.best else ""
+        schedule = each.schedule
+        order = f"top, {schedule.warmup} warm-up" if schedule.order == "top" else str(schedule.order)
+        cells = [f"{each.speedup:g}x", str(schedule.max_depth), order]
+        cells += [f"{each.bare.kl:.2f}", f"{each.bare.agreement:.0%}"]
+        cells += [f"{each.stand_ins.kl:.2f}", f"{each.stand_ins.agreement:.0%}", f"{each.tokens_per_second:,.0f}"]
+        rows.append([f"{best}{cell}" for cell in cells])
+    heads = ["speed-up", "layers", "order", "KL bare", "agrees bare", "KL mapped", "agrees mapped", "training tokens/s"]
+    print_table(heads, rows)
+    out.print(found.advice, highlight=False)
