@@ -175,13 +175,12 @@ class Reach:
             for line in lines:
                 self.tests[line].add(item.nodeid)
 
-    def stages(self, tests: set[str]) -> list[list[str]]:
-        """The tests in up to three runs: those of the two quickest files, then the others; a run imports its files."""
-        files: dict[str, list[str]] = {}
+    def by_file(self, tests: set[str]) -> dict[str, list[str]]:
+        """The tests of each file: a run imports all files that it takes tests from, which is slower than most tests."""
+        files: dict[str, list[str]] = defaultdict(list)
         for test in self.in_order(tests):
-            files.setdefault(test.split("::")[0], []).append(test)
-        ranked = sorted(files.values(), key=lambda each: sum(map(self.seconds.__getitem__, each)) / len(each))
-        return [stage for stage in (*ranked[:2], [test for file in ranked[2:] for test in file]) if stage]
+            files[test.split("::")[0]].append(test)
+        return files
 
     def limit(self, tests: list[str]) -> float:
         """Seconds after which they hang."""
@@ -263,6 +262,7 @@ class File:
         fresh: dict[str, Any] = {"code": code, "tried": 0, "killed": 0, "timeout": 0, "survived": 0, "survivors": []}
         self.entry: dict[str, Any] = last if last.get("code") == code else fresh
         survivors = [each["place"] for each in self.entry["survivors"]]
+        self.kills: Counter[str] = Counter({f"tests/test_{Path(name).stem}.py": 1})  # by test file, most first
         self.todo = survivors if again else list(range(self.entry["tried"], len(self.mutants)))
 
     def fate(self, place: int, reach: Reach) -> str:
@@ -273,9 +273,11 @@ class File:
         else:
             tests = set().union(*(tests for (file, _), tests in reach.tests.items() if file == self.name))
         fate, start = "survived", time.perf_counter()
-        for stage in reach.stages(tests):
+        files = reach.by_file(tests)
+        for file in sorted(files, key=lambda file: -self.kills[file]):
             if fate == "survived":
-                fate = fate_of(mutant, self.tree, stage, reach.limit(stage))
+                fate = fate_of(mutant, self.tree, files[file], reach.limit(files[file]))
+                self.kills[file] += fate != "survived"
         took = time.perf_counter() - start
         print(f"{took:5.1f} s  {fate:8}  {self.name}:{mutant.line}  {mutant.change}", flush=True)
         return fate
