@@ -113,10 +113,10 @@ CASES = [(name, key) for name in FAMILIES for key in PLANS if name in FORMS or k
 
 @pytest.mark.parametrize(("name", "key"), CASES)
 def test_no_text_changes_and_fewer_rows_are_computed(name: str, key: str) -> None:
-    """Greedy and sampled, with sliding windows, recurrent layers, lent keys, and depths that fall meanwhile."""
+    """Sampled, and greedy for each form: sliding windows, recurrent layers, lent keys, depths that fall meanwhile."""
     model, plan = build(name), PLANS[key]
-    choices: list[dict[str, Any]] = [{}, {"do_sample": True, "temperature": 1.3, "top_k": 40}]
-    for options in choices:
+    sampled: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "top_k": 40}
+    for options in (sampled, {}) if name in FORMS else (sampled,):
         with all_stay():
             stay, full = write(model, plan, **options)
         with passes(model) as rows:
@@ -337,7 +337,7 @@ def test_threads_share_a_model_while_it_is_copied() -> None:
 
     def work() -> None:
         try:
-            for _ in range(8):
+            for _ in range(4):
                 assert write(model, TOP)[0] == expected
         except BaseException as error:
             failures.append(error)
