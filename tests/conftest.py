@@ -56,8 +56,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def pytest_collection_finish() -> None:
-    """What is imported by now is no garbage; accelerate looks through it all at every start of training."""
+@pytest.fixture(scope="module", autouse=True)
+def _freeze() -> None:
+    """What is left by now is no garbage; accelerate looks through it all at every start of training."""
+    gc.collect()
     gc.freeze()
 
 

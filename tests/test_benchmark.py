@@ -82,7 +82,7 @@ def test_more_than_the_layers_saved_is_marked_and_so_are_few_rows() -> None:
 @pytest.mark.slow
 def test_one_row_of_the_table_is_of_one_run(checkpoint: Path, tmp_path: Path) -> None:
     """F13: seconds per token and clock cannot contradict, and both stand beside the layers of the same steps."""
-    options = ("--max-new-tokens", 20, "--repeats", 1, "--timing-rows", 6, "--batch-size", 4)
+    options = ("--max-new-tokens", 12, "--limit", 6, "--repeats", 1, "--timing-rows", 6, "--batch-size", 4)
     methods = ("--speedups", "2,4", "--methods", "skipdecode,unified")
     done = run("evaluate", checkpoint, "--data", checkpoint, "--output", tmp_path, *options, *methods, "--json")
     assert done.returncode == 0, done.stderr

@@ -63,13 +63,22 @@ class WorkClock:
         return self.now
 
 
-@pytest.fixture(params=["opt", "gemma3"])
-def timed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A model of one kind of layers, and one of two, on a clock of their own work."""
+@pytest.fixture(scope="module", params=["opt", "gemma3"])
+def clocked(request: pytest.FixtureRequest, tokenizer: Any) -> Any:
+    """A model, the clock of its work, and its profile: three batch sizes, lengths within the window and beyond it."""
     model = build(request.param)
     model.generation_config.eos_token_id = None
-    monkeypatch.setattr(time, "perf_counter", WorkClock(model))
-    return attach(model)
+    clock = WorkClock(attach(model))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", clock)
+        return model, clock, Profiler(model, tokenizer, rounds=1).profile([1, 2, 4], [4, 24])
+
+
+@pytest.fixture
+def timed(clocked: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model of one kind of layers, and one of two, on a clock of their own work."""
+    monkeypatch.setattr(time, "perf_counter", clocked[1])
+    return clocked[0]
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +88,9 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture
-def profile(timed: Any, tokenizer: Any) -> Profile:
-    """Of three batch sizes, and of lengths within the sliding window of neither and of one kind."""
-    return Profiler(timed, tokenizer, rounds=1).profile([1, 2, 4], [4, 24])
+def profile(clocked: Any) -> Profile:
+    """The model's."""
+    return clocked[2]
 
 
 def test_a_profile_holds_what_the_work_takes(timed: Any, profile: Profile) -> None:
@@ -181,9 +190,8 @@ def test_what_is_planned_is_got(
     timed: Any, tokenizer: Any, profile: Profile, clock: str, style: dict[str, Any]
 ) -> None:
     """On a clock without noise the bench measures just what was predicted, and no less than was asked for."""
-    wanted = BenchPlan((1.5, 2.5, 40.0), (1, 3), 7, 20, clock, profile, repeats=1, style=style)
-    if clock == "layers":
-        wanted = BenchPlan((1.5, 2.5), (1, 3), 7, 20, clock, profile, repeats=1, style=style)
+    speedups = (1.5, 2.5) if clock == "layers" else (1.5, 2.5, 40.0)
+    wanted = BenchPlan(speedups, (1, 3), 7, 12, clock, profile, repeats=1, style=style)
     done: list[int] = []
     rows, about = bench(timed, tokenizer, wanted, "made", on_run=lambda: done.append(1))
     assert len(rows) == 2 * (1 + len(wanted.speedups))

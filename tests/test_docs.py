@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import re
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import typer
 
 import skipdecode
 from skipdecode.cli.app import app
+from skipdecode.data.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "skipdecode"
@@ -100,12 +102,13 @@ def test_commands_have_their_verbs_and_options(document: Path) -> None:
     ids=name_of,
 )
 def test_python_in_documents_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of one document in their order, where ``e2e`` holds a few rows. (training.md: test_train_refusals.)"""
+    """Blocks of one document in their order; ``e2e`` has few rows, short texts. (training.md: test_train_refusals.)"""
     rows = (ROOT / "tests" / "data" / "e2e_32.csv").read_text(encoding="utf-8").splitlines(keepends=True)[:8]
     (tmp_path / "e2e").mkdir()
     for name in ("trainset.csv", "devset.csv", "testset_w_refs.csv"):
         (tmp_path / "e2e" / name).write_text("".join(rows), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(TASKS, "e2e", replace(TASKS["e2e"], max_new_tokens=8))
     names: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
         exec(compile(block, str(document), "exec"), names)

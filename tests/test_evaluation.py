@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoConfig
 
 import skipdecode
-from helpers.tiny import TEXTS, run, save_checkpoint
+from helpers.tiny import TEXTS, run, save_checkpoint, write_examples
 from skipdecode import Schedule
 from skipdecode.core import checkpoint_config
 from skipdecode.core.growing import ROOM
@@ -31,8 +31,15 @@ EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
 
 
 def options(data: Path, output: Any, *more: Any) -> Any:
-    common = ("--max-new-tokens", 12, "--repeats", 1, "--timing-rows", 4, "--batch-size", 4)
+    """Of ``evaluate``: two batches, one of which is short."""
+    common = ("--limit", 6, "--max-new-tokens", 12, "--repeats", 1, "--timing-rows", 4, "--batch-size", 4)
     return ("--data", data, "--output", output, *common, *more)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plot, where it is beside the point."""
+    monkeypatch.setattr("skipdecode.evaluation.evaluate.draw_tradeoff", lambda *_: None)
 
 
 @pytest.mark.slow
@@ -40,19 +47,16 @@ def test_one_row_per_method_and_budget_all_saved_and_drawn(checkpoint: Path, tmp
     """Scored against the full model's own texts: what is random still has texts that others can repeat."""
     methods = "skipdecode,multi_exit,calm,unified,d3,hsd"
     model, tokenizer = skipdecode.load(str(checkpoint))
-    prompts = [e.prompt for e in EXAMPLES]
+    prompts = [e.prompt for e in EXAMPLES[:6]]
     full = skipdecode.generate(model, tokenizer, prompts, full=True, max_new_tokens=12, do_sample=False)
     data = tmp_path / "data"
     data.mkdir()
     rows = [{"prompt": p, "response": f"{row.text} {p}"} for p, row in zip(prompts, full.completions, strict=True)]
     (data / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = run("evaluate", checkpoint, *options(data, tmp_path, "--speedups", "1,2,4", "--methods", methods, "--json"))
+    done = run("evaluate", checkpoint, *options(data, tmp_path, "--speedups", "1,4", "--methods", methods, "--json"))
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
-    assert [(r["method"], r["target"]) for r in rows] == [
-        ("full", 1),
-        *((name, k) for name in methods.split(",") for k in (2, 4)),
-    ]
+    assert [(r["method"], r["target"]) for r in rows] == [("full", 1), *((name, 4) for name in methods.split(","))]
     full = rows[0]
     assert full["bleu_difference"] == full["rouge_l_difference"] == 0
     assert full["bleu_interval"] == [0, 0]
@@ -80,6 +84,7 @@ def test_one_row_per_method_and_budget_all_saved_and_drawn(checkpoint: Path, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_a_finished_row_is_not_run_again(
     checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +113,7 @@ def test_a_finished_row_is_not_run_again(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_baselines_bring_checkpoints_of_their_own(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     train = ("--data", data, "--max-steps", 2, "--eval-steps", 0, "--lengths", "11,11")
     for name, budgets in (("multi_exit", "2,4"), ("d3", "2,4"), ("static", "2"), ("static", "4"), ("scratch", "4")):
@@ -122,7 +128,8 @@ def test_baselines_bring_checkpoints_of_their_own(checkpoint: Path, data: Path, 
         f"{name}={tmp_path / name}{tail}" for name, tail in (("multi_exit", ""), ("d3", ""), ("static", "-{speedup}"))
     )
     output = tmp_path / "evaluation"
-    done = run("evaluate", checkpoint, *options(data, output, "--speedups", "2,4", "--methods", methods, "--json"))
+    more = ("--speedups", "2,4", "--methods", methods, "--max-new-tokens", 6, "--json")
+    done = run("evaluate", checkpoint, *options(data, output, *more))
     assert done.returncode == 0, done.stderr
     rows = {(r["method"], r["target"]): r for r in json.loads(done.stdout.splitlines()[-1])["rows"]}
     assert rows["static", 4]["prompt_layers"] == 2
@@ -151,11 +158,12 @@ def test_a_budget_that_was_not_trained_is_run_in_the_form_that_was(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("name", ["multi_exit", "calm"])
 def test_early_exits_share_a_training(name: str, checkpoint: Path, data: Path, tmp_path: Path) -> None:
     train = ("--data", data, "--max-steps", 1, "--eval-steps", 0, "--lengths", "11", "--output", tmp_path / "exits")
     assert run("train", checkpoint, "--method", name, "--speedup", 4, *train).returncode == 0
-    more = ("--speedups", "4", "--methods", "multi_exit,calm,unified", "--json")
+    more = ("--speedups", "4", "--methods", "multi_exit,calm,unified", "--max-new-tokens", 6, "--json")
     done = run("evaluate", tmp_path / "exits", *options(data, tmp_path, *more))
     labels = [row["label"] for row in json.loads(done.stdout.splitlines()[-1])["rows"]]
     assert labels == ["full model", "multi-layer exit", "CALM-DEC", "Unified Layer Skipping, untrained"]
@@ -281,6 +289,7 @@ def test_python_does_all_that_the_verb_does(
         repeats=1,
         timing_rows=4,
         batch_size=4,
+        limit=6,
     )
     results = evaluate(plan, say=lambda line: None, on_progress=lambda *now: progress.append(now))
     again = json.loads((folder / "table.json").read_text())
@@ -338,19 +347,32 @@ def evaluated(checkpoint: Path, data: Path, tmp_path_factory: pytest.TempPathFac
     return folder, command
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("damage", CUT)
-def test_a_damaged_row_is_measured_again_and_said(evaluated: tuple[Path, tuple[object, ...]], damage: Any) -> None:
-    """G: never a traceback, never half a row."""
+def test_a_damaged_row_is_measured_again_and_said(
+    evaluated: tuple[Path, tuple[object, ...]], damage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G: never a traceback, never half a row. (What is measured is measured in the test above.)"""
     folder, command = evaluated
     path = folder / "rows" / "skipdecode-2x.json"
     whole = path.read_bytes()
     path.write_bytes(CUT[damage](whole))
+    row = {key: value for key, value in json.loads(whole).items() if key not in ("job", "checksum")}
+    measured: list[str] = []
+
+    def stub(self: Evaluation, variant: Any) -> Any:
+        measured.append(variant.key)
+        return row
+
+    monkeypatch.setattr(Evaluation, "_measure", stub)
     done = run(*command)
     assert done.returncode == 0, done.stderr
+    assert measured == ["skipdecode-2x"]
     assert "skipdecode-2x.json is damaged" in " ".join(done.stderr.split())
-    assert json.loads(path.read_bytes())["texts"] == json.loads(whole)["texts"]
+    assert path.read_bytes() == whole
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_other_settings_replace_nothing_unasked(
     evaluated: tuple[Path, tuple[object, ...]], checkpoint: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -442,9 +464,9 @@ def test_the_loss_is_the_mean_over_tokens_whatever_the_batches(checkpoint: Path)
 
 @pytest.mark.parametrize("speedup", [2, 3, 5])
 def test_calibration_achieves_the_ratio_on_what_the_model_writes(
-    checkpoint: Path, data: Path, tmp_path: Path, speedup: int
+    checkpoint: Path, tmp_path: Path, speedup: int
 ) -> None:
-    target = tmp_path / "schedule.json"
+    data, target = write_examples(tmp_path / "rows.jsonl", EXAMPLES[:8]), tmp_path / "schedule.json"
     more = ("--speedup", speedup, "--output", target, "--max-new-tokens", 40, "--batch-size", 4, "--json")
     done = run("calibrate", checkpoint, "--data", data, *more)
     assert done.returncode == 0, done.stderr
@@ -454,7 +476,7 @@ def test_calibration_achieves_the_ratio_on_what_the_model_writes(
     result = skipdecode.generate(
         model,
         tokenizer,
-        [e.prompt for e in EXAMPLES],
+        [e.prompt for e in EXAMPLES[:8]],
         schedule=Schedule.load(target),
         batch_size=4,
         max_new_tokens=40,

@@ -272,7 +272,7 @@ def test_the_peak_of_bytes_is_that_of_memory(name: str, schedule: str) -> None:
     model = attach(build(name))
     cache = SkipCache(model, SCHEDULES[schedule])
     with Watch(cache) as watch:
-        for _ in decode(model, prompts(), cache, STEPS):
+        for _ in decode(model, prompts(), cache, 10):
             pass
     assert cache.peak_kv_bytes == watch.peak
 
@@ -397,10 +397,14 @@ class Flops(TorchDispatchMode):
         return output
 
 
+#: Each depth of the other, for one step.
+STEEP = TOP.replace(horizon=5)
+
+
 def decode_flops(model: PreTrainedModel, cache: Any) -> list[int]:
     """Counted FLOPs of each pass."""
-    passes, flops = decode(model, prompts(), cache, TOP.horizon + 1), []
-    for _ in range(TOP.horizon + 2):
+    passes, flops = decode(model, prompts(), cache, STEEP.horizon + 1), []
+    for _ in range(STEEP.horizon + 2):
         with Flops(model) as counter:
             next(passes)
         flops.append(counter.total)
@@ -412,10 +416,11 @@ def decode_flops(model: PreTrainedModel, cache: Any) -> list[int]:
 def test_a_decode_step_saves_exactly_the_skipped_layers(name: str) -> None:
     """FLOPs are affine in depth: a step costs the stock model's less its skipped layers; the prompt the same."""
     model = attach(build(name, "eager"))
-    stock, skipping = decode_flops(model, DynamicCache(config=model.config)), decode_flops(model, SkipCache(model, TOP))
+    caches = (DynamicCache(config=model.config), SkipCache(model, STEEP))
+    stock, skipping = (decode_flops(model, cache) for cache in caches)
     assert stock[0] == skipping[0]
-    for step in range(TOP.horizon + 1):
-        skipped = set(range(LAYERS)) - set(TOP.layers(TOP.depth(step)))
+    for step in range(STEEP.horizon + 1):
+        skipped = set(range(LAYERS)) - set(STEEP.layers(STEEP.depth(step)))
         length = WIDTH + step + 1
         saved = sum(layer_flops(model, i, len(LENGTHS), 1, min(length, window(model, i) or length)) for i in skipped)
         assert stock[step + 1] - skipping[step + 1] == saved > 0

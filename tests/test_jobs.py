@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import json
 import os
 import re
@@ -19,7 +21,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import accumulate, chain, product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -186,6 +189,7 @@ def test_a_kill_between_any_two_writes_loses_and_repeats_nothing(
             breaker = Breaker(patch, last, after)
             with suppress(Killed):
                 done = run(*command)
+        gc.collect()  # a process that is killed holds no lock
         if breaker.calls < last:
             assert done.returncode == 0, done.stderr
             break
@@ -410,6 +414,15 @@ def test_a_cut_journal_loses_only_the_torn_line(tmp_path: Path, monkeypatch: pyt
             for i in range(n, 3):
                 add(again, i)
         assert path.read_bytes() == data
+
+
+def test_a_full_disk_leaves_no_lock(tmp_path: Path) -> None:
+    """What a file still holds is written when it is closed: if that fails, the same process can try again at once."""
+    journal = Journal(tmp_path / "out.jsonl", "job")
+    journal._file = cast(Any, mock.Mock(close=mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))))
+    with pytest.raises(OSError, match="full"):
+        journal.close()
+    Journal(tmp_path / "out.jsonl", "job").close()
 
 
 class JournalMachine(RuleBasedStateMachine):

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from helpers.families import (
     FAMILIES,
+    FORMS,
     LAYERS,
     LENGTHS,
     SCHEDULES,
@@ -184,7 +185,7 @@ def test_in_float32_tokens_stay(name: str) -> None:
     """The product is another one: logits are near, and greedy tokens equal."""
     plain = build(name)
     packed = optimize(copy.deepcopy(plain), prepack=True)
-    for schedule in (None, TOP):
+    for schedule in (None, TOP) if name in FORMS else (TOP,):  # whose prompt runs all layers
         expected, found = (run(model, prompts(), schedule, max_new_tokens=6) for model in (plain, packed))
         assert torch.equal(found.sequences, expected.sequences)
         assert distance(torch.stack(found.logits), torch.stack(expected.logits)) < 1e-4

@@ -90,12 +90,13 @@ def test_finished_cells_are_kept(rows: list[dict[str, Any]], places: Places) -> 
         list(measure(other, ["skipdecode"], [1], places, said.append))
 
 
-@pytest.mark.slow
-def test_a_process_sleeps_unless_it_is_asked_and_says_why_it_fails(places: Places, tmp_path: Path) -> None:
+def test_a_process_sleeps_unless_it_is_asked_and_says_why_it_fails(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stopped between calls, so that nothing of it runs beside the engine that is timed; gone at the end."""
-    job: dict[str, Any] = {"checkpoint": str(places.work / "opt-tiny"), "precision": "float32", "threads": 1}
-    job |= {"rows": 2, "prompt_tokens": 4, "new_tokens": 3, "options": {}}
-    with Running(ENGINES[BASELINE], job, places.environments, tmp_path / "log") as running:
+    interpreter = stub(tmp_path)
+    monkeypatch.setattr("peers.processes.python", lambda *_: interpreter)
+    with Running(ENGINES[BASELINE], {"threads": 1}, places.environments, tmp_path / "log") as running:
         assert _stops(running)
         answer = running.ask(checkpoint.prompts("opt-tiny", 2, 4), 3, {})
         assert [len(row) for row in answer["tokens"]] == [3, 3]

@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -352,17 +350,19 @@ def test_a_run_killed_between_any_two_writes_goes_on(
 @pytest.mark.slow
 def test_a_run_killed_by_the_system_goes_on(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F1, in a process of its own, by SIGKILL in the second epoch; its lock goes with it."""
-    code = (
-        "import os, signal, sys, pytest, pathlib, test_resume as t\n"
-        "t.StopAt.on_step_end = lambda self, args, state, control, **_: "
-        "os.kill(os.getpid(), signal.SIGKILL) if state.global_step == self.step else None\n"
-        "t.go(*map(pathlib.Path, sys.argv[1:]), pytest.MonkeyPatch(), stop=8)"
-    )
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, str(checkpoint), str(tmp_path / "killed")]
-    done = subprocess.run(command, env=environment, capture_output=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    child = os.fork()
+    if not child:
+
+        def die(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == self.step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            monkeypatch.setattr(StopAt, "on_step_end", die)
+            go(checkpoint, tmp_path / "killed", monkeypatch, stop=8)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert (tmp_path / "killed" / "checkpoint-6").is_dir()
     assert torch.equal(
         go(checkpoint, tmp_path / "killed", monkeypatch), go(checkpoint, tmp_path / "whole", monkeypatch)

@@ -4,10 +4,10 @@ A mutant is a file with one operator, constant, condition, return value or state
 decorators and messages are not). It is imported in a forked child, after torch and transformers are, and meets only
 fast tests that reach the changed line, until one fails. Each survivor needs a reason in results/mutants.json.
 
-    python tools/mutants.py [core/schedule.py …] [--minutes 60] [--again]
+    python tools/mutants.py [core/schedule.py …] [--jobs 2] [--minutes 60] [--again]
 
-A run goes on where the last one stopped; a file whose code has changed since starts anew. ``--minutes`` ends it after
-that time, ``--again`` tries only what survived.
+A run goes on where the last one stopped; a file whose code has changed since starts anew. ``--jobs`` tries so many at
+once, ``--minutes`` ends the run after that time, ``--again`` tries only what survived.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from fnmatch import fnmatch
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -42,14 +43,10 @@ FORMS = "opt- or -opt or [opt or gpt-neo- or gpt-neo] or gemma3 or qwen3.5 or ge
 FEW = f"({FORMS}) and not (post-norm or bottom or even or list or constant or top-to-1)"
 FAST = f"(not (test_invariants or a_plain_generate) or {FEW}) and not (compiled or long_texts or nothing_is_kept)"
 ROOMS = ("core", "planning", "generation")
-#: Files, and the tests that their mutants meet: the first line that fits a file counts.
-SUITES = {
-    "core/schedule.py core/decays.py planning/fitting.py": "definitions schedule fitting resolve",
-    "core/checkpoint_config.py planning/*": "planning resolve checkpoint clock plan",
-    "core/*": "attach cache held stack refusals habits invariants",
-    "generation/jobs.py generation/journal.py": "jobs ways_in inputs",
-    "generation/*": "generation finished_rows chat ways_in",
-}
+#: Test files that the mutants meet.
+TESTS = "definitions schedule fitting resolve planning checkpoint clock plan attach cache held stack refusals habits "
+TESTS += "invariants jobs ways_in inputs generation finished_rows chat calibration cli"
+MOST = 12.0  # seconds, as traced, of the tests that one mutant meets
 CALLS = 200  # of a function, in one test, by which is known what the test reaches
 LIMIT = 5  # times as long as without it a mutant may take over its tests, and a minute
 
@@ -178,19 +175,32 @@ class Reach:
             for line in lines:
                 self.tests[line].add(item.nodeid)
 
-    def limit(self, tests: set[str]) -> float:
+    def by_file(self, tests: set[str]) -> dict[str, list[str]]:
+        """The tests of each file: a run imports all files that it takes tests from, which is slower than most tests."""
+        files: dict[str, list[str]] = defaultdict(list)
+        for test in self.in_order(tests):
+            files[test.split("::")[0]].append(test)
+        return files
+
+    def limit(self, tests: list[str]) -> float:
         """Seconds after which they hang."""
         return 60 + LIMIT * sum(map(self.seconds.__getitem__, tests))
 
     def in_order(self, tests: set[str]) -> list[str]:
-        """All that take no time; then the shortest case of each test, then the next one of each."""
+        """All that take no time; then the shortest case of each test, then the next one of each; up to ``MOST``."""
         cases: Counter[str] = Counter()
         ranks = {}
         for test in sorted(tests, key=self.seconds.__getitem__):
             name = test.split("[")[0]
             ranks[test] = cases[name], self.seconds[test]
             cases[name] += self.seconds[test] > 0.05
-        return sorted(ranks, key=ranks.__getitem__)
+        chosen: list[str] = []
+        total = 0.0
+        for test in sorted(ranks, key=ranks.__getitem__):
+            total += self.seconds[test]
+            if not chosen or total < MOST:
+                chosen.append(test)
+        return chosen
 
 
 def fate_of(mutant: Mutant, tree: ast.Module, tests: list[str], limit: float) -> str:
@@ -220,20 +230,15 @@ def run(tests: list[str], *options: str, plugins: tuple[Any, ...] = ()) -> int:
     return pytest.main([*own, *options, *tests], plugins)
 
 
-def reached(suite: str) -> Reach:
-    """What the tests of a suite reach; the package, and what imports it, is left to be imported anew."""
+def reached() -> Reach:
+    """What the tests reach; the package, and what imports it, is left to be imported anew."""
     own, reach = set(sys.modules), Reach()
-    if run([f"tests/test_{name}.py" for name in suite.split()], "-k", FAST, plugins=(reach,)) != 0:
+    if run([f"tests/test_{name}.py" for name in TESTS.split()], "-k", FAST, plugins=(reach,)) != 0:
         sys.exit("the tests fail without any mutant")
     for name in set(sys.modules) - own:
         if name.split(".")[0] in ("skipdecode", "helpers", "conftest", "tests") or name.startswith("test_"):
             del sys.modules[name]
     return reach
-
-
-def suite_of(file: str) -> str:
-    """The tests that the mutants of a file meet."""
-    return next(tests for files, tests in SUITES.items() if any(fnmatch(file, form) for form in files.split()))
 
 
 def without_docstrings(tree: ast.Module) -> ast.Module:
@@ -257,20 +262,29 @@ class File:
         fresh: dict[str, Any] = {"code": code, "tried": 0, "killed": 0, "timeout": 0, "survived": 0, "survivors": []}
         self.entry: dict[str, Any] = last if last.get("code") == code else fresh
         survivors = [each["place"] for each in self.entry["survivors"]]
+        self.kills: Counter[str] = Counter({f"tests/test_{Path(name).stem}.py": 1})  # by test file, most first
         self.todo = survivors if again else list(range(self.entry["tried"], len(self.mutants)))
 
-    def try_next(self, reach: Reach) -> None:
-        """Decide the fate of the next mutant."""
-        place = self.todo.pop(0)
+    def fate(self, place: int, reach: Reach) -> str:
+        """Try the mutant at a place."""
         mutant = self.mutants[place]
         if mutant.lines:
             tests = set().union(*(reach.tests[self.name, line] for line in mutant.lines))
         else:
             tests = set().union(*(tests for (file, _), tests in reach.tests.items() if file == self.name))
-        start = time.perf_counter()
-        fate = fate_of(mutant, self.tree, reach.in_order(tests), reach.limit(tests)) if tests else "survived"
+        fate, start = "survived", time.perf_counter()
+        files = reach.by_file(tests)
+        for file in sorted(files, key=lambda file: -self.kills[file]):
+            if fate == "survived":
+                fate = fate_of(mutant, self.tree, files[file], reach.limit(files[file]))
+                self.kills[file] += fate != "survived"
         took = time.perf_counter() - start
         print(f"{took:5.1f} s  {fate:8}  {self.name}:{mutant.line}  {mutant.change}", flush=True)
+        return fate
+
+    def note(self, place: int, fate: str) -> None:
+        """Add what became of a mutant."""
+        mutant = self.mutants[place]
         others = [each for each in self.entry["survivors"] if each["place"] != place]
         self.entry["tried"] = max(self.entry["tried"], place + 1)
         self.entry["survived"] = len(others)
@@ -286,6 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="within src/skipdecode; all if none is given")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument("--jobs", type=int, default=1, help="so many at once")
     parser.add_argument("--again", action="store_true", help="only what survived")
     arguments = parser.parse_args()
     end = time.monotonic() + 60 * arguments.minutes
@@ -300,15 +315,17 @@ def main() -> None:
     last: dict[str, Any] = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
     files = [File(name, last.get(name, {}), arguments.again) for name in names]
     chosen = [file for file in files if not arguments.files or file.name in arguments.files]
-    for suite in SUITES.values():
-        todo = [file for file in chosen if suite_of(file.name) == suite and file.todo]
-        reach = reached(suite) if todo and time.monotonic() < end else Reach()
-        for file in todo:
-            while file.todo and time.monotonic() < end:
-                file.try_next(reach)
-            found = {file.name: file.entry if file.entry["tried"] else file.last for file in files}
-            results = {name: entry for name, entry in found.items() if entry}
-            RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    reach = reached()
+    for file in chosen:
+        while file.todo and time.monotonic() < end:
+            places, file.todo = file.todo[: arguments.jobs], file.todo[arguments.jobs :]
+            with ThreadPoolExecutor(arguments.jobs) as pool:
+                fates = pool.map(partial(file.fate, reach=reach), places)
+            for place, fate in zip(places, fates, strict=True):
+                file.note(place, fate)
+        found = {file.name: file.entry if file.entry["tried"] else file.last for file in files}
+        results = {name: entry for name, entry in found.items() if entry}
+        RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", "utf-8")
     tried = sum(file.entry["tried"] for file in files)
     dead = tried - sum(file.entry["survived"] for file in files)
     left = sum(len(file.mutants) for file in files) - tried

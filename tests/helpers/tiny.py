@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import sys
@@ -14,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+import typer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
@@ -111,6 +113,10 @@ class Done:
     stderr: str
 
 
+#: typer makes the whole tree of commands anew at every call.
+_command = functools.cache(typer.main.get_command)
+
+
 def run(*arguments: object, stdin: bytes = b"", program: Callable[[], object] = main) -> Done:
     """The command line, or another program, in this process: importing torch anew for each would take minutes."""
     out, err, code = io.StringIO(), io.StringIO(), 0
@@ -118,6 +124,7 @@ def run(*arguments: object, stdin: bytes = b"", program: Callable[[], object] = 
     with (
         mock.patch.object(sys, "argv", ["skipdecode", *map(str, arguments)]),
         mock.patch.object(sys, "stdin", source),
+        mock.patch.object(typer.main, "get_command", _command),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):

@@ -63,10 +63,10 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Close the file, and unlock the output for other processes."""
-        if self._file:
-            self._file.close()
-        self._lock.close()
+        """Close the file, and unlock the output for other processes, even if the disk is full."""
+        with self._lock:
+            if self._file:
+                self._file.close()
 
     def check_output(self) -> None:
         """Raise FileError if the output exists and may not be replaced."""
