@@ -22,6 +22,7 @@ from helpers.families import (
     prompts,
     run,
 )
+from helpers.tiny import TEXTS
 from skipdecode import Schedule, ScheduleError, SkipCache, attach, detach, teacher_forced
 from skipdecode.adapters.probe import candidates, probe_model
 from skipdecode.core.adapter import Adapter, gaps_between, gaps_of
@@ -29,7 +30,7 @@ from skipdecode.core.adapter_folder import ABOUT, WEIGHTS, load_adapter, save_ad
 from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.stack import text_config
 from skipdecode.core.text_passes import TextPasses
-from skipdecode.errors import FileError, ModelError
+from skipdecode.errors import FileError, ModelError, TaskError
 
 FULL = Schedule.full(LAYERS)
 TOLERANCE = 1e-5
@@ -172,7 +173,17 @@ def test_what_was_not_learnt_is_refused(saved: tuple[Any, Path, Adapter]) -> Non
 
 def test_probing_finds_what_a_stand_in_saves(checkpoint: Path, tmp_path: Path) -> None:
     """On texts of the model's own: all candidates are measured, stand-ins help, and a second run reads the texts."""
-    options: dict[str, Any] = {"count": 24, "max_new_tokens": 12, "rank": 16, "where": {"dtype": "float32"}}
+    with pytest.raises(TaskError, match=r"no token .--prompts"):  # this tokenizer has no begin-of-text token
+        probe_model(str(checkpoint), (2,), folder=tmp_path / "none")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f"{json.dumps({'prompt': text})}\n" for text in TEXTS))
+    options: dict[str, Any] = {
+        "prompts": prompts,
+        "count": 24,
+        "max_new_tokens": 12,
+        "rank": 16,
+        "where": {"dtype": "float32"},
+    }
     found = probe_model(str(checkpoint), (1, 2), folder=tmp_path, **options)
     assert [each.schedule for each in found.tried] == [*candidates(8, 1), *candidates(8, 2)]
     for each in found.tried:

@@ -78,6 +78,8 @@ def own_texts(
     raw = file and file.with_suffix(".raw.jsonl")
     run = replace(job, input=items, output=raw, overwrite=True, full=True, options=options)
     result = run.run(on_start=on_start, on_batch=on_batch, say=say)
+    if not result.completions:
+        raise TaskError(f"nothing could be written: {items[0].error} (--prompts FILE gives other prompts)")
     texts, left_out = [], {"empty": 0, "looping": 0, "refused": 0}
     for index, row in enumerate(rows):
         text = result.completions[index].text if index in result.completions else None

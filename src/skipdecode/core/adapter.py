@@ -54,15 +54,15 @@ class Adapter(nn.Module):
 
     Args:
         size: width of the hidden states.
-        rank: of each stand-in.
+        rank: of each stand-in, at most ``size``.
         schedules: by target speed-up.
     """
 
     def __init__(self, size: int, rank: int, schedules: Mapping[float, Schedule]) -> None:
         super().__init__()
-        self.rank, self.schedules = rank, dict(schedules)
+        self.rank, self.schedules = min(rank, size), dict(schedules)
         gaps = set().union(*map(gaps_of, schedules.values()))
-        self.stand_ins = nn.ModuleDict({str(gap): StandIn(size, rank) for gap in sorted(gaps)})
+        self.stand_ins = nn.ModuleDict({str(gap): StandIn(size, self.rank) for gap in sorted(gaps)})
 
     def fill(self, hidden: Tensor, axis: int, counts: Sequence[int], layer: int) -> Tensor:
         """Apply stand-ins to the positions whose gap begins at ``layer``.

@@ -1,0 +1,192 @@
+"""A model learns to skip from texts of its own: an adapter in a folder, and the model stays as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers.tiny import TEXTS, run, write_jsonl
+from skipdecode import load
+from skipdecode.adapters.own_texts import loops
+from skipdecode.core.adapter_folder import WEIGHTS
+from skipdecode.core.patch import gate_state
+from skipdecode.errors import UsageError
+from skipdecode.training import run as training
+from skipdecode.training.plan import TrainingPlan
+from skipdecode.training.trainer import AdapterTrainer
+
+OWN = [
+    "--own-texts",
+    24,
+    "--max-new-tokens",
+    10,
+    "--adapters",
+    "--speedups",
+    "2,4",
+    "--max-steps",
+    4,
+    "--batch-size",
+    4,
+]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of prompts without responses."""
+    return write_jsonl(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", ({"prompt": text} for text in TEXTS))
+
+
+@pytest.fixture(scope="module")
+def trained(checkpoint: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter for 2x and 4x. Read it, or copy it to change it."""
+    folder = tmp_path_factory.mktemp("adapters") / "adapter"
+    done = run("train", checkpoint, *OWN, "--prompts", prompts, "--save-steps", 2, "--output", folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_adapter_serves_every_verb(trained: Path, checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+    """As MODEL or beside it, the same texts; ``check`` holds; full depth writes what the stock model writes."""
+    job = ["--input", prompts, "--max-new-tokens", 6]
+    named = run("generate", trained, *job, "--speedup", 2)
+    assert named.returncode == 0, named.stderr
+    assert "not trained" not in named.stderr
+    assert run("generate", checkpoint, "--adapter", trained, *job, "--speedup", 2).stdout == named.stdout
+    stock = run("generate", checkpoint, *job, "--full").stdout
+    assert run("generate", trained, *job, "--full").stdout == stock != named.stdout
+    done = run("check", trained, "--speedup", 4)
+    assert done.returncode == 0, done.stdout
+    assert "FAILS" not in done.stdout
+    assert run("schedule", trained, "--speedup", 4).returncode == 0
+    bad = run("generate", trained, *job, "--speedup", 1.2)
+    assert bad.returncode == 2
+    assert "take one of its speed-ups (2, 4)" in bad.stderr
+
+
+def test_what_was_loaded_is_the_adapter(trained: Path, checkpoint: Path) -> None:
+    """Its weights are those of the folder; the model's are those of the checkpoint."""
+    model, _ = load(str(trained), dtype="float32")
+    stock, _ = load(str(checkpoint), dtype="float32")
+    assert all(map(torch.equal, model.state_dict().values(), stock.state_dict().values()))
+    weights = load_file(trained / WEIGHTS)
+    held = gate_state(model).adapter.state_dict()
+    assert held.keys() == weights.keys()
+    assert all(torch.equal(held[name], weights[name]) for name in weights)
+
+
+def test_training_comes_nearer_to_full_depth(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+    """On texts that it did not learn from, if it begins with maps that do nothing."""
+    model, tokenizer = load(str(checkpoint), dtype="float32")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(8 if weight.ndim == 2 else 1)  # else layers, and what they change, are next to nothing
+    for each in (model, tokenizer):
+        each.save_pretrained(tmp_path / "model")
+    options = ["--own-texts", 80, "--max-new-tokens", 16, "--adapters", "--speedup", 4, "--batch-size", 8]
+    options += ["--max-steps", 40, "--eval-steps", 20, "--learning-rate", 5e-3, "--prompts", prompts]
+    losses: list[float] = []
+    evaluate, train = AdapterTrainer.evaluate, AdapterTrainer.train
+
+    def noted(self: Any, *given: Any, **named: Any) -> dict[str, float]:
+        found = evaluate(self, *given, **named)
+        losses.append(found["eval_4x_loss"])
+        return found
+
+    def after_evaluating(self: Any, **named: Any) -> Any:
+        self.evaluate()
+        return train(self, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "fit_stand_ins", lambda adapter, passes: None)
+        patch.setattr(AdapterTrainer, "evaluate", noted)
+        patch.setattr(AdapterTrainer, "train", after_evaluating)
+        done = run("train", tmp_path / "model", *options, "--output", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert losses[-1] < 0.9 * losses[0]
+
+
+class Killed(BaseException):
+    """What nothing catches."""
+
+
+def test_a_killed_run_ends_with_the_same_adapter(
+    trained: Path, checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on from its texts and its last checkpoint; texts of other prompts are refused."""
+    arguments = ["train", checkpoint, *OWN, "--prompts", prompts, "--save-steps", 2, "--output", tmp_path / "again"]
+    step = AdapterTrainer.training_step
+
+    def killed(self: Any, *given: Any, **options: Any) -> Any:
+        if self.state.global_step == 3:
+            raise Killed
+        return step(self, *given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AdapterTrainer, "training_step", killed)
+        with pytest.raises(Killed):
+            run(*arguments)
+    texts = (tmp_path / "again" / "own_texts.jsonl").read_bytes()
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "checkpoint-2" in done.stderr
+    assert (tmp_path / "again" / "own_texts.jsonl").read_bytes() == texts
+    assert (tmp_path / "again" / WEIGHTS).read_bytes() == (trained / WEIGHTS).read_bytes()
+    other = run(*arguments[:2], *OWN, "--seed", 5, "--prompts", prompts, "--output", tmp_path / "again")
+    assert other.returncode == 2
+    assert "other prompts or options" in other.stderr
+
+
+def test_own_texts_train_all_weights_too(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+    """Without --adapters: today's way, on the same texts."""
+    arguments = [each for each in OWN if each != "--adapters"]
+    done = run("train", checkpoint, *arguments, "--prompts", prompts, "--output", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["skipdecode"]["schedules"].keys() == {"2", "4"}
+
+
+@pytest.mark.parametrize("verb", ["train", "serve", "probe"])
+def test_verbs_that_cannot_use_an_adapter_refuse_it(verb: str, trained: Path, tmp_path: Path) -> None:
+    """Rather than run its bare model."""
+    options = ["--output", tmp_path / "out"] if verb == "train" else []
+    done = run(verb, trained, *options)
+    assert done.returncode == 2
+    assert "cannot use adapters yet" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"lora_rank": 4}, "no --lora-rank"),
+        ({"distill_weight": 0.5}, "no --distill-weight"),
+        ({"method": "calm"}, "are for the method skipdecode"),
+        ({"prompt_layers": "max"}, "leave the prompt to the full model"),
+        ({"speedups": (1, 2)}, "1x is the model itself"),
+        ({"own_texts": None, "prompts": "x"}, "go with --own-texts"),
+    ],
+)
+def test_what_does_not_go_with_adapters_is_refused(values: dict[str, Any], said: str) -> None:
+    """Before anything is loaded."""
+    options: dict[str, Any] = {"model": "demo", "own_texts": 20, "adapters": True} | values
+    with pytest.raises(UsageError, match=said):
+        TrainingPlan(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "looping"),
+    [
+        ("no no no no no no no no no", True),
+        ("It ends well. " * 5, True),
+        ("a" * 30, True),
+        ("a text that ends", False),
+        ("He said: no no no no", False),
+        ("", False),
+    ],
+)
+def test_loops_are_known(text: str, looping: bool) -> None:
+    """Four times the same, and not of a few characters alone."""
+    assert loops(text) is looping
