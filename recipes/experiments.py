@@ -17,10 +17,10 @@ from typing import Any
 import typer
 
 from skipdecode import load
+from skipdecode.data.collation import batches_of
 from skipdecode.data.metrics import DEFAULT
 from skipdecode.data.tasks import Example, get_task
 from skipdecode.evaluation.evaluate import Evaluation, EvaluationPlan
-from skipdecode.data.collation import batches_of
 from skipdecode.evaluation.loss import LayerOrder
 from skipdecode.evaluation.report import save
 from skipdecode.evaluation.variants import Variant

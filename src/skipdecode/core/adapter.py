@@ -77,7 +77,7 @@ class Adapter(nn.Module):
         last = counts[layer - 1] if layer else width
         if counts[layer] >= last:
             return hidden
-        parts, done = [hidden.narrow(axis, 0, counts[layer])], counts[layer]
+        parts, done = [hidden.narrow(axis, 0, counts[layer])] if counts[layer] else [], counts[layer]
         for stop in range(layer + 1, len(counts) + 1):
             # Positions from ``done`` to ``end`` run layer ``stop``, and none between it and ``layer``.
             end = min(counts[stop], last) if stop < len(counts) else last
@@ -85,7 +85,9 @@ class Adapter(nn.Module):
                 stand_in = self.stand_ins[str(Gap(layer, stop))]
                 parts.append(stand_in(hidden.narrow(axis, done, end - done)))
                 done = end
-        return torch.cat([*parts, hidden.narrow(axis, last, width - last)], axis)
+        if last < width:
+            parts.append(hidden.narrow(axis, last, width - last))
+        return torch.cat(parts, axis) if len(parts) > 1 else parts[0]
 
     def flops(self, layers: Sequence[int]) -> int:
         """Return the FLOPs of the stand-ins of one position that runs ``layers``, which are in network order."""

@@ -156,7 +156,10 @@ def untrained_warning(config: Any, schedule: Schedule) -> str | None:
     else:
         expect = "expect no readable text until it is trained (`skipdecode train`)"
     name = getattr(config, "_name_or_path", "") or "this model"
-    return f"{name} was not trained to skip layers: at {depth:.3g} of {schedule.num_layers} layers a step, {expect}"
+    return (
+        f"{name} was not trained to skip layers: at {depth:.3g} of {schedule.num_layers} layers a step, {expect}. "
+        "`skipdecode probe` measures what each speed costs, and what training it takes"
+    )
 
 
 def warn_untrained(config: Any, schedule: Schedule) -> None:

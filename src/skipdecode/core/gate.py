@@ -60,7 +60,9 @@ class Gate(Patch):
                 raise CacheError(f"layer {self.index} is given {width} of {guide.width} positions: it cannot skip")
             count = max(count - (guide.width - width), 0)
         if gates.adapter is not None:
-            counts = [max(each - (guide.width - width), 0) for each in guide.counts]
+            counts = guide.counts
+            if width != guide.width:
+                counts = [max(each - (guide.width - width), 0) for each in counts]
             hidden = gates.adapter.fill(hidden, axis, counts, self.index)
             if args:
                 args = (hidden, *args[1:])
