@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import hashlib
 import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
@@ -186,6 +188,15 @@ class Reach:
         """Seconds after which they hang."""
         return 60 + LIMIT * sum(map(self.seconds.__getitem__, tests))
 
+    def dump(self) -> str:
+        """All of it as JSON."""
+        return json.dumps([self.seconds, [[file, line, sorted(tests)] for (file, line), tests in self.tests.items()]])
+
+    def load(self, text: str) -> None:
+        """Read what :meth:`dump` returned."""
+        self.seconds, lines = json.loads(text)
+        self.tests.update({(file, line): set(tests) for file, line, tests in lines})
+
     def in_order(self, tests: set[str]) -> list[str]:
         """All that take no time; then the shortest case of each test, then the next one of each; up to ``MOST``."""
         cases: Counter[str] = Counter()
@@ -231,13 +242,21 @@ def run(tests: list[str], *options: str, plugins: tuple[Any, ...] = ()) -> int:
 
 
 def reached() -> Reach:
-    """What the tests reach; the package, and what imports it, is left to be imported anew."""
-    own, reach = set(sys.modules), Reach()
-    if run([f"tests/test_{name}.py" for name in TESTS.split()], "-k", FAST, plugins=(reach,)) != 0:
+    """What the tests reach, kept for the next run; the package, and what imports it, is left to be imported anew."""
+    own, reach, tests = set(sys.modules), Reach(), [f"tests/test_{name}.py" for name in TESTS.split()]
+    code = [path.read_bytes() for folder in (PACKAGE, ROOT / "tests") for path in sorted(folder.rglob("*.py"))]
+    known = Path(tempfile.gettempdir()) / f"skipdecode-reach-{hashlib.sha256(b''.join(code)).hexdigest()[:16]}.json"
+    if run(tests, "-k", FAST, *["--collect-only"] * known.exists(), plugins=(reach,)) != 0:
         sys.exit("the tests fail without any mutant")
+    if known.exists():
+        reach.load(known.read_text("utf-8"))
+    else:
+        known.write_text(reach.dump(), "utf-8")
     for name in set(sys.modules) - own:
         if name.split(".")[0] in ("skipdecode", "helpers", "conftest", "tests") or name.startswith("test_"):
             del sys.modules[name]
+    gc.collect()
+    gc.freeze()  # the children collect garbage too, but not this
     return reach
 
 
