@@ -48,7 +48,7 @@ ROOMS = ("core", "planning", "generation")
 #: Test files that the mutants meet.
 TESTS = "definitions schedule fitting resolve planning checkpoint clock plan attach cache held stack refusals habits "
 TESTS += "invariants jobs ways_in inputs generation finished_rows chat calibration cli"
-MOST = 12.0  # seconds, as traced, of the tests that one mutant meets
+MOST = 6.0  # seconds, as traced, of the tests that one mutant meets
 CALLS = 200  # of a function, in one test, by which is known what the test reaches
 LIMIT = 5  # times as long as without it a mutant may take over its tests, and a minute
 
@@ -236,7 +236,17 @@ def fate_of(mutant: Mutant, tree: ast.Module, tests: list[str], limit: float) ->
 
 def run(tests: list[str], *options: str, plugins: tuple[Any, ...] = ()) -> int:
     """pytest, in this process, without its own time limits."""
-    own = ["-q", "-o", "addopts=--import-mode=importlib", "-p", "no:timeout", "-p", "no:cacheprovider"]
+    own = [
+        "-q",
+        "-o",
+        "addopts=--import-mode=importlib",
+        "-p",
+        "no:timeout",
+        "-p",
+        "no:cacheprovider",
+        "--assert=plain",
+        "--tb=native",
+    ]
     own += ["--hypothesis-profile", "mutants", "-m", "not slow"]
     return pytest.main([*own, *options, *tests], plugins)
 
@@ -342,9 +352,9 @@ def main() -> None:
                 fates = pool.map(partial(file.fate, reach=reach), places)
             for place, fate in zip(places, fates, strict=True):
                 file.note(place, fate)
-        found = {file.name: file.entry if file.entry["tried"] else file.last for file in files}
-        results = {name: entry for name, entry in found.items() if entry}
-        RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", "utf-8")
+            found = {file.name: file.entry if file.entry["tried"] else file.last for file in files}
+            results = {name: entry for name, entry in found.items() if entry}
+            RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", "utf-8")
     tried = sum(file.entry["tried"] for file in files)
     dead = tried - sum(file.entry["survived"] for file in files)
     left = sum(len(file.mutants) for file in files) - tried
