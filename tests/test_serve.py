@@ -249,11 +249,20 @@ def test_a_plugin_that_vllm_would_not_load_is_refused(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("with_vllm")
-@pytest.mark.parametrize("given", ["--model", "--model=x", "--additional-config", "--additional_config.a=1"])
+@pytest.mark.parametrize("given", ["--model", "--model=x", "--additional-config", "--additional_config.a=1", "--addit"])
 def test_options_that_are_set_here(given: str) -> None:
     """vLLM would take the last one, and with it another model or no schedule."""
-    with pytest.raises(UsageError, match="is set by skipdecode serve"):
+    with pytest.raises(UsageError, match="is no option of skipdecode serve"):
         server.server_command("demo", None, [given, "x"])
+
+
+@pytest.mark.usefixtures("with_vllm")
+@pytest.mark.parametrize("given", ["--api-server-count", "--api_server_count=2", "-asc", "--headless", "--grpc"])
+def test_options_of_vllm_serve_alone(given: str) -> None:
+    """The module that starts here takes them without a word, and starts one HTTP server all the same."""
+    with pytest.raises(UsageError, match="is no option of skipdecode serve"):
+        server.server_command("demo", None, [given, "2"])
+    server.server_command("demo", None, ["--api-key", "-", "--reasoning-parser", "", "--grpc-port", "2"])
 
 
 def test_refusals_come_before_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

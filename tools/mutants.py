@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import hashlib
 import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
@@ -46,7 +48,7 @@ ROOMS = ("core", "planning", "generation")
 #: Test files that the mutants meet.
 TESTS = "definitions schedule fitting resolve planning checkpoint clock plan attach cache held stack refusals habits "
 TESTS += "invariants jobs ways_in inputs generation finished_rows chat calibration cli"
-MOST = 12.0  # seconds, as traced, of the tests that one mutant meets
+MOST = 6.0  # seconds, as traced, of the tests that one mutant meets
 CALLS = 200  # of a function, in one test, by which is known what the test reaches
 LIMIT = 5  # times as long as without it a mutant may take over its tests, and a minute
 
@@ -186,6 +188,15 @@ class Reach:
         """Seconds after which they hang."""
         return 60 + LIMIT * sum(map(self.seconds.__getitem__, tests))
 
+    def dump(self) -> str:
+        """All of it as JSON."""
+        return json.dumps([self.seconds, [[file, line, sorted(tests)] for (file, line), tests in self.tests.items()]])
+
+    def load(self, text: str) -> None:
+        """Read what :meth:`dump` returned."""
+        self.seconds, lines = json.loads(text)
+        self.tests.update({(file, line): set(tests) for file, line, tests in lines})
+
     def in_order(self, tests: set[str]) -> list[str]:
         """All that take no time; then the shortest case of each test, then the next one of each; up to ``MOST``."""
         cases: Counter[str] = Counter()
@@ -225,19 +236,37 @@ def fate_of(mutant: Mutant, tree: ast.Module, tests: list[str], limit: float) ->
 
 def run(tests: list[str], *options: str, plugins: tuple[Any, ...] = ()) -> int:
     """pytest, in this process, without its own time limits."""
-    own = ["-q", "-o", "addopts=--import-mode=importlib", "-p", "no:timeout", "-p", "no:cacheprovider"]
+    own = [
+        "-q",
+        "-o",
+        "addopts=--import-mode=importlib",
+        "-p",
+        "no:timeout",
+        "-p",
+        "no:cacheprovider",
+        "--assert=plain",
+        "--tb=native",
+    ]
     own += ["--hypothesis-profile", "mutants", "-m", "not slow"]
     return pytest.main([*own, *options, *tests], plugins)
 
 
 def reached() -> Reach:
-    """What the tests reach; the package, and what imports it, is left to be imported anew."""
-    own, reach = set(sys.modules), Reach()
-    if run([f"tests/test_{name}.py" for name in TESTS.split()], "-k", FAST, plugins=(reach,)) != 0:
+    """What the tests reach, kept for the next run; the package, and what imports it, is left to be imported anew."""
+    own, reach, tests = set(sys.modules), Reach(), [f"tests/test_{name}.py" for name in TESTS.split()]
+    code = [path.read_bytes() for folder in (PACKAGE, ROOT / "tests") for path in sorted(folder.rglob("*.py"))]
+    known = Path(tempfile.gettempdir()) / f"skipdecode-reach-{hashlib.sha256(b''.join(code)).hexdigest()[:16]}.json"
+    if run(tests, "-k", FAST, *["--collect-only"] * known.exists(), plugins=(reach,)) != 0:
         sys.exit("the tests fail without any mutant")
+    if known.exists():
+        reach.load(known.read_text("utf-8"))
+    else:
+        known.write_text(reach.dump(), "utf-8")
     for name in set(sys.modules) - own:
         if name.split(".")[0] in ("skipdecode", "helpers", "conftest", "tests") or name.startswith("test_"):
             del sys.modules[name]
+    gc.collect()
+    gc.freeze()  # the children collect garbage too, but not this
     return reach
 
 
@@ -323,9 +352,9 @@ def main() -> None:
                 fates = pool.map(partial(file.fate, reach=reach), places)
             for place, fate in zip(places, fates, strict=True):
                 file.note(place, fate)
-        found = {file.name: file.entry if file.entry["tried"] else file.last for file in files}
-        results = {name: entry for name, entry in found.items() if entry}
-        RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", "utf-8")
+            found = {file.name: file.entry if file.entry["tried"] else file.last for file in files}
+            results = {name: entry for name, entry in found.items() if entry}
+            RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", "utf-8")
     tried = sum(file.entry["tried"] for file in files)
     dead = tried - sum(file.entry["survived"] for file in files)
     left = sum(len(file.mutants) for file in files) - tried

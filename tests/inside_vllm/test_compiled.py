@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-from helpers.engine import Reference, Request, engine, runner, serve
+from helpers.engine import Reference, Request, engine, runner, scheduler, serve
 from skipdecode.serving.gate import Gate
 from skipdecode.weights.loading import DEMO
 
@@ -22,8 +22,8 @@ SPEEDUPS = (1.0, 2.0, 3.0, 5.0)
 
 @pytest.fixture(scope="module")
 def compiled() -> Iterator[Any]:
-    """An engine that has compiled the model."""
-    with engine(DEMO, enforce_eager=False) as made:
+    """An engine that has compiled the model, and cuts long prompts into pieces."""
+    with engine(DEMO, enforce_eager=False, max_num_batched_tokens=128, enable_chunked_prefill=True) as made:
         yield made
 
 
@@ -44,6 +44,24 @@ def test_texts_are_those_of_generate(compiled: Any) -> None:
     assert not wrong
     plan = runner(compiled).skip_plan
     assert plan.run_tokens == plan.needed_tokens < plan.full_tokens  # the graph itself counts nothing
+
+
+def test_long_prompts_in_pieces_among_clients_that_leave(compiled: Any) -> None:
+    """Requests of all speeds come and go at any step: the others' texts stay, and no block is lost."""
+    reference, source = Reference("demo", most_new=40), random.Random(1)
+    requests = requests_of(reference, 64, SPEEDUPS, 40)
+    for place in range(0, 64, 3):
+        prompt = tuple(source.choices(range(3, 1000), k=source.randint(100, 200)))
+        requests[place] = Request(prompt, source.choice(SPEEDUPS), source.randint(1, 40))
+    served = serve(
+        compiled, requests, arrive=lambda step: source.choice((0, 1, 2)), abort=lambda *_: source.random() < 0.01
+    )
+    expected = reference.texts(requests)
+    finished = [i for i in range(len(requests)) if served.tokens[i]]
+    assert len(requests) // 4 < len(finished) < len(requests)
+    assert [served.tokens[i] for i in finished] == [expected[i] for i in finished]
+    pool = scheduler(compiled).kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # vLLM's null block
 
 
 def test_steps_that_skip_run_the_layers_of_their_plan_alone(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,11 @@ import torch
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
-from helpers.engine import Request, engine, runner, scheduler, serve
+from helpers.engine import Reference, Request, engine, runner, scheduler, serve
 from skipdecode.errors import UnsupportedModel
-from skipdecode.serving import blocks
+from skipdecode.serving import blocks, head
 from skipdecode.serving import runner as runners
-from skipdecode.serving.head import multiplies_int8, quantize_head
+from skipdecode.serving.head import Int8Product, multiplies_int8, quantize_head
 from skipdecode.serving.narrow import Groups
 from skipdecode.weights.loading import DEMO
 
@@ -122,6 +122,43 @@ def test_an_int8_head_is_near_the_one_it_was_made_of_and_its_rows_stay_alone() -
         assert together.tokens == {i: serve(it, [request]).tokens[0] for i, request in enumerate(requests)}
     firsts = [floats.tokens[i][0] == together.tokens[i][0] for i in range(len(requests))]
     assert sum(firsts) >= 0.9 * len(firsts)
+
+
+class Rounded(torch.nn.Module):
+    """A head of 8 bits for our own ``generate``."""
+
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        self.weight, self.product = weight, Int8Product(weight.detach())
+
+    def forward(self, x: Any) -> Any:
+        return self.product(x, self.weight, None)
+
+
+def test_texts_of_an_int8_head_are_those_of_generate_with_that_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in pieces, arrivals and clients that leave. Other CPUs multiply it worse, but alike in both."""
+    monkeypatch.setattr(head, "multiplies_int8", lambda: True)
+    source, requests, reference = random.Random(2), requests_of(48), Reference("demo", most_new=40)
+    reference.model.lm_head = Rounded(reference.model.lm_head.weight)
+    options = {"skipdecode": {"int8_head": True}}
+    with engine(DEMO, additional_config=options, max_num_batched_tokens=24, enable_chunked_prefill=True) as it:
+        served = serve(
+            it, requests, arrive=lambda step: source.choice((0, 1, 2)), abort=lambda *_: source.random() < 0.005
+        )
+    finished = [i for i in range(len(requests)) if served.tokens[i]]
+    expected = reference.texts(requests)
+    assert len(requests) // 4 < len(finished) < len(requests)
+    assert [served.tokens[i] for i in finished] == [expected[i] for i in finished]
+
+
+def test_an_int8_head_is_refused_where_it_would_round_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without VNNI or AMX the product loses far more than 8 bits do."""
+    monkeypatch.setattr(head, "multiplies_int8", lambda: False)
+    with (
+        pytest.raises(UnsupportedModel, match="int8_head needs a CPU that multiplies int8"),
+        engine(DEMO, additional_config={"skipdecode": {"int8_head": True}}),
+    ):
+        pass
 
 
 def test_a_head_that_is_none_of_floats_is_refused() -> None:

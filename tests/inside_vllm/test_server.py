@@ -53,6 +53,45 @@ def test_chat(client: Any, solo: Reference, inputs: list[str], stream: bool) -> 
     assert all(answer.summary["speedup"] == 3 for answer in answers)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses(server: Server, client: Any, solo: Reference, inputs: list[str], stream: bool) -> None:
+    """The responses API takes it too; its answers have no metrics, the server's count them."""
+
+    async def respond(text: str) -> str:
+        options: dict[str, Any] = {"temperature": 0, "max_output_tokens": NEW, "stream": stream}
+        made = await client.responses.create(
+            model="demo", input=text, **options, extra_body={"vllm_xargs": {"speedup": 3}}
+        )
+        if not stream:
+            return str(made.output_text)
+        return "".join([event.delta async for event in made if event.type == "response.output_text.delta"])
+
+    requests = [Request(tuple(solo.tokenizer(text)["input_ids"]), 3.0, NEW) for text in inputs[:4]]
+    before = server.total("skipdecode_requests_total", speedup="3")
+    expected = [solo.tokenizer.decode(text, skip_special_tokens=True) for text in solo.texts(requests)]
+    assert together(*(respond(text) for text in inputs[:4])) == expected
+    assert server.total("skipdecode_requests_total", speedup="3") == before + 4
+
+
+@pytest.mark.parametrize("speedup", [1, 3, 5])
+def test_max_tokens_at_the_end_of_the_context(server: Server, mixed: list[tuple[int, ...]], speedup: int) -> None:
+    """One less than there is room for, as many, and one more, which vLLM takes for as many; no room is HTTP 400."""
+    room, long, reference = 8, sum(mixed, ()), Reference("demo", most_new=8)
+    prompts = [long[at : at + 256 - room] for at in range(0, 2000, 100)]
+    written = reference.texts([Request(prompt, speedup, room) for prompt in prompts])
+    unended = [len(text) == room and text[-1] != reference.tokenizer.eos_token_id for text in written]
+    prompt, text = prompts[unended.index(True)], written[unended.index(True)]
+    body = {"model": "demo", "temperature": 0, "return_token_ids": True, "vllm_xargs": {"speedup": speedup}}
+    for most in (room - 1, room, room + 1):
+        status, said = post(server, "/v1/completions", json.dumps(body | {"prompt": prompt, "max_tokens": most}))
+        assert status == 200, said
+        (choice,) = json.loads(said)["choices"]
+        assert (tuple(choice["token_ids"]), choice["finish_reason"]) == (text[:most], "length")
+    for length in (256, 257):
+        full = body | {"prompt": long[:length], "max_tokens": 1}
+        assert post(server, "/v1/completions", json.dumps(full))[0] == 400
+
+
 def test_a_request_that_names_none_gets_the_default(client: Any, solo: Reference, mixed: list[tuple[int, ...]]) -> None:
     """1x here: full depth, and the response says so."""
     (answer,) = together(ask(client, list(mixed[0]), new=NEW))

@@ -19,8 +19,8 @@ from .settings import Serving
 MODULE = "vllm.entrypoints.openai.api_server"
 #: The plugin's entry point.
 PLUGIN = "skipdecode"
-#: vLLM's options that users may not give, since they are set here.
-OURS = ("--model", "--additional-config")
+#: Options of vLLM that users may not give: those set here, and those that only `vllm serve` does not ignore.
+REFUSED = ("--model", "--additional-config", "--api-server-count", "-asc", "--headless", "--grpc")
 #: Default size of vLLM's KV cache on a CPU, in GiB: vLLM itself would take nearly all memory.
 CPU_ROOM = {"VLLM_CPU_KVCACHE_SPACE": "4"}
 
@@ -46,7 +46,7 @@ def server_command(
     Raises:
         ModelError: the model does not exist.
         ScheduleError: the options contradict each other or the model.
-        UsageError: ``vllm`` has an option that is set here, or the environment keeps vLLM from loading the plugin.
+        UsageError: ``vllm`` has one of the options ``REFUSED``, or the environment keeps vLLM from loading the plugin.
         MissingExtra: vLLM is not installed, or does not see the plugin.
         UnsupportedModel: this release of vLLM was not tested.
     """
@@ -55,8 +55,8 @@ def server_command(
     Serving(read_config(model), options)
     for given in vllm:
         name = given.partition("=")[0].partition(".")[0].replace("_", "-")
-        if name in OURS:
-            raise UsageError(f"{name} is set by skipdecode serve: docs/serving.md says how to start vLLM yourself")
+        if name.strip("-") and any(option.startswith(name) for option in REFUSED):  # vLLM takes shortened names
+            raise UsageError(f"{name} is no option of skipdecode serve: docs/serving.md has vLLM's own command")
     require_vllm()
     _check_plugin()
     arguments = [sys.executable, "-m", MODULE, "--model", path]
