@@ -147,6 +147,14 @@ def test_another_model_is_refused(saved: tuple[Any, Path, Adapter]) -> None:
         attach(build("opt"), adapter=folder)
 
 
+def test_a_model_is_saved_without_its_adapter(saved: tuple[Any, Path, Adapter], tmp_path: Path) -> None:
+    """What is saved skips no layers well: its config says nothing of them, and the adapter stays attached."""
+    model, folder, _ = saved
+    attach(model, adapter=folder).save_pretrained(tmp_path / "model")
+    assert CONFIG_KEY not in json.loads((tmp_path / "model" / "config.json").read_text())
+    assert getattr(model.config, CONFIG_KEY)
+
+
 @pytest.mark.parametrize("file", [ABOUT, WEIGHTS])
 def test_a_damaged_folder_is_named(saved: tuple[Any, Path, Adapter], file: str) -> None:
     """Cut, or missing."""

@@ -45,6 +45,8 @@ class StandIn(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the estimated hidden states after the gap, in the dtype of ``hidden``."""
+        if self.down.device != hidden.device:  # layers may be on several devices
+            self.to(hidden.device)
         wide = hidden.to(self.down.dtype)
         return (wide + (wide @ self.down) @ self.up + self.bias).to(hidden.dtype)
 

@@ -13,9 +13,9 @@ from torch import nn
 from ..errors import ModelError
 from .adapter import Adapter
 from .adapter_folder import load_adapter
-from .checkpoint_config import CONFIG_KEY, schedule_for, to_config_entry, warn_untrained
+from .checkpoint_config import CONFIG_KEY, schedule_for, set_entry, to_config_entry, warn_untrained
 from .gate import ForcedPass, Gate, GateState
-from .guards import BatchingGuard, CacheProvider, PassGuard, PromptGuard
+from .guards import BatchingGuard, CacheProvider, PassGuard, PromptGuard, SaveWithoutAdapter
 from .patch import gate_state, patches_on, put, remove_patches
 from .schedule import Schedule
 from .stack import check_kind, decoder_layers, lenders, with_lenders_first
@@ -79,6 +79,7 @@ def attach(
     # A wrapper around an attached model (PEFT's) has a ``forward`` and ``generate`` of its own: patch those too.
     put(PassGuard, model, "forward", gates)
     put(PromptGuard, model, "prepare_inputs_for_generation", gates)
+    put(SaveWithoutAdapter, model, "save_pretrained", gates)
     if schedule is not None:
         put(CacheProvider, model, "generate", model)
         put(BatchingGuard, model, "init_continuous_batching")
@@ -101,10 +102,7 @@ def put_adapter(model: nn.Module, adapter: Adapter | None, gates: GateState | No
         weight = next(model.parameters())
         adapter.to(weight.device, weight.dtype if weight.is_floating_point() else None)
         entry = to_config_entry(adapter.schedules)
-    if entry is not None:
-        setattr(config, CONFIG_KEY, entry)
-    elif hasattr(config, CONFIG_KEY):
-        delattr(config, CONFIG_KEY)
+    set_entry(config, entry)
 
 
 def detach(model: Model) -> Model:

@@ -40,6 +40,14 @@ def to_config_entry(schedules: Mapping[float, Schedule], method: str = DEFAULT_M
     return {"method": method, "schedules": {_key(k): schedule.to_dict() for k, schedule in sorted(schedules.items())}}
 
 
+def set_entry(config: Any, entry: dict[str, Any] | None) -> None:
+    """Give a config the entry CONFIG_KEY in place of the one it has; None takes it out."""
+    if entry is not None:
+        setattr(config, CONFIG_KEY, entry)
+    elif hasattr(config, CONFIG_KEY):
+        delattr(config, CONFIG_KEY)
+
+
 def trained_method(config: Any) -> str:
     """Return the method that trained the config's model, else ``full``. Raises ScheduleError for a malformed entry."""
     return _entry(config).get("method", UNTRAINED)

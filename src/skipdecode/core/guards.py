@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import CacheError, UsageError
 from .cache import SkipCache
+from .checkpoint_config import CONFIG_KEY, set_entry
 from .gate import GateState, find_cache, refuse_packed
 from .patch import Patch
 from .schedule import Schedule
@@ -97,6 +98,28 @@ class CacheProvider(Patch):
                 kwargs = {"cache_implementation": None} | kwargs
             kwargs["past_key_values"] = SkipCache(self.model, self.schedule)
         return self.original(*args, **kwargs)
+
+
+class SaveWithoutAdapter(Patch):
+    """Replacement of ``save_pretrained`` that leaves an adapter's schedules out of the saved config."""
+
+    gates: GateState
+
+    def __init__(self, model: nn.Module, name: str, gates: GateState) -> None:
+        super().__init__(model, name, gates)
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the model as it is without the adapter."""
+        adapter, config = self.gates.adapter, self.model.config
+        if adapter is None:
+            return self.original(*args, **kwargs)
+        entry = getattr(config, CONFIG_KEY)
+        set_entry(config, self.gates.entry_before)
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            set_entry(config, entry)
 
 
 class BatchingGuard(Patch):

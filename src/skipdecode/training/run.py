@@ -22,7 +22,7 @@ from ..adapters.own_texts import own_texts, read_prompts
 from ..core.adapter import Adapter
 from ..core.adapter_folder import save_adapter
 from ..core.attach import attach
-from ..core.checkpoint_config import CONFIG_KEY, layer_count, schedules_of, to_config_entry
+from ..core.checkpoint_config import layer_count, schedules_of, set_entry, to_config_entry
 from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..core.text_passes import TextPasses
@@ -102,11 +102,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         checkpoint = folder.newest(record, say) if resume else None
         if checkpoint is not None:
             say(f"going on from {checkpoint}")
-        entry = to_config_entry(schedules, plan.method)
-        if entry is not None:
-            setattr(model.config, CONFIG_KEY, entry)
-        elif hasattr(model.config, CONFIG_KEY):
-            delattr(model.config, CONFIG_KEY)
+        set_entry(model.config, to_config_entry(schedules, plan.method))
         args._n_gpu = 1  # no DataParallel: its copies' gates would point to the first GPU
         trained: Any = attach(model.train())  # before peft wraps it
         collator = Collator(tokenizer.pad_token_id, max_length=max_positions(model.config))

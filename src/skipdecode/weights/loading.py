@@ -24,7 +24,7 @@ from transformers.utils import is_accelerate_available, logging
 
 from ..core.adapter_folder import is_adapter, read_about, read_schedules
 from ..core.attach import attach
-from ..core.checkpoint_config import CONFIG_KEY, to_config_entry
+from ..core.checkpoint_config import set_entry, to_config_entry
 from ..core.stack import text_config
 from ..data.tokenization import for_decoding, train_tokenizer
 from ..errors import ModelError, UsageError
@@ -227,7 +227,7 @@ def read_config(name: str, revision: str | None = None, adapter: str | Path | No
         config = AutoConfig.from_pretrained(resolve(name), revision=revision, trust_remote_code=False)
     check_config(name, config)
     if (folder := adapter_of(name, adapter)) is not None:
-        setattr(config, CONFIG_KEY, to_config_entry(read_schedules(folder)))
+        set_entry(config, to_config_entry(read_schedules(folder)))
     return config
 
 
