@@ -149,11 +149,11 @@ def test_own_texts_train_all_weights_too(checkpoint: Path, prompts: Path, tmp_pa
     assert json.loads((tmp_path / "out" / "config.json").read_text())["skipdecode"]["schedules"].keys() == {"2", "4"}
 
 
-@pytest.mark.parametrize("verb", ["train", "serve", "probe"])
+@pytest.mark.parametrize("verb", ["train", "serve", "probe", "bench", "profile", "calibrate"])
 def test_verbs_that_cannot_use_an_adapter_refuse_it(verb: str, trained: Path, tmp_path: Path) -> None:
     """Rather than run its bare model."""
-    options = ["--output", tmp_path / "out"] if verb == "train" else []
-    done = run(verb, trained, *options)
+    data = ["--data", trained] if verb == "calibrate" else []
+    done = run(verb, trained, *data, *["--output", tmp_path / "out"] * (verb not in ("serve", "probe")))
     assert done.returncode == 2
     assert "cannot use adapters yet" in done.stderr
 

@@ -94,10 +94,12 @@ def plan(
     from ..planning.profile import Profile, shape_of
     from ..planning.resolve import new_schedule
     from ..weights.device import machine
-    from ..weights.loading import read_config
+    from ..weights.loading import read_config, refuse_adapter
 
     targets, measured = o.parse_numbers(speedups), Profile.load(profile)
     style: dict[str, Any] = {**o.style_options(decay=decay, prompt_layers=prompt_layers)}
+    if model is not None:
+        refuse_adapter(model, "plan, which takes other depths,")
     config = None if model is None else read_config(model)
     if config is not None:
         measured.check(shape=shape_of(config))
@@ -218,12 +220,14 @@ def _load(
     """
     from ..clock.model_shapes import random_model, shape_config
     from ..clock.profiler import check_positions
-    from ..weights.loading import load, read_config
+    from ..weights.loading import load, read_config, refuse_adapter
     from ..weights.optimize import optimizations
 
     model, shape, attention = given["model"], given["shape"], given["attention"]
     if (model is None) == (shape is None):
         raise UsageError("give either MODEL or --shape")
+    if model is not None:
+        refuse_adapter(model, "the clock, which times other depths,")
     options = optimizations(given["quantization"], given["prepack"]) | ({"attention": attention} if attention else {})
     check_positions(read_config(model) if shape is None else shape_config(shape), tokens)
     make: Any = load if shape is None else random_model

@@ -41,7 +41,7 @@ from ..planning.planner import CLOCKS, Predictor, workloads
 from ..planning.planner import plan as plan_depths
 from ..planning.profile import Profile
 from ..provenance import fingerprint
-from ..weights.loading import DEMO, adapter_of, identity_of, load, load_tokenizer, read_config, resolve
+from ..weights.loading import DEMO, identity_of, load, load_tokenizer, read_config, refuse_adapter, resolve
 from .loss import LayerOrder, is_losses
 
 #: Largest accepted relative error of the achieved ratio.
@@ -271,6 +271,7 @@ def calibrate(
     Raises:
         SkipDecodeError: data, model or options are unusable; raised before the weights are loaded.
     """
+    refuse_adapter(plan.model, "calibrate, which fits other depths,")
     config = read_config(plan.model)
     method = _check(plan, config)
     before = schedule_for(config, plan.speedup)
@@ -380,8 +381,6 @@ def _check(plan: CalibrationPlan, config: Any) -> Method:
         check_profile(plan.profile, config, device=plan.device, **plan.profile.options)
     if not 1 < plan.speedup <= layers:
         raise UsageError(f"a speed-up is above 1 and at most the number of layers ({layers}), not {plan.speedup:g}")
-    if plan.save and adapter_of(plan.model):
-        raise UsageError(f"--save writes to a model's config, and {plan.model} is an adapter: leave it out")
     if plan.save and (resolve(plan.model) == str(DEMO) or not Path(resolve(plan.model)).is_dir()):
         raise UsageError(f"the schedule can only be saved into a local model directory, which {plan.model} is not")
     if plan.output is not None:
