@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -221,7 +221,7 @@ def _training_speed(model: PreTrainedModel, adapter: Adapter, schedule: Schedule
 
 
 @torch.no_grad()
-def damage(passes: Sequence[TextPasses], schedule: Schedule) -> Damage:
+def damage(passes: Iterable[TextPasses], schedule: Schedule) -> Damage:
     """Return the distance of ``schedule`` from full depth over batches of texts."""
     divergence, same, count = 0.0, 0, 0
     for each in passes:

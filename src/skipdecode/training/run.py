@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from ..adapters.closed_form import fit_stand_ins
 from ..adapters.learner import AdapterLearner, TextCollator
 from ..adapters.own_texts import own_texts, read_prompts
+from ..adapters.probe import damage
 from ..core.adapter import Adapter
 from ..core.adapter_folder import save_adapter
 from ..core.attach import attach
@@ -108,8 +109,13 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         collator = Collator(tokenizer.pad_token_id, max_length=max_positions(model.config))
         if plan.adapters:
             collator = TextCollator(tokenizer.pad_token_id, max_length=max_positions(model.config))
-            first = batches_of(training[:FITTED], tokenizer, 8, max_positions(model.config), args.device)
-            trained = _learner(plan, model.to(args.device), schedules, first, say)
+            first, measured = (
+                batches_of(part, tokenizer, 8, max_positions(model.config), args.device)
+                for part in (training[:FITTED], validation)
+            )
+            trained = _learner(plan, model.to(args.device), schedules, [] if checkpoint else first, say)
+            if not checkpoint:
+                _say_damage(model, schedules, measured, "before training", say)
         if plan.lora_rank:
             from peft import LoraConfig, get_peft_model
 
@@ -129,6 +135,8 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
             record=record,
         )
         _run(trainer, plan, folder, checkpoint, say)
+        if plan.adapters:
+            _say_damage(model, schedules, measured, "now", say)
         say(f"saved to {plan.output}")
 
 
@@ -293,14 +301,30 @@ def _learner(
     batches: Sequence[Mapping[str, Any]],
     say: Callable[[str], object],
 ) -> AdapterLearner:
-    """Return what learns the adapter of a frozen model, with stand-ins fitted in closed form to ``batches``."""
+    """Return what learns the adapter of a frozen model, with stand-ins fitted in closed form to any ``batches``."""
     model.eval().requires_grad_(False)
     adapter = Adapter(text_config(model.config).hidden_size, plan.adapter_rank, schedules)
     attach(model, adapter=adapter)
-    fit_stand_ins(adapter, [TextPasses(model, batch) for batch in batches])
-    size = sum(weight.numel() for weight in adapter.parameters())
-    say(f"the adapter has {size:,} weights, fitted to {len(batches)} batches to begin with; the model stays as it is")
+    if batches:
+        fit_stand_ins(adapter, [TextPasses(model, batch) for batch in batches])
+    say(f"the adapter has {sum(weight.numel() for weight in adapter.parameters()):,} weights; the model stays as it is")
     return AdapterLearner(model, adapter)
+
+
+def _say_damage(
+    model: PreTrainedModel,
+    schedules: Mapping[float, Schedule],
+    batches: Sequence[Mapping[str, Any]],
+    when: str,
+    say: Callable[[str], object],
+) -> None:
+    """Say how far each speed-up is from full depth on the texts that are held out, if there are any."""
+    for speedup, schedule in schedules.items() if batches else ():
+        found = damage((TextPasses(model, batch) for batch in batches), schedule)
+        say(
+            f"{speedup:g}x {when}: {found.kl:.3f} nats per token from full depth, "
+            f"{found.agreement:.1%} of its most likely tokens"
+        )
 
 
 def _record(
