@@ -44,8 +44,8 @@ def close(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_plain_generate_is_that_of_a_cache_given_by_hand(name: str) -> None:
     """Each call gets a cache of its own: the second writes what the first did; detached, the model is as it was."""
-    model, few = build(name), partial(logits_of, max_new_tokens=7)
-    stock, by_hand = few(model), run(model, prompts(), TOP, max_new_tokens=7).logits
+    model, few = build(name), partial(logits_of, max_new_tokens=5)
+    stock, by_hand = few(model), run(model, prompts(), TOP, max_new_tokens=5).logits
     assert equal(few(attach(model, TOP)), by_hand)
     assert equal(few(model), by_hand)
     assert not equal(by_hand, stock)
