@@ -14,13 +14,14 @@ from transformers.cache_utils import DynamicLayer
 
 from helpers.families import FAMILIES, LAYERS, LENGTHS, SCHEDULES, STEPS, TOP, WIDTH, build, decode, prompts, run
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
-from skipdecode.core.cache import layer_kv_bytes
+from skipdecode.core import checkpoint_config
+from skipdecode.core.cache import RECURRENT, layer_kv_bytes, total_kv_bytes
 from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.gate import ForcedPass, GateState
 from skipdecode.core.growing import ROOM, GrowingLayer
 from skipdecode.core.guards import _shape
 from skipdecode.core.stack import decoder_layers
-from skipdecode.errors import CacheError, UnsupportedModel
+from skipdecode.errors import CacheError, UnsupportedModel, UntrainedWarning
 
 FULL = Schedule.full(LAYERS)
 
@@ -99,6 +100,101 @@ def test_bytes_count_every_tensor_of_two_axes_or_more() -> None:
             self.name = "full"
 
     assert layer_kv_bytes(Layer()) == 148
+
+
+# --- the cache by itself, driven as the gates drive it
+
+
+def _pass(cache: SkipCache, width: int) -> list[int]:
+    """One pass of three rows, whose layers store zeros; returns how many positions each layer ran."""
+    ran = []
+    for index, layer in enumerate(cache.layers):
+        count = cache.begin_layer(index, width)
+        ran.append(count)
+        if count and isinstance(layer, DynamicLayer):
+            cache.update(torch.zeros(3, 2, count, 8), torch.zeros(3, 2, count, 8), index)
+        elif count and isinstance(layer, RECURRENT):
+            cache.update_conv_state(torch.zeros(3, 4, 4), index)
+        if count:
+            cache.end_layer(index)
+    return ran
+
+
+def test_a_cache_says_who_was_not_trained() -> None:
+    """The warning names the caller's line, not one of ours; attach warns as the cache does."""
+    model = build("llama")
+    for make in (attach, SkipCache):
+        checkpoint_config._warn.cache_clear()
+        with pytest.warns(UntrainedWarning, match="not trained to skip") as found:
+            make(model, TOP)
+        assert found[0].filename == __file__
+
+
+def test_a_recurrent_state_takes_no_second_prompt() -> None:
+    """One such layer among others is enough, though no layer is retired; where nothing is ever skipped, it may."""
+    model, deep = attach(build("qwen3.5")), SCHEDULES["top-to-1"]
+    cache = SkipCache(model, deep)
+    cache.begin_prompt()
+    assert _pass(cache, 5) == [5] * LAYERS
+    with pytest.raises(CacheError, match=r"a prompt, or a chunk of one.*recurrent state"):
+        cache.begin_prompt()
+    cache = SkipCache(model, FULL)
+    for _ in range(2):
+        cache.begin_prompt()
+        _pass(cache, 5)
+    assert cache.get_seq_length() == 10
+
+
+def test_the_full_schedules_passes_after_the_first_are_steps() -> None:
+    """Of any width, as assisted decoding verifies several positions at once."""
+    cache = SkipCache(attach(build("opt")), FULL)
+    for width in (5, 1, 3):
+        assert _pass(cache, width) == [width] * LAYERS
+    assert (cache.passes, cache.step_depths) == (3, [LAYERS] * 2)
+
+
+def test_who_runs_next_is_known_in_the_middle_of_a_pass() -> None:
+    """What offloading fetches: the rest of this pass in network order, then the next step's layers."""
+    cache = SkipCache(attach(build("opt")), TOP)
+    after = [sorted(TOP.layers(TOP.depth(step))) for step in range(2)]
+    begun = copy.deepcopy(cache)
+    begun.begin_layer(0, 5)
+    _pass(cache, 5)
+    cache.begin_layer(0, 1)
+    for layer in range(LAYERS):
+        assert begun.upcoming(layer) == [*range(layer + 1, LAYERS), *after[0]]
+        assert cache.upcoming(layer) == [each for each in after[0] if each > layer] + after[1]
+
+
+def test_the_peak_is_what_was_held_at_once() -> None:
+    """Six layers that stay and, after them, one at a time that is retired as soon as it has run."""
+    cache, width = SkipCache(attach(build("llama")), Schedule.from_depths(LAYERS, [6, 2], order="bottom", warmup=0)), 5
+    each = 2 * 3 * 2 * (width + ROOM) * 8 * 4  # keys and values of one layer
+    for running in (LAYERS, 6, 2):
+        _pass(cache, width if running == LAYERS else 1)
+        assert cache.peak_kv_bytes == each * 7
+    assert cache.step_depths == [6, 2]
+    assert total_kv_bytes(cache) == each * 2
+
+
+def test_a_state_is_known_of_after_its_layer_is_retired() -> None:
+    """Before the prompt no layer has one, after it each has: transformers asks layers that no longer hold it, too."""
+    cache = SkipCache(attach(build("qwen3.5")), TOP)
+    recurrent = [index for index, layer in enumerate(cache.layers) if isinstance(layer, RECURRENT)]
+    assert not any(cache.has_previous_state(index) for index in recurrent)
+    _pass(cache, 5)
+    retired = set(range(LAYERS)) - set(TOP.layers(TOP.depth(0)))
+    assert retired & {*recurrent}
+    assert {*recurrent} - retired
+    assert all(cache.has_previous_state(index) is True for index in recurrent)
+
+
+@pytest.mark.skipif("gemma4-shared" not in FAMILIES, reason="the release of transformers lacks it")
+def test_a_layer_that_borrows_its_keys_stores_none() -> None:
+    """It has run as it should."""
+    cache = SkipCache(attach(build("gemma4-shared")), FULL)
+    assert _pass(cache, 5) == [5] * LAYERS
+    assert layer_kv_bytes(cache.layers[-1]) == 0
 
 
 # --- the gates' shared state
