@@ -323,6 +323,60 @@ def test_two_threads_cannot_recompute_one_models_layers() -> None:
     assert gates.forced == {}
 
 
+# --- one gate, called as a model calls its layer
+
+
+def test_a_skipped_layer_passes_its_first_argument_on() -> None:
+    """Hidden states come first or by their name; what stands behind them is not looked at."""
+    model = attach(build("llama"))
+    cache, hidden = SkipCache(model, TOP), torch.randn(3, 1, 32)
+    _pass(cache, 5)
+    cache.begin_layer(0, 1)
+    layer = decoder_layers(model)[1]
+    assert cache.begin_layer(1, 1) == 0
+    model.forward.gates.learn_output(hidden)
+    assert layer(hidden, None, torch.zeros(2), past_key_values=cache) is hidden
+    assert layer(hidden_states=hidden, past_key_values=cache) is hidden
+
+
+def test_what_a_skipped_layer_returns_is_learned_without_the_cache() -> None:
+    """Given by place or by name: a position that the schedule skips leaves nothing in it."""
+    model = attach(build("gpt2"))
+    cache, hidden = SkipCache(model, TOP), torch.randn(3, 1, 32)
+    _pass(cache, 5)
+    cache.begin_layer(0, 1)
+    for given, named in (((cache,), {}), ((), {"past_key_values": cache})):
+        model.forward.gates.output_is_known = False
+        assert torch.equal(decoder_layers(model)[1](hidden, *given, **named), hidden)
+        assert model.forward.gates.output_is_known
+
+
+def test_a_layer_fills_no_cache_in_a_teacher_forced_pass() -> None:
+    """Whatever else it is given."""
+    model = attach(build("llama"))
+    cache, hidden = DynamicCache(config=model.config), torch.zeros(2, 6, 32)
+    with teacher_forced(model, TOP, 4):
+        for given, named in (((cache,), {}), ((), {"past_key_values": cache})):
+            with pytest.raises(CacheError, match="a teacher-forced pass can fill no cache"):
+                decoder_layers(model)[0](hidden, *given, **named)
+
+
+@pytest.mark.parametrize("name", sorted({"opt", "gemma4-shared"} & set(FAMILIES)))
+def test_a_dict_that_is_empty_or_of_announced_lenders_is_no_reason_to_refuse(name: str) -> None:
+    """The next release of transformers may hand one to every family."""
+    model = attach(build(name))
+
+    def give(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "lent": UserDict() if name == "opt" else UserDict(states=1)}
+
+    for layer in decoder_layers(model):
+        layer.register_forward_pre_hook(give, with_kwargs=True)
+    cache = SkipCache(model, TOP)
+    with torch.no_grad():
+        model(**prompts((3,)), past_key_values=cache)
+    assert cache.passes == 1
+
+
 # --- what a layer may store
 
 
@@ -502,3 +556,51 @@ def test_gradients_and_inference_tensors_are_not_written_over() -> None:
         _stored(ours, 5, 1)
     _stored(ours, 6, 1)
     assert ours.keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_room_is_used_up_before_more_is_made() -> None:
+    """To its last position, step by step or at once; in inference mode too."""
+    for mode in (False, True):
+        with torch.inference_mode(mode):
+            ours = GrowingLayer()
+            _stored(ours, 0, 5)
+            place = ours.keys.data_ptr(), ours.values.data_ptr()
+            for start, count in ((5, 1), (6, ROOM - 1)):
+                _stored(ours, start, count)
+                assert (ours.keys.data_ptr(), ours.values.data_ptr()) == place
+            _stored(ours, 5 + ROOM, 1)
+            assert ours.keys.data_ptr() != place[0]
+            assert ours.keys[0, 0, :, 0].tolist() == list(range(6 + ROOM))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_gradient_through_keys_or_values_alone_is_kept(which: int) -> None:
+    """As where only one of the two projections is trained."""
+    weight, other = torch.ones(3, 2, 2, 4, requires_grad=True), torch.ones(3, 2, 2, 4)
+    ours = GrowingLayer()
+    used = torch.zeros(())
+    for _ in range(2):
+        keys, values = ours.update(*((weight, other) if which == 0 else (other, weight)))
+        used = used + (keys * values).sum()
+    used.backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full_like(weight, 3.0))
+
+
+def test_keys_and_values_keep_the_precision_they_come_in() -> None:
+    """As in transformers' own layer; what comes later in a finer one is not rounded to the room's."""
+    fine = torch.full((3, 2, 1, 4), 1 / 3)
+    for first, second in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        ours, theirs = GrowingLayer(), DynamicLayer()
+        for layer in (ours, theirs):
+            layer.update(fine.to(first), fine.to(second))
+            layer.update(fine.to(first), fine.to(second))
+        for mine, stock in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            assert mine.dtype == stock.dtype
+            assert torch.equal(mine, stock)
+    ours = GrowingLayer()
+    ours.update(fine.bfloat16(), fine.bfloat16())
+    keys, values = ours.update(fine, fine)
+    assert torch.equal(keys[:, :, 1:], fine)
+    assert torch.equal(values[:, :, 1:], fine)
+    assert torch.equal(keys[:, :, :1], fine.bfloat16().float())
