@@ -279,22 +279,16 @@ def test_another_model_does_not_get_the_weights_of_the_last_one(checkpoint: Path
     assert "another model" in run("train", save_checkpoint(tmp_path / "other"), *common).stderr
 
 
-#: Two commands in each of two processes, which share the imports: those take longest.
+#: Two commands in the processes of one launch, which take long to start.
 TWICE = """
-import os
 import sys
-import skipdecode.training.trainer
 from skipdecode.cli.app import main
-other = os.fork()
-os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if other else "1"
 for steps in "25":
     try:
         sys.argv[sys.argv.index("--max-steps") + 1 :] = [steps]
         main()
     except SystemExit as stop:
         assert not stop.code
-if other:
-    assert os.waitpid(other, 0)[1] == 0
 """
 
 
@@ -310,12 +304,13 @@ def test_two_processes_train_like_one(checkpoint: Path, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # What torchrun tells its processes; without a GPU they talk by gloo.
-    told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # --multi_gpu is torchrun; without a GPU the processes talk by gloo.
+    launch = f"-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --main_process_port {port}"
+    launch += " --mixed_precision no --dynamo_backend no"
     (tmp_path / "twice.py").write_text(TWICE)
     options = ("train", checkpoint, *common, "--batch-size", 4, "--output", tmp_path / "two", "--max-steps")
-    command = [sys.executable, *map(str, (tmp_path / "twice.py", *options))]
-    environment = os.environ | told | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launch.split(), *map(str, (tmp_path / "twice.py", *options))]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     two = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert two.returncode == 0, two.stderr
     first, second = two.stderr.split("going on from ")  # said by one of them
