@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -16,24 +17,9 @@ from helpers import interpreted
 if interpreted.V2:
     interpreted.allow()  # before anything imports vLLM
 
-import hypothesis
 import pytest
-import torch
-import transformers
-
-from helpers.tiny import save_checkpoint, write_examples
 
 GOLDEN = Path(__file__).parent / "golden"
-
-# The same examples at every run, however long each takes: chance is for `make torture`.
-hypothesis.settings.register_profile(
-    "fixed",
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
-)
-hypothesis.settings.load_profile("fixed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,10 +27,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden/ anew instead of comparing")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """One thread: the models are tiny, and a second thread only spins while it waits for the next tiny kernel."""
+def pytest_collection() -> None:
+    """Before the tests are read. With pytest-xdist this is in its workers only: their parent needs none of it.
+
+    One thread: the models are tiny, and a second thread only spins while it waits for the next tiny kernel. Hypothesis
+    takes the same examples at every run, however long each takes: chance is for `make torture`.
+    """
+    import hypothesis
+    import torch
+    import transformers
+
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    hypothesis.settings.register_profile(
+        "fixed",
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+    )
+    hypothesis.settings.load_profile("fixed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,7 +67,16 @@ def _freeze() -> None:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch
+
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def stemmed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROUGE stems each of the few thousand words of a data set once, not at each of its 131,000 places."""
+    stemmer = pytest.importorskip("nltk.stem.porter").PorterStemmer
+    monkeypatch.setattr(stemmer, "stem", functools.cache(stemmer.stem))
 
 
 @pytest.fixture
@@ -88,6 +99,8 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 def _shared_checkpoint(folder: Path, **sizes: int) -> Iterator[Path]:
     """A checkpoint that many tests read; none may write to it."""
+    from helpers.tiny import save_checkpoint
+
     before = _contents(save_checkpoint(folder, **sizes))
     yield folder
     assert _contents(folder) == before, f"a test changed {folder}, which others read: copy it first"
@@ -114,6 +127,8 @@ def shallow_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of train, validation and test splits, all of EXAMPLES. Read it, or copy it to change it."""
+    from helpers.tiny import write_examples
+
     folder = tmp_path_factory.mktemp("data")
     for split in ("train", "validation", "test"):
         write_examples(folder / f"{split}.jsonl")

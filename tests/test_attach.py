@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, pipeline
 
 import skipdecode
@@ -22,6 +22,7 @@ from helpers.tiny import TEXTS, save_checkpoint
 from skipdecode import Schedule, SkipCache, attach, detach
 from skipdecode.core import checkpoint_config
 from skipdecode.core.checkpoint_config import to_config_entry
+from skipdecode.core.patch import Patch, patches_on, put
 from skipdecode.errors import CacheError, ModelError, ScheduleError, UntrainedWarning, UsageError
 from skipdecode.evaluation.check import run_checks
 
@@ -44,8 +45,8 @@ def close(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_plain_generate_is_that_of_a_cache_given_by_hand(name: str) -> None:
     """Each call gets a cache of its own: the second writes what the first did; detached, the model is as it was."""
-    model, few = build(name), partial(logits_of, max_new_tokens=7)
-    stock, by_hand = few(model), run(model, prompts(), TOP, max_new_tokens=7).logits
+    model, few = build(name), partial(logits_of, max_new_tokens=5)
+    stock, by_hand = few(model), run(model, prompts(), TOP, max_new_tokens=5).logits
     assert equal(few(attach(model, TOP)), by_hand)
     assert equal(few(model), by_hand)
     assert not equal(by_hand, stock)
@@ -83,6 +84,36 @@ def test_a_generation_config_is_taken_without_a_word(asked: str | None, capfd: p
     finally:
         transformers.logging.set_verbosity_error()
     assert asked or "generation_config" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["place", "name", "model", "nowhere"])
+def test_the_kind_of_cache_that_a_generation_config_names_is_unset(where: str) -> None:
+    """Wherever ``generate`` finds the config; a call that gives its own cache is passed on as it is."""
+    model = attach(build("llama"), TOP)
+    told: list[dict[str, Any]] = []
+    model.generate.original = lambda *args, **kwargs: told.append(kwargs)
+    config, ids = GenerationConfig(cache_implementation="static"), torch.zeros(1, 2, dtype=torch.long)
+    if where == "model":
+        model.generation_config = config
+    given = {"place": (ids, config), "name": (ids,)}.get(where, (ids,))
+    named = {"generation_config": config} if where == "name" else {}
+    model.generate(*given, **named)
+    cache = told[0].pop("past_key_values")
+    assert isinstance(cache, SkipCache)
+    assert cache.schedule == TOP
+    assert told[0] == named | ({} if where == "nowhere" else {"cache_implementation": None})
+    model.generate(*given, past_key_values=cache, **named)
+    assert told[1] == named | {"past_key_values": cache}
+
+
+def test_a_method_that_a_module_lacks_is_not_made_up() -> None:
+    """Older releases and decoders without a head lack some; a second patch of a kind does not stack upon the first."""
+    module = nn.Linear(2, 2)
+    for _ in range(2):
+        put(Patch, module, "generate")
+        put(Patch, module, "forward")
+    assert not hasattr(module, "generate")
+    assert [name for name, _ in patches_on(module)] == ["forward"]
 
 
 def test_an_untrained_model_is_named_once_and_by_degree() -> None:

@@ -14,13 +14,14 @@ from transformers.cache_utils import DynamicLayer
 
 from helpers.families import FAMILIES, LAYERS, LENGTHS, SCHEDULES, STEPS, TOP, WIDTH, build, decode, prompts, run
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
-from skipdecode.core.cache import layer_kv_bytes
+from skipdecode.core import checkpoint_config
+from skipdecode.core.cache import RECURRENT, layer_kv_bytes, total_kv_bytes
 from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.gate import ForcedPass, GateState
 from skipdecode.core.growing import ROOM, GrowingLayer
 from skipdecode.core.guards import _shape
 from skipdecode.core.stack import decoder_layers
-from skipdecode.errors import CacheError, UnsupportedModel
+from skipdecode.errors import CacheError, UnsupportedModel, UntrainedWarning
 
 FULL = Schedule.full(LAYERS)
 
@@ -99,6 +100,101 @@ def test_bytes_count_every_tensor_of_two_axes_or_more() -> None:
             self.name = "full"
 
     assert layer_kv_bytes(Layer()) == 148
+
+
+# --- the cache by itself, driven as the gates drive it
+
+
+def _pass(cache: SkipCache, width: int) -> list[int]:
+    """One pass of three rows, whose layers store zeros; returns how many positions each layer ran."""
+    ran = []
+    for index, layer in enumerate(cache.layers):
+        count = cache.begin_layer(index, width)
+        ran.append(count)
+        if count and isinstance(layer, DynamicLayer):
+            cache.update(torch.zeros(3, 2, count, 8), torch.zeros(3, 2, count, 8), index)
+        elif count and isinstance(layer, RECURRENT):
+            cache.update_conv_state(torch.zeros(3, 4, 4), index)
+        if count:
+            cache.end_layer(index)
+    return ran
+
+
+def test_a_cache_says_who_was_not_trained() -> None:
+    """The warning names the caller's line, not one of ours; attach warns as the cache does."""
+    model = build("llama")
+    for make in (attach, SkipCache):
+        checkpoint_config._warn.cache_clear()
+        with pytest.warns(UntrainedWarning, match="not trained to skip") as found:
+            make(model, TOP)
+        assert found[0].filename == __file__
+
+
+def test_a_recurrent_state_takes_no_second_prompt() -> None:
+    """One such layer among others is enough, though no layer is retired; where nothing is ever skipped, it may."""
+    model, deep = attach(build("qwen3.5")), SCHEDULES["top-to-1"]
+    cache = SkipCache(model, deep)
+    cache.begin_prompt()
+    assert _pass(cache, 5) == [5] * LAYERS
+    with pytest.raises(CacheError, match=r"a prompt, or a chunk of one.*recurrent state"):
+        cache.begin_prompt()
+    cache = SkipCache(model, FULL)
+    for _ in range(2):
+        cache.begin_prompt()
+        _pass(cache, 5)
+    assert cache.get_seq_length() == 10
+
+
+def test_the_full_schedules_passes_after_the_first_are_steps() -> None:
+    """Of any width, as assisted decoding verifies several positions at once."""
+    cache = SkipCache(attach(build("opt")), FULL)
+    for width in (5, 1, 3):
+        assert _pass(cache, width) == [width] * LAYERS
+    assert (cache.passes, cache.step_depths) == (3, [LAYERS] * 2)
+
+
+def test_who_runs_next_is_known_in_the_middle_of_a_pass() -> None:
+    """What offloading fetches: the rest of this pass in network order, then the next step's layers."""
+    cache = SkipCache(attach(build("opt")), TOP)
+    after = [sorted(TOP.layers(TOP.depth(step))) for step in range(2)]
+    begun = copy.deepcopy(cache)
+    begun.begin_layer(0, 5)
+    _pass(cache, 5)
+    cache.begin_layer(0, 1)
+    for layer in range(LAYERS):
+        assert begun.upcoming(layer) == [*range(layer + 1, LAYERS), *after[0]]
+        assert cache.upcoming(layer) == [each for each in after[0] if each > layer] + after[1]
+
+
+def test_the_peak_is_what_was_held_at_once() -> None:
+    """Six layers that stay and, after them, one at a time that is retired as soon as it has run."""
+    cache, width = SkipCache(attach(build("llama")), Schedule.from_depths(LAYERS, [6, 2], order="bottom", warmup=0)), 5
+    each = 2 * 3 * 2 * (width + ROOM) * 8 * 4  # keys and values of one layer
+    for running in (LAYERS, 6, 2):
+        _pass(cache, width if running == LAYERS else 1)
+        assert cache.peak_kv_bytes == each * 7
+    assert cache.step_depths == [6, 2]
+    assert total_kv_bytes(cache) == each * 2
+
+
+def test_a_state_is_known_of_after_its_layer_is_retired() -> None:
+    """Before the prompt no layer has one, after it each has: transformers asks layers that no longer hold it, too."""
+    cache = SkipCache(attach(build("qwen3.5")), TOP)
+    recurrent = [index for index, layer in enumerate(cache.layers) if isinstance(layer, RECURRENT)]
+    assert not any(cache.has_previous_state(index) for index in recurrent)
+    _pass(cache, 5)
+    retired = set(range(LAYERS)) - set(TOP.layers(TOP.depth(0)))
+    assert retired & {*recurrent}
+    assert {*recurrent} - retired
+    assert all(cache.has_previous_state(index) is True for index in recurrent)
+
+
+@pytest.mark.skipif("gemma4-shared" not in FAMILIES, reason="the release of transformers lacks it")
+def test_a_layer_that_borrows_its_keys_stores_none() -> None:
+    """It has run as it should."""
+    cache = SkipCache(attach(build("gemma4-shared")), FULL)
+    assert _pass(cache, 5) == [5] * LAYERS
+    assert layer_kv_bytes(cache.layers[-1]) == 0
 
 
 # --- the gates' shared state
@@ -225,6 +321,60 @@ def test_two_threads_cannot_recompute_one_models_layers() -> None:
     Ask.apply(torch.zeros(2, requires_grad=True)).sum().backward()
     assert found[-1] is None
     assert gates.forced == {}
+
+
+# --- one gate, called as a model calls its layer
+
+
+def test_a_skipped_layer_passes_its_first_argument_on() -> None:
+    """Hidden states come first or by their name; what stands behind them is not looked at."""
+    model = attach(build("llama"))
+    cache, hidden = SkipCache(model, TOP), torch.randn(3, 1, 32)
+    _pass(cache, 5)
+    cache.begin_layer(0, 1)
+    layer = decoder_layers(model)[1]
+    assert cache.begin_layer(1, 1) == 0
+    model.forward.gates.learn_output(hidden)
+    assert layer(hidden, None, torch.zeros(2), past_key_values=cache) is hidden
+    assert layer(hidden_states=hidden, past_key_values=cache) is hidden
+
+
+def test_what_a_skipped_layer_returns_is_learned_without_the_cache() -> None:
+    """Given by place or by name: a position that the schedule skips leaves nothing in it."""
+    model = attach(build("gpt2"))
+    cache, hidden = SkipCache(model, TOP), torch.randn(3, 1, 32)
+    _pass(cache, 5)
+    cache.begin_layer(0, 1)
+    for given, named in (((cache,), {}), ((), {"past_key_values": cache})):
+        model.forward.gates.output_is_known = False
+        assert torch.equal(decoder_layers(model)[1](hidden, *given, **named), hidden)
+        assert model.forward.gates.output_is_known
+
+
+def test_a_layer_fills_no_cache_in_a_teacher_forced_pass() -> None:
+    """Whatever else it is given."""
+    model = attach(build("llama"))
+    cache, hidden = DynamicCache(config=model.config), torch.zeros(2, 6, 32)
+    with teacher_forced(model, TOP, 4):
+        for given, named in (((cache,), {}), ((), {"past_key_values": cache})):
+            with pytest.raises(CacheError, match="a teacher-forced pass can fill no cache"):
+                decoder_layers(model)[0](hidden, *given, **named)
+
+
+@pytest.mark.parametrize("name", sorted({"opt", "gemma4-shared"} & set(FAMILIES)))
+def test_a_dict_that_is_empty_or_of_announced_lenders_is_no_reason_to_refuse(name: str) -> None:
+    """The next release of transformers may hand one to every family."""
+    model = attach(build(name))
+
+    def give(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "lent": UserDict() if name == "opt" else UserDict(states=1)}
+
+    for layer in decoder_layers(model):
+        layer.register_forward_pre_hook(give, with_kwargs=True)
+    cache = SkipCache(model, TOP)
+    with torch.no_grad():
+        model(**prompts((3,)), past_key_values=cache)
+    assert cache.passes == 1
 
 
 # --- what a layer may store
@@ -406,3 +556,51 @@ def test_gradients_and_inference_tensors_are_not_written_over() -> None:
         _stored(ours, 5, 1)
     _stored(ours, 6, 1)
     assert ours.keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_room_is_used_up_before_more_is_made() -> None:
+    """To its last position, step by step or at once; in inference mode too."""
+    for mode in (False, True):
+        with torch.inference_mode(mode):
+            ours = GrowingLayer()
+            _stored(ours, 0, 5)
+            place = ours.keys.data_ptr(), ours.values.data_ptr()
+            for start, count in ((5, 1), (6, ROOM - 1)):
+                _stored(ours, start, count)
+                assert (ours.keys.data_ptr(), ours.values.data_ptr()) == place
+            _stored(ours, 5 + ROOM, 1)
+            assert ours.keys.data_ptr() != place[0]
+            assert ours.keys[0, 0, :, 0].tolist() == list(range(6 + ROOM))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_gradient_through_keys_or_values_alone_is_kept(which: int) -> None:
+    """As where only one of the two projections is trained."""
+    weight, other = torch.ones(3, 2, 2, 4, requires_grad=True), torch.ones(3, 2, 2, 4)
+    ours = GrowingLayer()
+    used = torch.zeros(())
+    for _ in range(2):
+        keys, values = ours.update(*((weight, other) if which == 0 else (other, weight)))
+        used = used + (keys * values).sum()
+    used.backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full_like(weight, 3.0))
+
+
+def test_keys_and_values_keep_the_precision_they_come_in() -> None:
+    """As in transformers' own layer; what comes later in a finer one is not rounded to the room's."""
+    fine = torch.full((3, 2, 1, 4), 1 / 3)
+    for first, second in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        ours, theirs = GrowingLayer(), DynamicLayer()
+        for layer in (ours, theirs):
+            layer.update(fine.to(first), fine.to(second))
+            layer.update(fine.to(first), fine.to(second))
+        for mine, stock in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            assert mine.dtype == stock.dtype
+            assert torch.equal(mine, stock)
+    ours = GrowingLayer()
+    ours.update(fine.bfloat16(), fine.bfloat16())
+    keys, values = ours.update(fine, fine)
+    assert torch.equal(keys[:, :, 1:], fine)
+    assert torch.equal(values[:, :, 1:], fine)
+    assert torch.equal(keys[:, :, :1], fine.bfloat16().float())

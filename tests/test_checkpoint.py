@@ -71,6 +71,7 @@ def test_scores_on_the_rows_that_lie_beside_the_tests(speedup: int, bleu: float,
 
 @pytest.mark.slow
 @pytest.mark.skipif(not DATA.exists(), reason="the E2E release is not beside the checkout (docs/training.md)")
+@pytest.mark.usefixtures("stemmed_once")
 @pytest.mark.parametrize("speedup", [1, 5])
 def test_scores_are_the_cards(speedup: int) -> None:
     """All 630 test inputs, greedy; other CPUs may round another way now and then, hence the 0.3."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +65,21 @@ class WorkClock:
         return self.now
 
 
-@pytest.fixture(scope="module", params=["opt", "gemma3"])
-def clocked(request: pytest.FixtureRequest, tokenizer: Any) -> Any:
+@functools.cache
+def clocked_model(name: str) -> Any:
     """A model, the clock of its work, and its profile: three batch sizes, lengths within the window and beyond it."""
-    model = build(request.param)
+    model = build(name)
     model.generation_config.eos_token_id = None
     clock = WorkClock(attach(model))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", clock)
-        return model, clock, Profiler(model, tokenizer, rounds=1).profile([1, 2, 4], [4, 24])
+        return model, clock, Profiler(model, load_tokenizer(str(DEMO)), rounds=1).profile([1, 2, 4], [4, 24])
+
+
+@pytest.fixture(params=["opt", "gemma3"])
+def clocked(request: pytest.FixtureRequest) -> Any:
+    """One of them; made once, whatever else its test is asked for."""
+    return clocked_model(request.param)
 
 
 @pytest.fixture
@@ -184,8 +192,16 @@ def test_a_filled_cache_is_one_after_a_prompt(name: str, length: int, tokenizer:
     assert len(filled[0]) == steps
 
 
-@pytest.mark.parametrize("style", [{}, {"prompt_layers": "max"}, {"order": "even", "prompt_layers": 6}])
-@pytest.mark.parametrize("clock", ["layers", "step", "job"])
+CLOCKS = ("layers", "step", "job")
+STYLES: tuple[dict[str, Any], ...] = ({}, {"prompt_layers": "max"}, {"order": "even", "prompt_layers": 6})
+
+
+@pytest.mark.parametrize(
+    ("clocked", "clock", "style"),
+    [("opt", *both) for both in product(CLOCKS, STYLES)]
+    + [("gemma3", *both) for both in zip(CLOCKS, STYLES, strict=True)],  # each of them with layers of two kinds
+    indirect=["clocked"],
+)
 def test_what_is_planned_is_got(
     timed: Any, tokenizer: Any, profile: Profile, clock: str, style: dict[str, Any]
 ) -> None:

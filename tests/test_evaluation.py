@@ -141,6 +141,7 @@ def test_baselines_bring_checkpoints_of_their_own(checkpoint: Path, data: Path, 
     )
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_budget_that_was_not_trained_is_run_in_the_form_that_was(
     checkpoint: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -196,6 +197,7 @@ def test_what_the_user_can_put_right_is_said_before_a_model_is_loaded(
     assert words in " ".join(done.stderr.split())
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_where_a_model_would_be_loaded(
     checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +224,7 @@ def schedules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_schedule_file_is_a_row_beside_the_speedups(
     checkpoint: Path, data: Path, schedules: Path, tmp_path: Path
 ) -> None:
@@ -310,6 +313,7 @@ def test_a_plan_checks_itself(values: dict[str, Any]) -> None:
         EvaluationPlan("m", **values)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_columns_of_ones_own_are_evaluated_and_calibrated(checkpoint: Path, tmp_path: Path) -> None:
     """H: named by the same two options in every verb."""
     rows = [{"question": e.prompt, "answer": e.references[0]} for e in EXAMPLES]
@@ -407,6 +411,7 @@ def test_one_process_at_a_time_fills_a_folder(checkpoint: Path, data: Path, tmp_
     assert not list(tmp_path.glob("rows/*"))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_prompts_alone_are_evaluated_by_agreement(checkpoint: Path, tmp_path: Path) -> None:
     """H: how much of the full model's own texts a budget repeats; no reference is needed."""
     (tmp_path / "prompts.txt").write_text("".join(f"{e.prompt}\n" for e in EXAMPLES))
@@ -462,7 +467,7 @@ def test_the_loss_is_the_mean_over_tokens_whatever_the_batches(checkpoint: Path)
     assert one == pytest.approx(four, rel=1e-5)
 
 
-@pytest.mark.parametrize("speedup", [2, 3, 5])
+@pytest.mark.parametrize("speedup", [2, 5])
 def test_calibration_achieves_the_ratio_on_what_the_model_writes(
     checkpoint: Path, tmp_path: Path, speedup: int
 ) -> None:

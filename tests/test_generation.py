@@ -362,7 +362,7 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "max_new_tokens": 10, "eos_token_i
 
 
 @pytest.mark.slow
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(st.permutations(range(len(TEXTS))), st.integers(1, 9), st.integers(0, 2**40))
 def test_a_rows_sample_depends_on_its_seed_and_number_alone(
     loaded: Loaded, order: list[int], batch_size: int, seed: int

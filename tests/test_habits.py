@@ -34,7 +34,6 @@ from helpers.families import (
     LAYERS,
     NEW,
     SCHEDULES,
-    SHARED,
     TOP,
     WIDTH,
     build,
@@ -111,7 +110,7 @@ def test_check_fails_on_what_is_refused(kind: str) -> None:
     assert reason in finding.detail
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name in (*FORMS, *SHARED, "mixtral", "falcon-h1")])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name in (*FORMS, "mixtral", "falcon-h1")])
 def test_check_passes_on_every_family(name: str) -> None:
     """All its claims. (Of each form; the other tests hold the same for all of them.)"""
     findings = list(run_checks(build(name), Schedule(LAYERS, 6, 2, horizon=8)))

@@ -51,8 +51,8 @@ from skipdecode.core.stack import decoder_layers, lenders, with_lenders_first
 
 FULL = Schedule.full(LAYERS)
 TOLERANCE = 1e-5  # fp32, relative to the logits' scale
-#: What schedules may ask of a family: any order down to one layer, warm-up and plateaus, decay in the prompt.
-ORDERS = ("permutation", "list", "prompt-wide")
+#: What schedules may ask of a family: any order down to one layer, decay in the prompt.
+ORDERS = ("permutation", "prompt-wide")
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
@@ -140,7 +140,7 @@ def test_full_or_nothing_is_bit_identical(name: str, attention: str) -> None:
     """Gates without a cache, the full schedule, and a detached model all give the stock model's bits."""
     inputs = prompts()
     model = build(name, attention)
-    few = functools.partial(run, model, inputs, max_new_tokens=6)
+    few = functools.partial(run, model, inputs, max_new_tokens=4)
     stock = few()
     attach(model)
     assert same(few(), stock)

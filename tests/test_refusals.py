@@ -219,6 +219,12 @@ def test_packed_positions_are_refused(name: str, rows: int) -> None:
     model(ids, position_ids=packed, use_cache=False)  # the gates alone refuse nothing
 
 
+def test_a_pass_of_nothing_is_refused_in_the_models_own_words(model: PreTrainedModel) -> None:
+    """Neither ids nor embeddings."""
+    with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
+        model(past_key_values=SkipCache(model, TOP))
+
+
 def test_packed_sequence_lengths_are_refused(model: PreTrainedModel) -> None:
     """The lengths that flash attention takes say the same."""
     lengths = torch.tensor([0, 4, 10], dtype=torch.int32)

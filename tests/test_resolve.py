@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +17,17 @@ from transformers import OPTConfig
 import skipdecode
 from helpers.families import TOP, build
 from skipdecode import attach
-from skipdecode.core.checkpoint_config import CONFIG_KEY, is_trained, schedule_for, to_config_entry
+from skipdecode.core.checkpoint_config import (
+    CONFIG_KEY,
+    is_trained,
+    save_calibrated,
+    schedule_for,
+    to_config_entry,
+    trained_schedules,
+    untrained_warning,
+)
 from skipdecode.core.schedule import Schedule
-from skipdecode.errors import ScheduleError, UsageError
+from skipdecode.errors import FileError, ScheduleError, UsageError
 from skipdecode.generation.jobs import GenerationJob
 from skipdecode.methods import METHODS, get_method
 from skipdecode.planning.fitting import achieved, fit
@@ -65,6 +75,15 @@ def test_the_configs_own_schedule_comes_first() -> None:
     assert schedule_for(config) == FAST
     assert schedule_for(config, 2, prompt_layers="max") == EVEN.replace(prompt_layers="max")
     assert method_schedule(get_method("skipdecode"), config, 2, unmeasured) == EVEN
+
+
+def test_any_wish_makes_a_new_schedule_but_the_prompts_layers() -> None:
+    """A horizon or a form, even those that the trained one has: it is then the paper's budget, not what was trained."""
+    config = config_of({2.0: EVEN})
+    for horizon, style in ((EVEN.horizon, {}), (9, {}), (None, {"order": "even"}), (None, {"warmup": 1})):
+        new = Schedule.for_speedup(2, 8, horizon or EVEN.horizon, **EVEN.style | style)
+        assert schedule_for(config, 2, horizon=horizon, **style) == new != EVEN
+    assert schedule_for(config, 2, prompt_layers=6) == EVEN.replace(prompt_layers=6)
 
 
 @given(speedup=st.sampled_from([1.5, 2.0, 3.0, 5.0, 8.0]), decay=st.sampled_from([None, "linear", "step"]))
@@ -141,6 +160,84 @@ def test_only_a_method_makes_a_model_a_trained_one() -> None:
     assert not is_trained(config_of())
     assert not is_trained(config_of({1.0: Schedule.full(8)}))
     assert is_trained(config_of({2.0: EVEN}))
+
+
+def test_what_skips_nothing_or_was_trained_by_nothing_is_not_recorded() -> None:
+    """The full method's schedules, whatever they are; those of other methods than SkipDecode always are."""
+    assert to_config_entry({2.0: EVEN}, "full") is None
+    entry = to_config_entry({1.0: Schedule.full(8)}, "hsd")
+    assert entry is not None
+    assert entry["method"] == "hsd"
+
+
+@pytest.mark.parametrize(
+    ("says", "depths"), [("calibrate --order", (9, 8)), ("poor texts", (7, 6)), ("no readable text", (5, 2, 1))]
+)
+def test_an_untrained_models_texts_are_foretold_by_depth(says: str, depths: Sequence[int]) -> None:
+    """From 80% of the layers on it depends, from 60% on texts are poor; of a trained model nothing is said."""
+    config, trained = OPTConfig(num_hidden_layers=10), OPTConfig(num_hidden_layers=10)
+    setattr(trained, CONFIG_KEY, to_config_entry({2.0: Schedule(10, 8, 2, 6)}))
+    for depth in depths:
+        plan = Schedule.from_depths(10, [depth], warmup=0)
+        for name, shown in (("", "this model"), ("org/name", "org/name")):
+            config._name_or_path = name
+            said = str(untrained_warning(config, plan))
+            assert said.startswith(f"{shown} was not trained to skip layers: at {depth} of 10 layers a step, ")
+            assert says in said
+        assert untrained_warning(trained, plan) is None
+    assert untrained_warning(config, Schedule.full(10)) is None
+
+
+@pytest.mark.parametrize("content", [[1], "text", 3], ids=str)
+def test_a_config_that_is_no_object_is_left_as_it_is(content: Any, tmp_path: Path) -> None:
+    """Whatever JSON the file holds."""
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(FileError, match=r"config\.json is no JSON object"):
+        save_calibrated(tmp_path, 2, EVEN, "skipdecode")
+    assert json.loads((tmp_path / "config.json").read_text()) == content
+
+
+def test_calibrated_schedules_are_those_of_the_method_that_trained(tmp_path: Path) -> None:
+    """Another method's are refused, and the file is as before."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"skipdecode": to_config_entry({2.0: EVEN}, "hsd")}))
+    before = path.read_bytes()
+    with pytest.raises(ScheduleError, match="was trained by hsd: its schedules are not skipdecode's"):
+        save_calibrated(tmp_path, 3, FAST, "skipdecode")
+    assert path.read_bytes() == before
+    save_calibrated(tmp_path, 3, FAST, "hsd")
+    config = OPTConfig(num_hidden_layers=8, **json.loads(path.read_text()))
+    assert trained_schedules(config) == {2.0: EVEN, 3.0: FAST}
+
+
+@pytest.mark.parametrize("key", ["fast", "", "0.5", "0", "-2", "inf", "nan"])
+def test_a_config_whose_key_is_no_speedup_is_refused(key: str) -> None:
+    """One to as many as there are layers, in digits; the key is quoted."""
+    config = OPTConfig(num_hidden_layers=8, skipdecode={"schedules": {key: EVEN.to_dict()}})
+    with pytest.raises(ScheduleError, match=f"has a schedule for '{key}', which is no speed-up"):
+        trained_schedules(config)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        [EVEN.to_dict()],
+        "skipdecode",
+        {"method": "skipdecode"},
+        {"schedules": {}},
+        {"schedules": [EVEN.to_dict()]},
+        {"schedules": {"2": EVEN.to_dict()}, "calibrated": ["2"]},
+        {"schedules": {"2": EVEN.to_dict()}, "method": 3},
+    ],
+    ids=str,
+)
+def test_a_malformed_entry_is_refused(entry: Any, tmp_path: Path) -> None:
+    """It is shown, and nothing else is read or written."""
+    config = OPTConfig(num_hidden_layers=8, skipdecode=entry)
+    (tmp_path / "config.json").write_text(json.dumps({CONFIG_KEY: entry}))
+    for read in (lambda: is_trained(config), lambda: save_calibrated(tmp_path, 2, EVEN, "skipdecode")):
+        with pytest.raises(ScheduleError, match="'skipdecode' needs schedules, and may name a method"):
+            read()
 
 
 def test_choices_of_methods_need_no_torch() -> None:

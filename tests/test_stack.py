@@ -131,6 +131,13 @@ def test_a_prefix_of_the_last_positions_sees_the_keys_before_them(
     assert torch.equal(cut[name], given[tuple(slice(0, size) for size in expected)]), "the first ones, of every axis"
 
 
+def test_a_mask_of_two_positions_is_cut_as_any_other() -> None:
+    """A row for each query; one row for all of them stays."""
+    rows = {"mask": torch.zeros(3, 1, 2, 5), "attention_mask": torch.zeros(3, 1, 1, 5)}
+    (), cut = Prefix(2, 1, 5).of_call(lambda **kwargs: None, (), rows)
+    assert {name: tuple(each.shape) for name, each in cut.items()} == dict.fromkeys(rows, (3, 1, 1, 4))
+
+
 def test_arguments_by_position_are_cut_by_their_names() -> None:
     """Tuples, lists and dicts inside too; what is no tensor passes."""
 
