@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from ..errors import FileError, ModelError
 from ..files import has_key, read_json, write
 from .adapter import Adapter
+from .checkpoint_config import ADAPTER_FILE
 from .schedule import Schedule
 
 #: The folder's files.
-ABOUT, WEIGHTS = "skipdecode_adapter.json", "adapter.safetensors"
+ABOUT, WEIGHTS = ADAPTER_FILE, "adapter.safetensors"
 #: Values of each weight of the base model that its hash is made from.
 SAMPLED = 256
 

@@ -19,6 +19,8 @@ from ..files import locked, read_json, write
 from .schedule import Schedule
 
 CONFIG_KEY = "skipdecode"
+#: The file in an adapter's folder that holds its schedules and names its model.
+ADAPTER_FILE = "skipdecode_adapter.json"
 #: Method of a config without an entry; default method, which counts as the former if all its schedules are full.
 UNTRAINED, DEFAULT_METHOD = "full", "skipdecode"
 #: Target and horizon if neither the user nor the model's config gives them.

@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ..core.adapter_folder import ABOUT
+from ..core.checkpoint_config import ADAPTER_FILE
 from ..errors import FileError, JobError
 from ..files import locked, read_json, sync_folder, write
 from ..provenance import MATTERS
@@ -32,7 +32,7 @@ STAGING = ".checkpoint"
 KEEP = 2
 
 #: Files without which a model or an adapter does not load.
-LAST = ("config.json", ABOUT)
+LAST = ("config.json", ADAPTER_FILE)
 
 NAME = re.compile(r"checkpoint-(\d{1,12})")
 #: Weight files of a previous model, which must not remain next to those of a new one.
