@@ -329,28 +329,28 @@ def test_what_cannot_have_been_measured_is_refused() -> None:
     """By the values themselves, before a file or a plan; the bounds belong to what can be."""
     profile = made()
     one = profile.steps[0]
+    two_kinds = replace(one, layers=(0.1, 0.1))
     assert Pass(1, 1, (), 86_400.0, 0.0).rest == 86_400
     assert Pass(1, 1, (0.0,), 0.0, 1e-9).head == 1e-9
     assert replace(profile, noise=1000.0).noise == 1000
     assert replace(profile, noise=0).warning is None
-    for wrong in ({"batch_size": 0}, {"length": 0}, {"rest": 86_400.5}, {"head": -1e-9}, {"rest": True}, {"rest": "1"}):
+    no_passes: list[dict[str, Any]] = [{"batch_size": 0}, {"length": 0}, {"rest": 86_400.5}, {"head": -1e-9}]
+    no_passes += [{"rest": True}, {"rest": "1"}]
+    no_passes += [{"layers": (0.0,), "rest": 0.0, "head": head} for head in (0.0, 9e-10)]
+    for fields in no_passes:
         with pytest.raises(SkipDecodeError):
-            replace(one, **wrong)
-    for wrong in ({"layers": (0.0,), "rest": 0.0, "head": 0.0}, {"layers": (0.0,), "rest": 0.0, "head": 9e-10}):
-        with pytest.raises(UsageError, match="some time"):
-            replace(one, **wrong)
-    two_kinds = replace(one, layers=(0.1, 0.1))
-    for wrong in (
-        *({name: 1} for name in ("model", "shape", "machine", "dtype", "device")),
-        *({"kinds": (1,)}, {"layers": ()}, {"layers": (0,) * 20_000}, {"layers": (1,)}, {"layers": (-1,)}),
-        *({"prompts": ()}, {"steps": ()}, {"steps": (one, one)}, {"steps": (two_kinds,)}),
-        *({"steps": (*profile.steps[1:], two_kinds)}, {"noise": 1000.5}, {"noise": -0.5}, {"noise": "0"}),
-    ):
+            replace(one, **fields)
+    no_profiles: list[dict[str, Any]] = [{name: 1} for name in ("model", "shape", "machine", "dtype", "device")]
+    no_profiles += [{"kinds": (1,)}] + [{"layers": layers} for layers in ((), (0,) * 20_000, (1,), (-1,))]
+    no_profiles += [{"steps": steps} for steps in ((), (one, one), (two_kinds,), (*profile.steps[1:], two_kinds))]
+    no_profiles += [{"prompts": ()}] + [{"noise": noise} for noise in (1000.5, -0.5, "0")]
+    for fields in no_profiles:
         with pytest.raises(SkipDecodeError):
-            replace(profile, **wrong)
-    for wrong in ([], 1, None, "profile", {"skipdecode_profile": 1}, {"skipdecode_profile": 2}):
+            replace(profile, **fields)
+    no_files: list[Any] = [[], 1, None, "profile", {"skipdecode_profile": 1}, {"skipdecode_profile": 2}]
+    for values in no_files:
         with pytest.raises(FileError):
-            Profile.from_dict(wrong)
+            Profile.from_dict(values)
 
 
 def test_rounds_that_differ_by_more_than_a_tenth_are_said() -> None:
