@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
+from helpers.profiles import LENGTHS, made
 from skipdecode import Schedule, ScheduleError
 from skipdecode.errors import FileError, SkipDecodeError, UsageError
 from skipdecode.planning.check_profile import check_profile
@@ -23,38 +24,6 @@ from skipdecode.planning.fitting import constant_schedules
 from skipdecode.planning.planner import CLOCKS, SHORT, Predictor, Workload, plan, workloads
 from skipdecode.planning.profile import Pass, Profile, shape_of
 from skipdecode.weights import device
-
-SIZES, LENGTHS = (1, 4, 16), (16, 128, 512)
-
-
-def made(
-    layers: tuple[int, ...] = (0,) * 12,
-    outside: float = 0.002,
-    weights: tuple[float, ...] = (0.001,),
-    context: tuple[float, ...] = (1e-7,),
-    prompt: float = 1e-5,
-) -> Profile:
-    """A machine whose costs are known: steps and prompts are straight lines in the batch size and the length."""
-
-    def step(size: int, length: int) -> Pass:
-        costs = tuple(w + c * size * length for w, c in zip(weights, context, strict=True))
-        return Pass(size, length, costs, outside / 2 + 1e-5 * size, outside / 2)
-
-    def prefill(size: int, length: int) -> Pass:
-        return Pass(size, length, tuple(w + prompt * size * length for w in weights), outside, 0.0)
-
-    cells = [(size, length) for size in SIZES for length in LENGTHS]
-    return Profile(
-        model="made",
-        shape="0",
-        machine="here",
-        dtype="float32",
-        device="cpu",
-        kinds=tuple(f"kind {k}" for k in range(len(weights))),
-        layers=layers,
-        prompts=tuple(prefill(*cell) for cell in cells),
-        steps=tuple(step(*cell) for cell in cells),
-    )
 
 
 def summed(profile: Profile, schedule: Schedule, work: Workload) -> tuple[float, float]:
