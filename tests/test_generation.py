@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -36,12 +36,14 @@ from helpers.tiny import TEXTS, run
 from skipdecode import Schedule
 from skipdecode.core import checkpoint_config
 from skipdecode.core.cache import total_kv_bytes
+from skipdecode.core.checkpoint_config import CONFIG_KEY, to_config_entry
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import train_tokenizer
 from skipdecode.errors import SkipDecodeError, UntrainedWarning, UsageError
+from skipdecode.generation import generate as generating
 from skipdecode.generation import options
-from skipdecode.generation.generate import batches, generate_ids
-from skipdecode.generation.results import Generated
+from skipdecode.generation.generate import batches, generate_ids, horizon_for
+from skipdecode.generation.results import Completion, Cost, Generated
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -197,6 +199,67 @@ def test_computed_positions_have_no_end(tmp_path: Path) -> None:
     table = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=16, vocab_size=320)).eval()
     with pytest.raises(UsageError, match="the model has 16"):
         skipdecode.generate(table, tokenizer, TEXTS[0], speedup=2, max_new_tokens=30)
+
+
+def test_prompts_beside_conversations_are_texts_or_refused(loaded: Loaded) -> None:
+    """A text within a conversation, and half a character, belong nowhere."""
+    for wrong in ([{"role": "user", "content": "hi"}, "hi"], ["hi", 7], [["hi", {"role": "user", "content": "hi"}]]):
+        with pytest.raises(UsageError, match="is neither a text nor a list of messages"):
+            skipdecode.generate(*loaded, cast(Any, wrong))
+    for lone in ("\udfff", "\ud800"):
+        with pytest.raises(UsageError, match="lone surrogate"):
+            skipdecode.generate(*loaded, lone)
+
+
+def test_the_last_position_is_taken(loaded: Loaded) -> None:
+    """By the longest prompt; one more is refused, however short the others are."""
+    prompts, asked = [[5] * 3, [5] * 252], cast(Any, {"decoding": None, "batch_size": 2, "eos_token_id": -1})
+    assert generate_ids(*loaded, prompts, **asked, max_new_tokens=4).cost.tokens == 8
+    with pytest.raises(UsageError, match="need 257 positions, the model has 256"):
+        generate_ids(*loaded, prompts, **asked, max_new_tokens=5)
+    assert generate_ids(*loaded, [], **asked, max_new_tokens=256).completions == []
+
+
+def test_a_new_schedule_ends_with_the_texts(loaded: Loaded) -> None:
+    """A step makes each token but the first; trained schedules have their own end."""
+    config = copy.deepcopy(loaded[0].config)
+    assert [horizon_for(config, new) for new in (1, 2, 20)] == [1, 1, 19]
+    setattr(config, CONFIG_KEY, to_config_entry({2.0: Schedule(8, 6, 2, 12)}))
+    assert horizon_for(config, 20) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "seed", "draws"),
+    [
+        ({"do_sample": True}, 3, True),
+        ({"do_sample": True}, None, False),
+        ({}, 3, False),
+        ({"do_sample": True, "num_beams": 2}, 3, False),
+    ],
+)
+def test_only_a_seeded_sample_draws_for_itself(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], seed: int | None, draws: bool
+) -> None:
+    """The same in every run, and the process's random numbers stay where they were. Longest prompts come first."""
+    seen = []
+
+    def batch(*args: Any, **given: Any) -> tuple[list[Completion], Cost]:
+        seen.append((len(args[2][0]), given.get("watermarking_config"), torch.rand(1).item()))
+        return [Completion("", 1, "stop")], Cost(8, rows=1)
+
+    monkeypatch.setattr(generating, "generate_batch", batch)
+    torch.manual_seed(0)
+    before, costs = torch.get_rng_state(), cast(list[Cost], [])
+    result = generate_ids(*loaded, [[1], [1, 2, 3], [1, 2]], None, 1, costs.append, seed, **options)
+    assert [width for width, *_ in seen] == [3, 2, 1]
+    assert [mark and (mark.seed, mark.rows) for _, mark, _ in seen] == [(3, [i]) if draws else None for i in (1, 2, 0)]
+    assert len(costs) == result.cost.rows == 3
+    seeded = seed is not None and "do_sample" in options
+    assert torch.equal(torch.get_rng_state(), before) == seeded
+    drawn = [number for *_, number in seen]
+    seen.clear()
+    generate_ids(*loaded, [[1], [1, 2, 3], [1, 2]], None, 1, seed=seed, **options)
+    assert (drawn == [number for *_, number in seen]) == seeded
 
 
 # --- what is counted

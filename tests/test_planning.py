@@ -354,6 +354,21 @@ def test_a_pass_lies_between_its_nearest_measurements() -> None:
         profile.prompt(1, 641)
 
 
+def test_lengths_lie_on_lines_between_neighbours_and_beyond() -> None:
+    """Through each measured point; below the first at least in proportion, beyond the last never less than there."""
+    cost = {10: 2.0, 20: 3.0, 40: 9.0, 80: 10.0}
+    passes = tuple(Pass(1, length, (seconds,), 0.0, 0.0) for length, seconds in cost.items())
+    profile = replace(made(), prompts=passes, steps=passes)
+    found = {length: profile.step(1, length).layers[0] for length in (*cost, 1, 15, 30, 60, 100)}
+    assert found == pytest.approx(cost | {1: 1.1, 15: 2.5, 30: 6.0, 60: 9.5, 100: 10.5})
+    steep = replace(made(), steps=(Pass(1, 10, (1.0,), 0.0, 0.0), Pass(1, 20, (9.0,), 0.0, 0.0)))
+    assert steep.step(1, 5).layers[0] == pytest.approx(0.5)
+    falling = replace(made(), steps=(Pass(1, 10, (9.0,), 0.0, 0.0), Pass(1, 20, (1.0,), 0.0, 0.0)))
+    assert falling.step(1, 25).layers[0] == pytest.approx(1.0)
+    alone = replace(made(), steps=(Pass(1, 10, (9.0,), 0.0, 0.0), Pass(4, 10, (1.0,), 0.0, 0.0)))
+    assert alone.step(1, 12).layers[0] == pytest.approx(9.0)
+
+
 def test_a_dtype_left_to_the_checkpoint_is_compared_with_the_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the CPU multiplies bfloat16 in hardware, a bfloat16 model runs as it is."""
     monkeypatch.setattr(device, "_fast_bfloat16", lambda: True)
