@@ -7,6 +7,7 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from inspect import signature
 from pathlib import Path
 from typing import Any, cast
@@ -262,7 +263,55 @@ def test_only_a_seeded_sample_draws_for_itself(
     assert (drawn == [number for *_, number in seen]) == seeded
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "given", "seed", "words"),
+    [
+        ({"guidance_scale": 2.0}, {}, None, "asks for guidance_scale"),
+        ({"guidance_scale": 2.0}, {"guidance_scale": None}, None, "asks for guidance_scale"),
+        ({"guidance_scale": 2.0}, {"guidance_scale": 1.0}, None, None),
+        ({}, {"length_penalty": 2.0}, None, "goes with num_beams"),
+        ({"num_beams": 2}, {"length_penalty": 2.0}, None, None),
+        ({}, {"watermarking_config": {}, "do_sample": True}, 1, "leave one out"),
+        ({"watermarking_config": {}}, {"do_sample": True}, 1, "leave one out"),
+        ({}, {"watermarking_config": {}, "do_sample": True}, None, None),
+        ({}, {"watermarking_config": {}}, 1, None),
+        ({}, {"watermarking_config": {}, "do_sample": True, "num_beams": 2}, 1, None),
+        ({}, {"do_sample": True}, 1, None),
+    ],
+)
+def test_options_meet_the_checkpoints(
+    checkpoint: dict[str, Any], given: dict[str, Any], seed: int | None, words: str | None
+) -> None:
+    """An option overrides what the checkpoint asks for; None does not."""
+    with nullcontext() if words is None else pytest.raises(UsageError, match=words):
+        options.check_with_model(given, GenerationConfig(**checkpoint), seed)
+
+
 # --- what is counted
+
+
+def test_the_costs_of_two_batches_add_up() -> None:
+    """Memory does not: the larger peak counts. Figures of nothing are those of the full model."""
+    nothing = Cost(8)
+    assert {nothing.average_depth, nothing.prompt_depth, nothing.job_depth, nothing.row_depth} == {8.0}
+    assert (nothing.layer_ratio, nothing.tokens_per_second) == (1, 0)
+    assert {value for name, value in vars(nothing).items() if name != "num_layers"} == {0}
+    step = {"seconds": 2.0, "decode_seconds": 1.0, "steps": 10, "layer_steps": 40, "row_layers": 90, "row_steps": 30}
+    prompt = {"prompt_positions": 30, "prompt_layer_positions": 180}
+    cost = Cost(8, rows=3, tokens=33, peak_kv_bytes=5, **cast(Any, step | prompt))
+    assert (cost.average_depth, cost.layer_ratio, cost.row_depth, cost.prompt_depth) == (4, 2, 3, 6)
+    assert (cost.job_depth, cost.tokens_per_second) == (220 / 40, 16.5)
+    total = Cost(8, peak_kv_bytes=4)
+    total += cost
+    assert total == cost
+    total += Cost(8, rows=1, tokens=3, seconds=1.0, peak_kv_bytes=3)
+    assert (total.rows, total.tokens, total.seconds, total.steps, total.peak_kv_bytes) == (4, 36, 3.0, 10, 5)
+    assert {"decode_seconds", "peak_kv_bytes"} < {*nothing.summary()} == {*total.summary()}
+    unmeasured = Cost(8, rows=3, tokens=7, seconds=1.23456, steps=3, layer_steps=10).summary()
+    assert unmeasured == {"rows": 3, "tokens": 7, "seconds": 1.235, "tokens_per_second": 5.7} | {
+        "average_depth": 3.33,
+        "layer_ratio": 2.4,
+    }
 
 
 def passes_of(model: PreTrainedModel) -> list[int]:
