@@ -45,6 +45,7 @@ from skipdecode.generation import generate as generating
 from skipdecode.generation import options
 from skipdecode.generation.generate import batches, generate_ids, horizon_for
 from skipdecode.generation.results import Completion, Cost, Generated
+from skipdecode.generation.sampling import Sampling, stable_hash
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -563,6 +564,17 @@ def test_sampling_ends_after_every_other_warper(loaded: Loaded) -> None:
     extras: list[dict[str, Any]] = [{"top_k": 1}, {"top_k": 1, "renormalize_logits": True}, {"temperature": 1e-4}]
     for extra in extras:
         assert texts(skipdecode.generate(*loaded, TEXTS[:3], **(options | extra))) == greedy
+
+
+def test_a_draw_leaves_one_token_and_no_error_hidden() -> None:
+    """Its score is 0, all others' are -inf; NaN stays NaN, which model.generate refuses."""
+    scores = torch.tensor([[0.5, 2.0, -torch.inf], [1.0, 1.0, 1.0], [torch.nan, 0.0, 0.0]])
+    drawn = Sampling(7, [0, 1, 2]).construct_processor(3, "cpu")(torch.zeros(3, 1), scores)
+    assert [sorted(row) for row in drawn[:2].tolist()] == [[-torch.inf, -torch.inf, 0.0]] * 2
+    assert drawn[2].isnan().any()
+    hashes = [stable_hash(i, 3) for i in range(64)]
+    assert 2**62 < max(hashes) < 2**63  # as many bits as a seed of torch has
+    assert min(hashes) >= 0
 
 
 def test_sampled_beams_repeat_with_their_batch(loaded: Loaded) -> None:
