@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,7 +26,8 @@ from skipdecode.core.patch import patches_on
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import encode_prompts
 from skipdecode.generation import finished_rows
-from skipdecode.generation.batch import Decoding, generate_batch
+from skipdecode.generation.batch import Decoding, Passes, generate_batch
+from skipdecode.generation.batch import _unpadded as unpadded
 from skipdecode.generation.generate import generate_ids
 from skipdecode.generation.results import Completion, Cost
 from skipdecode.methods import get_method
@@ -219,7 +221,58 @@ def test_the_peak_is_the_most_that_the_cache_held(kind: str) -> None:
     assert held[-1] < 0.3 * max(held)
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_batchs_cost_is_that_of_its_passes(beams: int) -> None:
+    """Steps are passes after the prompt's; seconds lie within those of the call; a stock cache counts no rows."""
+    model, counted, start = build("opt"), Passes(every=True), time.perf_counter()
+    with passes(model) as rows:
+        _, cost = write(model, None, num_beams=beams, passes=counted)
+    took = time.perf_counter() - start
+    assert cost.steps == counted.count - 1 == len(rows) - 1
+    assert cost.layer_steps == cost.steps * model.config.num_hidden_layers
+    assert counted.times == sorted(counted.times)
+    assert len(counted.times) == counted.count
+    assert counted.times[-1] - counted.times[0] <= cost.decode_seconds <= cost.seconds <= took
+    assert cost.row_layers == cost.row_steps == 0
+    once = Passes()
+    write(model, None, passes=once)
+    assert len(once.times) == 1
+
+
+def test_one_rows_peak_is_its_caches() -> None:
+    """Nobody leaves; layers that retire do."""
+    model, caches = attach(build("llama")), []
+
+    def make(model: PreTrainedModel) -> DynamicCache:
+        caches.append(SkipCache(model, Schedule(model.config.num_hidden_layers, 4, 1, 8, prompt_layers="max")))
+        return caches[-1]
+
+    _, cost = generate_batch(model, Tokenizer(), prompts()[:1], make, max_new_tokens=NEW, eos_token_id=None)
+    assert cost.peak_kv_bytes == caches[0].peak_kv_bytes > total_kv_bytes(caches[0])
+
+
+def test_tokens_are_counted_up_to_what_ended_them() -> None:
+    """A padding token that was written is a token; the end that comes last of all is one too."""
+    zeros = LogitsProcessorList([Always(PAD)])
+    rows, _ = write(build("opt"), None, logits_processor=zeros, pad_token_id=2, ends=(99,) * 8)
+    assert {row.text for row in rows} == {" ".join(["0"] * NEW)}
+    rows, _ = write(build("opt"), None, stopping_criteria=[Never()], ends=(NEW,) * 8)
+    assert {(row.tokens, row.finish_reason) for row in rows} == {(NEW, "stop")}
+    for row, count in (([5, 6, PAD, PAD], 2), ([PAD, PAD], 0), ([PAD], 0), ([5], None), ([PAD, 5], None), ([], None)):
+        assert unpadded(row, PAD) == count
+
+
 # --- where rows stay
+
+
+class Always(LogitsProcessor):
+    """Writes one token only."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([self.token]), 0.0)
 
 
 class Never(StoppingCriteria):
@@ -240,6 +293,42 @@ def test_rows_stay_where_they_cannot_leave(options: dict[str, Any]) -> None:
     with passes(model) as rows:
         write(model, TOP, **options)
     assert len(set(rows)) == 1
+
+
+def test_what_keeps_a_rows_place_is_found_before_the_batch() -> None:
+    """One row alone, no end, a cache that is not ours, beams of the options or of the model, the caller's criteria."""
+    model = build("opt")
+    cache = DynamicCache(config=model.config)
+
+    def tracked(
+        rows: int = 8, stops: Any = (END,), cache: DynamicCache = cache, model: Any = model, **options: Any
+    ) -> finished_rows.FinishedRows | None:
+        return finished_rows.track_finished_rows(model, Tokenizer(), cache, rows, stops, None, options)
+
+    class Other(DynamicCache):
+        """Of a baseline, say."""
+
+    class Reordered(type(model)):  # type: ignore[misc]
+        """Of a family with a rule of its own for the order of beams."""
+
+        def _reorder_cache(self) -> None: ...
+
+    tracker = tracked()
+    assert tracker is not None
+    assert tracked(rows=2) is not None
+    assert tracked(rows=1) is None
+    assert tracked(stops=()) is None
+    assert tracked(num_beams=2) is None
+    assert tracked(stopping_criteria=[Never()]) is None
+    assert tracked(cache=Other(config=model.config)) is None
+    assert tracked(model=Reordered(model.config)) is None
+    assert tracker.peak_kv_bytes == 0
+    with tracker as entered:
+        assert entered is tracker is cache.finished_rows
+    assert not hasattr(cache, "finished_rows")
+    tracker.ended[1:] = True
+    for name, shape in (("input_ids", (5, 1)), ("attention_mask", (8, 1, 1, 9)), ("token_type_ids", (8, 1))):
+        assert tracker.before({name: (given := torch.ones(shape))})[name] is given
 
 
 def test_rows_stay_with_a_methods_own_cache() -> None:

@@ -7,9 +7,10 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -36,12 +37,15 @@ from helpers.tiny import TEXTS, run
 from skipdecode import Schedule
 from skipdecode.core import checkpoint_config
 from skipdecode.core.cache import total_kv_bytes
+from skipdecode.core.checkpoint_config import CONFIG_KEY, to_config_entry
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import train_tokenizer
 from skipdecode.errors import SkipDecodeError, UntrainedWarning, UsageError
+from skipdecode.generation import generate as generating
 from skipdecode.generation import options
-from skipdecode.generation.generate import batches, generate_ids
-from skipdecode.generation.results import Generated
+from skipdecode.generation.generate import batches, generate_ids, horizon_for
+from skipdecode.generation.results import Completion, Cost, Generated
+from skipdecode.generation.sampling import Sampling, stable_hash
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -199,7 +203,116 @@ def test_computed_positions_have_no_end(tmp_path: Path) -> None:
         skipdecode.generate(table, tokenizer, TEXTS[0], speedup=2, max_new_tokens=30)
 
 
+def test_prompts_beside_conversations_are_texts_or_refused(loaded: Loaded) -> None:
+    """A text within a conversation, and half a character, belong nowhere."""
+    for wrong in ([{"role": "user", "content": "hi"}, "hi"], ["hi", 7], [["hi", {"role": "user", "content": "hi"}]]):
+        with pytest.raises(UsageError, match="is neither a text nor a list of messages"):
+            skipdecode.generate(*loaded, cast(Any, wrong))
+    for lone in ("\udfff", "\ud800"):
+        with pytest.raises(UsageError, match="lone surrogate"):
+            skipdecode.generate(*loaded, lone)
+
+
+def test_the_last_position_is_taken(loaded: Loaded) -> None:
+    """By the longest prompt; one more is refused, however short the others are."""
+    prompts, asked = [[5] * 3, [5] * 252], cast(Any, {"decoding": None, "batch_size": 2, "eos_token_id": -1})
+    assert generate_ids(*loaded, prompts, **asked, max_new_tokens=4).cost.tokens == 8
+    with pytest.raises(UsageError, match="need 257 positions, the model has 256"):
+        generate_ids(*loaded, prompts, **asked, max_new_tokens=5)
+    assert generate_ids(*loaded, [], **asked, max_new_tokens=256).completions == []
+
+
+def test_a_new_schedule_ends_with_the_texts(loaded: Loaded) -> None:
+    """A step makes each token but the first; trained schedules have their own end."""
+    config = copy.deepcopy(loaded[0].config)
+    assert [horizon_for(config, new) for new in (1, 2, 20)] == [1, 1, 19]
+    setattr(config, CONFIG_KEY, to_config_entry({2.0: Schedule(8, 6, 2, 12)}))
+    assert horizon_for(config, 20) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "seed", "draws"),
+    [
+        ({"do_sample": True}, 3, True),
+        ({"do_sample": True}, None, False),
+        ({}, 3, False),
+        ({"do_sample": True, "num_beams": 2}, 3, False),
+    ],
+)
+def test_only_a_seeded_sample_draws_for_itself(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], seed: int | None, draws: bool
+) -> None:
+    """The same in every run, and the process's random numbers stay where they were. Longest prompts come first."""
+    seen = []
+
+    def batch(*args: Any, **given: Any) -> tuple[list[Completion], Cost]:
+        seen.append((len(args[2][0]), given.get("watermarking_config"), torch.rand(1).item()))
+        return [Completion("", 1, "stop")], Cost(8, rows=1)
+
+    monkeypatch.setattr(generating, "generate_batch", batch)
+    torch.manual_seed(0)
+    before, costs = torch.get_rng_state(), cast(list[Cost], [])
+    result = generate_ids(*loaded, [[1], [1, 2, 3], [1, 2]], None, 1, costs.append, seed, **options)
+    assert [width for width, *_ in seen] == [3, 2, 1]
+    assert [mark and (mark.seed, mark.rows) for _, mark, _ in seen] == [(3, [i]) if draws else None for i in (1, 2, 0)]
+    assert len(costs) == result.cost.rows == 3
+    seeded = seed is not None and "do_sample" in options
+    assert torch.equal(torch.get_rng_state(), before) == seeded
+    drawn = [number for *_, number in seen]
+    seen.clear()
+    generate_ids(*loaded, [[1], [1, 2, 3], [1, 2]], None, 1, seed=seed, **options)
+    assert (drawn == [number for *_, number in seen]) == seeded
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "given", "seed", "words"),
+    [
+        ({"guidance_scale": 2.0}, {}, None, "asks for guidance_scale"),
+        ({"guidance_scale": 2.0}, {"guidance_scale": None}, None, "asks for guidance_scale"),
+        ({"guidance_scale": 2.0}, {"guidance_scale": 1.0}, None, None),
+        ({}, {"length_penalty": 2.0}, None, "goes with num_beams"),
+        ({"num_beams": 2}, {"length_penalty": 2.0}, None, None),
+        ({}, {"watermarking_config": {}, "do_sample": True}, 1, "leave one out"),
+        ({"watermarking_config": {}}, {"do_sample": True}, 1, "leave one out"),
+        ({}, {"watermarking_config": {}, "do_sample": True}, None, None),
+        ({}, {"watermarking_config": {}}, 1, None),
+        ({}, {"watermarking_config": {}, "do_sample": True, "num_beams": 2}, 1, None),
+        ({}, {"do_sample": True}, 1, None),
+    ],
+)
+def test_options_meet_the_checkpoints(
+    checkpoint: dict[str, Any], given: dict[str, Any], seed: int | None, words: str | None
+) -> None:
+    """An option overrides what the checkpoint asks for; None does not."""
+    with nullcontext() if words is None else pytest.raises(UsageError, match=words):
+        options.check_with_model(given, GenerationConfig(**checkpoint), seed)
+
+
 # --- what is counted
+
+
+def test_the_costs_of_two_batches_add_up() -> None:
+    """Memory does not: the larger peak counts. Figures of nothing are those of the full model."""
+    nothing = Cost(8)
+    assert {nothing.average_depth, nothing.prompt_depth, nothing.job_depth, nothing.row_depth} == {8.0}
+    assert (nothing.layer_ratio, nothing.tokens_per_second) == (1, 0)
+    assert {value for name, value in vars(nothing).items() if name != "num_layers"} == {0}
+    step = {"seconds": 2.0, "decode_seconds": 1.0, "steps": 10, "layer_steps": 40, "row_layers": 90, "row_steps": 30}
+    prompt = {"prompt_positions": 30, "prompt_layer_positions": 180}
+    cost = Cost(8, rows=3, tokens=33, peak_kv_bytes=5, **cast(Any, step | prompt))
+    assert (cost.average_depth, cost.layer_ratio, cost.row_depth, cost.prompt_depth) == (4, 2, 3, 6)
+    assert (cost.job_depth, cost.tokens_per_second) == (220 / 40, 16.5)
+    total = Cost(8, peak_kv_bytes=4)
+    total += cost
+    assert total == cost
+    total += Cost(8, rows=1, tokens=3, seconds=1.0, peak_kv_bytes=3)
+    assert (total.rows, total.tokens, total.seconds, total.steps, total.peak_kv_bytes) == (4, 36, 3.0, 10, 5)
+    assert {"decode_seconds", "peak_kv_bytes"} < {*nothing.summary()} == {*total.summary()}
+    unmeasured = Cost(8, rows=3, tokens=7, seconds=1.23456, steps=3, layer_steps=10).summary()
+    assert unmeasured == {"rows": 3, "tokens": 7, "seconds": 1.235, "tokens_per_second": 5.7} | {
+        "average_depth": 3.33,
+        "layer_ratio": 2.4,
+    }
 
 
 def passes_of(model: PreTrainedModel) -> list[int]:
@@ -451,6 +564,17 @@ def test_sampling_ends_after_every_other_warper(loaded: Loaded) -> None:
     extras: list[dict[str, Any]] = [{"top_k": 1}, {"top_k": 1, "renormalize_logits": True}, {"temperature": 1e-4}]
     for extra in extras:
         assert texts(skipdecode.generate(*loaded, TEXTS[:3], **(options | extra))) == greedy
+
+
+def test_a_draw_leaves_one_token_and_no_error_hidden() -> None:
+    """Its score is 0, all others' are -inf; NaN stays NaN, which model.generate refuses."""
+    scores = torch.tensor([[0.5, 2.0, -torch.inf], [1.0, 1.0, 1.0], [torch.nan, 0.0, 0.0]])
+    drawn = Sampling(7, [0, 1, 2]).construct_processor(3, "cpu")(torch.zeros(3, 1), scores)
+    assert [sorted(row) for row in drawn[:2].tolist()] == [[-torch.inf, -torch.inf, 0.0]] * 2
+    assert drawn[2].isnan().any()
+    hashes = [stable_hash(i, 3) for i in range(64)]
+    assert 2**62 < max(hashes) < 2**63  # as many bits as a seed of torch has
+    assert min(hashes) >= 0
 
 
 def test_sampled_beams_repeat_with_their_batch(loaded: Loaded) -> None:

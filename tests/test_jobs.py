@@ -16,9 +16,9 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from itertools import accumulate, chain, product
 from pathlib import Path
 from typing import Any, cast
@@ -29,19 +29,24 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from transformers import LogitsProcessor
+from transformers import LlamaConfig, LogitsProcessor
 
-from helpers.tiny import TEXTS, no_file_above, run
-from skipdecode import files
-from skipdecode.data.inputs import read_items
+from helpers.profiles import made
+from helpers.tiny import TEXTS, no_file_above, run, sentence_pieces
+from skipdecode import Schedule, files
+from skipdecode.data.chat import Message
+from skipdecode.data.inputs import Item, read_items
 from skipdecode.data.tasks import get_task
-from skipdecode.errors import FileError, JobError, TaskError, UsageError
+from skipdecode.errors import FileError, JobError, MissingExtra, TaskError, UsageError
 from skipdecode.generation import generate as generation
 from skipdecode.generation.batch import generate_batch
-from skipdecode.generation.jobs import GenerationJob
+from skipdecode.generation.engine import EngineConfig
+from skipdecode.generation.jobs import GenerationJob, encode_items
 from skipdecode.generation.journal import MAGIC, Journal
 from skipdecode.generation.results import Completion, Cost
+from skipdecode.planning.profile import shape_of
 from skipdecode.weights import loading
+from skipdecode.weights.device import machine
 
 
 def write_rows(path: Path, prompts: Sequence[str]) -> Path:
@@ -416,6 +421,39 @@ def test_a_cut_journal_loses_only_the_torn_line(tmp_path: Path, monkeypatch: pyt
         assert path.read_bytes() == data
 
 
+def test_what_was_added_is_on_the_disk_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File and folder at the first batch, the file at others, the folder when the journal goes."""
+    synced: list[bool] = []
+    fsync = os.fsync
+
+    def record(file: int) -> None:
+        synced.append(stat.S_ISDIR(os.fstat(file).st_mode))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", record)
+    rows, costs = [Completion(f"é {i}", i, "stop") for i in range(3)], [Cost(4, rows=1, tokens=i) for i in range(3)]
+    target, counts = tmp_path / "out.jsonl", []
+    with Journal(target, "job") as journal:
+        for i in range(3):
+            journal.add([i], rows[i : i + 1], costs[i])
+            counts.append((synced.count(False), synced.count(True)))
+        assert (journal.rows, journal.costs) == (dict(enumerate(rows)), costs)
+    assert counts == [(1, 1), (2, 1), (3, 1)]
+    with Journal(target, "job") as again:
+        assert (again.rows, again.costs) == (journal.rows, journal.costs)
+    with pytest.raises(JobError):
+        Journal(target, "other")
+    target.write_text("done")
+    with Journal(target, "other", replace=True) as other:
+        assert not other.rows
+    with Journal(target, "job") as last:
+        synced.clear()
+        last.finish("done")
+        assert synced == [True]
+    (tmp_path / "out.jsonl.partial").write_bytes(MAGIC[:5])  # killed within its first line
+    Journal(target, "other").close()
+
+
 def test_a_full_disk_leaves_no_lock(tmp_path: Path) -> None:
     """What a file still holds is written when it is closed: if that fails, the same process can try again at once."""
     journal = Journal(tmp_path / "out.jsonl", "job")
@@ -762,3 +800,166 @@ def test_options_are_told_apart_by_what_they_hold(checkpoint: Path, tmp_path: Pa
     with pytest.raises(UsageError, match="a Doubles does not say what it does"):
         job(logits_processor=[Doubles()]).run()
     assert job(None, logits_processor=[Doubles()]).run().summary["rows"] == 3
+
+
+# --- a job without a model: what it asks of its engine, and what it makes of the answers
+
+
+class Echo:
+    """An engine that writes the number of each prompt, two at a time, and keeps what it was asked for.
+
+    Args:
+        batches: after how many it is killed.
+    """
+
+    def __init__(self, name: str = "echo", batches: int = 99) -> None:
+        self.name, self.batches = name, batches
+        self.checked = 0
+        self.asked: list[tuple[EngineConfig, Schedule | None, int]] = []
+
+    def check(self, job: EngineConfig, config: Any, defaults: Any) -> None:
+        self.checked += 1
+
+    @contextmanager
+    def open(self, job: EngineConfig, schedule: Schedule | None, positions: int) -> Iterator[Any]:
+        self.asked.append((job, schedule, positions))
+        yield self.write
+
+    def write(self, prompts: Mapping[int, list[int]]) -> Iterator[Any]:
+        for number, keys in enumerate(batched(prompts, 2)):
+            if number == self.batches:
+                raise Killed
+            yield [*keys], [Completion(f"{key}", 3, "stop") for key in keys], Cost(8, rows=len(keys), tokens=3)
+
+
+def batched(keys: Iterable[int], size: int) -> Iterator[list[int]]:
+    """So many keys at a time."""
+    left = [*keys]
+    return iter(lambda: [left.pop(0) for _ in left[:size]], [])
+
+
+@pytest.fixture(scope="module")
+def rope(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chat model's folder without weights; its 16 positions are no limit."""
+    folder = tmp_path_factory.mktemp("rope")
+    tokenizer = sentence_pieces(bos=False)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    LlamaConfig(num_hidden_layers=8, max_position_embeddings=16, vocab_size=len(tokenizer)).save_pretrained(folder)
+    return folder
+
+
+NEW: dict[str, Any] = {"options": {"max_new_tokens": 4}}
+
+
+def test_an_engine_gets_what_is_left_to_write(rope: Path, tmp_path: Path) -> None:
+    """Once, and the room for it; the figures are those of all runs together."""
+    prompts, target = ["a b c d e f", "a", "a b", "a b c"], tmp_path / "out.jsonl"
+    first, second, starts = Echo(batches=1), Echo(), []
+    with pytest.raises(Killed):
+        GenerationJob(str(rope), prompts, target, engine=first, full=True, **NEW).run()
+    said: list[str] = []
+    job = GenerationJob(str(rope), prompts, target, engine=second, full=True, **NEW)
+    result = job.run(on_start=lambda *counts: starts.append(counts), say=said.append)
+    assert (first.checked, second.checked) == (1, 1)
+    tokenizer = loading.load_tokenizer(str(rope))
+    lengths = [len(ids) for ids in tokenizer(prompts)["input_ids"]]
+    assert [(schedule, room) for _, schedule, room in first.asked] == [(None, max(lengths) + 4)]
+    assert [(schedule, room) for _, schedule, room in second.asked] == [(None, max(lengths[2:]) + 4)]
+    assert type(second.asked[0][0]) is EngineConfig
+    assert starts == [(4, 2)]
+    assert said == ["2 rows were done before"]
+    assert result.texts == ["0", "1", "2", "3"]
+    assert (result.summary["rows"], result.summary["tokens"], result.summary["target_speedup"]) == (4, 6, 1.0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"engine": Echo("another")}, {"prepack": True}, {"quantization": "int8"}, {"full": True}, {"speedup": 4}],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_job_with_other_settings_is_another(rope: Path, tmp_path: Path, other: dict[str, Any]) -> None:
+    """Whatever a text may depend on; so a killed one is not gone on with."""
+    common: dict[str, Any] = {"speedup": 2, **NEW}
+    with pytest.raises(Killed):
+        GenerationJob(str(rope), ["a"] * 4, tmp_path / "out", engine=Echo(batches=1), **common).run()
+    common |= {"speedup": None} if "full" in other else {}
+    with pytest.raises(JobError):
+        GenerationJob(str(rope), ["a"] * 4, tmp_path / "out", **{"engine": Echo()} | common | other).run()
+    assert GenerationJob(str(rope), ["a"] * 4, tmp_path / "out", engine=Echo(), speedup=2, **NEW).run().texts
+
+
+def test_texts_beyond_the_trained_positions_are_said_to_be_poor(rope: Path) -> None:
+    """From the first position too many, for the longest prompt; nothing is said of the unmodified model else."""
+    length = len(loading.load_tokenizer(str(rope))("a b c")["input_ids"])
+    for new, count in ((16 - length, 0), (17 - length, 1)):
+        said: list[str] = []
+        job = GenerationJob(str(rope), ["a", "a b c"], engine=Echo(), full=True, options={"max_new_tokens": new})
+        job.run(say=said.append)
+        assert ["16 positions" in each for each in said] == [True] * count
+
+
+def test_bad_rows_beside_good_ones(rope: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """Each with its line and its reason; with ``chat`` a text is what the user says, and a conversation stays one."""
+    source = tmp_path / "in.jsonl"
+    rows = [{"prompt": "hi"}, {"prompt": 7}, {"prompt": [{"role": "user", "content": "ho"}]}]
+    source.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    result = GenerationJob(str(rope), source, engine=Echo(), full=True, chat=True, **NEW).run()
+    assert [item.prompt for item in result.items if not item.error] == [
+        (Message("user", "hi"),),
+        (Message("user", "ho"),),
+    ]
+    assert [item.line for item in result.items if item.error] == [2]
+    assert result.summary["bad_rows"] == 1
+    silent, nothing = loading.load_tokenizer(str(rope)), Item(1, {}, (Message("user", "hi"),))
+    silent.chat_template, silent.bos_token, silent.eos_token = "{{ '' }}", None, None
+    assert encode_items([nothing], silent, LlamaConfig(), 4) == {}
+    assert nothing.error == "the prompt has no token"
+    result = GenerationJob(str(checkpoint), ["hi", "a " * 99], engine=Echo(), full=True, **NEW).run()
+    assert "line 2: too long" in result.jsonl
+
+
+def test_scores_have_two_decimals_or_are_said_to_be_missing(
+    rope: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the library that counts them the texts are there all the same."""
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
+    job = GenerationJob(str(rope), source, engine=Echo(), full=True, **NEW)
+    monkeypatch.setattr(type(job.task), "score", lambda *_: {"rouge": 1.23456})
+    assert job.run().summary["rouge"] == 1.23
+
+    def missing(*_: Any) -> None:
+        raise MissingExtra("eval")
+
+    monkeypatch.setattr(type(job.task), "score", missing)
+    said: list[str] = []
+    assert "rouge" not in job.run(say=said.append).summary
+    assert ["skipdecode[eval]" in each for each in said] == [True]
+
+
+def test_a_profile_counts_only_where_there_is_work(rope: Path) -> None:
+    """A text of one token has a step all the same; without any good row there is nothing to plan."""
+    config = loading.read_config(str(rope))
+    profile = replace(made((0,) * 8), shape=shape_of(config), machine=machine("cpu"), device="cpu")
+    common: dict[str, Any] = {"engine": Echo(), "speedup": 1.5, "clock": "step", "profile": profile, "device": "cpu"}
+    assert GenerationJob(str(rope), ["a"], **common, options={"max_new_tokens": 1}).run().texts == ["0"]
+    assert GenerationJob(str(rope), [""], **common, options={"max_new_tokens": 8}).run().texts == []
+
+
+ON_A_CLOCK = {"prompt_layers": None, "clock": "step"}
+
+
+@pytest.mark.parametrize(
+    "options", [{"schedule": Schedule.full(8)}, {"schedule": Schedule.full(8), **ON_A_CLOCK}, {"full": True}]
+)
+def test_prompts_layers_and_clocks_go_with_a_speedup(options: dict[str, Any]) -> None:
+    """A schedule has its own."""
+    with pytest.raises(UsageError, match="go with a speedup"):
+        GenerationJob("demo", ["a"], **{"prompt_layers": 3} | options)
+
+
+def test_a_name_that_is_no_file_is_no_input_to_be_written_over(tmp_path: Path) -> None:
+    """Standard input, say."""
+    (tmp_path / "out.jsonl").write_text("")
+    assert GenerationJob("demo", "-", tmp_path / "out.jsonl", overwrite=True).input == "-"

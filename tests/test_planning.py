@@ -4,52 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
+from helpers.profiles import LENGTHS, made
 from skipdecode import Schedule, ScheduleError
 from skipdecode.errors import FileError, SkipDecodeError, UsageError
+from skipdecode.planning.check_profile import check_profile
 from skipdecode.planning.fitting import constant_schedules
-from skipdecode.planning.planner import SHORT, Predictor, Workload, plan
-from skipdecode.planning.profile import Pass, Profile
-
-SIZES, LENGTHS = (1, 4, 16), (16, 128, 512)
-
-
-def made(
-    layers: tuple[int, ...] = (0,) * 12,
-    outside: float = 0.002,
-    weights: tuple[float, ...] = (0.001,),
-    context: tuple[float, ...] = (1e-7,),
-    prompt: float = 1e-5,
-) -> Profile:
-    """A machine whose costs are known: steps and prompts are straight lines in the batch size and the length."""
-
-    def step(size: int, length: int) -> Pass:
-        costs = tuple(w + c * size * length for w, c in zip(weights, context, strict=True))
-        return Pass(size, length, costs, outside / 2 + 1e-5 * size, outside / 2)
-
-    def prefill(size: int, length: int) -> Pass:
-        return Pass(size, length, tuple(w + prompt * size * length for w in weights), outside, 0.0)
-
-    cells = [(size, length) for size in SIZES for length in LENGTHS]
-    return Profile(
-        model="made",
-        shape="0",
-        machine="here",
-        dtype="float32",
-        device="cpu",
-        kinds=tuple(f"kind {k}" for k in range(len(weights))),
-        layers=layers,
-        prompts=tuple(prefill(*cell) for cell in cells),
-        steps=tuple(step(*cell) for cell in cells),
-    )
+from skipdecode.planning.planner import CLOCKS, SHORT, Predictor, Workload, plan, workloads
+from skipdecode.planning.profile import Pass, Profile, shape_of
+from skipdecode.weights import device
 
 
 def summed(profile: Profile, schedule: Schedule, work: Workload) -> tuple[float, float]:
@@ -258,4 +232,148 @@ def test_a_profile_of_another_machine_model_or_type_is_refused() -> None:
 def test_a_workload_has_rows_and_steps(wrong: dict[str, int]) -> None:
     """A job without a decode step has no step to speed up."""
     with pytest.raises(SkipDecodeError):
-        Workload(**wrong)
+        Workload(**{"batch_size": 1, "prompt_tokens": 1, "new_tokens": 2} | wrong)
+
+
+def test_batches_are_cut_from_the_longest_prompt_on() -> None:
+    """Each is padded to its longest; the last, smaller one counts only where there is no other."""
+    assert workloads([3, 9, 5, 7, 1], 2, 4) == [Workload(2, 9, 4), Workload(2, 5, 4)]
+    assert workloads([3, 5], 8, 4) == [Workload(2, 5, 4)]
+
+
+def test_a_predictor_needs_work_and_a_clock_of_seconds() -> None:
+    """Layers are counted without a profile."""
+    for works, clock in (([], "step"), ([Workload(1, 8, 8)], CLOCKS[0]), ([Workload(1, 8, 8)], "wall")):
+        with pytest.raises(UsageError):
+            Predictor(made(), works, clock)
+    assert Predictor(made(), [Workload(1, 8, n) for n in range(2, 12)]).typical == 10  # nine of ten are shorter
+
+
+@pytest.mark.parametrize("clock", CLOCKS[1:])
+def test_a_plan_is_a_falling_schedule_just_above_its_target(clock: str) -> None:
+    """It surpasses its target by 2% at most; 1x is the original model, and below it there is nothing to plan."""
+    predictor = Predictor(made(), [Workload(4, 32, 64)], clock)
+    flattest = constant_schedules(12)[0]
+    for tenths in range(11, 31):
+        schedule = plan(predictor, tenths / 10)
+        assert 0.999 < predictor.ratio(schedule) / (tenths / 10) < 1.02
+        assert schedule.max_depth > schedule.min_depth
+    assert plan(predictor, 1) == Schedule.full(12)
+    assert plan(predictor, predictor.ratio(flattest)) == flattest
+    assert plan(predictor, predictor.ratio(flattest) / SHORT * 0.999) == flattest
+    for wrong in (0.5, 0, -1, math.nan):
+        with pytest.raises(ScheduleError, match="at least 1"):
+            plan(predictor, wrong)
+
+
+def test_what_a_predictor_answered_before_changes_nothing() -> None:
+    """Prompts of one schedule are not taken for those of another."""
+    profile, works = made(prompt=1e-3), [Workload(2, 30, 6)]
+    predictor = Predictor(profile, works, "job")
+    styles: list[dict[str, Any]] = [{}, {"prompt_layers": "max"}, {"prompt_decay": 5}, {"prompt_decay": 9}]
+    for style in styles:
+        for most in (12, 9, 5):
+            schedule = Schedule(12, most, 3, 8, **style)
+            assert predictor.seconds(schedule) == Predictor(profile, works, "job").seconds(schedule)
+
+
+def test_a_refusal_names_the_largest_share_first() -> None:
+    """Only where the prompt counts, and its depth was left open, is another depth for the prompt offered."""
+    profile, works = made(prompt=1e-3), [Workload(1, 128, 16)]
+    job, step = Predictor(profile, works, "job"), Predictor(profile, works, "step")
+    at_max = job.ratio(constant_schedules(12, prompt_layers="max")[0])
+    offers = []
+    for predictor, style in ((job, {}), (step, {}), (job, {"prompt_layers": "max"}), (step, {"prompt_layers": "max"})):
+        with pytest.raises(ScheduleError) as refusal:
+            plan(predictor, 100, **style)
+        shares = [int(share) for share in re.findall(r"(\d+)%", str(refusal.value))]
+        assert shares == sorted(shares, reverse=True)
+        assert abs(sum(shares) - 100) <= 2
+        assert len(shares) == (4 if predictor is job else 3)
+        offers.append(re.findall(r"with prompt_layers='max' at most ([\d.]+)x", str(refusal.value)))
+    assert offers == [[f"{at_max:.2f}"], [], [], []]
+
+
+def test_what_cannot_have_been_measured_is_refused() -> None:
+    """By the values themselves, before a file or a plan; the bounds belong to what can be."""
+    profile = made()
+    one = profile.steps[0]
+    two_kinds = replace(one, layers=(0.1, 0.1))
+    assert Pass(1, 1, (), 86_400.0, 0.0).rest == 86_400
+    assert Pass(1, 1, (0.0,), 0.0, 1e-9).head == 1e-9
+    assert replace(profile, noise=1000.0).noise == 1000
+    assert replace(profile, noise=0).warning is None
+    no_passes: list[dict[str, Any]] = [{"batch_size": 0}, {"length": 0}, {"rest": 86_400.5}, {"head": -1e-9}]
+    no_passes += [{"rest": True}, {"rest": "1"}]
+    no_passes += [{"layers": (0.0,), "rest": 0.0, "head": head} for head in (0.0, 9e-10)]
+    for fields in no_passes:
+        with pytest.raises(SkipDecodeError):
+            replace(one, **fields)
+    no_profiles: list[dict[str, Any]] = [{name: 1} for name in ("model", "shape", "machine", "dtype", "device")]
+    no_profiles += [{"kinds": (1,)}] + [{"layers": layers} for layers in ((), (0,) * 20_000, (1,), (-1,))]
+    no_profiles += [{"steps": steps} for steps in ((), (one, one), (two_kinds,), (*profile.steps[1:], two_kinds))]
+    no_profiles += [{"prompts": ()}] + [{"noise": noise} for noise in (1000.5, -0.5, "0")]
+    for fields in no_profiles:
+        with pytest.raises(SkipDecodeError):
+            replace(profile, **fields)
+    no_files: list[Any] = [[], 1, None, "profile", {"skipdecode_profile": 1}, {"skipdecode_profile": 2}]
+    for values in no_files:
+        with pytest.raises(FileError):
+            Profile.from_dict(values)
+
+
+def test_rounds_that_differ_by_more_than_a_tenth_are_said() -> None:
+    """With the share by which they differ."""
+    profile = made()
+    assert replace(profile, noise=0.1).warning is None
+    assert "by 11%" in (replace(profile, noise=0.11).warning or "")
+
+
+def test_a_profile_for_something_else_says_for_what() -> None:
+    """Both sides are named; other weights of the same shape are called by the model's name."""
+    profile = replace(made(), options={"attn_implementation": "eager"})
+    with pytest.raises(UsageError, match="another shape: made, not this model"):
+        profile.check(shape="1")
+    with pytest.raises(UsageError, match="another machine: here, not there"):
+        profile.check(machine="there")
+    with pytest.raises(UsageError, match=r"another options: \{'attn_implementation': 'eager'\}, not none"):
+        profile.check(options={})
+    with pytest.raises(UsageError, match=r"another options: none, not \{'int8': True\}"):
+        made().check(options={"int8": True})
+
+
+def test_a_pass_lies_between_its_nearest_measurements() -> None:
+    """Batch sizes and lengths farther away do not count; a quarter beyond the longest length is the end."""
+    cost = {1: 1.0, 4: 10.0, 16: 1000.0}
+    passes = [Pass(size, n, (cost[size] * n,), 0.0, 0.0) for size in cost for n in (LENGTHS if size < 16 else (16, 64))]
+    profile = replace(made(), prompts=tuple(passes), steps=tuple(passes))
+    assert profile.step(2, 16).layers[0] == pytest.approx(16 * (1 + 9 / 3))
+    assert profile.step(10, 16).layers[0] == pytest.approx(16 * (10 + 990 / 2))
+    assert profile.prompt(1, 640).layers[0] == pytest.approx(640)
+    with pytest.raises(UsageError, match="up to 640 positions"):
+        profile.prompt(1, 641)
+
+
+def test_lengths_lie_on_lines_between_neighbours_and_beyond() -> None:
+    """Through each measured point; below the first at least in proportion, beyond the last never less than there."""
+    cost = {10: 2.0, 20: 3.0, 40: 9.0, 80: 10.0}
+    passes = tuple(Pass(1, length, (seconds,), 0.0, 0.0) for length, seconds in cost.items())
+    profile = replace(made(), prompts=passes, steps=passes)
+    found = {length: profile.step(1, length).layers[0] for length in (*cost, 1, 15, 30, 60, 100)}
+    assert found == pytest.approx(cost | {1: 1.1, 15: 2.5, 30: 6.0, 60: 9.5, 100: 10.5})
+    steep = replace(made(), steps=(Pass(1, 10, (1.0,), 0.0, 0.0), Pass(1, 20, (9.0,), 0.0, 0.0)))
+    assert steep.step(1, 5).layers[0] == pytest.approx(0.5)
+    falling = replace(made(), steps=(Pass(1, 10, (9.0,), 0.0, 0.0), Pass(1, 20, (1.0,), 0.0, 0.0)))
+    assert falling.step(1, 25).layers[0] == pytest.approx(1.0)
+    alone = replace(made(), steps=(Pass(1, 10, (9.0,), 0.0, 0.0), Pass(4, 10, (1.0,), 0.0, 0.0)))
+    assert alone.step(1, 12).layers[0] == pytest.approx(9.0)
+
+
+def test_a_dtype_left_to_the_checkpoint_is_compared_with_the_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the CPU multiplies bfloat16 in hardware, a bfloat16 model runs as it is."""
+    monkeypatch.setattr(device, "_fast_bfloat16", lambda: True)
+    config = LlamaConfig(dtype="bfloat16")
+    here = replace(made(), shape=shape_of(config), machine=device.machine("cpu"), dtype="bfloat16")
+    check_profile(here, config, device="cpu")
+    with pytest.raises(UsageError, match="another dtype: float32, not bfloat16"):
+        check_profile(replace(here, dtype="float32"), config, device="cpu")

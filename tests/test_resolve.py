@@ -16,6 +16,7 @@ from transformers import OPTConfig
 
 import skipdecode
 from helpers.families import TOP, build
+from helpers.profiles import made
 from skipdecode import attach
 from skipdecode.core.checkpoint_config import (
     CONFIG_KEY,
@@ -31,6 +32,7 @@ from skipdecode.errors import FileError, ScheduleError, UsageError
 from skipdecode.generation.jobs import GenerationJob
 from skipdecode.methods import METHODS, get_method
 from skipdecode.planning.fitting import achieved, fit
+from skipdecode.planning.planner import Predictor, Workload
 from skipdecode.planning.resolve import method_schedule, new_schedule
 
 LENGTHS = [20, 24, 31]
@@ -265,3 +267,19 @@ def test_schedules_that_were_calibrated_alone_are_no_training() -> None:
     config = OPTConfig(num_hidden_layers=8, skipdecode=entry)
     assert method_schedule(get_method("skipdecode"), config, 2, unmeasured) == EVEN
     assert new_schedule(config, 2, LENGTHS, method=get_method("full")).is_full
+
+
+def test_what_a_rule_of_its_own_leaves_open() -> None:
+    """A method that has one takes no wish, and cannot be planned on a clock; the config's fastest is the default."""
+    config, unified = config_of({2.0: EVEN, 5.0: FAST}), get_method("unified")
+    assert achieved(new_schedule(config, None, LENGTHS), LENGTHS) == pytest.approx(5, rel=0.05)
+    assert achieved(new_schedule(config_of(), None, LENGTHS), LENGTHS) == pytest.approx(2, rel=0.05)
+    profile = made(layers=(0,) * 8)
+    with pytest.raises(ScheduleError, match="none can be planned on the clock"):
+        new_schedule(config, 2, Predictor(profile, [Workload(1, 8, 8)]), method=unified)
+    theirs = config_of({2.0: EVEN}, "unified")
+    assert method_schedule(unified, theirs, 2, unmeasured) == EVEN
+    with pytest.raises(ScheduleError, match="has its own layer order"):
+        method_schedule(unified, theirs, 2, lambda: LENGTHS, prompt_layers="max")
+    ours = method_schedule(get_method("skipdecode"), config, 2, lambda: LENGTHS, order="bottom")
+    assert (ours.order, ours.decay) == ("bottom", FAST.decay)

@@ -236,17 +236,7 @@ def fate_of(mutant: Mutant, tree: ast.Module, tests: list[str], limit: float) ->
 
 def run(tests: list[str], *options: str, plugins: tuple[Any, ...] = ()) -> int:
     """pytest, in this process, without its own time limits."""
-    own = [
-        "-q",
-        "-o",
-        "addopts=--import-mode=importlib",
-        "-p",
-        "no:timeout",
-        "-p",
-        "no:cacheprovider",
-        "--assert=plain",
-        "--tb=native",
-    ]
+    own = "-q -o addopts=--import-mode=importlib -p no:timeout -p no:cacheprovider --assert=plain --tb=native".split()
     own += ["--hypothesis-profile", "mutants", "-m", "not slow"]
     return pytest.main([*own, *options, *tests], plugins)
 
@@ -254,7 +244,8 @@ def run(tests: list[str], *options: str, plugins: tuple[Any, ...] = ()) -> int:
 def reached() -> Reach:
     """What the tests reach, kept for the next run; the package, and what imports it, is left to be imported anew."""
     own, reach, tests = set(sys.modules), Reach(), [f"tests/test_{name}.py" for name in TESTS.split()]
-    code = [path.read_bytes() for folder in (PACKAGE, ROOT / "tests") for path in sorted(folder.rglob("*.py"))]
+    files = [Path(__file__), *sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "tests").rglob("*.py"))]
+    code = [path.read_bytes() for path in files]
     known = Path(tempfile.gettempdir()) / f"skipdecode-reach-{hashlib.sha256(b''.join(code)).hexdigest()[:16]}.json"
     if run(tests, "-k", FAST, *["--collect-only"] * known.exists(), plugins=(reach,)) != 0:
         sys.exit("the tests fail without any mutant")

@@ -162,6 +162,21 @@ def serve(
     return served
 
 
+def check_among_leavers(
+    made: Any, requests: Sequence[Request], reference: Reference, source: random.Random, leave: float = 0.01
+) -> None:
+    """Requests come, and the share ``leave`` of them leaves, before any step: others' texts stay, no block is lost."""
+    served = serve(
+        made, requests, arrive=lambda step: source.choice((0, 1, 2)), abort=lambda *_: source.random() < leave
+    )
+    expected = reference.texts(requests)
+    finished = [i for i in range(len(requests)) if served.tokens[i]]
+    assert len(requests) // 4 < len(finished) < len(requests)
+    assert [served.tokens[i] for i in finished] == [expected[i] for i in finished]
+    pool = scheduler(made).kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # vLLM's null block
+
+
 def scheduler(made: Any) -> Any:
     """The engine's scheduler."""
     return made.engine_core.engine_core.scheduler

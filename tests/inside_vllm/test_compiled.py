@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-from helpers.engine import Reference, Request, engine, runner, scheduler, serve
+from helpers.engine import Reference, Request, check_among_leavers, engine, runner, serve
 from skipdecode.serving.gate import Gate
 from skipdecode.weights.loading import DEMO
 
@@ -53,15 +53,7 @@ def test_long_prompts_in_pieces_among_clients_that_leave(compiled: Any) -> None:
     for place in range(0, 64, 3):
         prompt = tuple(source.choices(range(3, 1000), k=source.randint(100, 200)))
         requests[place] = Request(prompt, source.choice(SPEEDUPS), source.randint(1, 40))
-    served = serve(
-        compiled, requests, arrive=lambda step: source.choice((0, 1, 2)), abort=lambda *_: source.random() < 0.01
-    )
-    expected = reference.texts(requests)
-    finished = [i for i in range(len(requests)) if served.tokens[i]]
-    assert len(requests) // 4 < len(finished) < len(requests)
-    assert [served.tokens[i] for i in finished] == [expected[i] for i in finished]
-    pool = scheduler(compiled).kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # vLLM's null block
+    check_among_leavers(compiled, requests, reference, source)
 
 
 def test_steps_that_skip_run_the_layers_of_their_plan_alone(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:

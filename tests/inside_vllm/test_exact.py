@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-from helpers.engine import Reference, Request, engine, runner, scheduler, serve
+from helpers.engine import Reference, Request, check_among_leavers, engine, runner, scheduler, serve
 from helpers.interpreted import V2
 from skipdecode import Schedule
 from skipdecode.weights.loading import DEMO as DEMO_FOLDER
@@ -84,17 +84,7 @@ def test_staggered_arrivals(roomy: Any, reference: Reference, prompts: list[tupl
 
 def test_aborts(roomy: Any, reference: Reference, prompts: list[tuple[int, ...]]) -> None:
     """Clients leave at any moment: what the others get does not change, and no block is lost."""
-    source = random.Random(4)
-    requests = requests_of(prompts, 256, seed=5)
-    served = serve(
-        roomy, requests, arrive=lambda step: source.choice((0, 1, 2)), abort=lambda place, step: source.random() < 0.01
-    )
-    expected = reference.texts(requests)
-    finished = [i for i in range(len(requests)) if served.tokens[i]]
-    assert len(requests) // 4 < len(finished) < len(requests)
-    assert [served.tokens[i] for i in finished] == [expected[i] for i in finished]
-    pool = scheduler(roomy).kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # vLLM's null block
+    check_among_leavers(roomy, requests_of(prompts, 256, seed=5), reference, random.Random(4))
 
 
 @pytest.mark.parametrize("budget", [24, 64])

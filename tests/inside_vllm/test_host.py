@@ -17,7 +17,7 @@ import torch
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
-from helpers.engine import Reference, Request, engine, runner, scheduler, serve
+from helpers.engine import Reference, Request, check_among_leavers, engine, runner, scheduler, serve
 from skipdecode.errors import UnsupportedModel
 from skipdecode.serving import blocks, head
 from skipdecode.serving import runner as runners
@@ -138,17 +138,11 @@ class Rounded(torch.nn.Module):
 def test_texts_of_an_int8_head_are_those_of_generate_with_that_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in pieces, arrivals and clients that leave. Other CPUs multiply it worse, but alike in both."""
     monkeypatch.setattr(head, "multiplies_int8", lambda: True)
-    source, requests, reference = random.Random(2), requests_of(48), Reference("demo", most_new=40)
+    reference = Reference("demo", most_new=40)
     reference.model.lm_head = Rounded(reference.model.lm_head.weight)
     options = {"skipdecode": {"int8_head": True}}
     with engine(DEMO, additional_config=options, max_num_batched_tokens=24, enable_chunked_prefill=True) as it:
-        served = serve(
-            it, requests, arrive=lambda step: source.choice((0, 1, 2)), abort=lambda *_: source.random() < 0.005
-        )
-    finished = [i for i in range(len(requests)) if served.tokens[i]]
-    expected = reference.texts(requests)
-    assert len(requests) // 4 < len(finished) < len(requests)
-    assert [served.tokens[i] for i in finished] == [expected[i] for i in finished]
+        check_among_leavers(it, requests_of(48), reference, random.Random(2), leave=0.005)
 
 
 def test_an_int8_head_is_refused_where_it_would_round_more(monkeypatch: pytest.MonkeyPatch) -> None:

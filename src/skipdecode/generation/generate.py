@@ -160,15 +160,15 @@ def batches(
     check_options(options, batch_size, seed)
     check_with_model(options, defaults, seed)
     order = sorted(prompts, key=lambda key: (-len(prompts[key]), key))  # what does not fit in memory fails at once
-    sampled = seed is not None and bool(options.get("do_sample"))
+    seed = seed if options.get("do_sample") else None  # greedy decoding draws nothing
     devices = [model.device] if model.device.type == "cuda" else []  # besides the CPU, whose state is always restored
     for at in range(0, len(order), batch_size):
         keys = order[at : at + batch_size]
         draws: dict[str, Any] = {}
-        if seed is not None and sampled and num_beams(options, defaults) == 1:  # beam search draws for a whole batch
+        if seed is not None and num_beams(options, defaults) == 1:  # beam search draws for a whole batch
             draws = {"watermarking_config": Sampling(seed, keys)}
-        with torch.random.fork_rng(devices, enabled=sampled):
-            if seed is not None and sampled:
+        with torch.random.fork_rng(devices, enabled=seed is not None):
+            if seed is not None:
                 torch.manual_seed(stable_hash(seed, *keys))
             rows, cost = generate_batch(model, tokenizer, [prompts[key] for key in keys], decoding, **options | draws)
         yield keys, rows, cost

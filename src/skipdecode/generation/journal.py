@@ -81,7 +81,7 @@ class Journal:
         if not data.startswith(MAGIC) and not MAGIC.startswith(data):
             raise FileError(f"{self.path} is not a journal of skipdecode: move it away, or give another --output")
         lines = _sealed(data)
-        header, good, chain = next(lines, (b"", 0, 0))
+        header = next((payload for payload, *_ in lines), b"")
         if header != self._header:
             if not self._replace and next(lines, None) is not None:
                 raise JobError(
@@ -89,7 +89,6 @@ class Journal:
                     "run that one to its end, or give --overwrite to drop it"
                 )
             return
-        self._good, self._chain = good, chain
         for payload, good, chain in lines:
             try:
                 entry = json.loads(payload)

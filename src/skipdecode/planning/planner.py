@@ -24,9 +24,9 @@ SHORT = 0.98
 class Workload:
     """One batch: ``batch_size`` prompts of ``prompt_tokens`` each (with padding), each generating ``new_tokens``."""
 
-    batch_size: int = 1
-    prompt_tokens: int = 64
-    new_tokens: int = 128
+    batch_size: int
+    prompt_tokens: int
+    new_tokens: int
 
     def __post_init__(self) -> None:
         check_whole("batch_size", self.batch_size)
