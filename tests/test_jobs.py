@@ -709,10 +709,9 @@ def test_standard_input_and_output(checkpoint: Path) -> None:
     ],
 )
 def test_what_the_user_can_put_right_is_one_line_and_exit_code_2(
-    checkpoint: Path, tmp_path: Path, arguments: list[str], words: str
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
 ) -> None:
-    from skipdecode import Schedule
-
+    monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "in.jsonl", TEXTS)
     (tmp_path / "empty.jsonl").write_text("")
     Schedule.for_speedup(2, 24, 16).save(tmp_path / "plan.json")
