@@ -147,8 +147,10 @@ def test_none_is_not_given(loaded: Loaded, full: bool) -> None:
 
 
 def test_as_many_tokens_as_transformers_writes(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody says how many: the checkpoint's, else 20."""
+    """Where nobody says how many: the checkpoint's new tokens, else 20."""
     model, tokenizer = loaded
+    assert skipdecode.generate(model, tokenizer, "the cat", eos_token_id=-1).completions[0].tokens == 20
+    monkeypatch.setattr(model.generation_config, "max_length", 9)  # which counts the prompt and its padding
     assert skipdecode.generate(model, tokenizer, "the cat", eos_token_id=-1).completions[0].tokens == 20
     monkeypatch.setattr(model.generation_config, "max_new_tokens", 7)
     assert skipdecode.generate(model, tokenizer, "the cat", eos_token_id=-1).completions[0].tokens == 7
@@ -308,6 +310,8 @@ def test_the_costs_of_two_batches_add_up() -> None:
     total += Cost(8, rows=1, tokens=3, seconds=1.0, peak_kv_bytes=3)
     assert (total.rows, total.tokens, total.seconds, total.steps, total.peak_kv_bytes) == (4, 36, 3.0, 10, 5)
     assert {"decode_seconds", "peak_kv_bytes"} < {*nothing.summary()} == {*total.summary()}
+    assert Cost(8, rows=1, decode_seconds=1.23456, steps=9, layer_steps=64).summary()["decode_seconds"] == 1.235
+    assert Cost(8, rows=1, steps=3, layer_steps=7).summary()["layer_ratio"] == 3.429
     unmeasured = Cost(8, rows=3, tokens=7, seconds=1.23456, steps=3, layer_steps=10).summary()
     assert unmeasured == {"rows": 3, "tokens": 7, "seconds": 1.235, "tokens_per_second": 5.7} | {
         "average_depth": 3.33,

@@ -914,8 +914,12 @@ def test_bad_rows_beside_good_ones(rope: Path, checkpoint: Path, tmp_path: Path)
     silent.chat_template, silent.bos_token, silent.eos_token = "{{ '' }}", None, None
     assert encode_items([nothing], silent, LlamaConfig(), 4) == {}
     assert nothing.error == "the prompt has no token"
-    result = GenerationJob(str(checkpoint), ["hi", "a " * 99], engine=Echo(), full=True, **NEW).run()
-    assert "line 2: too long" in result.jsonl
+    length = len(loading.load_tokenizer(str(checkpoint))("the cat")["input_ids"])
+    for new, bad in ((96 - length, []), (97 - length, [2])):
+        options = {"max_new_tokens": new}
+        result = GenerationJob(str(checkpoint), ["a", "the cat"], engine=Echo(), full=True, options=options).run()
+        assert [item.line for item in result.items if item.error] == bad
+        assert result.jsonl.count("line 2: too long") == len(bad)
 
 
 def test_scores_have_two_decimals_or_are_said_to_be_missing(

@@ -74,6 +74,19 @@ def test_a_prediction_is_the_sum_of_its_steps(
     assert predictor.ratio(schedule) == pytest.approx(full / seconds.job, rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("works", "near"), [([Workload(3, 20, 12), Workload(1, 40, 30)], 1e-9), ([Workload(2, 16, 600)], 1e-3)]
+)
+def test_a_prediction_for_known_batches(works: list[Workload], near: float) -> None:
+    """To the last digit, but for long texts, whose steps are sampled."""
+    profile, schedule = made((0, 1) * 6, 0.01, (0.001, 0.003), (1e-5, 1e-6)), Schedule(12, 9, 4, 20)
+    seconds = Predictor(profile, works).seconds(schedule)
+    prompts, steps = map(sum, zip(*(summed(profile, schedule, work) for work in works), strict=True))
+    assert (seconds.prompt, seconds.steps) == pytest.approx((prompts, steps), rel=near)
+    rest = sum(profile.step(work.batch_size, 50).rest * work.steps for work in works)
+    assert seconds.rest == pytest.approx(rest)
+
+
 @settings(max_examples=60)
 @given(cases(), st.floats(1, 12), st.sampled_from(["step", "job"]))
 def test_a_speedup_is_had_or_refused(
