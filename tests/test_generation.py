@@ -24,6 +24,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen3NextConfig,
@@ -43,6 +45,7 @@ from skipdecode.data.tokenization import train_tokenizer
 from skipdecode.errors import SkipDecodeError, UntrainedWarning, UsageError
 from skipdecode.generation import generate as generating
 from skipdecode.generation import options
+from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.generate import batches, generate_ids, horizon_for
 from skipdecode.generation.results import Completion, Cost, Generated
 from skipdecode.generation.sampling import Sampling, stable_hash
@@ -455,6 +458,24 @@ def test_a_stop_string_ends_a_text(loaded: Loaded, pad_is_end: bool, options: di
             assert row.tokens == 12
     assert "stop" in reasons
     assert result.cost.tokens == sum(row.tokens for row in result.completions)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_stop_string_counts_wherever_it_ends(loaded: Loaded, place: int) -> None:
+    """In the first token, in the last one, and between."""
+    model, tokenizer = loaded
+    forced = tokenizer(" cat mat log", add_special_tokens=False)["input_ids"]
+    assert len(forced) == 3
+
+    class Forced(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            token = torch.tensor(forced[input_ids.shape[1] - 3])
+            return torch.full_like(scores, -torch.inf).index_fill(1, token, 0.0)
+
+    options: dict[str, Any] = {"max_new_tokens": 3, "logits_processor": LogitsProcessorList([Forced()])}
+    stop = ["cat", "mat", "log"][place]
+    rows, _ = generate_batch(model, tokenizer, [[5, 6, 7]] * 2, None, **options, stop_strings=[stop])
+    assert {(row.tokens, row.finish_reason) for row in rows} == {(place + 1, "stop")}
 
 
 def test_padding_after_a_rule_of_the_users_own_is_not_counted(loaded: Loaded) -> None:

@@ -338,7 +338,7 @@ def test_what_cannot_have_been_measured_is_refused() -> None:
 def test_rounds_that_differ_by_more_than_a_tenth_are_said() -> None:
     """With the share by which they differ."""
     profile = made()
-    assert replace(profile, noise=0.1).warning is None
+    assert profile.warning is replace(profile, noise=0.1).warning is None
     assert "by 11%" in (replace(profile, noise=0.11).warning or "")
 
 
@@ -378,6 +378,8 @@ def test_lengths_lie_on_lines_between_neighbours_and_beyond() -> None:
     assert steep.step(1, 5).layers[0] == pytest.approx(0.5)
     falling = replace(made(), steps=(Pass(1, 10, (9.0,), 0.0, 0.0), Pass(1, 20, (1.0,), 0.0, 0.0)))
     assert falling.step(1, 25).layers[0] == pytest.approx(1.0)
+    low = replace(made(), steps=(*falling.steps, Pass(1, 40, (0.5,), 0.0, 0.0)))
+    assert low.step(1, 50).layers[0] == pytest.approx(0.5)
     alone = replace(made(), steps=(Pass(1, 10, (9.0,), 0.0, 0.0), Pass(4, 10, (1.0,), 0.0, 0.0)))
     assert alone.step(1, 12).layers[0] == pytest.approx(9.0)
 
