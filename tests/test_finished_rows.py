@@ -258,6 +258,10 @@ def test_tokens_are_counted_up_to_what_ended_them() -> None:
     assert {row.text for row in rows} == {" ".join(["0"] * NEW)}
     rows, _ = write(build("opt"), None, stopping_criteria=[Never()], ends=(NEW,) * 8)
     assert {(row.tokens, row.finish_reason) for row in rows} == {(NEW, "stop")}
+    options: dict[str, Any] = {"num_beams": 2, "eos_token_id": None, "stopping_criteria": [FirstHalf()]}
+    rows, _ = write(build("opt"), None, pad_token_id=2, **options)
+    assert any(row.tokens < NEW for row in rows)
+    assert not any("-1" in row.text.split() for row in rows)
     for row, count in (([5, 6, PAD, PAD], 2), ([PAD, PAD], 0), ([PAD], 0), ([5], None), ([PAD, 5], None), ([], None)):
         assert unpadded(row, PAD) == count
 
@@ -273,6 +277,13 @@ class Always(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([self.token]), 0.0)
+
+
+class FirstHalf(StoppingCriteria):
+    """Ends the first half of the rows after three tokens."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return (torch.arange(len(input_ids)) < len(input_ids) // 2) & (input_ids.shape[1] >= WIDTH + 3)
 
 
 class Never(StoppingCriteria):

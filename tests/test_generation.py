@@ -24,6 +24,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen3NextConfig,
@@ -43,6 +45,7 @@ from skipdecode.data.tokenization import train_tokenizer
 from skipdecode.errors import SkipDecodeError, UntrainedWarning, UsageError
 from skipdecode.generation import generate as generating
 from skipdecode.generation import options
+from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.generate import batches, generate_ids, horizon_for
 from skipdecode.generation.results import Completion, Cost, Generated
 from skipdecode.generation.sampling import Sampling, stable_hash
@@ -147,8 +150,10 @@ def test_none_is_not_given(loaded: Loaded, full: bool) -> None:
 
 
 def test_as_many_tokens_as_transformers_writes(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody says how many: the checkpoint's, else 20."""
+    """Where nobody says how many: the checkpoint's new tokens, else 20."""
     model, tokenizer = loaded
+    assert skipdecode.generate(model, tokenizer, "the cat", eos_token_id=-1).completions[0].tokens == 20
+    monkeypatch.setattr(model.generation_config, "max_length", 9)  # which counts the prompt and its padding
     assert skipdecode.generate(model, tokenizer, "the cat", eos_token_id=-1).completions[0].tokens == 20
     monkeypatch.setattr(model.generation_config, "max_new_tokens", 7)
     assert skipdecode.generate(model, tokenizer, "the cat", eos_token_id=-1).completions[0].tokens == 7
@@ -308,6 +313,8 @@ def test_the_costs_of_two_batches_add_up() -> None:
     total += Cost(8, rows=1, tokens=3, seconds=1.0, peak_kv_bytes=3)
     assert (total.rows, total.tokens, total.seconds, total.steps, total.peak_kv_bytes) == (4, 36, 3.0, 10, 5)
     assert {"decode_seconds", "peak_kv_bytes"} < {*nothing.summary()} == {*total.summary()}
+    assert Cost(8, rows=1, decode_seconds=1.23456, steps=9, layer_steps=64).summary()["decode_seconds"] == 1.235
+    assert Cost(8, rows=1, steps=3, layer_steps=7).summary()["layer_ratio"] == 3.429
     unmeasured = Cost(8, rows=3, tokens=7, seconds=1.23456, steps=3, layer_steps=10).summary()
     assert unmeasured == {"rows": 3, "tokens": 7, "seconds": 1.235, "tokens_per_second": 5.7} | {
         "average_depth": 3.33,
@@ -451,6 +458,24 @@ def test_a_stop_string_ends_a_text(loaded: Loaded, pad_is_end: bool, options: di
             assert row.tokens == 12
     assert "stop" in reasons
     assert result.cost.tokens == sum(row.tokens for row in result.completions)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_stop_string_counts_wherever_it_ends(loaded: Loaded, place: int) -> None:
+    """In the first token, in the last one, and between."""
+    model, tokenizer = loaded
+    forced = tokenizer(" cat mat log", add_special_tokens=False)["input_ids"]
+    assert len(forced) == 3
+
+    class Forced(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            token = torch.tensor(forced[input_ids.shape[1] - 3])
+            return torch.full_like(scores, -torch.inf).index_fill(1, token, 0.0)
+
+    options: dict[str, Any] = {"max_new_tokens": 3, "logits_processor": LogitsProcessorList([Forced()])}
+    stop = ["cat", "mat", "log"][place]
+    rows, _ = generate_batch(model, tokenizer, [[5, 6, 7]] * 2, None, **options, stop_strings=[stop])
+    assert {(row.tokens, row.finish_reason) for row in rows} == {(place + 1, "stop")}
 
 
 def test_padding_after_a_rule_of_the_users_own_is_not_counted(loaded: Loaded) -> None:

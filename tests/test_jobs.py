@@ -709,10 +709,9 @@ def test_standard_input_and_output(checkpoint: Path) -> None:
     ],
 )
 def test_what_the_user_can_put_right_is_one_line_and_exit_code_2(
-    checkpoint: Path, tmp_path: Path, arguments: list[str], words: str
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
 ) -> None:
-    from skipdecode import Schedule
-
+    monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "in.jsonl", TEXTS)
     (tmp_path / "empty.jsonl").write_text("")
     Schedule.for_speedup(2, 24, 16).save(tmp_path / "plan.json")
@@ -915,8 +914,12 @@ def test_bad_rows_beside_good_ones(rope: Path, checkpoint: Path, tmp_path: Path)
     silent.chat_template, silent.bos_token, silent.eos_token = "{{ '' }}", None, None
     assert encode_items([nothing], silent, LlamaConfig(), 4) == {}
     assert nothing.error == "the prompt has no token"
-    result = GenerationJob(str(checkpoint), ["hi", "a " * 99], engine=Echo(), full=True, **NEW).run()
-    assert "line 2: too long" in result.jsonl
+    length = len(loading.load_tokenizer(str(checkpoint))("the cat")["input_ids"])
+    for new, bad in ((96 - length, []), (97 - length, [2])):
+        options = {"max_new_tokens": new}
+        result = GenerationJob(str(checkpoint), ["a", "the cat"], engine=Echo(), full=True, options=options).run()
+        assert [item.line for item in result.items if item.error] == bad
+        assert result.jsonl.count("line 2: too long") == len(bad)
 
 
 def test_scores_have_two_decimals_or_are_said_to_be_missing(

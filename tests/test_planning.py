@@ -74,6 +74,19 @@ def test_a_prediction_is_the_sum_of_its_steps(
     assert predictor.ratio(schedule) == pytest.approx(full / seconds.job, rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("works", "near"), [([Workload(3, 20, 12), Workload(1, 40, 30)], 1e-9), ([Workload(2, 16, 600)], 1e-3)]
+)
+def test_a_prediction_for_known_batches(works: list[Workload], near: float) -> None:
+    """To the last digit, but for long texts, whose steps are sampled."""
+    profile, schedule = made((0, 1) * 6, 0.01, (0.001, 0.003), (1e-5, 1e-6)), Schedule(12, 9, 4, 20)
+    seconds = Predictor(profile, works).seconds(schedule)
+    prompts, steps = map(sum, zip(*(summed(profile, schedule, work) for work in works), strict=True))
+    assert (seconds.prompt, seconds.steps) == pytest.approx((prompts, steps), rel=near)
+    rest = sum(profile.step(work.batch_size, 50).rest * work.steps for work in works)
+    assert seconds.rest == pytest.approx(rest)
+
+
 @settings(max_examples=60)
 @given(cases(), st.floats(1, 12), st.sampled_from(["step", "job"]))
 def test_a_speedup_is_had_or_refused(
@@ -325,7 +338,7 @@ def test_what_cannot_have_been_measured_is_refused() -> None:
 def test_rounds_that_differ_by_more_than_a_tenth_are_said() -> None:
     """With the share by which they differ."""
     profile = made()
-    assert replace(profile, noise=0.1).warning is None
+    assert profile.warning is replace(profile, noise=0.1).warning is None
     assert "by 11%" in (replace(profile, noise=0.11).warning or "")
 
 
@@ -365,6 +378,8 @@ def test_lengths_lie_on_lines_between_neighbours_and_beyond() -> None:
     assert steep.step(1, 5).layers[0] == pytest.approx(0.5)
     falling = replace(made(), steps=(Pass(1, 10, (9.0,), 0.0, 0.0), Pass(1, 20, (1.0,), 0.0, 0.0)))
     assert falling.step(1, 25).layers[0] == pytest.approx(1.0)
+    low = replace(made(), steps=(*falling.steps, Pass(1, 40, (0.5,), 0.0, 0.0)))
+    assert low.step(1, 50).layers[0] == pytest.approx(0.5)
     alone = replace(made(), steps=(Pass(1, 10, (9.0,), 0.0, 0.0), Pass(4, 10, (1.0,), 0.0, 0.0)))
     assert alone.step(1, 12).layers[0] == pytest.approx(9.0)
 

@@ -7,7 +7,7 @@ fast tests that reach the changed line, until one fails. Each survivor needs a r
     python tools/mutants.py [core/schedule.py …] [--jobs 2] [--minutes 60] [--again]
 
 A run goes on where the last one stopped; a file whose code has changed since starts anew. ``--jobs`` tries so many at
-once, ``--minutes`` ends the run after that time, ``--again`` tries only what survived.
+once, ``--minutes`` ends the run after that time, ``--again`` tries only what survived, with more tests.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ ROOMS = ("core", "planning", "generation")
 TESTS = "definitions schedule fitting resolve planning checkpoint clock plan attach cache held stack refusals habits "
 TESTS += "invariants jobs ways_in inputs generation finished_rows chat calibration cli"
 MOST = 6.0  # seconds, as traced, of the tests that one mutant meets
+AGAIN = 5  # times as many does one meet that has survived those
 CALLS = 200  # of a function, in one test, by which is known what the test reaches
 LIMIT = 5  # times as long as without it a mutant may take over its tests, and 20 seconds
 
@@ -145,6 +146,7 @@ class Reach:
     """A plugin of pytest: how long each test takes, and which lines of the package it reaches."""
 
     def __init__(self) -> None:
+        self.most = MOST
         self.seconds: dict[str, float] = {}
         self.tests: dict[tuple[str, int], set[str]] = defaultdict(set)
 
@@ -198,7 +200,7 @@ class Reach:
         self.tests.update({(file, line): set(tests) for file, line, tests in lines})
 
     def in_order(self, tests: set[str]) -> list[str]:
-        """All that take no time; then the shortest case of each test, then the next one of each; up to ``MOST``."""
+        """All that take no time; then the shortest case of each test, then the next one of each; up to ``most``."""
         cases: Counter[str] = Counter()
         ranks = {}
         for test in sorted(tests, key=self.seconds.__getitem__):
@@ -209,7 +211,7 @@ class Reach:
         total = 0.0
         for test in sorted(ranks, key=ranks.__getitem__):
             total += self.seconds[test]
-            if not chosen or total < MOST:
+            if not chosen or total < self.most:
                 chosen.append(test)
         return chosen
 
@@ -321,7 +323,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", help="within src/skipdecode; all if none is given")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--jobs", type=int, default=1, help="so many at once")
-    parser.add_argument("--again", action="store_true", help="only what survived")
+    parser.add_argument("--again", action="store_true", help="only what survived, with more tests")
     arguments = parser.parse_args()
     end = time.monotonic() + 60 * arguments.minutes
     os.chdir(ROOT)
@@ -336,6 +338,7 @@ def main() -> None:
     files = [File(name, last.get(name, {}), arguments.again) for name in names]
     chosen = [file for file in files if not arguments.files or file.name in arguments.files]
     reach = reached()
+    reach.most *= AGAIN if arguments.again else 1
     for file in chosen:
         while file.todo and time.monotonic() < end:
             places, file.todo = file.todo[: arguments.jobs], file.todo[arguments.jobs :]

@@ -253,7 +253,7 @@ class GenerationJob(EngineConfig):
                 for number, prompt in enumerate(to_prompts(self.input), 1)
             ]
         for item in items:
-            if self.chat and isinstance(item.prompt, str) and not item.error:
+            if self.chat and isinstance(item.prompt, str):
                 item.prompt = (Message("user", item.prompt),)
         return items
 
