@@ -31,13 +31,15 @@ MATTERS = (
 
 
 def identity(model: str) -> list[Any]:
-    """Return [hub name], or [a folder's real path, (name, size, time) of each of its files in :data:`MATTERS`]."""
-    folder = Path(model)
-    if not folder.is_dir():
+    """Return [hub name], or [real path, (name, size, time) of the file, or of a folder's in :data:`MATTERS`]."""
+    path = Path(model).resolve()
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if p.is_file() and any(fnmatch(p.name, each) for each in MATTERS))
+    elif path.is_file():
+        files = [path]
+    else:
         return [model]
-    folder = folder.resolve()
-    files = sorted(p for p in folder.iterdir() if p.is_file() and any(fnmatch(p.name, pattern) for pattern in MATTERS))
-    return [str(folder), *((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files)]
+    return [str(path), *((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files)]
 
 
 def fingerprint(*parts: Any) -> str:

@@ -33,6 +33,7 @@ from ..weights.loading import (
     read_generation_config,
     read_weights,
     refuse_adapter,
+    refuse_gguf,
     resolve,
 )
 from ..weights.memory import available_memory
@@ -73,6 +74,7 @@ class VllmEngine:
     def check(self, job: EngineConfig, config: Any, defaults: Any) -> None:
         """Raise UsageError for an option that vLLM lacks, or treats differently from transformers."""
         refuse_adapter(job.model, "the engine vllm", job.adapter)
+        refuse_gguf(job.model, "the engine vllm")
         given = {"clock": job.clock != "layers", "quantization": job.quantization, "prepack": job.prepack}
         for name, is_given in (given | {"offload": job.offload}).items():
             if is_given:

@@ -30,7 +30,7 @@ from ..data.collation import Collator
 from ..errors import SkipDecodeError, UsageError
 from ..weights.checkpoint_checks import check_tokenizer
 from ..weights.device import check_dtype
-from ..weights.loading import load_tokenizer, read_config, read_weights, refuse_adapter, resolve
+from ..weights.loading import load_tokenizer, read_config, read_weights, refuse_adapter, refuse_gguf, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class SkipLM(HFLM):
         if isinstance(pretrained, str):
             check_dtype(options.get("dtype") or "auto")
             refuse_adapter(pretrained, "lm-eval")
+            refuse_gguf(pretrained, "lm-eval")
             pretrained, revision = resolve(pretrained), options.get("revision")
             read_config(pretrained, revision)  # raises for encoder-decoders and damaged files, which hf might load
             load_tokenizer(pretrained, revision)

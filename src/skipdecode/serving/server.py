@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from ..core.checkpoint_config import CONFIG_KEY
 from ..errors import MissingExtra, UsageError
-from ..weights.loading import read_config, refuse_adapter, resolve
+from ..weights.loading import read_config, refuse_adapter, refuse_gguf, resolve
 from .release import require_vllm
 from .settings import Serving
 
@@ -51,6 +51,7 @@ def server_command(
         UnsupportedModel: this release of vLLM was not tested.
     """
     refuse_adapter(model, "the server")
+    refuse_gguf(model, "the server")
     path, options = resolve(model), dict(options or {})
     Serving(read_config(model), options)
     for given in vllm:

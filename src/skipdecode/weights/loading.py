@@ -20,14 +20,14 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import is_accelerate_available, logging
+from transformers.utils import is_accelerate_available, is_gguf_available, logging
 
 from ..core.adapter_folder import is_adapter, read_about, read_schedules
 from ..core.attach import attach
 from ..core.checkpoint_config import set_entry, to_config_entry
 from ..core.stack import text_config
 from ..data.tokenization import for_decoding, train_tokenizer
-from ..errors import ModelError, UsageError
+from ..errors import MissingExtra, ModelError, UsageError
 from ..provenance import identity
 from .checkpoint_checks import (
     as_model_error,
@@ -56,11 +56,12 @@ def resolve(name: str, files: Sequence[str] = ("config.json",)) -> str:
     """Return the absolute path or hub name from which config, weights, tokenizer and generation config are read.
 
     Args:
-        name: ``demo`` (the embedded checkpoint), a folder, or else a hub name; results of this function stay the same.
-            The folder of an adapter stands for the model that the adapter was trained on.
+        name: ``demo`` (the embedded checkpoint), a folder, a GGUF file, or else a hub name; results of this function
+            stay the same. The folder of an adapter stands for the model that the adapter was trained on.
         files: a folder must hold one of these.
 
     Raises:
+        MissingExtra: a GGUF file is given, and the package that reads it is not installed.
         ModelError: there is no such folder and the name is no hub name; the folder holds no whole checkpoint; or
             ``demo`` is also a folder here.
     """
@@ -77,9 +78,29 @@ def resolve(name: str, files: Sequence[str] = ("config.json",)) -> str:
         if not any((path / file).exists() for file in files):
             raise ModelError(f"{name} holds no {' or '.join(files)}: is it a Hugging Face checkpoint?")
         return os.path.abspath(path)
+    if path.suffix == ".gguf" and path.is_file():
+        if not is_gguf_available():
+            raise MissingExtra(f"{name} needs the package gguf: pip install 'skipdecode[gguf]'")
+        return os.path.abspath(path)
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelError(f"no model at {name}: give a directory, a hub name, or 'demo'")
+        raise ModelError(f"no model at {name}: give a directory, a GGUF file, a hub name, or 'demo'")
     return name
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Tell whether a path from :func:`resolve` is a GGUF file."""
+    return Path(path).suffix == ".gguf" and Path(path).is_file()
+
+
+def refuse_gguf(name: str, what: str) -> None:
+    """Raise UsageError if ``what`` is asked to read a GGUF file."""
+    if is_gguf(resolve(name)):
+        raise UsageError(f"{what} reads no GGUF file: load it, save it with save_pretrained, and give that folder")
+
+
+def _source(path: str) -> tuple[str, dict[str, str]]:
+    """Return what transformers' ``from_pretrained`` takes for a path from :func:`resolve`: a name, and options."""
+    return (str(Path(path).parent), {"gguf_file": Path(path).name}) if is_gguf(path) else (path, {})
 
 
 def load(
@@ -97,7 +118,8 @@ def load(
     """Load a causal LM with gates attached, and its tokenizer, without running code of the checkpoint.
 
     Args:
-        name: directory, hub name, or ``demo``; the folder of an adapter loads its model, and attaches the adapter.
+        name: directory, GGUF file, hub name, or ``demo``; the folder of an adapter loads its model, and attaches the
+            adapter. The weights of a GGUF file are converted to ``dtype``.
         dtype: ``float32``, ``bfloat16`` or ``float16``. ``auto``: the checkpoint's dtype on a GPU; on a CPU bfloat16 if
             the checkpoint has it and the CPU computes it in hardware, else float32.
         device: ``cuda``, ``mps``, ``cpu``, …; None: an accelerator if there is one, else the CPU.
@@ -127,6 +149,8 @@ def load(
     if (kind := linear_kind(**optimized)) is not None and (empty := _on_meta(config)) is not None:
         check_linear(empty, kind)
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
+    if offload is not None:
+        refuse_gguf(name, "offloading")
     placed = {} if offload is None else offload.options(_on_meta(config), dtype, device)
     if not placed and device != "cpu" and is_accelerate_available():
         options["device_map"] = {"": device}
@@ -164,8 +188,12 @@ def read_weights(path: str, *, config: Any = None, revision: str | None = None, 
     with as_model_error(f"{path} cannot be loaded"), _quiet():
         options |= {"config": config, "revision": revision, "trust_remote_code": False, "output_loading_info": True}
         # check_weights refuses mismatched shapes, and names the weight.
-        model, info = AutoModelForCausalLM.from_pretrained(path, ignore_mismatched_sizes=True, **options)
+        source, gguf = _source(path)
+        model, info = AutoModelForCausalLM.from_pretrained(source, ignore_mismatched_sizes=True, **options, **gguf)
     check_weights(path, model, info)
+    if gguf:  # its weights are floats by now, but transformers refuses to save what it calls quantized
+        model.hf_quantizer, model.is_quantized = None, False
+        del model.config.quantization_config
     return model
 
 
@@ -197,7 +225,8 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     path = resolve(name, ("config.json", "tokenizer_config.json"))  # a folder may hold a tokenizer only
     check_files(Path(path))
     with as_model_error(f"the tokenizer of {name} cannot be read"):
-        return for_decoding(AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False))
+        source, gguf = _source(path)
+        return for_decoding(AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False, **gguf))
 
 
 def adapter_of(name: str, adapter: str | Path | None = None) -> Path | None:
@@ -224,7 +253,8 @@ def read_config(name: str, revision: str | None = None, adapter: str | Path | No
     """
     check_files(Path(resolve(name)), ["config.json"])
     with as_model_error(f"no model could be read at {name}"):
-        config = AutoConfig.from_pretrained(resolve(name), revision=revision, trust_remote_code=False)
+        source, gguf = _source(resolve(name))
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False, **gguf)
     check_config(name, config)
     if (folder := adapter_of(name, adapter)) is not None:
         set_entry(config, to_config_entry(read_schedules(folder)))
@@ -234,6 +264,8 @@ def read_config(name: str, revision: str | None = None, adapter: str | Path | No
 def read_generation_config(name: str, revision: str | None = None) -> GenerationConfig:
     """Return a checkpoint's generation config, else transformers' defaults. Raises ModelError for an invalid one."""
     path = resolve(name)
+    if is_gguf(path):  # a generation_config.json beside it may be another model's
+        return GenerationConfig()
     with as_model_error(f"{path}: generation_config.json cannot be used"), suppress(OSError):  # the file is optional
         config = GenerationConfig.from_pretrained(path, revision=revision)
         config.validate()
