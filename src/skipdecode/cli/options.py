@@ -18,7 +18,11 @@ DATA, LENGTH, SAMPLING, MACHINE = "Data", "Text", "Sampling and beams", "Machine
 # --- the model and its schedule
 Model = Annotated[
     str,
-    Argument(metavar="MODEL", help="Directory, hub name, or 'demo' for the embedded checkpoint.", show_default=False),
+    Argument(
+        metavar="MODEL",
+        help="Directory, hub name, GGUF file, or 'demo' for the embedded checkpoint.",
+        show_default=False,
+    ),
 ]
 Adapter = Annotated[
     Path | None, Option(help="Folder of an adapter for MODEL. MODEL may be that folder itself: it names its model.")
