@@ -183,12 +183,13 @@ def test_an_untrained_model_is_named(loaded: Loaded) -> None:
 def test_a_tokenizer_needs_no_padding_token(loaded: Loaded) -> None:
     """C6: padding is masked, so any token will do; also where no token ends a text."""
     model, tokenizer = copy.deepcopy(loaded[0]), copy.deepcopy(loaded[1])
-    expected = texts(skipdecode.generate(*loaded, TEXTS[:3], speedup=2, max_new_tokens=6, eos_token_id=-1))
+    prompts = [*TEXTS[:2], "the cat"]  # of different lengths
+    expected = texts(skipdecode.generate(*loaded, prompts, speedup=2, max_new_tokens=6, eos_token_id=-1))
     tokenizer.pad_token = None
     for ends in (model.generation_config.eos_token_id, None):
         model.generation_config.eos_token_id = ends
         model.generation_config.pad_token_id = None
-        found = skipdecode.generate(model, tokenizer, TEXTS[:3], speedup=2, max_new_tokens=6, eos_token_id=-1)
+        found = skipdecode.generate(model, tokenizer, prompts, speedup=2, max_new_tokens=6, eos_token_id=-1)
         assert texts(found) == expected
 
 
@@ -460,22 +461,35 @@ def test_a_stop_string_ends_a_text(loaded: Loaded, pad_is_end: bool, options: di
     assert result.cost.tokens == sum(row.tokens for row in result.completions)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_stop_string_counts_wherever_it_ends(loaded: Loaded, place: int) -> None:
-    """In the first token, in the last one, and between."""
-    model, tokenizer = loaded
-    forced = tokenizer(" cat mat log", add_special_tokens=False)["input_ids"]
-    assert len(forced) == 3
+def forced(tokens: Sequence[int], start: int) -> LogitsProcessorList:
+    """Each row writes these tokens after a prompt of ``start``."""
 
     class Forced(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            token = torch.tensor(forced[input_ids.shape[1] - 3])
+            token = torch.tensor(tokens[input_ids.shape[1] - start])
             return torch.full_like(scores, -torch.inf).index_fill(1, token, 0.0)
 
-    options: dict[str, Any] = {"max_new_tokens": 3, "logits_processor": LogitsProcessorList([Forced()])}
+    return LogitsProcessorList([Forced()])
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_stop_string_counts_wherever_it_ends(loaded: Loaded, place: int) -> None:
+    """In the first token, in the last one, and between."""
+    words = loaded[1](" cat mat log", add_special_tokens=False)["input_ids"]
+    assert len(words) == 3
+    options: dict[str, Any] = {"max_new_tokens": 3, "logits_processor": forced(words, 3)}
     stop = ["cat", "mat", "log"][place]
-    rows, _ = generate_batch(model, tokenizer, [[5, 6, 7]] * 2, None, **options, stop_strings=[stop])
+    rows, _ = generate_batch(*loaded, [[5, 6, 7]] * 2, None, **options, stop_strings=[stop])
     assert {(row.tokens, row.finish_reason) for row in rows} == {(place + 1, "stop")}
+
+
+def test_a_text_holds_no_special_tokens(loaded: Loaded) -> None:
+    """The end is counted, and not shown."""
+    end = loaded[1].eos_token_id
+    words = [*loaded[1](" cat mat", add_special_tokens=False)["input_ids"], end]
+    options: dict[str, Any] = {"max_new_tokens": 9, "eos_token_id": end, "logits_processor": forced(words, 3)}
+    rows, _ = generate_batch(*loaded, [[5, 6, 7]] * 2, None, **options)
+    assert rows == [Completion("cat mat", 3, "stop")] * 2
 
 
 def test_padding_after_a_rule_of_the_users_own_is_not_counted(loaded: Loaded) -> None:
