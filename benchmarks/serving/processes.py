@@ -135,7 +135,7 @@ def running(
         _wait(server, patience)
         yield server
     finally:
-        process.send_signal(signal.SIGINT)
+        process.terminate()  # SIGINT is ignored by what a shell runs in the background
         with suppress(subprocess.TimeoutExpired):
             process.wait(PATIENCE)
         with suppress(ProcessLookupError):
