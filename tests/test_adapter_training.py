@@ -12,9 +12,16 @@ from safetensors.torch import load_file
 
 from helpers.tiny import TEXTS, run, write_jsonl
 from skipdecode import load
-from skipdecode.adapters.own_texts import loops
+from skipdecode.adapters.on_policy import rewrite
+from skipdecode.adapters.own_texts import loop_start
 from skipdecode.core.adapter_folder import WEIGHTS
+from skipdecode.core.attach import attach
+from skipdecode.core.cache import SkipCache
 from skipdecode.core.patch import gate_state
+from skipdecode.core.schedule import Schedule
+from skipdecode.data.collation import Collator, batches_of
+from skipdecode.data.tasks import Example
+from skipdecode.data.tokenization import encode_prompts
 from skipdecode.errors import UsageError
 from skipdecode.training import run as training
 from skipdecode.training.plan import TrainingPlan
@@ -32,6 +39,8 @@ OWN = [
     4,
     "--batch-size",
     4,
+    "--on-policy",
+    0.5,
 ]
 
 
@@ -141,9 +150,36 @@ def test_a_killed_run_ends_with_the_same_adapter(
     assert "other prompts or options" in other.stderr
 
 
+def test_the_last_texts_are_what_the_skipping_model_writes(checkpoint: Path) -> None:
+    """With a head so steep that sampling is greedy: as ``generate`` writes them, prompt by prompt, ends included."""
+    model, tokenizer = load(str(checkpoint), dtype="float32")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(8 if weight.ndim == 2 else 1)
+        model.get_output_embeddings().weight.mul_(200)
+    schedule = Schedule(8, 3, 1, horizon=5)
+    prompts = [TEXTS[0], TEXTS[1][:9], TEXTS[2][:20]]
+    (batch,) = batches_of([Example(prompt, (TEXTS[3],)) for prompt in prompts], tokenizer, 3)
+    collate = Collator(tokenizer.pad_token_id)
+    made = rewrite(attach(model), batch, schedule, collate, seed=3)
+    longest = batch["labels"].shape[1] - 1
+    for row, prompt in enumerate(encode_prompts(tokenizer, prompts)):
+        said = made["labels"][row]
+        said = said[said != -100].tolist()
+        ids = torch.tensor([prompt])
+        cache = SkipCache(model, schedule)
+        alone = model.generate(ids, past_key_values=cache, max_new_tokens=longest, do_sample=False)[0, len(prompt) :]
+        assert said
+        assert alone.tolist()[: len(said)] == said
+        rest = alone.tolist()[len(said) :]
+        assert not rest or loop_start(alone.tolist(), 12) == len(said)
+        fed = made["input_ids"][row][made["attention_mask"][row].bool()].tolist()
+        assert fed == prompt + said[:-1]
+
+
 def test_own_texts_train_all_weights_too(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
     """Without --adapters: today's way, on the same texts."""
-    arguments = [each for each in OWN if each != "--adapters"]
+    arguments = OWN[: OWN.index("--adapters")] + OWN[OWN.index("--adapters") + 1 : OWN.index("--on-policy")]
     done = run("train", checkpoint, *arguments, "--prompts", prompts, "--output", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out" / "config.json").read_text())["skipdecode"]["schedules"].keys() == {"2", "4"}
@@ -167,6 +203,7 @@ def test_verbs_that_cannot_use_an_adapter_refuse_it(verb: str, trained: Path, tm
         ({"prompt_layers": "max"}, "leave the prompt to the full model"),
         ({"speedups": (1, 2)}, "1x is the model itself"),
         ({"own_texts": None, "prompts": "x"}, "go with --own-texts"),
+        ({"adapters": False, "on_policy": 0.1}, "goes with --adapters"),
     ],
 )
 def test_what_does_not_go_with_adapters_is_refused(values: dict[str, Any], said: str) -> None:
@@ -189,4 +226,8 @@ def test_what_does_not_go_with_adapters_is_refused(values: dict[str, Any], said:
 )
 def test_loops_are_known(text: str, looping: bool) -> None:
     """Four times the same, and not of a few characters alone."""
-    assert loops(text) is looping
+    start = loop_start(text)
+    assert (start is not None) is looping
+    if start is not None:
+        assert any(text[start:] == text[start - n : -n] for n in range(1, start + 1))  # a first round is kept
+        assert loop_start(text[:start]) is None

@@ -49,7 +49,7 @@ class AdapterLearner(nn.Module):
         with torch.no_grad():
             target = log_softmax(passes.logits(Schedule.full(schedule.num_layers))[learned].float(), -1)
         student = log_softmax(passes.logits(schedule)[learned].float(), -1)
-        count = learned.sum() if num_items_in_batch is None else num_items_in_batch
+        count = learned.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         return kl_div(student, target, log_target=True, reduction="sum") / count
 
 

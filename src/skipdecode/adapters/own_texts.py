@@ -85,7 +85,7 @@ def own_texts(
         text = result.completions[index].text if index in result.completions else None
         if text is None:
             left_out["refused"] += 1
-        elif not text.strip() or loops(text):
+        elif not text.strip() or loop_start(text) is not None:
             left_out["looping" if text.strip() else "empty"] += 1
         else:
             texts.append(Example(row, (text,)))
@@ -99,12 +99,20 @@ def own_texts(
     return texts
 
 
-def loops(text: str) -> bool:
-    """Tell whether a text ends in the same characters again and again."""
-    return any(
-        text.endswith(text[-period:] * max(REPEATS, -(-REPEATED // period)))
-        for period in range(1, len(text) // REPEATS + 1)
-    )
+def loop_start(text: Sequence[Any], least: int = REPEATED) -> int | None:
+    """Return where the second round of a loop at the end of a text begins; None if it does not end in one.
+
+    Args:
+        text: characters or tokens.
+        least: length of the rounds of a loop together; there are at least ``REPEATS``.
+    """
+    for period in range(1, len(text) // REPEATS + 1):
+        same = period
+        while same < len(text) and text[-same - 1] == text[-same - 1 + period]:
+            same += 1
+        if same >= max(REPEATS * period, least):
+            return len(text) - same + period
+    return None
 
 
 def _plain(prompt: Prompt) -> Any:

@@ -103,6 +103,9 @@ class TrainingPlan:
         False, "Learn small maps in the place of skipped layers, and leave the model as it is.", ADAPTERS
     )
     adapter_rank: int = option(64, "Rank of these maps.", ADAPTERS, least=1, most=10_000)
+    on_policy: float = option(
+        0.0, "Share of an adapter's steps, the last ones, whose texts the skipping model writes.", ADAPTERS, most=1
+    )
 
     method: MethodName = option("skipdecode", "SkipDecode, or a baseline to compare it with.", BUDGETS)
     weights: tuple[float, ...] | None = option(
@@ -230,6 +233,8 @@ class TrainingPlan:
             raise UsageError("--prompts and --max-new-tokens go with --own-texts")
         if self.own_texts and self.from_config:
             raise UsageError("--own-texts needs a model that can write, not --from-config")
+        if self.on_policy and not self.adapters:
+            raise UsageError("--on-policy goes with --adapters")
         if not self.adapters:
             return
         changing = ("lora_rank", "distill_weight", "teacher", "from_config")

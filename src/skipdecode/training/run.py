@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,8 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
 
             lora = LoraConfig(r=plan.lora_rank, lora_alpha=2 * plan.lora_rank, target_modules="all-linear")
             trained = get_peft_model(model, lora)
-        trainer = (AdapterTrainer if plan.adapters else SkipTrainer)(
+        kind = partial(AdapterTrainer, on_policy=plan.on_policy) if plan.adapters else SkipTrainer
+        trainer = kind(
             model=trained,
             args=args,
             data_collator=collator,
@@ -188,7 +189,7 @@ SAME = (
 #: Options that a resumed run must share. Others may differ, or show in what :func:`_record` adds.
 DECISIVE = (
     "method weights distill_weight batch_size gradient_accumulation_steps learning_rate lr_scheduler_type warmup_steps "
-    "weight_decay adam_beta2 lora_rank adapters adapter_rank bf16 attn_implementation seed"
+    "weight_decay adam_beta2 lora_rank adapters adapter_rank on_policy bf16 attn_implementation seed"
 ).split()
 
 

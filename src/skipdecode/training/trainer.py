@@ -14,9 +14,11 @@ from torch.utils.data import Sampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
+from ..adapters.on_policy import rewrite
 from ..core.attach import attach, teacher_forced
 from ..core.schedule import Schedule
 from ..errors import DivergedError, JobError
+from ..generation.sampling import stable_hash
 from ..methods.objectives import Objective
 from .callbacks import StepSeed, TrainingBar
 from .checkpoints import STAGING, RunFolder, writing
@@ -165,10 +167,30 @@ class SkipTrainer(Trainer):
 
 
 class AdapterTrainer(SkipTrainer):
-    """Trains an :class:`~skipdecode.adapters.learner.AdapterLearner`; evaluation reports its loss at each speed-up."""
+    """Trains an :class:`~skipdecode.adapters.learner.AdapterLearner`; evaluation reports its loss at each speed-up.
+
+    Args:
+        on_policy: share of the steps, the last ones, whose texts the skipping model writes.
+    """
+
+    def __init__(self, *args: Any, on_policy: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.on_policy = on_policy
 
     def _attach(self) -> None:
         """Do nothing: the learner's model has gates."""
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a step's batches, with texts of the skipping model's own in the last steps."""
+        batches, count = super().get_batch_samples(*args, **kwargs)
+        if batches and self.state.global_step >= (1 - self.on_policy) * self.state.max_steps:
+            place = (self.args.seed, self.state.global_step, self.args.process_index)
+            batches = [
+                rewrite(self.model.model, batch, self._drawn(), self.data_collator, stable_hash(*place, number))
+                for number, batch in enumerate(batches)
+            ]
+            count = self._get_num_items_in_batch(batches, self.args.device)
+        return batches, count
 
     def compute_loss(
         self,
