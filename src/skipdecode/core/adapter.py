@@ -1,16 +1,17 @@
-"""What a model learns in order to skip layers well: small maps that stand in for skipped stretches of layers.
+"""What a model learns in order to skip layers well: maps in the place of skipped layers, bottlenecks before the others.
 
 It changes only positions that skip layers, so that full depth, and a prompt that runs all layers, stay the model's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
 
 from ..errors import ScheduleError
 from .schedule import Schedule
@@ -31,85 +32,117 @@ def gaps_between(layers: Sequence[int], num_layers: int) -> list[Gap]:
     return [Gap(a + 1, b) for a, b in pairwise((-1, *layers, num_layers)) if b > a + 1]
 
 
-class StandIn(nn.Module):
-    """A low-rank affine map in the place of a gap: ``h + (h A) B + c`` for hidden states ``h`` (…, size).
-
-    It starts as the identity.
-    """
+class LowRank(nn.Module):
+    """Two matrices, (size, rank) and (rank, size); the second begins at 0, so that nothing changes at first."""
 
     def __init__(self, size: int, rank: int) -> None:
         super().__init__()
         self.down = nn.Parameter(torch.randn(size, rank) / size**0.5)
         self.up = nn.Parameter(torch.zeros(rank, size))
-        self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the estimated hidden states after the gap, in the dtype of ``hidden``."""
+        """Return hidden states (…, size) changed, in their dtype."""
         if self.down.device != hidden.device:  # layers may be on several devices
             self.to(hidden.device)
         wide = hidden.to(self.down.dtype)
-        return (wide + (wide @ self.down) @ self.up + self.bias).to(hidden.dtype)
+        return (wide + self.change(wide)).to(hidden.dtype)
+
+    def change(self, hidden: Tensor) -> Tensor:
+        """Return what is added to hidden states."""
+        raise NotImplementedError
+
+
+class StandIn(LowRank):
+    """An affine map in the place of a gap: ``h + (h A) B + c``."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        super().__init__(size, rank)
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def change(self, hidden: Tensor) -> Tensor:
+        """Return an estimate of what the skipped layers would add."""
+        return (hidden @ self.down) @ self.up + self.bias
+
+
+class Bottleneck(LowRank):
+    """A correction before a layer that runs: ``h + silu(norm(h) A) B``, with the root mean square as the norm."""
+
+    def change(self, hidden: Tensor) -> Tensor:
+        """Return the correction."""
+        return silu(rms_norm(hidden, hidden.shape[-1:]) @ self.down) @ self.up
 
 
 class Adapter(nn.Module):
-    """The stand-ins of one model, by gap, for one speed-up or several.
+    """The stand-ins and bottlenecks of one model, for one speed-up or several.
 
     Args:
         size: width of the hidden states.
-        rank: of each stand-in, at most ``size``.
+        rank: of each map and bottleneck, at most ``size``.
         schedules: by target speed-up.
     """
 
     def __init__(self, size: int, rank: int, schedules: Mapping[float, Schedule]) -> None:
         super().__init__()
         self.rank, self.schedules = min(rank, size), dict(schedules)
-        gaps = set().union(*map(gaps_of, schedules.values()))
+        runs = set().union(*map(runs_of, schedules.values()))
+        total = next(iter(schedules.values())).num_layers
+        gaps = {gap for layers in runs for gap in gaps_between(layers, total)}
+        running = {layer for layers in runs if len(layers) < total for layer in layers}
         self.stand_ins = nn.ModuleDict({str(gap): StandIn(size, self.rank) for gap in sorted(gaps)})
+        self.bottlenecks = nn.ModuleDict({str(layer): Bottleneck(size, self.rank) for layer in sorted(running)})
 
-    def fill(self, hidden: Tensor, axis: int, counts: Sequence[int], layer: int) -> Tensor:
-        """Apply stand-ins to the positions whose gap begins at ``layer``.
+    def apply_before(self, layer: int, hidden: Tensor, axis: int, counts: Sequence[int]) -> Tensor:
+        """Return what a layer is given: changed at the positions that skip layers, and run this one or enter a gap.
 
         Args:
-            hidden: what the layer is given.
+            layer: index of the layer.
+            hidden: what the layer would be given.
             axis: of the positions in ``hidden``.
             counts: how many positions of the pass each layer runs, from the first on.
-            layer: index of the layer.
         """
-        width = hidden.shape[axis]
-        last = counts[layer - 1] if layer else width
-        if counts[layer] >= last:
-            return hidden
-        parts, done = [hidden.narrow(axis, 0, counts[layer])] if counts[layer] else [], counts[layer]
-        for stop in range(layer + 1, len(counts) + 1):
-            # Positions from ``done`` to ``end`` run layer ``stop``, and none between it and ``layer``.
-            end = min(counts[stop], last) if stop < len(counts) else last
-            if end > done:
-                stand_in = self.stand_ins[str(Gap(layer, stop))]
-                parts.append(stand_in(hidden.narrow(axis, done, end - done)))
-                done = end
-        if last < width:
-            parts.append(hidden.narrow(axis, last, width - last))
+        parts, start = [], 0
+        for end, module in self._stretches(layer, counts, hidden.shape[axis]):
+            if end > start:
+                part = hidden.narrow(axis, start, end - start)
+                parts.append(part if module is None else module(part))
+                start = end
         return torch.cat(parts, axis) if len(parts) > 1 else parts[0]
 
+    def _stretches(self, layer: int, counts: Sequence[int], width: int) -> Iterator[tuple[int, nn.Module | None]]:
+        """Yield, for each stretch of positions, where it ends and what changes it."""
+        yield min(counts), None
+        if counts[layer] > min(counts):
+            yield counts[layer], self.bottlenecks[str(layer)]
+        done, entered = counts[layer], counts[layer - 1] if layer else width
+        for stop in range(layer + 1, len(counts) + 1):
+            # Positions from ``done`` to ``end`` run layer ``stop``, and none between it and ``layer``.
+            end = min(counts[stop], entered) if stop < len(counts) else entered
+            if end > done:
+                yield end, self.stand_ins[str(Gap(layer, stop))]
+                done = end
+        yield width, None
+
     def flops(self, layers: Sequence[int]) -> int:
-        """Return the FLOPs of the stand-ins of one position that runs ``layers``, which are in network order."""
-        gaps = gaps_between(layers, next(iter(self.schedules.values())).num_layers)
-        weights = (weight for gap in gaps for weight in self.stand_ins[str(gap)].parameters() if weight.ndim == 2)
-        return sum(2 * weight.numel() for weight in weights)
+        """Return the FLOPs at one position that runs ``layers``, which are in network order."""
+        total = next(iter(self.schedules.values())).num_layers
+        here = [self.stand_ins[str(gap)] for gap in gaps_between(layers, total)]
+        here += [self.bottlenecks[str(layer)] for layer in layers if len(layers) < total]
+        return sum(2 * weight.numel() for each in here for weight in each.parameters() if weight.ndim == 2)
 
     def check(self, schedule: Schedule) -> None:
-        """Raise ScheduleError if the schedule skips a stretch of layers that has no stand-in."""
-        for gap in gaps_of(schedule):
-            if str(gap) not in self.stand_ins:
-                known = ", ".join(f"{speedup:g}" for speedup in self.schedules)
+        """Raise ScheduleError if the schedule skips layers together that none of the adapter's schedules does."""
+        known = set().union(*map(runs_of, self.schedules.values()))
+        for layers in sorted(runs_of(schedule) - known):
+            if gaps := gaps_between(layers, schedule.num_layers):
+                skipped = ", ".join(f"{gap.start} to {gap.stop - 1}" for gap in gaps)
+                speedups = ", ".join(f"{speedup:g}" for speedup in self.schedules)
                 raise ScheduleError(
-                    f"the adapter has no stand-in for layers {gap.start} to {gap.stop - 1}, which the schedule skips: "
-                    f"take one of its speed-ups ({known})"
+                    f"the adapter was not trained to skip layers {skipped}, as the schedule does: take one of its "
+                    f"speed-ups ({speedups})"
                 )
 
 
-def gaps_of(schedule: Schedule) -> set[Gap]:
-    """Return the gaps of all positions of a schedule, in the prompt too."""
+def runs_of(schedule: Schedule) -> set[tuple[int, ...]]:
+    """Return the layers that positions run, of all positions of a schedule, in the prompt too."""
     in_prompt = {schedule.prompt_depth(distance) for distance in range(1, schedule.prompt_decay + 2)}
-    depths = in_prompt | {*schedule.distinct_depths}
-    return {gap for depth in depths for gap in gaps_between(schedule.layers(depth), schedule.num_layers)}
+    return {schedule.layers(depth) for depth in in_prompt | {*schedule.distinct_depths}}

@@ -63,7 +63,7 @@ class Gate(Patch):
             counts = guide.counts
             if width != guide.width:
                 counts = [max(each - (guide.width - width), 0) for each in counts]
-            hidden = gates.adapter.fill(hidden, axis, counts, self.index)
+            hidden = gates.adapter.apply_before(self.index, hidden, axis, counts)
             if args:
                 args = (hidden, *args[1:])
             else:

@@ -54,7 +54,7 @@ def discarding_skipped(
             axis = shapes.axis(hidden, tuple(text.shape))
             dropped = text.shape[1] - hidden.shape[axis]
             here = [max(count - dropped, 0) for count in counts]
-            filled = adapter.fill(hidden, axis, here, index) if adapter else hidden
+            filled = adapter.apply_before(index, hidden, axis, here) if adapter else hidden
             return ((filled, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": filled})
 
         return hook
