@@ -23,6 +23,9 @@ LONGEST = 100_000
 #: Options that exclude each other: one on the command line removes its whole group from the file's options.
 EITHER_OR = (("speedup", "speedups"), ("model", "from_config"), ("max_steps", "num_train_epochs"))
 
+#: Learning rates of all weights, and of adapters, which begin at nothing.
+RATE, ADAPTER_RATE = 5e-5, 3e-3
+
 DATA = "Data"
 ADAPTERS = "Adapters and own texts"
 BUDGETS = "Budgets and schedules"
@@ -65,7 +68,7 @@ class TrainingPlan:
     max_steps: int | None = option(None, "Stop after N optimizer steps instead.", least=1, most=10**9)
     batch_size: int = option(32, "Rows per process and batch.", least=1, most=MANY)
     gradient_accumulation_steps: int = option(1, "Batches per optimizer step.", least=1, most=MANY)
-    learning_rate: float = option(5e-5, "Peak learning rate of AdamW.")
+    learning_rate: float | None = option(None, "Peak learning rate of AdamW (default: 5e-5; 3e-3 with --adapters).")
     seed: int = option(0, "Seed of new weights, data order, budgets and dropout.")
 
     task: Literal["jsonl", "e2e", "reddit_tldr", "cnn_dm"] = option(
@@ -181,6 +184,8 @@ class TrainingPlan:
             convert = {"order": read_order, "schedule": read_schedule, "prompt_layers": parse_prompt_layers}.get(name)
             value = getattr(self, name)
             object.__setattr__(self, name, convert(value) if convert else convert_value(name, kind, value, about))
+        if self.learning_rate is None:
+            object.__setattr__(self, "learning_rate", ADAPTER_RATE if self.adapters else RATE)
         self._check_combinations()
 
     @property

@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 #: Number of training responses that schedules are fitted to, and of texts that stand-ins are.
 MEASURED, FITTED = 5000, 64
+#: Own texts that are written at a time, at least: writing takes less memory than learning.
+WRITTEN = 32
 
 
 def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], object] = logger.warning) -> None:
@@ -275,7 +277,8 @@ def _write(
     """
     prompts = read_prompts(plan.prompts or plan.data, task)
     options = {} if plan.max_new_tokens is None else {"max_new_tokens": plan.max_new_tokens}
-    job = GenerationJob(str(plan.model), task=task, batch_size=plan.batch_size, seed=plan.seed, options=options)
+    batch_size = max(plan.batch_size, WRITTEN)
+    job = GenerationJob(str(plan.model), task=task, batch_size=batch_size, seed=plan.seed, options=options)
     with tqdm(desc="own texts", unit="text", file=sys.stderr) as bar:
 
         def start(total: int, done: int) -> None:
