@@ -8,24 +8,27 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 import skipdecode
 from helpers.tiny import TEXTS, run, save_checkpoint, write_examples
-from skipdecode import Schedule
+from skipdecode import Schedule, load
 from skipdecode.core import checkpoint_config
 from skipdecode.core.growing import ROOM
 from skipdecode.data.collation import batches_of
 from skipdecode.data.tasks import Example
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
-from skipdecode.evaluation.loss import LayerOrder, read_losses, response_loss
+from skipdecode.evaluation.loss import LayerOrder, read_losses, response_loss, text_loss
 from skipdecode.evaluation.variants import variants
 from skipdecode.files import locked
+from skipdecode.generation.results import Completion
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
 
@@ -422,7 +425,29 @@ def test_prompts_alone_are_evaluated_by_agreement(checkpoint: Path, tmp_path: Pa
     assert full["agreement"] == 100
     assert all(0 <= row["agreement"] < 100 and "bleu" not in row and "loss" not in row for row in rows)
     assert rows[0]["agreement"] > rows[1]["agreement"]
-    assert "agreement" in (tmp_path / "out" / "table.md").read_text()
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert all(head in table for head in ("agreement", "repeated 4-grams", "KL", "top-1", "nats of its texts"))
+    # The full model's distance from itself is none, and its greedy texts are the likeliest to it.
+    assert (full["kl"], full["top_1"]) == (0, 100)
+    assert rows[0]["kl"] < rows[1]["kl"]
+    assert all(row["kl"] > 0 and row["top_1"] < 100 and row["text_loss"] > full["text_loss"] for row in rows)
+
+
+def test_the_loss_of_texts_is_the_stock_models(checkpoint: Path) -> None:
+    """Token by token, alone and without padding; the end counts where a text has one."""
+    model, tokenizer = load(str(checkpoint), dtype="float32")
+    texts = [(text[:11], Completion(text[12:], 1, "stop")) for text in TEXTS if text[11] == " "]
+    texts[1] = (texts[1][0], replace(texts[1][1], finish_reason="length"))
+    nats, count = 0.0, 0
+    for prompt, written in texts:
+        before = len(tokenizer(prompt)["input_ids"])
+        ids = tokenizer(f"{prompt} {written.text}")["input_ids"]
+        ids += [tokenizer.eos_token_id] * (written.finish_reason == "stop")
+        with torch.no_grad():
+            chances = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        nats -= sum(float(chances[at - 1, ids[at]]) for at in range(before, len(ids)))
+        count += len(ids) - before
+    assert text_loss(model, tokenizer, texts, 2) == pytest.approx(nats / count, rel=1e-4)
 
 
 @pytest.mark.parametrize(("name", "words"), [("", "is a folder"), ("plot", "picture"), ("no/plot.png", "no folder")])

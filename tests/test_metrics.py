@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from skipdecode.data.metrics import DEFAULT, Bleu, Metric, RougeL, bootstrap
+from skipdecode.data.metrics import DEFAULT, Bleu, Metric, Repetition, RougeL, bootstrap
 
 WORDS = "The café by the river serves English food . It isn't cheap , but family-friendly ; £20-25 !".split()
 
@@ -98,3 +98,13 @@ def test_what_cannot_be_scored_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     for metric in DEFAULT:
         with pytest.raises(ImportError, match=r"pip install 'skipdecode\[eval\]'"):
             metric.score(["a"], [["a"]])
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_repetition_is_what_a_text_had_before(rounds: int) -> None:
+    """Of n rounds of the same w different words, all 4-grams but w had been there; without 4-grams nothing is."""
+    words = "one two three four five six".split()
+    total = rounds * len(words) - 3
+    share = Repetition().score([" ".join(words * rounds)], [[]])
+    assert share == pytest.approx(100 * (1 - min(len(words), total) / total))
+    assert Repetition().score(["", "one two three"], [[], []]) == 0

@@ -18,7 +18,7 @@ from ..core.attach import attach, put_adapter
 from ..core.checkpoint_config import layer_count
 from ..core.decays import flat_depth
 from ..core.schedule import Schedule
-from ..core.stack import text_config
+from ..core.stack import decoder_layers, text_config
 from ..core.text_passes import TextPasses
 from ..data.collation import batches_of
 from ..data.tasks import Example, get_task
@@ -221,13 +221,22 @@ def _training_speed(model: PreTrainedModel, adapter: Adapter, schedule: Schedule
 
 
 @torch.no_grad()
-def damage(passes: Iterable[TextPasses], schedule: Schedule) -> Damage:
-    """Return the distance of ``schedule`` from full depth over batches of texts."""
+def damage(passes: Iterable[TextPasses], schedule: Schedule, model: PreTrainedModel | None = None) -> Damage:
+    """Return the distance of ``schedule`` from full depth over batches of texts.
+
+    Args:
+        passes: of the model that skips.
+        schedule: its layers.
+        model: whose full depth is meant, with gates attached; None: that of the model itself.
+    """
     divergence, same, count = 0.0, 0, 0
     for each in passes:
         wanted = each.batch["labels"][:, 2:] != -100  # the first token follows the prompt, which runs all layers
+        whole = each if model is None else TextPasses(model, each.batch)
+        everything = Schedule.full(len(decoder_layers(whole.model)))
         full, here = (
-            log_softmax(each.logits(run)[wanted].float(), -1) for run in (Schedule.full(schedule.num_layers), schedule)
+            log_softmax(run.logits(layers)[wanted].float(), -1)
+            for run, layers in ((whole, everything), (each, schedule))
         )
         divergence += float(kl_div(here, full, log_target=True, reduction="sum"))
         same += int((here.argmax(-1) == full.argmax(-1)).sum())

@@ -103,6 +103,22 @@ class Agreement(_Mean):
         return re.findall(r"\w+|[^\w\s]", text)
 
 
+class Repetition(_Mean):
+    """How much texts repeat themselves: the share of 4-grams that a text had before (Welleck et al., 2020).
+
+    References are not looked at.
+    """
+
+    name = "repetition"
+    label = "repeated 4-grams"
+
+    def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
+        """Return (n, 1): each text's share (0 to 1), of words and punctuation marks; 0 without any 4-gram."""
+        words = map(Agreement().tokenize, texts)
+        grams = [[*zip(*(each[i:] for i in range(4)), strict=False)] for each in words]
+        return np.array([[1 - len({*each}) / len(each) if each else 0.0] for each in grams])
+
+
 DEFAULT: tuple[Metric, ...] = (Bleu(), RougeL())
 
 

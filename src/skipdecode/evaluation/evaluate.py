@@ -19,26 +19,30 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
+from ..adapters.probe import damage
 from ..clock.tables import FILES as TABLES
 from ..clock.timing import alternate, compare, forced, typical_steps
+from ..core.attach import attach
 from ..core.checkpoint_config import layer_count, schedule_for, trained_method
 from ..core.schedule import Schedule
+from ..core.stack import text_config
+from ..core.text_passes import TextPasses
 from ..data.collation import batches_of
 from ..data.inputs import read_examples
-from ..data.metrics import DEFAULT, Agreement, Metric, paired_scores
+from ..data.metrics import DEFAULT, Agreement, Metric, Repetition, paired_scores
 from ..data.tasks import Example, Task, get_task, subsample
 from ..data.tokenization import encode_prompts
 from ..errors import FileError, JobError, UsageError
 from ..files import check_target, locked, read_json, write
 from ..generation.batch import Decoding
 from ..generation.generate import generate_ids, max_positions
-from ..generation.results import Generated
+from ..generation.results import Completion, Generated
 from ..provenance import fingerprint
 from ..weights.device import machine, placement
 from ..weights.loading import identity_of, load, read_config
 from ..weights.optimize import check_optimizations, optimizations
 from . import report
-from .loss import response_loss
+from .loss import response_loss, text_loss
 from .plots import draw_tradeoff
 from .variants import Variant, variants
 
@@ -46,7 +50,7 @@ FILES = (*TABLES, "tradeoff.png")
 Say = Callable[[str], object]
 
 #: Increase it when the keys of a row change: rows of another version are measured again.
-ROW_VERSION = 4
+ROW_VERSION = 5
 #: Largest number of validation inputs used for lengths, CALM's threshold and the loss.
 HELD_OUT_ROWS = 256
 
@@ -195,7 +199,7 @@ def _metrics(examples: Sequence[Example], say: Say) -> list[Metric]:
     scored = all(example.references for example in examples)
     if not scored:
         say("not every row has a reference: texts are compared with the full model's own (agreement)")
-    metrics: list[Metric] = [*DEFAULT] if scored else [Agreement()]
+    metrics: list[Metric] = [*DEFAULT] if scored else [Agreement(), Repetition()]
     for metric in metrics:  # raises before a model is loaded if a library is missing
         metric.score(["a text"], [["a text"]])
     return metrics
@@ -351,7 +355,7 @@ class Evaluation:
                 do_sample=False,
             )
         result = self.generate(variant.model, self.examples, decoding)
-        cost, texts = result.cost, [" ".join(completion.text.split()) for completion in result.completions]
+        cost, texts = result.cost, [completion.text for completion in result.completions]
         if variant is self.reference:
             self._steps = typical_steps(result.lengths)
         answered = [example for example in self.held_out if example.references]
@@ -361,6 +365,8 @@ class Evaluation:
             batches = batches_of(answered, tokenizer, self.plan.batch_size, limit, model.device)
             schedule = decoding or Schedule.full(layer_count(model.config))
             loss = {"loss": round(response_loss(model, batches, schedule), 4)}
+        if not all(example.references for example in self.examples):
+            loss |= self._distance(model, decoding, result.completions)
         trained = variant.method.is_trained_by(trained_method(model.config))
         return {
             "method": variant.file or variant.method.name,
@@ -381,6 +387,29 @@ class Evaluation:
             **self._clock(variant, decoding),
             "texts": texts,
         }
+
+    def _distance(
+        self, model: PreTrainedModel, decoding: Decoding, completions: Sequence[Completion]
+    ) -> dict[str, float]:
+        """Return, as columns, how far a model's texts and next tokens are from the full model's."""
+        full, tokenizer = self._model(self.reference.model)
+        size, prompts = self.plan.batch_size, [example.prompt for example in self.examples]
+        found = {"text_loss": text_loss(full, tokenizer, [*zip(prompts, completions, strict=True)], size)}
+        schedule = decoding or Schedule.full(layer_count(model.config))
+        same_tokens = text_config(model.config).vocab_size == text_config(full.config).vocab_size
+        # Where depths depend on the tokens, or the prompt leaves out layers, no one pass does what decoding does.
+        if (
+            same_tokens
+            and isinstance(schedule, Schedule)
+            and schedule.prompt_layers is None
+            and not schedule.prompt_decay
+        ):
+            texts = self._reference_texts or [completion.text for completion in completions]
+            written = [Example(prompt, (text,)) for prompt, text in zip(prompts, texts, strict=True)]
+            batches = batches_of(written, tokenizer, size, max_positions(model.config), model.device)
+            here = damage((TextPasses(attach(model), batch) for batch in batches), schedule, attach(full))
+            found |= {"kl": here.kl, "top_1": 100 * here.agreement}
+        return {name: round(value, 4) for name, value in found.items()}
 
     def _scores(self, texts: Sequence[str]) -> dict[str, Any]:
         """Return, as columns, each score, its difference from the reference's, and the difference's 95% interval."""

@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.attach import attach, teacher_forced
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
+from ..data.chat import Prompt
+from ..data.collation import Collator, encode
+from ..data.tasks import Example
 from ..files import has_key, read_json, write
+from ..generation.results import Completion
 
 #: Tells whether a file's bytes are losses of :class:`LayerOrder`, which may be replaced.
 is_losses = has_key("losses_without")
@@ -34,6 +38,28 @@ def response_loss(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]], 
         total += sum(losses.sum(0).tolist())
         count += int((labels != -100).sum())
     return total / max(count, 1)
+
+
+def text_loss(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[Prompt, Completion]], size: int
+) -> float:
+    """Return how unlikely texts are to a model at full depth, in nats per token: the logarithm of their perplexity.
+
+    Args:
+        model: with all its layers.
+        texts: with their prompts; the end of a text counts if it has one.
+        size: of a batch.
+    """
+    examples = [Example(prompt, (completion.text,)) for prompt, completion in texts]
+    rows: Any = list(encode(examples, tokenizer))
+    for row, (_, completion) in zip(rows, texts, strict=True):
+        if completion.finish_reason == "length":
+            row["response_ids"] = row["response_ids"][:-1]  # it was cut off before an end
+    rows = [row for row in rows if row["response_ids"]]
+    collate = Collator(tokenizer.pad_token_id)
+    batches = [collate(rows[at : at + size]) for at in range(0, len(rows), size)]
+    batches = [{k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in b.items()} for b in batches]
+    return response_loss(model, batches, Schedule.full(len(decoder_layers(model))))
 
 
 class LayerOrder:

@@ -11,6 +11,8 @@ from ..clock.tables import save_tables
 from ..clock.timing import remarks, shown
 
 Row = Mapping[str, Any]
+#: Columns of rows without references: their names in JSON, and their heads.
+DISTANCES = {"kl": "KL", "top_1": "top-1", "text_loss": "nats of its texts"}
 
 
 def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
@@ -25,6 +27,8 @@ def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[li
     """
     heads = ["method", "target", "layers per step", "step layers", "token layers", "job layers"]
     heads += [cell for _, label in metrics for cell in (label, "vs full (95%)")]
+    distances = [name for name in DISTANCES if any(name in row for row in rows)]
+    heads += [DISTANCES[name] for name in distances]
     heads += [
         "loss",
         "job s / 1k tokens",
@@ -41,7 +45,7 @@ def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[li
         for name, _ in metrics:
             low, high = row[f"{name}_interval"]
             line += [f"{row[name]:.2f}", f"{row[f'{name}_difference']:+.2f} ({low:+.2f} to {high:+.2f})"]
-        line.append(f"{row['loss']:.3f}" if "loss" in row else "")
+        line += [f"{row[name]:.3f}" if name in row else "" for name in (*distances, "loss")]
         line += [
             f"{row['job_seconds_per_1k_tokens']:.2f}",
             f"{row['timed_step_layer_ratio']:.2f}x",
