@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.adapter import Adapter, Gap, gaps_between
-from ..core.patch import gate_state
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from ..core.text_passes import TextPasses
+from .hidden import hidden_states
 
 #: Ridge penalty, as a share of the mean variance of the hidden states.
 RIDGE = 0.01
@@ -89,41 +89,14 @@ def _moments(gaps: Mapping[Gap, Schedule], passes: Sequence[TextPasses], below: 
     """
     found: dict[Gap, Moments] = {}
     for each in passes if gaps else ():
-        full = hidden_states(each, Schedule.full(len(decoder_layers(each.model))), {end for gap in gaps for end in gap})
+        wanted = each.batch["labels"][:, 2:] != -100
+        with hidden_states(each, {end for gap in gaps for end in gap}) as full:
+            each.logits(Schedule.full(len(decoder_layers(each.model))), logits_to_keep=1)
         for gap, schedule in gaps.items():
-            given = hidden_states(each, schedule, {gap.start})[gap.start] if below else full[gap.start]
-            found.setdefault(gap, Moments(given.shape[-1])).add(given, full[gap.stop] - given)
+            given = full[gap.start]
+            if below:
+                with hidden_states(each, {gap.start}) as here:
+                    each.logits(schedule, logits_to_keep=1)
+                given = here[gap.start]
+            found.setdefault(gap, Moments(given.shape[-1])).add(given[wanted], (full[gap.stop] - given)[wanted])
     return found
-
-
-def hidden_states(passes: TextPasses, schedule: Schedule, before: Collection[int]) -> dict[int, Tensor]:
-    """Return the hidden states (tokens, size) that layers are given at the texts' positions.
-
-    Args:
-        schedule: which layers run.
-        before: indices of layers; the number of layers means what the last one returns.
-    """
-    layers, batch, seen = decoder_layers(passes.model), passes.batch, {}
-    wanted = batch["labels"][:, 2:] != -100
-    state = gate_state(passes.model)
-
-    def keep(index: int, hidden: Tensor) -> None:
-        axis = state.axis(hidden, tuple(wanted.shape))
-        hidden = hidden.movedim((axis - 1, axis), (0, 1))[:, -wanted.shape[1] :]
-        seen[index] = hidden[wanted].reshape(-1, hidden.shape[-1])
-
-    def given(index: int) -> Callable[..., None]:
-        return lambda module, args, kwargs: keep(index, args[0] if args else kwargs["hidden_states"])
-
-    def returned(module: nn.Module, args: Any, output: Any) -> None:
-        keep(len(layers), output[0] if isinstance(output, tuple) else output)
-
-    hooks = [layers[i].register_forward_pre_hook(given(i), with_kwargs=True) for i in before if i < len(layers)]
-    if len(layers) in before:
-        hooks.append(layers[-1].register_forward_hook(returned))
-    try:
-        passes.logits(schedule, logits_to_keep=1)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return seen

@@ -13,6 +13,7 @@ from ..core.adapter import Adapter
 from ..core.schedule import Schedule
 from ..core.text_passes import TextPasses
 from ..data.collation import Collator
+from .hidden import hidden_states
 
 
 class AdapterLearner(nn.Module):
@@ -37,7 +38,8 @@ class AdapterLearner(nn.Module):
     def forward(self, batch: Mapping[str, Any], schedule: Schedule, num_items_in_batch: Any = None) -> Tensor:
         """Return the mean KL divergence from full depth, in nats per text token.
 
-        The prompt's pass, which runs all layers, gives the first token of a text: nothing can be learnt from it.
+        In training, :func:`hidden_error` is added: the hidden states say what is wrong layer by layer. The prompt's
+        pass, which runs all layers, gives the first token of a text: nothing can be learnt from it.
 
         Args:
             batch: as :class:`~skipdecode.data.collation.Collator` makes it.
@@ -46,11 +48,36 @@ class AdapterLearner(nn.Module):
         """
         learned = batch["labels"][:, 2:] != -100
         passes = TextPasses(self.model, batch)
-        with torch.no_grad():
+        corrected = corrected_positions(schedule, learned) if self.training else {}
+        places = [layer + 1 for layer in corrected]
+        with torch.no_grad(), hidden_states(passes, places) as full:
             target = log_softmax(passes.logits(Schedule.full(schedule.num_layers))[learned].float(), -1)
-        student = log_softmax(passes.logits(schedule)[learned].float(), -1)
-        count = learned.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        return kl_div(student, target, log_target=True, reduction="sum") / count
+        with hidden_states(passes, places) as here:
+            student = log_softmax(passes.logits(schedule)[learned].float(), -1)
+        loss = kl_div(student, target, log_target=True, reduction="sum")
+        for layer, where in corrected.items():
+            loss = loss + hidden_error(here[layer + 1][where], full[layer + 1][where]) / len(corrected)
+        return loss / (learned.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+
+
+def corrected_positions(schedule: Schedule, learned: Tensor) -> dict[int, Tensor]:
+    """Return, by each layer that runs above skipped ones, which of the positions ``learned``, (batch, R), it runs."""
+    found: dict[int, Tensor] = {}
+    for step in range(learned.shape[1]):
+        layers = schedule.layers(schedule.depth(step))
+        for layer in layers[next((i for i, each in enumerate(layers) if each > i), len(layers)) :]:
+            found.setdefault(layer, torch.zeros_like(learned))[:, step] = learned[:, step]
+    return {layer: where for layer, where in found.items() if where.any()}
+
+
+def hidden_error(here: Tensor, full: Tensor) -> Tensor:
+    """Return the sum over tokens of the mean squared error of hidden states (tokens, size), in units of their variance.
+
+    A token counts as 10 at most: a few tokens have hidden states far larger than all others.
+    """
+    full = full.float()
+    scale = full.var(0, correction=0) + 1e-6 * full.square().mean()
+    return ((here.float() - full).square() / scale).mean(-1).clamp(max=10).sum()
 
 
 class TextCollator(Collator):
