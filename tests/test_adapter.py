@@ -26,7 +26,7 @@ from helpers.tiny import TEXTS
 from skipdecode import Schedule, ScheduleError, SkipCache, attach, detach, teacher_forced
 from skipdecode.adapters.probe import candidates, probe_model
 from skipdecode.core.adapter import Adapter, gaps_between, runs_of
-from skipdecode.core.adapter_folder import ABOUT, WEIGHTS, load_adapter, save_adapter
+from skipdecode.core.adapter_folder import ABOUT, WEIGHTS, check_base_files, load_adapter, save_adapter
 from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.stack import text_config
 from skipdecode.core.text_passes import TextPasses
@@ -126,7 +126,8 @@ def saved(tmp_path: Path) -> tuple[Any, Path, Adapter]:
     """A model, the folder of an adapter for it, and the adapter."""
     model = build("llama")
     adapter = random_adapter(model, TOP)
-    save_adapter(tmp_path / "adapter", adapter, model, "some/model")
+    model.save_pretrained(tmp_path / "base")
+    save_adapter(tmp_path / "adapter", adapter, model, "some/model", tmp_path / "base")
     return model, tmp_path / "adapter", adapter
 
 
@@ -151,6 +152,23 @@ def test_another_model_is_refused(saved: tuple[Any, Path, Adapter]) -> None:
         attach(model, adapter=folder)
     with pytest.raises(ModelError, match="another model"):
         attach(build("opt"), adapter=folder)
+
+
+def test_another_checkpoints_files_are_refused(saved: tuple[Any, Path, Adapter], tmp_path: Path) -> None:
+    """For engines that hold weights in a form of their own: one changed matrix, or files that cannot tell."""
+    model, folder, adapter = saved
+    check_base_files(folder, tmp_path / "base")
+    model.bfloat16().save_pretrained(tmp_path / "half")
+    check_base_files(folder, tmp_path / "half")
+    with torch.no_grad():
+        model.model.layers[3].mlp.up_proj.weight.mul_(1.1)
+    model.save_pretrained(tmp_path / "other")
+    for base in ("other", "none"):
+        with pytest.raises(ModelError, match=r"trained on another model \(some/model\)"):
+            check_base_files(folder, tmp_path / base)
+    save_adapter(tmp_path / "memory", adapter, model, "some/model")
+    with pytest.raises(ModelError, match="not trained on safetensors files"):
+        check_base_files(tmp_path / "memory", tmp_path / "other")
 
 
 def test_a_model_is_saved_without_its_adapter(saved: tuple[Any, Path, Adapter], tmp_path: Path) -> None:

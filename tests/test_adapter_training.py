@@ -14,18 +14,22 @@ from helpers.tiny import TEXTS, run, write_jsonl
 from skipdecode import load
 from skipdecode.adapters.on_policy import rewrite
 from skipdecode.adapters.own_texts import loop_start
-from skipdecode.core.adapter_folder import WEIGHTS
+from skipdecode.core.adapter_folder import WEIGHTS, read_schedules
 from skipdecode.core.attach import attach
 from skipdecode.core.cache import SkipCache
+from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.patch import gate_state
 from skipdecode.core.schedule import Schedule
 from skipdecode.data.collation import Collator, batches_of
 from skipdecode.data.tasks import Example
 from skipdecode.data.tokenization import encode_prompts
-from skipdecode.errors import UsageError
+from skipdecode.errors import FileError, ScheduleError, UsageError
+from skipdecode.serving import server
+from skipdecode.serving.settings import Serving
 from skipdecode.training import run as training
 from skipdecode.training.plan import TrainingPlan
 from skipdecode.training.trainer import AdapterTrainer
+from skipdecode.weights.loading import read_config
 
 OWN = [
     "--own-texts",
@@ -86,6 +90,22 @@ def test_what_was_loaded_is_the_adapter(trained: Path, checkpoint: Path) -> None
     held = gate_state(model).adapter.state_dict()
     assert held.keys() == weights.keys()
     assert all(torch.equal(held[name], weights[name]) for name in weights)
+
+
+def test_a_server_takes_it(trained: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In MODEL's place: its model is served, at its speeds, and at no other that would run layers it does not know."""
+    monkeypatch.setattr(server, "require_vllm", lambda: None)
+    command, _ = server.server_command(str(trained))
+    assert command[command.index("--model") + 1] == str(checkpoint)
+    options = json.loads(command[command.index("--additional-config") + 1])[CONFIG_KEY]
+    assert server.server_command(str(checkpoint), {"adapter": str(trained)})[0][1:5] == command[1:5]
+    serving = Serving(read_config(str(checkpoint)), options)
+    assert serving.schedules == {1.0: Schedule.full(8)} | read_schedules(trained)
+    assert serving.untrained is None
+    with pytest.raises(ScheduleError, match="was not trained to skip"):
+        Serving(read_config(str(checkpoint)), options | {"speedups": [1.2]})
+    with pytest.raises(FileError, match="no adapter"):
+        Serving(read_config(str(checkpoint)), {"adapter": str(checkpoint)})
 
 
 def test_training_comes_nearer_to_full_depth(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
@@ -185,11 +205,11 @@ def test_own_texts_train_all_weights_too(checkpoint: Path, prompts: Path, tmp_pa
     assert json.loads((tmp_path / "out" / "config.json").read_text())["skipdecode"]["schedules"].keys() == {"2", "4"}
 
 
-@pytest.mark.parametrize("verb", ["train", "serve", "probe", "bench", "profile", "calibrate"])
+@pytest.mark.parametrize("verb", ["train", "probe", "bench", "profile", "calibrate"])
 def test_verbs_that_cannot_use_an_adapter_refuse_it(verb: str, trained: Path, tmp_path: Path) -> None:
     """Rather than run its bare model."""
     data = ["--data", trained] if verb == "calibrate" else []
-    done = run(verb, trained, *data, *["--output", tmp_path / "out"] * (verb not in ("serve", "probe")))
+    done = run(verb, trained, *data, *["--output", tmp_path / "out"] * (verb != "probe"))
     assert done.returncode == 2
     assert "cannot use adapters yet" in done.stderr
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from skipdecode import Schedule
+from skipdecode.core.adapter import Adapter
 from skipdecode.errors import ScheduleError, UnsupportedModel
 from skipdecode.serving.configure import choose_worker, serving_of
 from skipdecode.serving.depths import Part, Step, Tables
@@ -48,11 +49,11 @@ def config(**entry: Any) -> Config:
 REQUEST = st.tuples(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 12), st.integers(0, 30), st.integers(1, 14))
 
 
-def plan(requests: list[tuple[float, int, int, int]]) -> Step:
+def plan(requests: list[tuple[float, int, int, int]], adapter: Adapter | None = None) -> Step:
     """The step of requests (speed-up, prompt length, tokens before, tokens in the step)."""
     speedups, prompts, computed, counts = zip(*requests, strict=True)
     arrays = [np.array(values, dtype=np.int64) for values in (counts, computed, prompts)]
-    tables = Tables(SCHEDULES)
+    tables = Tables(SCHEDULES, adapter)
     return tables.step([tables.of(speedup) for speedup in speedups], *arrays)
 
 
@@ -165,6 +166,23 @@ def plain(model: nn.ModuleList, tokens: int) -> Tensor:
     return hidden[0]
 
 
+class Changing(nn.Module):
+    """What an adapter changes before a layer, as if it were a layer of the same kind itself."""
+
+    def __init__(self, change: nn.Module, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.change, self.kind = change, kind
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Change the hidden states, and pass them on as the layer would."""
+        if self.kind is Plain:
+            return self.change(args[0])
+        _, hidden, residual = args
+        if self.kind is not Native:
+            return self.change(hidden), residual
+        return self.change(hidden if residual is None else hidden + residual), torch.zeros_like(hidden)
+
+
 @contextmanager
 def nothing(part: Part) -> Iterator[Tensor]:
     """Layers without attention: nothing to narrow."""
@@ -185,6 +203,33 @@ def test_each_token_passes_its_own_layers(layer: type[nn.Module], run: Any) -> N
         torch.testing.assert_close(found[token], expected[token])
     torch.testing.assert_close(run(layers, step.tokens), full)
     assert gates.run_tokens == gates.needed_tokens == step.runs.sum() < gates.full_tokens
+
+
+@pytest.mark.parametrize(
+    "requests", [[(2.0, 3, 0, 5), (1.0, 2, 9, 1), (4.0, 5, 3, 4), (3.0, 4, 2, 6)], [(4.0, 3, 9, 1)]]
+)
+@pytest.mark.parametrize(("layer", "run"), [(Native, native), (Plain, plain), (Adding, adding), (Naming, adding)])
+def test_each_token_gets_its_own_changes(layer: type[nn.Module], run: Any, requests: Any) -> None:
+    """With an adapter, a token's row is what its layers and what the adapter has for them make of it, one by one."""
+    adapter = Adapter(4, 3, SCHEDULES)
+    for weight in adapter.parameters():
+        nn.init.normal_(weight)
+    step = plan(requests, adapter)
+    layers = nn.ModuleList(layer() for _ in range(LAYERS))
+    expected = []
+    for token, row in enumerate(step.runs):
+        running = tuple(np.flatnonzero(row).tolist())
+        changes = adapter.changes(running)
+        one: list[nn.Module] = []
+        for index, each in enumerate(layers):
+            one += [Changing(changes[index], layer)] if index in changes else []
+            one += [each] if index in running else []
+        expected.append(run(nn.ModuleList(one), step.tokens)[token])
+    gates = add_gates(nn.ModuleDict({"layers": layers}), LAYERS)
+    gates.adds_residual = layer is Native
+    with torch.no_grad(), gates.following(step, nothing):
+        found = run(layers, step.tokens)
+    torch.testing.assert_close(found, torch.stack(expected))
 
 
 def test_layers_that_are_called_past_their_gates_are_noticed() -> None:

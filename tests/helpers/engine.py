@@ -103,11 +103,13 @@ def engine(folder: str | Path, **options: Any) -> Iterator[Any]:
         "enable_prefix_caching": False,
         "disable_log_stats": True,
     }
-    made = LLMEngine.from_engine_args(EngineArgs(model=str(folder), **(defaults | options)))
+    made = None
     try:
+        made = LLMEngine.from_engine_args(EngineArgs(model=str(folder), **(defaults | options)))
         yield made
     finally:
-        made.engine_core.shutdown()
+        if made is not None:
+            made.engine_core.shutdown()
         del made
         gc.collect()
         cleanup_dist_env_and_memory()

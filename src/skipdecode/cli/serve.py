@@ -25,6 +25,7 @@ def serve(
         Option(help="Speed-up of requests that name none (default: the fastest trained one, else 1)."),
     ] = None,
     prompt_layers: o.PromptLayers = None,
+    adapter: o.Adapter = None,
     int8_head: Annotated[
         bool, Option("--int8-head", help="LM head with 8-bit weights (CPUs): steps are quicker, logits change.")
     ] = False,
@@ -55,6 +56,7 @@ def serve(
         "speedups": None if speedups is None else list(o.parse_numbers(speedups)),
         "speedup": speedup,
         "prompt_layers": parse_prompt_layers(prompt_layers),
+        "adapter": None if adapter is None else str(adapter),
         "int8_head": int8_head or None,
         "load_speedup": load_speedup,
         "load_waiting": load_waiting,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -122,24 +122,36 @@ class Adapter(nn.Module):
                 done = end
         yield width, None
 
+    def changes(self, layers: Sequence[int]) -> dict[int, LowRank]:
+        """Return what acts before which layer, at a position that runs ``layers``, which are in network order."""
+        total = next(iter(self.schedules.values())).num_layers
+        if len(layers) == total:
+            return {}
+        found: dict[int, Any] = {gap.start: self.stand_ins[str(gap)] for gap in gaps_between(layers, total)}
+        return found | {layer: self.bottlenecks[str(layer)] for layer in layers}
+
     def flops(self, layers: Sequence[int]) -> int:
         """Return the FLOPs at one position that runs ``layers``, which are in network order."""
-        total = next(iter(self.schedules.values())).num_layers
-        here = [self.stand_ins[str(gap)] for gap in gaps_between(layers, total)]
-        here += [self.bottlenecks[str(layer)] for layer in layers if len(layers) < total]
+        here = self.changes(layers).values()
         return sum(2 * weight.numel() for each in here for weight in each.parameters() if weight.ndim == 2)
 
-    def check(self, schedule: Schedule) -> None:
-        """Raise ScheduleError if the schedule skips layers together that none of the adapter's schedules does."""
-        known = set().union(*map(runs_of, self.schedules.values()))
-        for layers in sorted(runs_of(schedule) - known):
-            if gaps := gaps_between(layers, schedule.num_layers):
-                skipped = ", ".join(f"{gap.start} to {gap.stop - 1}" for gap in gaps)
-                speedups = ", ".join(f"{speedup:g}" for speedup in self.schedules)
-                raise ScheduleError(
-                    f"the adapter was not trained to skip layers {skipped}, as the schedule does: take one of its "
-                    f"speed-ups ({speedups})"
-                )
+
+def check_trained(trained: Mapping[float, Schedule], schedule: Schedule) -> None:
+    """Raise ScheduleError if a schedule skips layers together that none of an adapter's does.
+
+    Args:
+        trained: the adapter's schedules by target speed-up.
+        schedule: the one to check.
+    """
+    known = set().union(*map(runs_of, trained.values()))
+    for layers in sorted(runs_of(schedule) - known):
+        if gaps := gaps_between(layers, schedule.num_layers):
+            skipped = ", ".join(f"{gap.start} to {gap.stop - 1}" for gap in gaps)
+            speedups = ", ".join(f"{speedup:g}" for speedup in trained)
+            raise ScheduleError(
+                f"the adapter was not trained to skip layers {skipped}, as the schedule does: take one of its "
+                f"speed-ups ({speedups})"
+            )
 
 
 def runs_of(schedule: Schedule) -> set[tuple[int, ...]]:

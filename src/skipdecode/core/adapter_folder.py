@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
@@ -24,13 +24,14 @@ ABOUT, WEIGHTS = ADAPTER_FILE, "adapter.safetensors"
 SAMPLED = 256
 
 
-def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str) -> None:
+def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str, files: Path | None = None) -> None:
     """Write an adapter, its schedules, and hashes of the base model's weights.
 
     Args:
         folder: created if it is missing.
         model: the base model.
         base: its name or path, for the reader.
+        files: the folder of its checkpoint. vLLM, which cannot compare weights in memory, needs it.
 
     Raises:
         FileError: the folder holds files of the same name that no adapter wrote.
@@ -42,6 +43,7 @@ def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str) ->
         "rank": adapter.rank,
         "schedules": {f"{speedup:g}": schedule.to_dict() for speedup, schedule in adapter.schedules.items()},
         "base_hashes": hashes(model),
+        "base_files": hash_of_files(files) if files else None,
     }
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.state_dict().items()}
     write(folder / WEIGHTS, save(weights))
@@ -78,8 +80,13 @@ def load_adapter(folder: Path, model: nn.Module) -> Adapter:
         FileError: the folder holds no adapter, or a damaged one.
         ModelError: the adapter was trained on another model.
     """
+    check_base(folder, hashes(model))
+    return read_adapter(folder)
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Load the adapter of a folder without a look at the model. Raises FileError if it is missing or damaged."""
     about = read_about(folder)
-    check_base(about, model, folder)
     schedules = read_schedules(folder)
     try:
         weights = load((folder / WEIGHTS).read_bytes())
@@ -95,9 +102,10 @@ def weights_size(weights: dict[str, Tensor]) -> int:
     return next(tensor.shape[0] for name, tensor in weights.items() if name.endswith("down"))
 
 
-def check_base(about: dict[str, Any], model: nn.Module, folder: Path) -> None:
-    """Raise ModelError if ``model`` is not the one that the adapter was trained on."""
-    known, here = about["base_hashes"], hashes(model)
+def check_base(folder: Path, here: dict[str, str]) -> None:
+    """Raise ModelError if the weights with these hashes are not those that the adapter was trained on."""
+    about = read_about(folder)
+    known = about["base_hashes"]
     other = [name for name in here if name in known and here[name] != known[name]]
     # Weights in 8 bits or laid out for a CPU's kernels are no parameters any more: the others tell enough.
     if other or not here.keys() <= known.keys() or not here:
@@ -107,11 +115,39 @@ def check_base(about: dict[str, Any], model: nn.Module, folder: Path) -> None:
         )
 
 
+def check_base_files(folder: Path, base: Path) -> None:
+    """Raise ModelError if the checkpoint in ``base`` is not the one that the adapter was trained on, or cannot tell.
+
+    For engines that hold weights in a form of their own.
+    """
+    about = read_about(folder)
+    if about.get("base_files") is None:
+        raise ModelError(f"the adapter in {folder} was not trained on safetensors files, so it cannot be compared")
+    if about["base_files"] != hash_of_files(base):
+        raise ModelError(
+            f"the adapter in {folder} was trained on another model ({about['base_model']}): weights in {base} differ"
+        )
+
+
+def hash_of_files(base: Path) -> str | None:
+    """Return a hash of the weights in a folder's safetensors files; None if it has none.
+
+    Of each weight only the pages of the values that :func:`hash_of` takes are read.
+    """
+    found: list[str] = []
+    for file in base.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as weights:
+            found += [f"{name} {hash_of(weights.get_tensor(name))}" for name in weights.keys()]  # noqa: SIM118
+    return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:16] if found else None
+
+
 def hashes(model: nn.Module) -> dict[str, str]:
-    """Return a hash of evenly spaced values of each weight, rounded to bfloat16, so that the dtype does not matter."""
-    found = {}
-    for name, weight in model.named_parameters():
-        flat = weight.detach().flatten()
-        some = flat[:: max(len(flat) // SAMPLED, 1)][:SAMPLED].to(torch.bfloat16).float().cpu()
-        found[name] = hashlib.sha256(some.numpy().tobytes() + str(tuple(weight.shape)).encode()).hexdigest()[:8]
-    return found
+    """Return :func:`hash_of` each weight."""
+    return {name: hash_of(weight.detach()) for name, weight in model.named_parameters()}
+
+
+def hash_of(weight: Tensor) -> str:
+    """Return a hash of evenly spaced values of a weight, rounded to bfloat16, so that the dtype does not matter."""
+    flat = weight.flatten()
+    some = flat[:: max(len(flat) // SAMPLED, 1)][:SAMPLED].to(torch.bfloat16).float().cpu()
+    return hashlib.sha256(some.numpy().tobytes() + str(tuple(weight.shape)).encode()).hexdigest()[:8]

@@ -11,7 +11,7 @@ from typing import TypeVar
 from torch import nn
 
 from ..errors import ModelError
-from .adapter import Adapter
+from .adapter import Adapter, check_trained
 from .adapter_folder import load_adapter
 from .checkpoint_config import CONFIG_KEY, schedule_for, set_entry, to_config_entry, warn_untrained
 from .gate import ForcedPass, Gate, GateState
@@ -140,7 +140,7 @@ def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int) -> 
     before = gates.forced.get(thread)
     forced = ForcedPass(with_lenders_first(schedule, model.config), prompt_length)
     if gates.adapter is not None:
-        gates.adapter.check(forced.schedule)
+        check_trained(gates.adapter.schedules, forced.schedule)
     gates.forced[thread] = forced
     try:
         yield

@@ -12,6 +12,7 @@ from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer
 
 from ..errors import CacheError, ScheduleError
+from .adapter import check_trained
 from .checkpoint_config import default_schedule, warn_untrained
 from .growing import GrowingLayer
 from .patch import gate_state
@@ -59,7 +60,7 @@ class SkipCache(DynamicCache):
         if self.gates is None:
             raise CacheError("the model has no gates: call skipdecode.attach(model) first")
         if self.gates.adapter is not None:
-            self.gates.adapter.check(self.schedule)
+            check_trained(self.gates.adapter.schedules, self.schedule)
         chunked = getattr(getattr(model, "generation_config", None), "prefill_chunk_size", None)
         if chunked is not None and not schedule.is_full:
             raise CacheError(
@@ -101,7 +102,7 @@ class SkipCache(DynamicCache):
         if not self._is_whole:
             raise CacheError("a text cannot follow: some layers of this cache are retired, or hold a recurrent state")
         if self.gates is not None and self.gates.adapter is not None:
-            self.gates.adapter.check(schedule)
+            check_trained(self.gates.adapter.schedules, schedule)
         self.schedule, self._runs_text = schedule.check_layers(len(self.layers)), True
 
     def keys(self, index: int) -> int:

@@ -28,11 +28,11 @@ from ..serving.release import require_vllm
 from ..weights.checkpoint_checks import check_tokenizer
 from ..weights.device import placement
 from ..weights.loading import (
+    adapter_of,
     load_tokenizer,
     read_config,
     read_generation_config,
     read_weights,
-    refuse_adapter,
     refuse_gguf,
     resolve,
 )
@@ -73,7 +73,6 @@ class VllmEngine:
 
     def check(self, job: EngineConfig, config: Any, defaults: Any) -> None:
         """Raise UsageError for an option that vLLM lacks, or treats differently from transformers."""
-        refuse_adapter(job.model, "the engine vllm", job.adapter)
         refuse_gguf(job.model, "the engine vllm")
         given = {"clock": job.clock != "layers", "quantization": job.quantization, "prepack": job.prepack}
         for name, is_given in (given | {"offload": job.offload}).items():
@@ -210,7 +209,9 @@ def _engine(job: EngineConfig, config: Any, schedule: Schedule | None, positions
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    one = {CONFIG_KEY: {"schedule": schedule.to_dict()}} if schedule else {}
+    one: dict[str, Any] = {CONFIG_KEY: {"schedule": schedule.to_dict()}} if schedule else {}
+    if schedule and (folder := adapter_of(job.model, job.adapter)) is not None:
+        one[CONFIG_KEY]["adapter"] = os.path.abspath(folder)
     try:
         made = EngineArgs(
             model=resolve(job.model),

@@ -6,7 +6,7 @@ import logging
 import os
 from typing import Any
 
-from ..core.checkpoint_config import CONFIG_KEY, untrained_warning
+from ..core.checkpoint_config import CONFIG_KEY
 from ..errors import UnsupportedModel
 from .release import ALLOW
 from .settings import Serving
@@ -88,6 +88,10 @@ def refuse(vllm_config: Any, serving: Serving) -> None:
             vllm_config.aux_output_config.enable_return_routed_experts,
             "--enable-return-routed-experts expects experts of every layer for every token",
         ),
+        (
+            serving.adapter is not None and vllm_config.weight_transfer_config is not None,
+            "weights that change while the server runs are no longer those that the adapter was trained on",
+        ),
         (cache.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill is not supported"),
         (serving.int8_head and worker == GPU, "int8_head is for CPUs"),
         (serving.int8_head and parallel.tensor_parallel_size > 1, "int8_head was not tried with tensor parallelism"),
@@ -114,8 +118,8 @@ def _warn(model: Any, serving: Serving) -> None:
             "--dtype float32 keeps it",
             str(runs).removeprefix("torch."),
         )
-    if untrained := untrained_warning(model.hf_config, serving.schedules[max(serving.schedules)]):
-        logger.warning("skipdecode: %s", untrained)
+    if serving.untrained:
+        logger.warning("skipdecode: %s", serving.untrained)
 
 
 def _without_graphs(compilation: Any) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.adapter import Adapter, LowRank
 from ..core.schedule import Schedule
 
 Flags = NDArray[np.bool_]
@@ -30,6 +31,8 @@ class Table:
         ranks[list(schedule.ranking)] = np.arange(schedule.num_layers)
         #: (rows, layers): whether the layer runs.
         self.runs: Flags = ranks < np.array(depths)[:, None]
+        #: The layers of each row, in network order.
+        self.layers = [schedule.layers(depth) for depth in depths]
         #: Add this to a position, counted from the prompt's end, to get its row.
         self.shift = inside + 1
         #: The first so many rows run all layers, since depths never increase.
@@ -47,9 +50,10 @@ class Tables:
 
     Args:
         schedules: by speed-up. A table for full depth is added under None, for requests without a schedule.
+        adapter: what it changes is looked up for each row.
     """
 
-    def __init__(self, schedules: Mapping[float, Schedule]) -> None:
+    def __init__(self, schedules: Mapping[float, Schedule], adapter: Adapter | None = None) -> None:
         full = Schedule.full(next(iter(schedules.values())).num_layers)
         tables: dict[float | None, Table] = {None: Table(full)}
         tables |= {speedup: Table(schedule) for speedup, schedule in schedules.items()}
@@ -58,6 +62,17 @@ class Tables:
             table.first, first = first, first + len(table.runs)
         self._tables = tables
         self._runs: Flags = np.concatenate([table.runs for table in tables.values()])
+        self._modules: list[LowRank] = []
+        #: (rows, layers): 1 + the place in ``_modules`` of what acts before the layer; 0: nothing acts.
+        self._changes: Whole | None = None
+        if adapter is not None:
+            rows = [layers for table in tables.values() for layers in table.layers]
+            self._changes = np.zeros(self._runs.shape, dtype=np.int64)
+            for row, layers in enumerate(rows):
+                for layer, module in adapter.changes(layers).items():
+                    if module not in self._modules:
+                        self._modules.append(module)
+                    self._changes[row, layer] = 1 + self._modules.index(module)
 
     def of(self, speedup: float | None) -> Table:
         """Return the table of a speed-up (None: full depth), the same object each time."""
@@ -82,7 +97,8 @@ class Tables:
             return Step(np.broadcast_to(np.True_, (int(starts[-1]), tables[0].runs.shape[1])), starts, is_full=True)
         rows = np.arange(starts[-1]) + np.repeat(rows - starts[:-1], counts)
         rows = np.minimum(np.maximum(rows, 0), np.repeat(last, counts)) + np.repeat(first, counts)
-        return Step(self._runs[rows], starts)
+        changes = None if self._changes is None else Changes(self._changes[rows], self._modules)
+        return Step(self._runs[rows], starts, changes=changes)
 
 
 @dataclass(frozen=True)
@@ -99,6 +115,25 @@ class Part:
     dropped: Whole
 
 
+class Changes:
+    """What an adapter changes in one step.
+
+    Args:
+        places: (tokens, layers), 1 + the index of the module that acts on a token before a layer; 0: none.
+        modules: the adapter's.
+    """
+
+    def __init__(self, places: Whole, modules: Sequence[LowRank]) -> None:
+        self._places, self._modules = places, modules
+
+    def before(self, layer: int) -> list[tuple[LowRank, Whole | None]]:
+        """Return the modules that act before a layer, each with the indices of its tokens; None: it acts on all."""
+        column = self._places[:, layer]
+        if (column == column[0]).all():
+            return [(self._modules[column[0] - 1], None)] if column[0] else []
+        return [(self._modules[place - 1], np.flatnonzero(column == place)) for place in np.unique(column) if place]
+
+
 class Step:
     """The plan of one step.
 
@@ -106,11 +141,13 @@ class Step:
         runs: (tokens, layers), True where the token runs the layer.
         starts: (requests + 1,), index of each request's first token, then the total.
         is_full: the caller knows that every token runs every layer.
+        changes: those of the server's adapter, if there is one.
     """
 
-    def __init__(self, runs: Flags, starts: Whole, is_full: bool = False) -> None:
+    def __init__(self, runs: Flags, starts: Whole, is_full: bool = False, changes: Changes | None = None) -> None:
         self.runs = runs
         self.starts = starts
+        self.changes = changes
         self.tokens, layers = runs.shape
         #: How many tokens run each layer.
         self.counts: list[int] = [self.tokens] * layers if is_full else runs.sum(axis=0).tolist()

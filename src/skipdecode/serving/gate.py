@@ -7,7 +7,7 @@ Transformers backend. Like the gate for transformers, this one replaces ``forwar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ class Plan:
         self.num_layers = num_layers
         self.step: Step | None = None
         self.narrowed: Narrowed | None = None
+        self.adds_residual = True  # a layer's input is the sum of hidden states and residual, where it takes one
         self.extras: int | None = None  # values after hidden states in a layer's tuple; None: it returns a tensor
         #: Since the start: steps, and layer-tokens (one token in one layer) at full depth, needed, and run.
         self.steps, self.full_tokens, self.needed_tokens, self.run_tokens = 0, 0, 0, 0
@@ -77,6 +78,8 @@ class Gate:
         plan = self.plan
         if plan.step is None:
             return self.original(*args, **kwargs)
+        if plan.step.changes is not None:
+            args, kwargs = self._changed(plan.step, args, kwargs)
         count = plan.step.counts[self.index]
         plan.run_tokens += 0 if plan.step.is_full else count
         if count == plan.step.tokens:
@@ -109,6 +112,32 @@ class Gate:
             residual = torch.zeros_like(hidden)
         return hidden.index_copy(axis, tokens, ran), residual.index_copy(axis, tokens, ran_residual)
 
+    def _changed(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments with hidden states as the adapter changes them; a residual that is added becomes 0."""
+        assert step.changes is not None
+        for module, where in step.changes.before(self.index):
+            hidden = self._given("hidden_states", args, kwargs)
+            is_sum = self.has_residual and self.plan.adds_residual
+            residual = self._given("residual", args, kwargs) if is_sum else None
+            whole = hidden if residual is None else hidden + residual
+            if where is None:
+                hidden, residual = module(whole), None if residual is None else torch.zeros_like(residual)
+            else:
+                tokens, axis = torch.from_numpy(where).to(hidden.device), hidden.ndim - 2
+                hidden = hidden.index_copy(axis, tokens, module(whole.index_select(axis, tokens)))
+                residual = None if residual is None else residual.index_fill(axis, tokens, 0)
+            args, kwargs = self._put("hidden_states", hidden, args, kwargs)
+            if residual is not None:
+                args, kwargs = self._put("residual", residual, args, kwargs)
+        return args, kwargs
+
+    def _put(self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments with another value where :meth:`_given` finds the one of this name."""
+        if name in kwargs:
+            return args, kwargs | {name: value}
+        index = self.position.get(name, 0)
+        return (*args[:index], value, *args[index + 1 :]), kwargs
+
     def _given(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the argument with this name, or the first one if the layer names it otherwise."""
         if name in kwargs:
@@ -139,8 +168,8 @@ def cut(value: Any, tokens: Tensor, count: int) -> Any:
     return value.index_select(axis, tokens) if value.shape[axis] == count else value
 
 
-def add_gates(model: nn.Module, num_layers: int) -> Plan:
-    """Put a gate on each decoder layer, and return the plan that they share.
+def layers_of(model: nn.Module, num_layers: int) -> Sequence[nn.Module]:
+    """Return a model's decoder layers.
 
     Raises UnsupportedModel if the model does not have exactly one stack of ``num_layers`` layers.
     """
@@ -152,7 +181,12 @@ def add_gates(model: nn.Module, num_layers: int) -> Plan:
         raise UnsupportedModel(
             f"{type(model).__name__} should hold one stack of {num_layers} decoder layers; {len(stacks)} were found"
         )
+    return list(stacks[0])
+
+
+def add_gates(model: nn.Module, num_layers: int) -> Plan:
+    """Put a gate on each decoder layer, and return the plan that they share. Raises as :func:`layers_of`."""
     plan = Plan(num_layers)
-    for index, layer in enumerate(stacks[0]):
+    for index, layer in enumerate(layers_of(model, num_layers)):
         layer.forward = Gate(layer, plan, index)
     return plan

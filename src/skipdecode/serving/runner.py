@@ -14,12 +14,16 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from ..core.adapter import Adapter
+from ..core.adapter_folder import check_base_files, read_adapter
 from ..errors import UnsupportedModel
+from ..weights.loading import checkpoint_files
 from .blocks import in_buckets
 from .depths import Table, Tables
-from .gate import add_gates
+from .gate import add_gates, layers_of
 from .head import quantize_head
 from .narrow import Narrowing, Prepared
+from .residual import adds_residual
 from .settings import Serving
 
 Runner: Any = object
@@ -37,10 +41,20 @@ class Skipping(Runner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, put a gate on each decoder layer, and quantize the LM head if ``int8_head`` is set."""
         super().load_model(*args, **kwargs)
-        self.skip_tables = Tables(self.skip_serving.schedules)
+        self.skip_tables = Tables(self.skip_serving.schedules, self._skip_adapter())
+        layer = layers_of(self.model, self.skip_serving.num_layers)[-1]
+        sums = self.skip_serving.adapter is None or adds_residual(layer, self.vllm_config, self.device)
         self.skip_plan = add_gates(self.model, self.skip_serving.num_layers)
+        self.skip_plan.adds_residual = sums
         if self.skip_serving.int8_head:
             quantize_head(self.model)
+
+    def _skip_adapter(self) -> Adapter | None:
+        """Return the server's adapter. Raises ModelError if it was trained on another model."""
+        if (folder := self.skip_serving.adapter) is None:
+            return None
+        check_base_files(folder, checkpoint_files(self.model_config.model, self.model_config.revision))
+        return read_adapter(folder).to(self.device, self.model_config.dtype).requires_grad_(False)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Reload the weights, and quantize the LM head again."""

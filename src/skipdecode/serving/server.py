@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
+from ..core.adapter_folder import check_base_files
 from ..core.checkpoint_config import CONFIG_KEY
 from ..errors import MissingExtra, UsageError
-from ..weights.loading import read_config, refuse_adapter, refuse_gguf, resolve
+from ..weights.loading import adapter_of, checkpoint_files, read_config, refuse_gguf, resolve
 from .release import require_vllm
 from .settings import Serving
 
@@ -39,20 +40,23 @@ def server_command(
     """Return the command that serves a model, and variables to add to its environment.
 
     Args:
-        model: directory, hub name, or ``demo``.
+        model: directory, hub name, or ``demo``; the folder of an adapter serves its model with the adapter.
         options: for :class:`~skipdecode.serving.settings.Serving`.
         vllm: options of vLLM's API server, as on a command line.
 
     Raises:
-        ModelError: the model does not exist.
+        FileError: the adapter is missing or damaged.
+        ModelError: the model does not exist, or the adapter was trained on another one.
         ScheduleError: the options contradict each other or the model.
         UsageError: ``vllm`` has one of the options ``REFUSED``, or the environment keeps vLLM from loading the plugin.
         MissingExtra: vLLM is not installed, or does not see the plugin.
         UnsupportedModel: this release of vLLM was not tested.
     """
-    refuse_adapter(model, "the server")
     refuse_gguf(model, "the server")
     path, options = resolve(model), dict(options or {})
+    if (folder := adapter_of(model, options.get("adapter"))) is not None:
+        options["adapter"] = os.path.abspath(folder)
+        check_base_files(folder, checkpoint_files(path))
     Serving(read_config(model), options)
     for given in vllm:
         name = given.partition("=")[0].partition(".")[0].replace("_", "-")

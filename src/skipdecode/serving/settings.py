@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
+from pathlib import Path
 from typing import Any
 
-from ..core.checkpoint_config import CONFIG_KEY, layer_count, schedule_for, trained_schedules
+from ..core.adapter import check_trained
+from ..core.adapter_folder import read_schedules
+from ..core.checkpoint_config import (
+    CONFIG_KEY,
+    layer_count,
+    schedule_for,
+    set_entry,
+    to_config_entry,
+    trained_schedules,
+    untrained_warning,
+)
 from ..core.schedule import Schedule
 from ..errors import ScheduleError
 from .buckets import Buckets, choose_buckets
 
 #: Keys of ``--additional-config '{"skipdecode": {…}}'``.
 LIMITS = ("load_waiting", "load_token_ms")
-OPTIONS = ("speedups", "speedup", "prompt_layers", "schedule", "int8_head", "load_speedup", *LIMITS)
+OPTIONS = ("speedups", "speedup", "prompt_layers", "schedule", "adapter", "int8_head", "load_speedup", *LIMITS)
 #: Speed-ups that a server offers for a model without trained schedules, up to its number of layers.
 USUAL = (1.0, 2.0, 3.0, 5.0)
 
@@ -30,6 +42,7 @@ class Serving:
             - ``prompt_layers``: how many layers every prompt runs, instead of the schedules' values: a number (a
               schedule whose first step runs more uses that depth), or ``"max"``, the depth of the first step.
             - ``schedule``: one for every request, as :meth:`Schedule.to_dict` returns it, instead of these three.
+            - ``adapter``: folder of an adapter, whose schedules take the place of the config's.
             - ``int8_head``: whether to quantize the LM head to int8. Default: false.
             - ``load_speedup``, ``load_waiting``, ``load_token_ms``: the load policy, see
               :class:`~skipdecode.serving.policy.Load`.
@@ -38,10 +51,14 @@ class Serving:
         schedules: every schedule that the server can run, by speed-up.
         default: the speed-up of requests that name none.
         load: arguments of :class:`~skipdecode.serving.policy.Load`, or None without a load policy.
+        adapter: folder of the adapter, or None.
         buckets: groups of layers whose keys and values are freed together; empty if none retires early.
+        untrained: a warning that the model was not trained for its fastest schedule, or None.
 
     Raises:
-        ScheduleError: an option is unknown, or values contradict each other or the model.
+        FileError: there is no adapter, or a damaged one.
+        ScheduleError: an option is unknown, values contradict each other or the model, or the adapter was not trained
+            for a schedule.
     """
 
     def __init__(self, config: Any, options: Mapping[str, Any] | None = None) -> None:
@@ -51,11 +68,15 @@ class Serving:
         if unknown := ", ".join(sorted(options.keys() - set(OPTIONS))):
             raise ScheduleError(f"unknown options of {CONFIG_KEY}: {unknown}; known are {', '.join(OPTIONS)}")
         self.num_layers = layer_count(config)
+        self.adapter = Path(options["adapter"]) if "adapter" in options else None
+        if self.adapter is not None:
+            config = copy(config)
+            set_entry(config, to_config_entry(read_schedules(self.adapter)))
         self.int8_head = options.get("int8_head", False)
         if not isinstance(self.int8_head, bool):
             raise ScheduleError(f"int8_head must be true or false, not {self.int8_head!r}")
         if "schedule" in options:
-            if others := ", ".join(sorted(options.keys() - {"schedule", "int8_head"})):
+            if others := ", ".join(sorted(options.keys() - {"schedule", "adapter", "int8_head"})):
                 raise ScheduleError(f"a schedule of {CONFIG_KEY} is for every request: leave out {others}")
             schedule = schedule_for(config, schedule=Schedule.from_dict(options["schedule"]))
             self.default = float(schedule.target)
@@ -73,7 +94,11 @@ class Serving:
             trained = [speedup for speedup in offered if speedup in stored]
             self.default = self.speedup(options.get("speedup", max(trained, default=offered[0])))
             self.load = self._load(options)
+        if self.adapter is not None:
+            for schedule in self.schedules.values():
+                check_trained(read_schedules(self.adapter), schedule)
         self.buckets: Buckets = choose_buckets(self.schedules.values())
+        self.untrained = untrained_warning(config, self.schedules[max(self.schedules)])
 
     def speedup(self, value: Any, name: str = "speedup") -> float:
         """Return ``value`` as a float. Raises ScheduleError, naming the option, if the server does not offer it."""

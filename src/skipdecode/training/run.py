@@ -173,7 +173,9 @@ def _run(
     model.config.use_cache = True  # the Trainer turns it off
     if first and plan.adapters:
         with writing(folder.folder):
-            save_adapter(staging, model.adapter, model.model, _base(str(plan.model)))
+            path = loading.resolve(str(plan.model))
+            files = None if loading.is_gguf(path) else loading.checkpoint_files(path)
+            save_adapter(staging, model.adapter, model.model, _base(str(plan.model)), files)
         folder.publish()
     elif first:
         with writing(folder.folder):

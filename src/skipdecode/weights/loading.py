@@ -229,6 +229,16 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
         return for_decoding(AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False, **gguf))
 
 
+def checkpoint_files(path: str, revision: str | None = None) -> Path:
+    """Return the folder with the files of a checkpoint; for a hub name, where the hub's library keeps its weights."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    with as_model_error(f"the weights of {path} cannot be read"):
+        return Path(snapshot_download(path, revision=revision, allow_patterns=["*.safetensors"]))
+
+
 def adapter_of(name: str, adapter: str | Path | None = None) -> Path | None:
     """Return the folder of the adapter to attach: ``adapter``, else ``name`` if that is an adapter's folder."""
     return Path(adapter) if adapter else Path(name) if is_adapter(Path(name)) else None
