@@ -74,7 +74,14 @@ class Answer:
 
 
 async def ask(
-    client: Any, prompt: Any, speedup: float | None = None, *, new: int = 32, stream: bool = False, chat: bool = False
+    client: Any,
+    prompt: Any,
+    speedup: float | None = None,
+    *,
+    new: int = 32,
+    stream: bool = False,
+    chat: bool = False,
+    model: str = "demo",
 ) -> Answer:
     """One request by the ``openai`` package, greedy.
 
@@ -85,9 +92,10 @@ async def ask(
         new: the most new tokens.
         stream: token by token.
         chat: by chat completions; ``prompt`` is the user's message.
+        model: its name.
     """
     answer = Answer()
-    async for chunk in chunks(client, prompt, speedup, new=new, stream=stream, chat=chat):
+    async for chunk in chunks(client, prompt, speedup, new=new, stream=stream, chat=chat, model=model):
         for choice in chunk.choices:
             answer.tokens += (choice.model_extra or {}).get("token_ids") or []
             said = choice.text if not chat else (choice.delta if stream else choice.message).content
@@ -98,13 +106,20 @@ async def ask(
 
 
 async def chunks(
-    client: Any, prompt: Any, speedup: float | None, *, new: int, stream: bool, chat: bool = False
+    client: Any,
+    prompt: Any,
+    speedup: float | None,
+    *,
+    new: int,
+    stream: bool,
+    chat: bool = False,
+    model: str = "demo",
 ) -> AsyncIterator[Any]:
     """The chunks of a stream; else the whole answer."""
     body: dict[str, Any] = {"return_token_ids": True}
     if speedup is not None:
         body["vllm_xargs"] = {"speedup": speedup}
-    options: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": new, "extra_body": body}
+    options: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": new, "extra_body": body}
     if stream:
         options |= {"stream": True, "stream_options": {"include_usage": True}}
     if chat:

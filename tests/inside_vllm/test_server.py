@@ -73,6 +73,39 @@ def test_responses(server: Server, client: Any, solo: Reference, inputs: list[st
     assert server.total("skipdecode_requests_total", speedup="3") == before + 4
 
 
+def test_speeds_are_models(server: Server, client: Any, solo: Reference, inputs: list[str]) -> None:
+    """Every client can ask by the model's name alone: each speed is listed, and writes what the argument would."""
+    listed = [model["id"] for model in json.loads(server.get("/v1/models"))["data"]]
+    assert listed == ["demo", *(f"demo:{speedup}x" for speedup in (1, 2, 3, 4, 5))]
+    prompts = [tuple(solo.tokenizer(text)["input_ids"]) for text in inputs[:20]]
+    requests = [Request(prompt, 1.0 + n % 5, NEW) for n, prompt in enumerate(prompts)]
+    asked = [
+        ask(client, text, new=NEW, stream=n % 2 > 0, chat=n % 3 > 0, model=f"demo:{1 + n % 5}x")
+        for n, text in enumerate(inputs[:20])
+    ]
+    answers = together(*asked)
+    expected = [solo.tokenizer.decode(text, skip_special_tokens=True) for text in solo.texts(requests)]
+    assert [answer.text for answer in answers] == expected
+    assert [answer.summary["speedup"] for answer in answers] == [r.speedup for r in requests]
+
+
+def test_names_that_are_not_offered_or_contradict(server: Server) -> None:
+    """No such model, as vLLM says it; the same speed twice is no contradiction; a name holds for its request alone."""
+
+    def ask_for(model: str, speedup: float | None = None) -> tuple[int, str]:
+        body: dict[str, Any] = {"model": model, "prompt": "a", "max_tokens": 2}
+        if speedup:
+            body["vllm_xargs"] = {"speedup": speedup}
+        return post(server, "/v1/completions", json.dumps(body))
+
+    assert ask_for("demo:7x")[0] == ask_for("demo:3")[0] == ask_for("demo:3.0x")[0] == 404
+    assert ask_for("demo:3x", 3)[0] == 200
+    status, said = ask_for("demo:3x", 2)
+    assert status == 400
+    assert "the model's name asks for 3x and vllm_xargs for 2" in said
+    assert json.loads(ask_for("demo")[1])["metrics"]["skipdecode"]["speedup"] == 1
+
+
 @pytest.mark.parametrize("speedup", [1, 3, 5])
 def test_max_tokens_at_the_end_of_the_context(server: Server, mixed: list[tuple[int, ...]], speedup: int) -> None:
     """One less than there is room for, as many, and one more, which vLLM takes for as many; no room is HTTP 400."""

@@ -13,6 +13,7 @@ from vllm.entrypoints.openai.chat_completion import serving as chat_completion
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion import serving as completion
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.models import serving as models
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -21,7 +22,7 @@ from .depths import Tables
 from .metrics import count_finished, show_load, work
 from .patch import patch
 from .policy import Load
-from .requests import OWN, SPEEDUP, bad_request, refuse_look_alikes
+from .requests import NAMED, OWN, SPEEDUP, bad_request, model_names, refuse_look_alikes
 from .settings import Serving
 
 logger = init_logger(f"vllm.{__name__}")  # a child of vLLM's logger has its handlers and level
@@ -57,6 +58,8 @@ class Frontend:
         self.load = None if serving.load is None else Load(self.requests, **serving.load)
         self.model_name = model_name
         self._tables = Tables(serving.schedules)
+        #: The speed-ups by the names that stand for them.
+        self._names: dict[str, float] = {}
         #: By vLLM's request id: the output processor's state, the speed-up, and whether the load policy raised it.
         self._followed: dict[str, tuple[Any, float, bool]] = {}
 
@@ -80,8 +83,24 @@ class Frontend:
         patch(processor, "abort_requests", self._abort_requests)
         for request in (CompletionRequest, ChatCompletionRequest, ResponsesRequest):
             patch(request, "to_sampling_params", _to_sampling_params)
+        patch(models.OpenAIServingModels, "__init__", self._init_models)
+        patch(models.OpenAIModelRegistry, "is_base_model", self._is_base_model)
         for module in (completion, chat_completion):
             patch(module, "build_per_request_timing_metrics", _timing_metrics)
+
+    def _init_models(self, original: Any, served: Any, *, base_model_paths: list[Any], **kwargs: Any) -> None:
+        """Add to the model's names, for each, those of its speed-ups."""
+        paths = list(base_model_paths)
+        for path in base_model_paths:
+            names = model_names(path.name, self.serving)
+            paths += [type(path)(name=name, model_path=path.model_path) for name in names]
+            self._names |= names
+        original(served, base_model_paths=paths, **kwargs)
+
+    def _is_base_model(self, original: Any, registry: Any, name: str) -> bool:
+        """Answer as vLLM does, which asks this of each request's model in the task that answers the request."""
+        NAMED.set(self._names.get(name))
+        return original(registry, name)
 
     def _add_request(self, original: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         original(request, *args, **kwargs)

@@ -4,7 +4,8 @@ Each patch calls the original, and does nothing else for a model without schedul
 
 - the platform's ``check_and_update_config`` chooses our worker or refuses the config;
 - ``InputProcessor.process_inputs`` checks a request's speed-up, and may increase it under load;
-- ``AsyncLLM.generate`` checks the speed-up before a response starts, so that a bad one is HTTP 400 for streams too;
+- ``AsyncLLM.generate`` takes the speed-up from the model's name, and checks it before a response starts, so that a bad
+  one is HTTP 400 for streams too;
 - ``AsyncLLM.__init__`` follows requests to their end (``frontend.py``);
 - ``generate_block_hash_extra_keys`` adds depths to the hashes of prefix-cache blocks;
 - ``KVCacheManager.__init__`` installs our block manager if the worker put layers into buckets;
@@ -95,10 +96,11 @@ def _process_inputs(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _generate(original: Any, self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-    from .requests import bad_request, requested_speedup
+    from .requests import bad_request, requested_speedup, take_name
 
     if (serving := _serving(self.input_processor)) is not None:
         with bad_request():
+            take_name(sampling_params)
             requested_speedup(sampling_params, serving)
     return original(self, prompt, sampling_params, *args, **kwargs)
 

@@ -1,10 +1,14 @@
-"""Passes a request's speed-up from the client to the scheduler and workers, in ``extra_args`` of its parameters."""
+"""Passes a request's speed-up from the client to the scheduler and workers, in ``extra_args`` of its parameters.
+
+A client names it as an argument, or by the model's name: ``NAME:3x`` is the model NAME at 3x.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from ..errors import ScheduleError
@@ -14,8 +18,25 @@ from .settings import Serving
 
 #: The argument that a client sets (``vllm_xargs`` of the OpenAI API, ``extra_args`` of SamplingParams).
 SPEEDUP = "speedup"
+#: What the model's name in the HTTP request asks for that the current task answers; None: the name asks for none.
+NAMED: ContextVar[float | None] = ContextVar("named", default=None)
 #: The argument that we add when a request enters, so that other processes need no settings.
 OWN = "skipdecode"
+
+
+def model_names(name: str, serving: Serving) -> dict[str, float]:
+    """Return the names of a model at each speed-up that the server offers."""
+    return {f"{name}:{speedup:g}x": speedup for speedup in serving.schedules}
+
+
+def take_name(params: Any) -> None:
+    """Write what the model's name asks for into a request's parameters. Raises ScheduleError if they ask otherwise."""
+    if (named := NAMED.get()) is None:
+        return
+    extra = params.extra_args or {}
+    if extra.get(SPEEDUP, named) != named:
+        raise ScheduleError(f"the model's name asks for {named:g}x and vllm_xargs for {extra[SPEEDUP]}: leave one out")
+    params.extra_args = extra | {SPEEDUP: named}
 
 
 def requested_speedup(params: Any, serving: Serving) -> tuple[float, bool]:
