@@ -1,4 +1,4 @@
-"""What `make serve-demo` does: serve the embedded checkpoint by vLLM, stream texts at 1x and 5x, stop the server.
+"""What `make serve-demo` does: serve the embedded checkpoint by vLLM, stream two speeds at once, then time each alone.
 
 .venv-vllm/bin/python tools/serve_demo.py
 """
@@ -9,10 +9,14 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from rich.live import Live
+from rich.table import Table
 
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
@@ -37,26 +41,52 @@ def server(*options: str) -> Iterator[str]:
         yield one.url
 
 
-def stream(client: Any, prompt: str, speedup: int, show: bool) -> tuple[float, int, dict[str, Any]]:
-    """Print a text as it comes: milliseconds from its first token to its last, tokens after its first, and its layers.
+def stream(
+    client: Any, prompt: str, speedup: int, show: Callable[[str], object] = str
+) -> tuple[float, int, dict[str, Any]]:
+    """Pass a text on as it comes. Return the milliseconds after its first token, the tokens after it, and its layers.
 
     The time is the engine's, as the response says it: chunks may reach a busy client all at once.
     """
     chunks = client.completions.create(
-        model="demo",
+        model=f"demo:{speedup}x",
         prompt=prompt,
         max_tokens=60,
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"vllm_xargs": {"speedup": speedup}},
     )
     for chunk in chunks:
         for choice in chunk.choices:
-            print(choice.text, end="", flush=True) if show else None
+            show(choice.text)
         if chunk.usage:
             tokens, metrics = chunk.usage.completion_tokens, chunk.metrics
     return metrics["generation_time_ms"], tokens - 1, metrics["skipdecode"]
+
+
+def side_by_side(client: Any, prompt: str) -> None:
+    """Stream a text at each speed, all at the same time, in columns."""
+    texts = dict.fromkeys(SPEEDUPS, "")
+
+    def table(caption: str = "writing …") -> Table:
+        made = Table(title=prompt, title_justify="left", caption=caption, caption_justify="left", expand=True)
+        for speedup in SPEEDUPS:
+            made.add_column(f"model demo:{speedup}x", ratio=1)
+        made.add_row(*texts.values())
+        return made
+
+    def follow(speedup: int) -> Any:
+        def show(piece: str) -> None:
+            texts[speedup] += piece
+            live.update(table())
+
+        return stream(client, prompt, speedup, show)
+
+    with Live(table()) as live, ThreadPoolExecutor() as pool:
+        done = [(count, summary["decode_layer_tokens"]["run"]) for _, count, summary in pool.map(follow, SPEEDUPS)]
+        steps = [f"{count} decode steps of {layers / count:.1f} layers on average" for count, layers in done]
+        live.update(table("; ".join(steps)))
+    print()
 
 
 def main() -> None:
@@ -71,22 +101,18 @@ def main() -> None:
     with server("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8") as url:
         client = OpenAI(base_url=f"{url}/v1", api_key="none")
         for speedup in SPEEDUPS:
-            stream(client, prompts[0], speedup, show=False)  # the first of each takes longer
+            stream(client, prompts[0], speedup)  # the first of each takes longer
         steps: dict[int, list[float]] = {speedup: [] for speedup in SPEEDUPS}
+        print("models: " + ", ".join(model.id for model in client.models.list()))
         for prompt in prompts:
-            print(f"\n{prompt}")
-            for speedup in SPEEDUPS:
-                print(f"  {speedup}x ", end="")
-                took, count, summary = stream(client, prompt, speedup, show=True)
-                layers = summary["decode_layer_tokens"]["run"] / count
-                print(f"\n      {took:.0f} ms for {count} decode steps of {layers:.1f} layers on average")
+            side_by_side(client, prompt)
         for _ in range(ROUNDS):
             for prompt in prompts:
                 for speedup in SPEEDUPS:
-                    took, count, _ = stream(client, prompt, speedup, show=False)
+                    took, count, _ = stream(client, prompt, speedup)
                     steps[speedup].append(took / count)
         per = {speedup: statistics.median(steps[speedup]) for speedup in SPEEDUPS}
-        print(f"\n{ROUNDS} more rounds, one request at a time, the engine's clock, medians: ", end="")
+        print(f"\n{ROUNDS} rounds, one request at a time, the engine's clock, medians: ", end="")
         print(", ".join(f"{value:.1f} ms a decode step at {speedup}x" for speedup, value in per.items()), end="")
         print(f": {per[1] / per[5]:.2f} times")
 

@@ -44,9 +44,9 @@ class Server(Running):
 
 
 @contextmanager
-def serve(folder: Path, *options: str) -> Iterator[Server]:
-    """``skipdecode serve demo`` with these options, until the end."""
-    command = [sys.executable, "-m", "skipdecode", "serve", "demo", *options]
+def serve(folder: Path, *options: str, model: str = "demo") -> Iterator[Server]:
+    """``skipdecode serve`` with these options, until the end; its log is in ``folder``."""
+    command = [sys.executable, "-m", "skipdecode", "serve", model, *options]
     with running(command, folder / "server.log", ENVIRONMENT) as one:
         yield Server(one.url, one.process, one.log)
 

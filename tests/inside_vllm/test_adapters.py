@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import copytree
@@ -18,12 +19,18 @@ from safetensors.torch import load_file, save_file
 import skipdecode
 from helpers.engine import Reference, Request, engine, runner, serve
 from helpers.served_families import FAMILIES, LAYERS, checkpoint
+from helpers.server import serve as serve_http
 from skipdecode import Schedule
 from skipdecode.core.adapter import Adapter
 from skipdecode.core.adapter_folder import save_adapter
 from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.stack import text_config
+from skipdecode.data.inputs import read_items
+from skipdecode.data.tasks import get_task
+from skipdecode.engines.vllm import VllmEngine
 from skipdecode.errors import ModelError
+from skipdecode.generation.jobs import GenerationJob
+from skipdecode.weights.loading import DEMO, resolve
 
 #: Two that are flat and share no gap; one whose depth falls, with layer 0 skipped.
 SCHEDULES = {
@@ -33,15 +40,15 @@ SCHEDULES = {
 }
 
 
-def adapter_for(folder: Path, base: Path, seed: int = 0) -> Path:
+def adapter_for(folder: Path, base: str, schedules: Mapping[float, Schedule] = SCHEDULES) -> Path:
     """An adapter with random weights, which change hidden states much."""
-    model, _ = skipdecode.load(str(base), dtype="float32")
-    adapter = Adapter(text_config(model.config).hidden_size, 4, SCHEDULES)
-    generator = torch.Generator().manual_seed(seed)
+    model, _ = skipdecode.load(base, dtype="float32")
+    adapter = Adapter(text_config(model.config).hidden_size, 4, schedules)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in adapter.parameters():
             weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
-    save_adapter(folder, adapter, model, str(base), base)
+    save_adapter(folder, adapter, model, base, Path(resolve(base)))
     return folder
 
 
@@ -66,7 +73,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     found = {}
     for name in FAMILIES:
         base = checkpoint(name, tmp_path_factory.mktemp("base"))
-        folder, requests = adapter_for(tmp_path_factory.mktemp("adapter"), base), requests_of(48, seed=0)
+        folder, requests = adapter_for(tmp_path_factory.mktemp("adapter"), str(base)), requests_of(48, seed=0)
         reference = Reference(folder, most_new=24)
         texts, without = reference.texts(requests), Reference(folder, most_new=24)
         idle = Adapter(text_config(without.model.config).hidden_size, 4, SCHEDULES)
@@ -122,6 +129,23 @@ def test_a_prompt_is_shared_by_all_speeds(cases: dict[str, Case]) -> None:
             served = serve(made, [request])
             assert served.tokens[0] == text
             assert served.cached[0] == (0 if request.speedup == 1.0 else 64)
+
+
+def test_jobs_and_servers_take_its_folder_as_the_model(tmp_path: Path) -> None:
+    """``generate --engine vllm`` and ``serve`` write what ``generate`` does, with the embedded checkpoint (OPT)."""
+    from openai import OpenAI
+
+    flat = Schedule(24, 12, 12, horizon=1, decay="constant", order="top", warmup=4)
+    folder = adapter_for(tmp_path / "adapter", "demo", {2.0: flat})
+    prompts = [str(item.prompt) for item in read_items(str(DEMO / "inputs.csv"), get_task("e2e"))][:6]
+    options: dict[str, Any] = {"options": {"max_new_tokens": 24}, "dtype": "float32", "speedup": 2}
+    alone = dict(GenerationJob(str(folder), prompts, **options).run().completions)
+    assert dict(GenerationJob(str(folder), prompts, engine=VllmEngine(), **options).run().completions) == alone
+    assert dict(GenerationJob("demo", prompts, **options).run().completions) != alone
+    with serve_http(tmp_path, "--dtype", "float32", "--enforce-eager", model=str(folder)) as server:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        made = client.completions.create(model=f"{folder}:2x", prompt=prompts, max_tokens=24, temperature=0)
+    assert [choice.text.strip() for choice in made.choices] == [alone[n].text for n in sorted(alone)]
 
 
 def test_another_models_adapter_is_refused(cases: dict[str, Case], tmp_path: Path) -> None:
