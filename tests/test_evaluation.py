@@ -481,8 +481,16 @@ def test_variants_take_the_budget_into_their_paths() -> None:
     ]
     # Against another full model, SkipDecode's own full depth is a row too.
     assert [variant.speedup for variant in variants("full=f,skipdecode=m", "m", (1, 2))] == [1, 1, 2]
-    # Untrained and trained, side by side.
-    assert [(a.key, a.model) for a in variants("d3,d3=t", "m", (2,))[1:]] == [("d3-2x", "m"), ("d3-2x-trained", "t")]
+    # One method on several checkpoints, side by side.
+    found = variants("d3,d3=runs/t,d3=runs/u,static=a/s-{speedup},static=b/w-{speedup}", "m", (2,))[1:]
+    assert [(each.key, each.model) for each in found] == [
+        ("d3-2x", "m"),
+        ("d3-2x-t", "runs/t"),
+        ("d3-2x-u", "runs/u"),
+        ("static-2x-s", "a/s-2"),
+        ("static-2x-w", "b/w-2"),
+    ]
+    assert len({each.label for each in found}) == 5
 
 
 def test_the_loss_is_the_mean_over_tokens_whatever_the_batches(checkpoint: Path) -> None:

@@ -370,7 +370,7 @@ class Evaluation:
         trained = variant.method.is_trained_by(trained_method(model.config))
         return {
             "method": variant.file or variant.method.name,
-            "label": (variant.file or variant.method.label) + ("" if trained else ", untrained"),
+            "label": variant.label + ("" if trained else ", untrained"),
             "model": variant.model,
             "target": variant.speedup,
             "step_layers": round(cost.average_depth, 3),

@@ -23,6 +23,7 @@ class Variant:
         key: unique name, used for the file of the table row.
         schedule: replaces the schedule that the method would choose.
         file: name of the file that ``schedule`` was read from.
+        folder: name of the checkpoint's folder, where the method is compared on several.
     """
 
     method: Method
@@ -31,6 +32,12 @@ class Variant:
     key: str
     schedule: Schedule | None = None
     file: str | None = None
+    folder: str = ""
+
+    @property
+    def label(self) -> str:
+        """Return what the tables call it."""
+        return self.file or self.method.label + (f", {self.folder}" if self.folder else "")
 
 
 def variants(methods: str, model: str, speedups: Sequence[float], schedules: Sequence[Path] = ()) -> list[Variant]:
@@ -38,7 +45,8 @@ def variants(methods: str, model: str, speedups: Sequence[float], schedules: Seq
 
     Args:
         methods: comma-separated names, like ``skipdecode,d3,d3=DIR,static=DIR-{speedup}``. A method without ``=DIR``
-            runs on ``model``; ``full=DIR`` makes DIR the full model to compare with.
+            runs on ``model``; ``full=DIR`` makes DIR the full model to compare with. A method may stand several times,
+            with other checkpoints.
         model: directory or hub name.
         speedups: targets of every method.
         schedules: JSON files of schedules to run on ``model``.
@@ -56,12 +64,17 @@ def variants(methods: str, model: str, speedups: Sequence[float], schedules: Seq
             continue
         if method.model_per_speedup and "{speedup}" not in checkpoint:
             raise UsageError(f"{method.name} needs a checkpoint per speed-up: give {method.name}=DIR-{{speedup}}")
-        twice = [other for other, _ in asked].count(method) > 1
-        suffix = "-trained" if twice and checkpoint else ""
+        several = [other for other, _ in asked].count(method) > 1
+        folder = Path(checkpoint.replace("-{speedup}", "")).name if several else ""
+        suffix = f"-{folder}" if folder else ""
         own_weights = method.fits_depths and checkpoint not in ("", full)  # then compare its full depth too
         result += [
             Variant(
-                method, float(k), checkpoint.replace("{speedup}", f"{k:g}") or model, f"{method.name}-{k:g}x{suffix}"
+                method,
+                float(k),
+                checkpoint.replace("{speedup}", f"{k:g}") or model,
+                f"{method.name}-{k:g}x{suffix}",
+                folder=folder,
             )
             for k in speedups
             if k > 1 or own_weights
@@ -73,7 +86,7 @@ def variants(methods: str, model: str, speedups: Sequence[float], schedules: Seq
         )
     if len({variant.key for variant in result}) < len(result):
         raise UsageError(
-            "a method or a schedule file is named twice: a method may stand once alone and once with a checkpoint, and "
-            "schedule files need different names"
+            "a method or a schedule file is named twice: a method may stand once alone and once with each of several "
+            "checkpoints, whose folders need different names, as schedule files do"
         )
     return result
