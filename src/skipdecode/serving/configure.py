@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.checkpoint_config import CONFIG_KEY
 from ..errors import UnsupportedModel
-from .release import ALLOW
+from .release import ALLOW_GPU
 from .settings import Serving
 
 GPU = "skipdecode.serving.worker.SkipGPUWorker"
@@ -61,8 +61,8 @@ def refuse(vllm_config: Any, serving: Serving) -> None:
         (model.runner_type != "generate", "only models that generate have schedules"),
         (worker not in WORKERS.values(), f"there is no adapter for the worker {worker}"),
         (
-            worker == GPU and not os.environ.get(ALLOW),
-            f"GPUs were never tried: {ALLOW}=1 lets you (without CUDA graphs); compare the texts yourself",
+            worker == GPU and not os.environ.get(ALLOW_GPU),
+            f"GPUs were never tried: {ALLOW_GPU}=1 lets you (without CUDA graphs); compare the texts yourself",
         ),
         (
             os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"),

@@ -36,7 +36,8 @@ def register() -> None:
     import vllm
     from vllm.platforms import current_platform
 
-    from .release import require_tested
+    from .release import is_tested, require_tested
+    from .touched import changes
 
     failures: list[Exception] = []
     try:
@@ -46,6 +47,8 @@ def register() -> None:
         return
     try:
         require_tested(vllm.__version__)
+        if not is_tested(vllm.__version__) and (found := changes()):
+            raise UnsupportedModel(f"what the plugin touches has changed in {vllm.__version__}: {'; '.join(found)}")
         _patch()
     except Exception as error:
         failures.append(error)

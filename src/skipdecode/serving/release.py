@@ -10,8 +10,8 @@ from ..errors import MissingExtra, UnsupportedModel
 
 #: All tests ran with these releases.
 TESTED = ("0.32.0",)
-#: This environment variable, set to 1, allows other releases and GPUs.
-ALLOW = "SKIPDECODE_ALLOW_UNTESTED_VLLM"
+#: These environment variables, set to 1, allow other releases, and GPUs.
+ALLOW_RELEASE, ALLOW_GPU = "SKIPDECODE_ALLOW_UNTESTED_VLLM", "SKIPDECODE_ALLOW_UNTRIED_GPU"
 
 
 def require_vllm() -> None:
@@ -24,8 +24,13 @@ def require_vllm() -> None:
 
 def require_tested(release: str) -> None:
     """Raise UnsupportedModel for a release of vLLM that was not tested, unless the environment allows it."""
-    if release.split("+")[0] not in TESTED and not os.environ.get(ALLOW):
+    if not is_tested(release) and not os.environ.get(ALLOW_RELEASE):
         raise UnsupportedModel(
             f"skipdecode was tested with vLLM {', '.join(TESTED)}, not with {release}: install that one, or set "
-            f"{ALLOW}=1 and compare the texts yourself"
+            f"{ALLOW_RELEASE}=1 and compare the texts yourself"
         )
+
+
+def is_tested(release: str) -> bool:
+    """Tell whether a release of vLLM was tested."""
+    return release.split("+")[0] in TESTED
