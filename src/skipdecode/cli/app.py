@@ -22,6 +22,7 @@ except ModuleNotFoundError:
 from .. import __version__
 from ..errors import SkipDecodeError, UntrainedWarning, UsageError
 from .calibrate import calibrate
+from .chat import chat
 from .clock import bench, plan, profile
 from .console import drop_output
 from .demo import demo
@@ -90,7 +91,7 @@ def _run(verb: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-for verb in (demo, generate, probe, train, calibrate, evaluate, check, schedule, profile, plan, bench):
+for verb in (demo, generate, chat, probe, train, calibrate, evaluate, check, schedule, profile, plan, bench):
     app.command()(_run(verb))
 # Unknown options go to vLLM.
 app.command(context_settings={"ignore_unknown_options": True})(_run(serve))

@@ -1,0 +1,178 @@
+"""``skipdecode chat``: talk to a model, at any of its speeds."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
+
+from ..errors import SkipDecodeError, UsageError
+from . import options as o
+from .console import err, say
+
+if TYPE_CHECKING:
+    from ..core.schedule import Schedule
+
+HELP = "/speed 2 changes the speed-up, /new begins anew, /help says this, /quit or Ctrl-D ends; Ctrl-C stops an answer"
+
+
+def chat(
+    model: o.Model,
+    adapter: o.Adapter = None,
+    speedup: o.Speedup = None,
+    system: Annotated[str | None, Option(help="What the model is told before the conversation.")] = None,
+    max_new_tokens: Annotated[int, Option(min=1, max=o.MOST, help="The longest answer.")] = 512,
+    do_sample: o.DoSample = False,
+    temperature: o.Temperature = None,
+    top_p: o.TopP = None,
+    top_k: o.TopK = None,
+    repetition_penalty: o.RepetitionPenalty = None,
+    seed: o.SamplingSeed = 0,
+    dtype: o.Dtype = "auto",
+    device: o.Device = None,
+    revision: o.Revision = None,
+) -> None:
+    """Talk to a model. Each answer is followed by its length, tokens per second and layers per step.
+
+    skipdecode chat MODEL --adapter fast --speedup 1.5
+    """
+    import torch
+
+    from ..core.checkpoint_config import untrained_warning
+    from ..data.chat import Message, render
+    from ..generation.options import check_options
+    from ..weights.loading import load, load_tokenizer, read_config
+
+    options = {"do_sample": do_sample or None, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    options |= {"repetition_penalty": repetition_penalty}
+    check_options(options)
+    # Before the weights are loaded: a wrong speed-up, and a tokenizer without a chat template.
+    schedule = _schedule(read_config(model, revision, adapter), speedup, adapter or model)
+    told = [] if system is None else [Message("system", system)]
+    render(load_tokenizer(model, revision), (*told, Message("user", "Hello")))
+    loaded, tokenizer = load(model, dtype=dtype, device=device, revision=revision, adapter=adapter)
+    if warning := untrained_warning(loaded.config, schedule):
+        say(f"skipdecode: {warning}")
+    torch.manual_seed(seed)
+    messages = list(told)
+    say(f"{schedule.target:g}x; {HELP}")
+    while (line := _read()) is not None:
+        command, _, value = line.partition(" ")
+        if not line:
+            continue
+        if command == "/speed":
+            with _said():
+                schedule = _schedule(loaded.config, _number(value), adapter or model)
+                say(f"{schedule.target:g}x from here on")
+        elif command == "/new":
+            messages = list(told)
+        elif command == "/quit":
+            break
+        elif command.startswith("/"):
+            say(HELP)
+        else:
+            with _said():
+                asked = [*messages, Message("user", line)]
+                text = _answer(loaded, tokenizer, asked, schedule, max_new_tokens, options)
+                messages = [*asked, Message("assistant", text)]
+
+
+def _schedule(config: Any, speedup: float | None, adapter: Any) -> Schedule:
+    """Return the schedule of a speed-up. Raises ScheduleError if there is none that the model or adapter knows."""
+    from pathlib import Path
+
+    from ..core.adapter import check_trained
+    from ..core.adapter_folder import is_adapter, read_schedules
+    from ..core.checkpoint_config import schedule_for
+
+    schedule = schedule_for(config, speedup)
+    if is_adapter(Path(adapter)):
+        check_trained(read_schedules(Path(adapter)), schedule)
+    return schedule
+
+
+def _number(value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise UsageError(f"/speed takes a number, as in /speed 2, not {value!r}") from None
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """Print an error that the user can mend, and go on."""
+    try:
+        yield
+    except SkipDecodeError as error:
+        say(f"skipdecode: {error}")
+
+
+def _read() -> str | None:
+    """Return the user's next line; None at the end. Ctrl-C only clears the line."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 (input then has a history and can be edited)
+    while True:
+        with _interrupts():
+            try:
+                return input("> " if sys.stdin.isatty() else "").strip()
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                print()
+
+
+@contextmanager
+def _interrupts() -> Iterator[None]:
+    """Return a context in which Ctrl-C is a KeyboardInterrupt; elsewhere it ends the command."""
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler) if main else None
+    try:
+        yield
+    finally:
+        if main:
+            signal.signal(signal.SIGINT, before)
+
+
+def _answer(
+    model: Any, tokenizer: Any, messages: list[Any], schedule: Schedule, most: int, options: dict[str, Any]
+) -> str:
+    """Print the answer as it is written, then what it took, and return it; after Ctrl-C what there is of it.
+
+    Each answer is computed on the whole conversation, so that it is what a single call would write.
+    """
+    from transformers import TextStreamer
+
+    from ..data.tokenization import encode_prompts
+    from ..generation.batch import generate_batch
+    from ..generation.generate import max_positions
+
+    class Streamer(TextStreamer):
+        text = ""
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            self.text += text
+            print(text, end="\n" * stream_end, flush=True)
+
+    (ids,) = encode_prompts(tokenizer, [tuple(messages)])
+    limit, cost = max_positions(model.config) or sys.maxsize, None
+    if len(ids) >= limit:
+        raise UsageError(f"the conversation fills the model's {limit:,} positions: /new begins anew")
+    streamer: Any = Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    options = options | {"max_new_tokens": min(most, limit - len(ids)), "streamer": streamer}
+    with _interrupts():
+        try:
+            _, cost = generate_batch(model, tokenizer, [ids], schedule, **options)
+        except KeyboardInterrupt:
+            streamer.end()
+    if cost is None:
+        err.print("stopped", style="dim")
+    else:
+        depth = f"{cost.average_depth:.1f} of {schedule.num_layers} layers a step"
+        rate = f"{cost.tokens} tokens, {cost.tokens / cost.seconds:.1f} tokens/s with the prompt"
+        err.print(f"{schedule.target:g}x: {rate}, {depth}", style="dim")
+    return streamer.text.strip()
