@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from helpers.server import Server, ask, together
 
 pytest_plugins = ["helpers.served"]
 NEW = 32
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 
 
 def post(server: Server, path: str, body: str) -> tuple[int, str]:
@@ -87,6 +90,25 @@ def test_speeds_are_models(server: Server, client: Any, solo: Reference, inputs:
     expected = [solo.tokenizer.decode(text, skip_special_tokens=True) for text in solo.texts(requests)]
     assert [answer.text for answer in answers] == expected
     assert [answer.summary["speedup"] for answer in answers] == [r.speedup for r in requests]
+
+
+def test_the_dashboard_and_alerts_ask_for_what_there_is(server: Server, client: Any) -> None:
+    """Every metric that they name, with the labels that they name."""
+    together(ask(client, "a", 5, new=4))
+    lines = server.get("/metrics")
+    known: dict[str, set[str]] = {name: set() for name in re.findall(r"^# TYPE ([a-z0-9_:]+) ", lines, re.MULTILINE)}
+    for name, labels in re.findall(r"^([a-z][a-z0-9_:]*)(?:{(.*)})? ", lines, re.MULTILINE):
+        known.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
+    files = [DEPLOY / "alerts.yaml", DEPLOY / "grafana" / "dashboard.json"]
+    text = "".join(file.read_text("utf-8") for file in files).replace('\\"', '"')
+    asked = re.findall(r"\b((?:skipdecode|vllm:)[a-z_:]+)(?:{([^{}]*)})?", text)
+    assert len({name for name, _ in asked if name.startswith("skipdecode_")}) > 6
+    for name, labels in asked:
+        if name.startswith(("skipdecode_", "vllm:")):
+            assert name in known, name
+            assert {*re.findall(r"(\w+)\W?=", labels)} <= known[name], (name, labels)
+    grouped = {label.strip() for found in re.findall(r"by \(([^)]*)\)", text) for label in found.split(",")}
+    assert grouped <= set().union(*known.values())
 
 
 def test_names_that_are_not_offered_or_contradict(server: Server) -> None:

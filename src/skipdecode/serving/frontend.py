@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from .depths import Tables
-from .metrics import count_finished, show_load, work
+from .metrics import count_finished, observe_times, show_load, work
 from .patch import patch
 from .policy import Load
 from .requests import NAMED, OWN, SPEEDUP, bad_request, model_names, refuse_look_alikes
@@ -140,6 +140,10 @@ class Frontend:
             show_load(self.model_name, self.load)
         if state.stats is not None:
             state.stats.skipdecode = summary
+            writing = state.stats.last_token_ts - state.stats.first_token_ts
+            if new:
+                between = writing / (new - 1) if new > 1 else None
+                observe_times(self.model_name, speedup, state.stats.first_token_latency, between)
 
 
 class TokenTimes(StatLoggerBase):

@@ -52,6 +52,21 @@ def count_finished(model_name: str, summary: dict[str, Any], reason: str, new: i
         made["full_layer_tokens"].labels(*labels, phase).inc(layer_tokens["of"])
 
 
+def observe_times(model_name: str, speedup: float, first: float, between: float | None) -> None:
+    """Add one request's times, in seconds, to the Prometheus histograms.
+
+    Args:
+        model_name: the name that the server gives the model.
+        speedup: the request's.
+        first: from its arrival to its first token.
+        between: from a token to the next, on average; None: it has one token.
+    """
+    made, labels = _collectors(), (model_name, f"{speedup:g}")
+    made["first"].labels(*labels).observe(first)
+    if between is not None:
+        made["between"].labels(*labels).observe(between)
+
+
 def show_load(model_name: str, load: Load) -> None:
     """Set the Prometheus gauges to what the load policy measures."""
     _collectors()["token_ms"].labels(model_name).set(load.token_ms())  # refresh may reset it
@@ -61,10 +76,24 @@ def show_load(model_name: str, load: Load) -> None:
 @cache
 def _collectors() -> dict[str, Any]:
     """Return the collectors by name, made once per process, after vLLM has set where several servers merge theirs."""
-    from prometheus_client import Counter, Gauge
+    from prometheus_client import Counter, Gauge, Histogram
 
     labels = ("model_name", "speedup")
+    first = Histogram(
+        "skipdecode_time_to_first_token_seconds",
+        "Of texts that ended.",
+        labels,
+        buckets=[0.01 * 2**i for i in range(14)],
+    )
+    between = Histogram(
+        "skipdecode_inter_token_seconds",
+        "Mean over each text that ended.",
+        labels,
+        buckets=[0.002 * 1.5**i for i in range(18)],
+    )
     return {
+        "first": first,
+        "between": between,
         "requests": Counter("skipdecode_requests", "Texts that ended, by why.", (*labels, "finished_reason")),
         "tokens": Counter("skipdecode_generation_tokens", "Tokens of texts that ended.", labels),
         "moved": Counter("skipdecode_moved_requests", "Texts that the load policy made faster.", labels),

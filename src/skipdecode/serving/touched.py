@@ -99,6 +99,7 @@ ATTRIBUTES = {
     "vllm.v1.engine.output_processor.RequestState": (
         "request_id is_prefilling prompt_len num_cached_tokens detokenizer stats"
     ),
+    "vllm.v1.metrics.stats.RequestStateStats": "first_token_ts last_token_ts first_token_latency",
     "vllm.v1.request.Request": (
         "sampling_params num_prompt_tokens num_computed_tokens num_in_flight_tokens request_id status"
     ),
