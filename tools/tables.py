@@ -48,6 +48,36 @@ def _target(row: Row) -> str:
     return f"{row['target']:g}x"
 
 
+def own_texts(folder: str) -> None:
+    """One adapter at every speed, on the full model's own texts: distance from full depth, layers, clock."""
+    saved = _saved(folder)
+    rows = saved["rows"]
+    _print(
+        (
+            "target, of layers",
+            f"layers per step, of {rows[0]['step_layers']:g}",
+            "KL",
+            "same likeliest token",
+            "nats of its texts",
+            "repeated 4-grams",
+            "a step is faster",
+        ),
+        [
+            (
+                _target(row),
+                f"{row['step_layers']:g}",
+                f"{row['kl']:.2f}",
+                f"{row['top_1']:.0f}%",
+                f"{row['text_loss']:.2f}",
+                f"{row['repetition']:.1f}%",
+                f"{row['step_clock_ratio']:.2f}x",
+            )
+            for row in rows
+        ],
+    )
+    print(f"{saved['about']['rows']}; {saved['about']['machine']}. [All figures](results/{folder}/table.md).")
+
+
 def speeds(folder: str = "e2e") -> None:
     """One checkpoint at every speed: work, clock and quality side by side; faster than the same model at full depth."""
     saved = _saved(folder)
