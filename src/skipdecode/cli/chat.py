@@ -16,6 +16,8 @@ from . import options as o
 from .console import err, say
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ..core.schedule import Schedule
 
 HELP = "/speed 2 changes the speed-up, /new begins anew, /help says this, /quit or Ctrl-D ends; Ctrl-C stops an answer"
@@ -46,13 +48,14 @@ def chat(
     from ..core.checkpoint_config import untrained_warning
     from ..data.chat import Message, render
     from ..generation.options import check_options
-    from ..weights.loading import load, load_tokenizer, read_config
+    from ..weights.loading import adapter_of, load, load_tokenizer, read_config
 
     options = {"do_sample": do_sample or None, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     options |= {"repetition_penalty": repetition_penalty}
     check_options(options)
     # Before the weights are loaded: a wrong speed-up, and a tokenizer without a chat template.
-    schedule = _schedule(read_config(model, revision, adapter), speedup, adapter or model)
+    folder = adapter_of(model, adapter)
+    schedule = _schedule(read_config(model, revision, adapter), speedup, folder)
     told = [] if system is None else [Message("system", system)]
     render(load_tokenizer(model, revision), (*told, Message("user", "Hello")))
     loaded, tokenizer = load(model, dtype=dtype, device=device, revision=revision, adapter=adapter)
@@ -67,7 +70,7 @@ def chat(
             continue
         if command == "/speed":
             with _said():
-                schedule = _schedule(loaded.config, _number(value), adapter or model)
+                schedule = _schedule(loaded.config, _number(value), folder)
                 say(f"{schedule.target:g}x from here on")
         elif command == "/new":
             messages = list(told)
@@ -82,17 +85,15 @@ def chat(
                 messages = [*asked, Message("assistant", text)]
 
 
-def _schedule(config: Any, speedup: float | None, adapter: Any) -> Schedule:
+def _schedule(config: Any, speedup: float | None, folder: Path | None) -> Schedule:
     """Return the schedule of a speed-up. Raises ScheduleError if there is none that the model or adapter knows."""
-    from pathlib import Path
-
     from ..core.adapter import check_trained
-    from ..core.adapter_folder import is_adapter, read_schedules
+    from ..core.adapter_folder import read_schedules
     from ..core.checkpoint_config import schedule_for
 
     schedule = schedule_for(config, speedup)
-    if is_adapter(Path(adapter)):
-        check_trained(read_schedules(Path(adapter)), schedule)
+    if folder is not None:
+        check_trained(read_schedules(folder), schedule)
     return schedule
 
 

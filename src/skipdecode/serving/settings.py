@@ -70,8 +70,8 @@ class Serving:
         self.num_layers = layer_count(config)
         self.adapter = Path(options["adapter"]) if "adapter" in options else None
         if self.adapter is not None:
-            config = copy(config)
-            set_entry(config, to_config_entry(read_schedules(self.adapter)))
+            config, learnt = copy(config), read_schedules(self.adapter)
+            set_entry(config, to_config_entry(learnt))
         self.int8_head = options.get("int8_head", False)
         if not isinstance(self.int8_head, bool):
             raise ScheduleError(f"int8_head must be true or false, not {self.int8_head!r}")
@@ -96,7 +96,7 @@ class Serving:
             self.load = self._load(options)
         if self.adapter is not None:
             for schedule in self.schedules.values():
-                check_trained(read_schedules(self.adapter), schedule)
+                check_trained(learnt, schedule)
         self.buckets: Buckets = choose_buckets(self.schedules.values())
         self.untrained = untrained_warning(config, self.schedules[max(self.schedules)])
 

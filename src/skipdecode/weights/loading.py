@@ -244,9 +244,9 @@ def adapter_of(name: str, adapter: str | Path | None = None) -> Path | None:
     return Path(adapter) if adapter else Path(name) if is_adapter(Path(name)) else None
 
 
-def refuse_adapter(name: str, what: str, adapter: str | Path | None = None) -> None:
+def refuse_adapter(name: str, what: str) -> None:
     """Raise UsageError if ``what`` is asked to use an adapter: it would run the bare model."""
-    if (folder := adapter_of(name, adapter)) is not None:
+    if (folder := adapter_of(name)) is not None:
         raise UsageError(f"{what} cannot use adapters yet: {folder} is one, for {resolve(name)}")
 
 
