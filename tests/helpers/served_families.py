@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -11,6 +14,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from skipdecode import Schedule
 from skipdecode.core.checkpoint_config import to_config_entry
 from skipdecode.data.tokenization import train_tokenizer
+
+Result = TypeVar("Result")
 
 LAYERS = 6
 #: Depths that fall, a layer 0 that some skip, prompts of their own depth and decay: whatever a schedule can be.
@@ -74,3 +79,9 @@ def checkpoint(name: str, folder: Path) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def in_fresh_process(function: Callable[..., Result], *arguments: Any) -> Result:
+    """What transformers alone computes: vLLM's Transformers backend changes its classes for the rest of a process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()

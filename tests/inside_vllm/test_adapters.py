@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import skipdecode
 from helpers.engine import Reference, Request, engine, runner, serve
-from helpers.served_families import FAMILIES, LAYERS, checkpoint
+from helpers.served_families import FAMILIES, LAYERS, checkpoint, in_fresh_process
 from helpers.server import serve as serve_http
 from skipdecode import Schedule
 from skipdecode.core.adapter import Adapter
@@ -69,19 +69,23 @@ class Case:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    """All of them before vLLM is asked: its Transformers backend changes transformers' classes for the process."""
+    return in_fresh_process(references, {name: tmp_path_factory.mktemp("family") for name in FAMILIES})
+
+
+def references(folders: Mapping[str, Path]) -> dict[str, Case]:
+    """A case of each family, with its two checkpoints in the family's folder."""
     found = {}
-    for name in FAMILIES:
-        base = checkpoint(name, tmp_path_factory.mktemp("base"))
-        folder, requests = adapter_for(tmp_path_factory.mktemp("adapter"), str(base)), requests_of(48, seed=0)
-        reference = Reference(folder, most_new=24)
-        texts, without = reference.texts(requests), Reference(folder, most_new=24)
+    for name, folder in folders.items():
+        base = checkpoint(name, folder / "base")
+        made, requests = adapter_for(folder / "adapter", str(base)), requests_of(48, seed=0)
+        reference = Reference(made, most_new=24)
+        texts, without = reference.texts(requests), Reference(made, most_new=24)
         idle = Adapter(text_config(without.model.config).hidden_size, 4, SCHEDULES)
         skipdecode.attach(without.model, adapter=idle)
         prompt = tuple(random.Random(4).choices(range(2, 256), k=80))
         shared = [Request(prompt, speedup, 24) for speedup in (1.0, *SCHEDULES)]
         after = dict(zip(shared, reference.texts(shared), strict=True))
-        found[name] = Case(base, folder, requests, texts, without.texts(requests), after)
+        found[name] = Case(base, made, requests, texts, without.texts(requests), after)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 import torch
 
 from helpers.engine import Reference, Request, engine, runner, serve
-from helpers.served_families import FAMILIES, SCHEDULES, checkpoint
+from helpers.served_families import FAMILIES, SCHEDULES, checkpoint, in_fresh_process
 from skipdecode import teacher_forced
 
 
@@ -29,11 +30,14 @@ class Case:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    """All of them before vLLM is asked: its Transformers backend changes transformers' classes for the process."""
+    return in_fresh_process(references, {name: tmp_path_factory.mktemp("family") for name in FAMILIES})
+
+
+def references(folders: Mapping[str, Path]) -> dict[str, Case]:
+    """A case of each family, its checkpoint in the family's folder."""
     found = {}
-    for name in FAMILIES:
-        folder = checkpoint(name, tmp_path_factory.mktemp("family"))
-        reference = Reference(folder, most_new=24)
+    for name, folder in folders.items():
+        reference = Reference(checkpoint(name, folder), most_new=24)
         source = random.Random(0)
         requests = [
             Request(tuple(source.choices(range(2, 256), k=source.randint(1, 40))), source.choice(list(SCHEDULES)), 24)
