@@ -12,14 +12,17 @@ from safetensors.torch import load_file
 
 from helpers.tiny import TEXTS, run, write_jsonl
 from skipdecode import load
+from skipdecode.adapters.learner import AdapterLearner
 from skipdecode.adapters.on_policy import rewrite
 from skipdecode.adapters.own_texts import loop_start
+from skipdecode.core.adapter import Adapter
 from skipdecode.core.adapter_folder import WEIGHTS, read_schedules
 from skipdecode.core.attach import attach
 from skipdecode.core.cache import SkipCache
 from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.patch import gate_state
 from skipdecode.core.schedule import Schedule
+from skipdecode.core.stack import text_config
 from skipdecode.data.collation import Collator, batches_of
 from skipdecode.data.tasks import Example
 from skipdecode.data.tokenization import encode_prompts
@@ -137,6 +140,41 @@ def test_training_comes_nearer_to_full_depth(checkpoint: Path, prompts: Path, tm
         done = run("train", tmp_path / "model", *options, "--output", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert losses[-1] < 0.9 * losses[0]
+
+
+def test_speeds_learn_from_one_full_pass_as_from_their_own(checkpoint: Path) -> None:
+    """Losses and gradients of each schedule, whatever others learnt from the same full pass before."""
+    model, tokenizer = load(str(checkpoint), dtype="float32")
+    schedules = {2.0: Schedule(8, 5, 3, horizon=4), 4.0: Schedule(8, 2, 2, horizon=1, decay="constant")}
+    adapter = Adapter(text_config(model.config).hidden_size, 4, schedules)
+    torch.nn.init.normal_(adapter.bottlenecks["7"].up, generator=torch.Generator().manual_seed(0))
+    learner = AdapterLearner(attach(model, adapter=adapter), adapter).train()
+    examples = [Example(TEXTS[i], (TEXTS[i + 1],)) for i in range(3)]
+    (batch,) = batches_of(examples, tokenizer, 3)
+    shared = learner.full_depth(batch, schedules.values())
+    results = []
+    for full in (lambda each: shared, lambda each: learner.full_depth(batch, [each])):
+        for schedule in schedules.values():
+            adapter.zero_grad()
+            loss = learner(full(schedule), schedule)
+            loss.backward()
+            results.append([loss, *(p.grad for p in adapter.parameters() if p.grad is not None)])
+    assert len(results[0]) > len(results[1]) > 1
+    for together, alone in zip(results[:2], results[2:], strict=True):
+        assert all(map(torch.equal, together, alone))
+
+
+def test_own_texts_are_as_sure_as_asked(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+    """Almost without temperature, they are the greedy ones."""
+    options = ["--own-texts", 20, "--max-new-tokens", 6, "--adapters", "--max-steps", 1, "--eval-steps", 0]
+    done = run("train", checkpoint, *options, "--prompts", prompts, "--temperature", 1e-6, "--output", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "out" / "own_texts.jsonl").read_text().splitlines()]
+    greedy = run("generate", checkpoint, "--input", prompts, "--max-new-tokens", 6, "--full").stdout.splitlines()
+    assert {row["response"] for row in rows} <= {json.loads(line)["text"] for line in greedy}
+    bad = run("train", checkpoint, *options, "--temperature", 0, "--output", tmp_path / "bad")
+    assert bad.returncode == 2
+    assert "above 0" in bad.stderr
 
 
 class Killed(BaseException):

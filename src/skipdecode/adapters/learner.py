@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,21 @@ from torch.nn.functional import kl_div, log_softmax
 
 from ..core.adapter import Adapter
 from ..core.schedule import Schedule
+from ..core.stack import decoder_layers
 from ..core.text_passes import TextPasses
 from ..data.collation import Collator
 from .hidden import hidden_states
+
+
+class FullDepth(NamedTuple):
+    """What full depth says of a batch of texts, for all schedules that learn from it."""
+
+    passes: TextPasses
+    #: Positions that can be learnt from, (batch, R), and there the log-probabilities of all tokens.
+    learned: Tensor
+    target: Tensor
+    #: By layer, what each position is given, (batch, R, size).
+    hidden: Mapping[int, Tensor]
 
 
 class AdapterLearner(nn.Module):
@@ -35,29 +47,40 @@ class AdapterLearner(nn.Module):
         """Return the frozen model."""
         return self._model[0]
 
-    def forward(self, batch: Mapping[str, Any], schedule: Schedule, num_items_in_batch: Any = None) -> Tensor:
-        """Return the mean KL divergence from full depth, in nats per text token.
+    @torch.no_grad()
+    def full_depth(self, batch: Mapping[str, Any], schedules: Iterable[Schedule]) -> FullDepth:
+        """Run a batch at full depth, once for all schedules.
 
-        In training, :func:`hidden_error` is added: the hidden states say what is wrong layer by layer. The prompt's
-        pass, which runs all layers, gives the first token of a text: nothing can be learnt from it.
+        The prompt's pass, which runs all layers, gives the first token of a text: nothing can be learnt from it.
 
         Args:
             batch: as :class:`~skipdecode.data.collation.Collator` makes it.
-            schedule: whose layers run.
-            num_items_in_batch: tokens to divide the sum by; None: those of ``batch``.
+            schedules: those that will learn from it.
         """
         learned = batch["labels"][:, 2:] != -100
         passes = TextPasses(self.model, batch)
-        corrected = corrected_positions(schedule, learned) if self.training else {}
-        places = [layer + 1 for layer in corrected]
-        with torch.no_grad(), hidden_states(passes, places) as full:
-            target = log_softmax(passes.logits(Schedule.full(schedule.num_layers))[learned].float(), -1)
-        with hidden_states(passes, places) as here:
-            student = log_softmax(passes.logits(schedule)[learned].float(), -1)
-        loss = kl_div(student, target, log_target=True, reduction="sum")
+        places = {layer + 1 for each in schedules for layer in corrected_positions(each, learned)}
+        with hidden_states(passes, places if self.training else ()) as hidden:
+            logits = passes.logits(Schedule.full(len(decoder_layers(self.model))))
+        return FullDepth(passes, learned, log_softmax(logits[learned].float(), -1), hidden)
+
+    def forward(self, full: FullDepth, schedule: Schedule, num_items_in_batch: Any = None) -> Tensor:
+        """Return the mean KL divergence from full depth, in nats per text token.
+
+        In training, :func:`hidden_error` is added: the hidden states say what is wrong layer by layer.
+
+        Args:
+            full: of the batch to learn from.
+            schedule: whose layers run.
+            num_items_in_batch: tokens to divide the sum by; None: those of the batch.
+        """
+        corrected = corrected_positions(schedule, full.learned) if self.training else {}
+        with hidden_states(full.passes, [layer + 1 for layer in corrected]) as here:
+            student = log_softmax(full.passes.logits(schedule)[full.learned].float(), -1)
+        loss = kl_div(student, full.target, log_target=True, reduction="sum")
         for layer, where in corrected.items():
-            loss = loss + hidden_error(here[layer + 1][where], full[layer + 1][where]) / len(corrected)
-        return loss / (learned.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+            loss = loss + hidden_error(here[layer + 1][where], full.hidden[layer + 1][where]) / len(corrected)
+        return loss / (full.learned.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
 
 
 def corrected_positions(schedule: Schedule, learned: Tensor) -> dict[int, Tensor]:

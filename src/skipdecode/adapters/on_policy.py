@@ -22,6 +22,7 @@ def rewrite(
     schedule: Schedule,
     collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]],
     seed: int,
+    temperature: float = 1.0,
 ) -> dict[str, Any]:
     """Return a batch with the same prompts and with texts that the skipping model samples.
 
@@ -33,14 +34,15 @@ def rewrite(
         batch: as ``collate`` makes it.
         schedule: whose layers run.
         collate: makes a batch of rows of ``prompt_ids`` and ``response_ids``.
-        seed: of the sampling.
+        seed, temperature: of the sampling.
     """
     width, longest = batch["prompt_length"], batch["labels"].shape[1] - 1
     ids, mask = (batch[name][:, :width] for name in ("input_ids", "attention_mask"))
     with torch.random.fork_rng([ids.device] if ids.device.type == "cuda" else []):
         torch.manual_seed(seed)
         cache = SkipCache(model, schedule)
-        options = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": longest, **SAMPLED}
+        options = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": longest}
+        options |= SAMPLED | {"temperature": temperature}
         written: Any = model.generate(ids, **options)
     ends = model.generation_config.eos_token_id
     ends = {*ends} if isinstance(ends, list) else {ends}

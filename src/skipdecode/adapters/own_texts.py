@@ -20,8 +20,8 @@ from ..weights.loading import identity_of
 
 #: A text is left out if it ends in so many repetitions of the same characters, together at least so many.
 REPEATS, REPEATED = 4, 24
-#: Sampling from the model's own distribution.
-SAMPLED = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+#: Sampling from the model's own distribution, at some temperature.
+SAMPLED = {"do_sample": True, "top_p": 1.0, "top_k": 0}
 
 
 def read_prompts(source: str | Path | None, task: Task) -> list[Prompt]:
@@ -50,10 +50,10 @@ def own_texts(
     on_batch: Callable[[Any], object] = lambda cost: None,
     say: Callable[[str], object] = lambda message: None,
 ) -> list[Example]:
-    """Let a model write ``count`` texts, sampled at full depth from its own distribution (temperature 1).
+    """Let a model write ``count`` texts at full depth.
 
     Args:
-        job: the model, its ``max_new_tokens``, batch size and seed.
+        job: the model, its options (``SAMPLED`` among them), batch size and seed.
         prompts: if there are more than ``count``, evenly spaced ones are taken; if fewer, each has several texts.
         file: keeps the texts as JSONL; a killed run goes on, and a finished one's texts are read from it.
         on_start, on_batch, say: as :meth:`GenerationJob.run` takes them.
@@ -67,8 +67,7 @@ def own_texts(
     """
     chosen = [each.prompt for each in subsample([Example(prompt, ()) for prompt in prompts], count)]
     rows = [chosen[i % len(chosen)] for i in range(count)]
-    options = dict(job.options) | SAMPLED
-    key = fingerprint(identity_of(job.model, job.adapter), job.revision, rows, options, job.seed)
+    key = fingerprint(identity_of(job.model, job.adapter), job.revision, rows, dict(job.options), job.seed)
     about = file and file.with_suffix(".json")
     if file and about and about.exists():
         if read_json(about).get("job") != key:
@@ -76,7 +75,7 @@ def own_texts(
         return _read(file)
     items = [Item(number, {}, prompt) for number, prompt in enumerate(rows, 1)]
     raw = file and file.with_suffix(".raw.jsonl")
-    run = replace(job, input=items, output=raw, overwrite=True, full=True, options=options)
+    run = replace(job, input=items, output=raw, overwrite=True, full=True)
     result = run.run(on_start=on_start, on_batch=on_batch, say=say)
     if not result.completions:
         raise TaskError(f"nothing could be written: {items[0].error} (--prompts FILE gives other prompts)")

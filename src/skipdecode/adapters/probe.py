@@ -30,7 +30,7 @@ from ..weights.device import synchronize
 from ..weights.loading import load, refuse_adapter
 from .closed_form import fit_stand_ins
 from .learner import AdapterLearner
-from .own_texts import own_texts, read_prompts
+from .own_texts import SAMPLED, own_texts, read_prompts
 
 #: A speed-up is worth training for if closed-form stand-ins keep this share of full depth's most likely tokens.
 WORTH = 0.5
@@ -153,7 +153,7 @@ def probe_model(
     task, where = get_task("jsonl"), dict(where or {})
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    options = {"max_new_tokens": max_new_tokens}
+    options = SAMPLED | {"max_new_tokens": max_new_tokens}
     job = GenerationJob(name, task=task, batch_size=max(batch_size, 32), seed=seed, options=options, **where)
     done = 0
 
@@ -215,7 +215,7 @@ def _training_speed(model: PreTrainedModel, adapter: Adapter, schedule: Schedule
         return 0.0
     learner = AdapterLearner(model, adapter)
     start = time.perf_counter()
-    learner(batch, schedule).backward()
+    learner(learner.full_depth(batch, [schedule]), schedule).backward()
     synchronize(model.device)
     return int((batch["labels"][:, 2:] != -100).sum()) / (time.perf_counter() - start)
 

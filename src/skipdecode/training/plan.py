@@ -62,7 +62,7 @@ class TrainingPlan:
     )
     speedup: float | None = option(None, "Train for this one target speed-up (default: 2).", least=1)
     speedups: tuple[float, ...] | None = option(
-        None, "Train one checkpoint for several, e.g. 1,2,3,4,5; each step draws one.", least=1
+        None, "Train for several, e.g. 1,2,3,4,5; each step draws one, with --adapters takes all.", least=1
     )
     num_train_epochs: float = option(3.0, "Passes over the data.", most=MANY)
     max_steps: int | None = option(None, "Stop after N optimizer steps instead.", least=1, most=10**9)
@@ -102,6 +102,12 @@ class TrainingPlan:
     max_new_tokens: int | None = option(
         None, "Longest own text, in tokens (default: the task's).", ADAPTERS, least=2, most=LONGEST
     )
+    temperature: float = option(
+        1.0,
+        "Of the sampling of own texts: 1 for the model's own distribution, less for texts as you will ask for.",
+        ADAPTERS,
+        most=10,
+    )
     adapters: bool = option(
         False, "Learn small maps in the place of skipped layers, and leave the model as it is.", ADAPTERS
     )
@@ -112,7 +118,9 @@ class TrainingPlan:
 
     method: MethodName = option("skipdecode", "SkipDecode, or a baseline to compare it with.", BUDGETS)
     weights: tuple[float, ...] | None = option(
-        None, "How often each of --speedups is drawn, e.g. 2,1,1,1,3 (default: equally).", BUDGETS
+        None,
+        "How often each of --speedups is drawn, or counts with --adapters, e.g. 2,1,3 (default: equally).",
+        BUDGETS,
     )
     lengths: tuple[int, ...] | None = option(
         None,
@@ -236,6 +244,8 @@ class TrainingPlan:
     def _check_adapters(self) -> None:
         if (self.prompts or self.max_new_tokens) and not self.own_texts:
             raise UsageError("--prompts and --max-new-tokens go with --own-texts")
+        if not self.temperature:
+            raise UsageError("--temperature must be above 0: own texts are sampled")
         if self.own_texts and self.from_config:
             raise UsageError("--own-texts needs a model that can write, not --from-config")
         if self.on_policy and not self.adapters:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from ..adapters.closed_form import fit_stand_ins
 from ..adapters.learner import AdapterLearner, TextCollator
-from ..adapters.own_texts import own_texts, read_prompts
+from ..adapters.own_texts import SAMPLED, own_texts, read_prompts
 from ..adapters.probe import damage
 from ..core.adapter import Adapter
 from ..core.adapter_folder import save_adapter
@@ -123,7 +123,9 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
 
             lora = LoraConfig(r=plan.lora_rank, lora_alpha=2 * plan.lora_rank, target_modules="all-linear")
             trained = get_peft_model(model, lora)
-        kind = partial(AdapterTrainer, on_policy=plan.on_policy) if plan.adapters else SkipTrainer
+        kind: Any = SkipTrainer
+        if plan.adapters:
+            kind = partial(AdapterTrainer, on_policy=plan.on_policy, temperature=plan.temperature)
         trainer = kind(
             model=trained,
             args=args,
@@ -193,7 +195,7 @@ SAME = (
 #: Options that a resumed run must share. Others may differ, or show in what :func:`_record` adds.
 DECISIVE = (
     "method weights distill_weight batch_size gradient_accumulation_steps learning_rate lr_scheduler_type warmup_steps "
-    "weight_decay adam_beta2 lora_rank adapters adapter_rank on_policy bf16 attn_implementation seed"
+    "weight_decay adam_beta2 lora_rank adapters adapter_rank on_policy temperature bf16 attn_implementation seed"
 ).split()
 
 
@@ -278,7 +280,8 @@ def _write(
     At most a tenth of them are left to evaluate with.
     """
     prompts = read_prompts(plan.prompts or plan.data, task)
-    options = {} if plan.max_new_tokens is None else {"max_new_tokens": plan.max_new_tokens}
+    options: dict[str, Any] = SAMPLED | {"temperature": plan.temperature}
+    options |= {} if plan.max_new_tokens is None else {"max_new_tokens": plan.max_new_tokens}
     batch_size = max(plan.batch_size, WRITTEN)
     job = GenerationJob(str(plan.model), task=task, batch_size=batch_size, seed=plan.seed, options=options)
     with tqdm(desc="own texts", unit="text", file=sys.stderr) as bar:

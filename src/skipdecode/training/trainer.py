@@ -14,6 +14,7 @@ from torch.utils.data import Sampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
+from ..adapters.learner import FullDepth
 from ..adapters.on_policy import rewrite
 from ..core.attach import attach, teacher_forced
 from ..core.schedule import Schedule
@@ -169,13 +170,17 @@ class SkipTrainer(Trainer):
 class AdapterTrainer(SkipTrainer):
     """Trains an :class:`~skipdecode.adapters.learner.AdapterLearner`; evaluation reports its loss at each speed-up.
 
+    Each step learns from its texts at every speed-up, so that their prompts and full depth are computed once.
+
     Args:
-        on_policy: share of the steps, the last ones, whose texts the skipping model writes.
+        on_policy: share of the steps, the last ones, whose texts the skipping model writes, at a speed-up drawn.
+        temperature: at which it samples them.
     """
 
-    def __init__(self, *args: Any, on_policy: float = 0.0, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, on_policy: float = 0.0, temperature: float = 1.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.on_policy = on_policy
+        self.on_policy, self.temperature = on_policy, temperature
+        self._learning: tuple[FullDepth, Schedule, float] | None = None
 
     def _attach(self) -> None:
         """Do nothing: the learner's model has gates."""
@@ -185,8 +190,9 @@ class AdapterTrainer(SkipTrainer):
         batches, count = super().get_batch_samples(*args, **kwargs)
         if batches and self.state.global_step >= (1 - self.on_policy) * self.state.max_steps:
             place = (self.args.seed, self.state.global_step, self.args.process_index)
+            write = partial(rewrite, self.model.model, schedule=self._drawn(), temperature=self.temperature)
             batches = [
-                rewrite(self.model.model, batch, self._drawn(), self.data_collator, stable_hash(*place, number))
+                write(batch=batch, collate=self.data_collator, seed=stable_hash(*place, number))
                 for number, batch in enumerate(batches)
             ]
             count = self._get_num_items_in_batch(batches, self.args.device)
@@ -199,9 +205,27 @@ class AdapterTrainer(SkipTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Compute the distance from full depth with the schedule of the step, or of the evaluation."""
-        loss = model(inputs, self._evaluated or self._drawn(), num_items_in_batch)
+        """Compute the distance from full depth with the schedule that is learnt now, or evaluated."""
+        if self._learning is not None:
+            full, schedule, share = self._learning
+            return share * model(full, schedule, num_items_in_batch)
+        learner = self.accelerator.unwrap_model(model)
+        loss = model(learner.full_depth(inputs, ()), self._evaluated, num_items_in_batch)
         return (loss, {"loss": loss}) if return_outputs else loss
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Run full depth once; then forward and back with one schedule after another, to hold one graph at a time."""
+        model.train()
+        learner, schedules = self.accelerator.unwrap_model(model), self.schedules.values()
+        full = learner.full_depth(self._prepare_inputs(inputs), schedules)
+        weights = self.weights or [1.0] * len(schedules)
+        losses = []
+        for schedule, weight in zip(schedules, weights, strict=True):
+            if weight:
+                self._learning = full, schedule, weight / sum(weights)
+                losses.append(super().training_step(model, inputs, *args, **kwargs))
+        self._learning = None
+        return torch.stack(losses).sum()
 
 
 def refuse_nonfinite(model: nn.Module) -> None:
