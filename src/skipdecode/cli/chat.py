@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ..core.schedule import Schedule
+    from ..generation.kept_prompt import KeptPrompt
 
 HELP = "/speed 2 changes the speed-up, /new begins anew, /help says this, /quit or Ctrl-D ends; Ctrl-C stops an answer"
 
@@ -47,6 +48,7 @@ def chat(
 
     from ..core.checkpoint_config import untrained_warning
     from ..data.chat import Message, render
+    from ..generation.kept_prompt import KeptPrompt
     from ..generation.options import check_options
     from ..weights.loading import adapter_of, load, load_tokenizer, read_config
 
@@ -62,7 +64,7 @@ def chat(
     if warning := untrained_warning(loaded.config, schedule):
         say(f"skipdecode: {warning}")
     torch.manual_seed(seed)
-    messages = list(told)
+    messages, kept = list(told), KeptPrompt(loaded)
     say(f"{schedule.target:g}x; {HELP}")
     while (line := _read()) is not None:
         command, _, value = line.partition(" ")
@@ -81,7 +83,7 @@ def chat(
         else:
             with _said():
                 asked = [*messages, Message("user", line)]
-                text = _answer(loaded, tokenizer, asked, schedule, max_new_tokens, options)
+                text = _answer(kept, tokenizer, asked, schedule, max_new_tokens, options)
                 messages = [*asked, Message("assistant", text)]
 
 
@@ -140,11 +142,11 @@ def _interrupts() -> Iterator[None]:
 
 
 def _answer(
-    model: Any, tokenizer: Any, messages: list[Any], schedule: Schedule, most: int, options: dict[str, Any]
+    kept: KeptPrompt, tokenizer: Any, messages: list[Any], schedule: Schedule, most: int, options: dict[str, Any]
 ) -> str:
     """Print the answer as it is written, then what it took, and return it; after Ctrl-C what there is of it.
 
-    Each answer is computed on the whole conversation, so that it is what a single call would write.
+    It is what a single call on the whole conversation would write, of which only the new part is computed.
     """
     from transformers import TextStreamer
 
@@ -160,6 +162,7 @@ def _answer(
             print(text, end="\n" * stream_end, flush=True)
 
     (ids,) = encode_prompts(tokenizer, [tuple(messages)])
+    model = kept.model
     limit, cost = max_positions(model.config) or sys.maxsize, None
     if len(ids) >= limit:
         raise UsageError(f"the conversation fills the model's {limit:,} positions: /new begins anew")
@@ -167,7 +170,7 @@ def _answer(
     options = options | {"max_new_tokens": min(most, limit - len(ids)), "streamer": streamer}
     with _interrupts():
         try:
-            _, cost = generate_batch(model, tokenizer, [ids], schedule, **options)
+            _, cost = generate_batch(model, tokenizer, [ids], lambda _: kept.cache(ids, schedule), **options)
         except KeyboardInterrupt:
             streamer.end()
     if cost is None:

@@ -31,11 +31,13 @@ class SkipCache(DynamicCache):
     Args:
         model: the causal LM, with gates attached (:func:`skipdecode.attach`).
         schedule: which layers each position runs; the one in the model's config if None.
+        prefix: a cache of the prompts' first positions, for the same rows, which all layers of this model have run. It
+            is not changed, and may begin many calls, at any speed.
 
     Raises:
         ScheduleError: the schedule does not fit the model, or there is none.
-        CacheError: the model has no gates or prefills in chunks; while decoding, another model uses the cache, or a
-            pass needs a retired layer.
+        CacheError: the model has no gates or prefills in chunks; the prefix is not what a prompt of this schedule would
+            hold; while decoding, another model uses the cache, or a pass needs a retired layer.
 
     Warns:
         UntrainedWarning: the model was not trained to skip layers.
@@ -47,7 +49,9 @@ class SkipCache(DynamicCache):
         passes: number of forward passes that used this cache.
     """
 
-    def __init__(self, model: nn.Module, schedule: Schedule | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, schedule: Schedule | None = None, *, prefix: DynamicCache | None = None
+    ) -> None:
         config: Any = model.config
         super().__init__(config=config)
         schedule = schedule or default_schedule(config)
@@ -87,6 +91,19 @@ class SkipCache(DynamicCache):
         self._holds = [True] * len(self.layers)  # by layer: False once it is retired
         self._bytes = [0] * len(self.layers)  # memory of each layer when it last ran
         self._held = 0  # sum of _bytes
+        if prefix is not None:
+            self._begin_with(prefix)
+
+    def _begin_with(self, prefix: DynamicCache) -> None:
+        length = prefix.get_seq_length()
+        if min(self.schedule.positions_per_layer(length, length)) < length:
+            raise CacheError("a prefix has run all layers, and the schedule skips some in the prompt: leave it out")
+        if not self._is_whole or len(prefix.layers) != len(self.layers):
+            raise CacheError("no prefix can be continued: some layers hold a recurrent state, or are not this model's")
+        self.layers = [_continued(layer, length) for layer in prefix.layers]
+        self._length = length
+        self._bytes = [layer_kv_bytes(layer) for layer in self.layers]
+        self._held = self.peak_kv_bytes = sum(self._bytes)
 
     def begin_prompt(self) -> None:
         """Announce that the next pass runs (part of) a prompt. Raises CacheError if a layer has lost its state."""
@@ -113,8 +130,8 @@ class SkipCache(DynamicCache):
         if not (self._is_whole or self.schedule.is_full):
             raise CacheError(
                 f"{what} came after the prompt, but some layers of this cache are retired, or hold a recurrent state. "
-                "A second turn, a reused prefix, chunked prefill or speculative verification has to start with a new "
-                "SkipCache and the whole text."
+                "A second turn, chunked prefill or speculative verification has to start with a new SkipCache and the "
+                "whole text; SkipCache(model, schedule, prefix=…) keeps a prompt's first positions."
             )
 
     # --- the pass: the gates ask, in network order, what each layer has to do
@@ -261,6 +278,18 @@ class SkipCache(DynamicCache):
     def reset(self) -> None:
         """Raise CacheError: every call needs a new cache."""
         raise CacheError("a SkipCache cannot be reset: make a new one")
+
+
+def _continued(layer: Any, length: int) -> Any:
+    """Return a layer with the states of a prefix, which no update changes in place."""
+    if isinstance(layer, STATELESS):
+        return layer
+    if not isinstance(layer, DynamicLayer) or layer.get_seq_length() != length or not length:
+        raise CacheError("a prefix is a DynamicCache, or a SkipCache at full depth, in which all layers ran")
+    twin: Any = object.__new__(GrowingLayer if type(layer) is DynamicLayer else type(layer))
+    twin.__dict__.update(vars(layer))
+    twin.keys = layer.keys  # with no spare room to share
+    return twin
 
 
 def total_kv_bytes(cache: Any) -> int:

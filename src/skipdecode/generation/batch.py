@@ -86,6 +86,7 @@ def generate_batch(
     pad = options.setdefault("pad_token_id", next(token for token in padding if token is not None))
     ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    start = time.perf_counter()
     if decoding is None:
         cache = DynamicCache(config=model.config)
     else:
@@ -96,7 +97,6 @@ def generate_batch(
     # These override what the checkpoint's generation config says of cache and outputs.
     defaults = {"do_sample": False, "num_return_sequences": 1, "use_cache": True, "cache_implementation": None}
     defaults |= {"max_new_tokens": max_new_tokens(options, asked)}
-    start = time.perf_counter()
     with finished or nullcontext():
         output = model.generate(
             ids,
