@@ -90,14 +90,19 @@ class CacheProvider(Patch):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``generate``, with a new SkipCache if no cache is given, and return its result."""
-        if kwargs.get("past_key_values") is None:
-            # Unset the cache kind that a generation config names: it is for calls without a cache. (transformers
-            # drops "hybrid" itself, and warns of any option passed along with a generation_config.)
-            configs = (*args[1:2], kwargs.get("generation_config"), getattr(self.model, "generation_config", None))
-            if {getattr(config, "cache_implementation", None) for config in configs} - {None, "hybrid"}:
-                kwargs = {"cache_implementation": None} | kwargs
-            kwargs["past_key_values"] = SkipCache(self.model, self.schedule)
-        return self.original(*args, **kwargs)
+        return self.original(*args, **with_cache(self.model, self.schedule, args, kwargs))
+
+
+def with_cache(model: nn.Module, schedule: Schedule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of a call of ``generate``, with a new SkipCache if they name no cache."""
+    if kwargs.get("past_key_values") is not None:
+        return kwargs
+    # Unset the cache kind that a generation config names: it is for calls without a cache. (transformers drops
+    # "hybrid" itself, and warns of any option passed along with a generation_config.)
+    configs = (*args[1:2], kwargs.get("generation_config"), getattr(model, "generation_config", None))
+    if {getattr(config, "cache_implementation", None) for config in configs} - {None, "hybrid"}:
+        kwargs = {"cache_implementation": None} | kwargs
+    return kwargs | {"past_key_values": SkipCache(model, schedule)}
 
 
 class SaveWithoutAdapter(Patch):

@@ -32,6 +32,7 @@ from ..data.tasks import Example, Task, task_from
 from ..errors import TaskError, UsageError
 from ..generation.generate import max_positions
 from ..generation.jobs import GenerationJob
+from ..hub.custom_generate import write_custom_generate
 from ..methods import get_method
 from ..methods.objectives import Distillation
 from ..planning.fitting import batch_lengths
@@ -178,11 +179,13 @@ def _run(
             path = loading.resolve(str(plan.model))
             files = None if loading.is_gguf(path) else loading.checkpoint_files(path)
             save_adapter(staging, model.adapter, model.model, _base(str(plan.model)), files)
+            write_custom_generate(staging)
         folder.publish()
     elif first:
         with writing(folder.folder):
             model.save_pretrained(staging)
             trainer.processing_class.save_pretrained(staging)
+            write_custom_generate(staging)
         folder.publish()
 
 

@@ -1,0 +1,44 @@
+"""Generation with fewer layers per token, as custom code of transformers: nothing has to be installed.
+
+model.generate(**inputs, custom_generate=DIR, trust_remote_code=True, speedup=3)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..core.adapter_folder import ABOUT, WEIGHTS
+from ..core.attach import attach
+from ..core.checkpoint_config import schedule_for
+from ..core.guards import with_cache
+
+
+def generate(
+    model: Any, *args: Any, speedup: float | None = None, adapter: str | Path | None = None, **kwargs: Any
+) -> Any:
+    """Return what ``model.generate`` returns, with positions running fewer layers as the text grows.
+
+    Args:
+        speedup: of layers, e.g. 3; 1 runs all. None: the fastest that the model or adapter was trained for.
+        adapter: folder or hub name of an adapter for this model.
+        args, kwargs: those of ``model.generate``. With ``past_key_values``, all layers run.
+
+    Raises:
+        SkipDecodeError: the model cannot skip layers exactly, or what was asked for does not fit; the message says why.
+    """
+    if adapter is not None and getattr(model, "_skipdecode_adapter", None) != str(adapter):
+        attach(model, adapter=_folder(str(adapter)))
+        model._skipdecode_adapter = str(adapter)
+    attach(model)
+    kwargs = with_cache(model, schedule_for(model.config, speedup), args, kwargs)
+    # The class's method: ``from_pretrained`` may have put this function in its place on the instance.
+    return type(model).generate(model, *args, **kwargs)
+
+
+def _folder(name: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=[ABOUT, WEIGHTS]))
