@@ -30,6 +30,7 @@ from .evaluate import evaluate
 from .generate import generate
 from .inspect import check, schedule
 from .probe import probe
+from .push import push
 from .serve import serve
 from .train import train
 
@@ -91,7 +92,7 @@ def _run(verb: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-for verb in (demo, generate, chat, probe, train, calibrate, evaluate, check, schedule, profile, plan, bench):
+for verb in (demo, generate, chat, probe, train, calibrate, evaluate, check, schedule, profile, plan, bench, push):
     app.command()(_run(verb))
 # Unknown options go to vLLM.
 app.command(context_settings={"ignore_unknown_options": True})(_run(serve))

@@ -50,6 +50,22 @@ def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str, fi
     write(folder / ABOUT, json.dumps(about, indent=1) + "\n", may_replace=has_key("skipdecode_adapter"))
 
 
+def locate_adapter(name: str | Path) -> Path:
+    """Return the folder of an adapter: the one of this name, else where the hub's library keeps the hub's.
+
+    Raises FileError if a name that is no folder's is not the hub's either.
+    """
+    if Path(name).exists() or str(name).startswith((".", "/", "~")) or str(name).count("/") != 1:
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=[ABOUT, WEIGHTS]))
+    except (OSError, ValueError) as error:
+        why = str(error).splitlines()[0]
+        raise FileError(f"there is no adapter at {name}, neither in a folder nor on the hub: {why}") from error
+
+
 def is_adapter(folder: Path) -> bool:
     """Tell whether a folder holds an adapter."""
     return (folder / ABOUT).is_file()

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import ModelError
 from .adapter import Adapter, check_trained
-from .adapter_folder import load_adapter
+from .adapter_folder import load_adapter, locate_adapter
 from .checkpoint_config import CONFIG_KEY, schedule_for, set_entry, to_config_entry, warn_untrained
 from .gate import ForcedPass, Gate, GateState
 from .guards import BatchingGuard, CacheProvider, PassGuard, PromptGuard, SaveWithoutAdapter
@@ -39,8 +39,8 @@ def attach(
         model: a transformers causal LM.
         schedule: what later ``generate`` calls follow; it replaces the one of an earlier ``attach``.
         speedup: target for which to take the schedule of the adapter or the model's config, or to make one.
-        adapter: an adapter, or the folder of one, that acts on positions that skip layers; its schedules take the place
-            of those in the model's config until :func:`detach`.
+        adapter: an adapter, or the folder or hub name of one, that acts on positions that skip layers; its schedules
+            take the place of those in the model's config until :func:`detach`.
 
     Raises:
         FileError: the adapter's folder is missing or damaged.
@@ -64,7 +64,7 @@ def attach(
         check_kind(model)
     layers = decoder_layers(model)
     if isinstance(adapter, (str, Path)):
-        adapter = load_adapter(Path(adapter), model)
+        adapter = load_adapter(locate_adapter(adapter), model)
     if gates is None:
         gates = GateState(lenders(model.config))
     if adapter is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..core.adapter_folder import ABOUT, WEIGHTS
 from ..core.attach import attach
 from ..core.checkpoint_config import schedule_for
 from ..core.guards import with_cache
@@ -28,17 +27,9 @@ def generate(
         SkipDecodeError: the model cannot skip layers exactly, or what was asked for does not fit; the message says why.
     """
     if adapter is not None and getattr(model, "_skipdecode_adapter", None) != str(adapter):
-        attach(model, adapter=_folder(str(adapter)))
+        attach(model, adapter=str(adapter))
         model._skipdecode_adapter = str(adapter)
     attach(model)
     kwargs = with_cache(model, schedule_for(model.config, speedup), args, kwargs)
     # The class's method: ``from_pretrained`` may have put this function in its place on the instance.
     return type(model).generate(model, *args, **kwargs)
-
-
-def _folder(name: str) -> Path:
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, allow_patterns=[ABOUT, WEIGHTS]))

@@ -25,6 +25,8 @@ EITHER_OR = (("speedup", "speedups"), ("model", "from_config"), ("max_steps", "n
 
 #: Learning rates of all weights, and of adapters, which begin at nothing.
 RATE, ADAPTER_RATE = 5e-5, 3e-3
+#: Options that name files or folders of the user's, or where a run reports to.
+OWN = frozenset("model output data prompts teacher from_config tokenizer schedule report_to".split())
 
 DATA = "Data"
 ADAPTERS = "Adapters and own texts"
@@ -290,6 +292,17 @@ class TrainingPlan:
         values = {name: getattr(self, name) for name in option_fields()}
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         return plain | ({"schedule": self.schedule.to_dict()} if self.schedule else {})
+
+    def command(self) -> str:
+        """Return the command line of the options that are not the defaults, without names of the user's files."""
+        words = ["skipdecode", "train", "MODEL"]
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value != each.default and each.name not in OWN:
+                items = value if isinstance(value, tuple) else (value,)
+                shown = ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in items)
+                words += [option_name(each.name)] if value is True else [option_name(each.name), shown]
+        return " ".join(words)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str | Path = "the plan") -> TrainingPlan:

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.utils import is_accelerate_available, is_gguf_available, logging
 
-from ..core.adapter_folder import is_adapter, read_about, read_schedules
+from ..core.adapter_folder import is_adapter, locate_adapter, read_about, read_schedules
 from ..core.attach import attach
 from ..core.checkpoint_config import set_entry, to_config_entry
 from ..core.stack import text_config
@@ -129,7 +129,7 @@ def load(
             :class:`~skipdecode.weights.offload.Offload`, which also limits the memory for weights.
         quantization: ``int8``: layers and LM head compute in 8 bits, on CPUs.
         prepack: store bfloat16 or float32 weights of layers and LM head in the layout of the CPU's kernels.
-        adapter: folder of an adapter to attach.
+        adapter: folder or hub name of an adapter to attach.
 
     Raises:
         FileError: the adapter is missing or damaged.
@@ -241,7 +241,7 @@ def checkpoint_files(path: str, revision: str | None = None) -> Path:
 
 def adapter_of(name: str, adapter: str | Path | None = None) -> Path | None:
     """Return the folder of the adapter to attach: ``adapter``, else ``name`` if that is an adapter's folder."""
-    return Path(adapter) if adapter else Path(name) if is_adapter(Path(name)) else None
+    return locate_adapter(adapter) if adapter else Path(name) if is_adapter(Path(name)) else None
 
 
 def refuse_adapter(name: str, what: str) -> None:

@@ -1,0 +1,116 @@
+"""``skipdecode push``: what is uploaded is found again, and works, on a hub of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from helpers.hub import Hub, hub
+from helpers.tiny import TEXTS, run, write_jsonl
+from skipdecode.weights.loading import DEMO
+
+COMMAND = [sys.executable, "-m", "skipdecode"]
+
+
+@pytest.fixture(scope="module")
+def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter for 2x of the tiny checkpoint, with the files of its training. Read it."""
+    folder = tmp_path_factory.mktemp("adapter")
+    write_jsonl(folder / "prompts.jsonl", ({"prompt": text} for text in TEXTS))
+    options = ["--own-texts", 20, "--max-new-tokens", 8, "--adapters", "--speedups", "2,4", "--max-steps", 1]
+    done = run("train", checkpoint, *options, "--prompts", folder / "prompts.jsonl", "--output", folder / "fast")
+    assert done.returncode == 0, done.stderr
+    return folder / "fast"
+
+
+@pytest.fixture
+def served() -> Iterator[Hub]:
+    with hub() as made:
+        yield made
+
+
+def call(tmp_path: Path, served: Hub, *command: object) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process that knows this hub alone."""
+    places = {"HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_test"}
+    environment = os.environ | places | {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    return subprocess.run(
+        [*COMMAND, *map(str, command)], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+
+
+def test_an_adapter_goes_up_and_comes_back(adapter: Path, checkpoint: Path, served: Hub, tmp_path: Path) -> None:
+    """Its name on the hub stands for its folder; nothing private goes along; the card says what it is."""
+    sent = call(
+        tmp_path, served, "push", adapter, "me/fast", "--base-model", "you/base", "--license", "mit", "--private"
+    )
+    assert sent.returncode == 0, sent.stderr
+    assert f"{served.url}/me/fast" in sent.stderr
+    files = served.files["me/fast"]
+    assert {name for name in files if "/" not in name} == {
+        "README.md",
+        "adapter.safetensors",
+        "skipdecode_adapter.json",
+    }
+    assert "custom_generate/generate.py" in files
+    assert served.private["me/fast"]
+    assert str(tmp_path.parent).encode() not in b"".join(files.values())
+    card = yaml.safe_load(files["README.md"].decode().split("---")[1])
+    assert card["base_model"] == "you/base"
+    assert card["base_model_relation"] == "adapter"
+    assert {"skipdecode", "custom_generate"} <= {*card["tags"]}
+    assert "--own-texts 20" in files["README.md"].decode()
+    write_jsonl(tmp_path / "in.jsonl", ({"prompt": text} for text in TEXTS[:3]))
+    job = ["--input", tmp_path / "in.jsonl", "--max-new-tokens", 6, "--speedup", 2]
+    back = call(tmp_path, served, "generate", checkpoint, "--adapter", "me/fast", *job)
+    assert back.returncode == 0, back.stderr
+    assert back.stdout == run("generate", checkpoint, "--adapter", adapter, *job).stdout
+    missing = call(tmp_path, served, "generate", checkpoint, "--adapter", "me/slow", *job)
+    assert missing.returncode == 2
+    assert "neither in a folder nor on the hub" in missing.stderr
+
+
+def test_a_checkpoint_goes_up_with_its_results(served: Hub, tmp_path: Path) -> None:
+    """The embedded one, with a table as ``evaluate`` writes it: every score is in the metadata, at its speed-up."""
+    results = Path(__file__).parents[1] / "results" / "e2e"
+    sent = call(tmp_path, served, "push", DEMO, "me/demo", "--results", results, "--dataset", "tuetschek/e2e_nlg")
+    assert sent.returncode == 0, sent.stderr
+    card = served.cards[0]
+    rows = json.loads((results / "table.json").read_text())["rows"]
+    told = {
+        (result["dataset"]["args"]["speedup"], metric["type"]): metric["value"]
+        for result in card["model-index"][0]["results"]
+        for metric in result["metrics"]
+    }
+    assert told == {
+        (row["target"], kind): row[key] for row in rows for key, kind in (("bleu", "bleu"), ("rouge_l", "rouge"))
+    }
+    write_jsonl(tmp_path / "in.jsonl", [{"prompt": "name Zizzi, area riverside ->"}])
+    job = ["--input", tmp_path / "in.jsonl", "--max-new-tokens", 20, "--speedup", 5]
+    back = call(tmp_path, served, "generate", "me/demo", *job)
+    assert back.returncode == 0, back.stderr
+    assert back.stdout == run("generate", "demo", *job).stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["me/fast"], "--base-model"),
+        (["fast", "--base-model", "you/base"], "USER/NAME"),
+        (["me/fast", "--base-model", "/home/me/base"], "--base-model is USER/NAME"),
+        (["me/fast", "--base-model", "you/base", "--results", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_cannot_be_uploaded_is_refused(options: list[Any], why: str, adapter: Path, tmp_path: Path) -> None:
+    """With the reason, before anything is sent."""
+    done = run("push", adapter, *options, "--prepare", tmp_path / "out")
+    assert done.returncode == 2
+    assert why in done.stderr
+    assert run("push", tmp_path, "me/fast", "--prepare", tmp_path / "out").returncode == 2
