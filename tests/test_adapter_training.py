@@ -147,7 +147,8 @@ def test_speeds_learn_from_one_full_pass_as_from_their_own(checkpoint: Path) -> 
     model, tokenizer = load(str(checkpoint), dtype="float32")
     schedules = {2.0: Schedule(8, 5, 3, horizon=4), 4.0: Schedule(8, 2, 2, horizon=1, decay="constant")}
     adapter = Adapter(text_config(model.config).hidden_size, 4, schedules)
-    torch.nn.init.normal_(adapter.bottlenecks["7"].up, generator=torch.Generator().manual_seed(0))
+    bottleneck: Any = adapter.bottlenecks["7"]
+    torch.nn.init.normal_(bottleneck.up, generator=torch.Generator().manual_seed(0))
     learner = AdapterLearner(attach(model, adapter=adapter), adapter).train()
     examples = [Example(TEXTS[i], (TEXTS[i + 1],)) for i in range(3)]
     (batch,) = batches_of(examples, tokenizer, 3)
