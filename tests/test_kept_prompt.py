@@ -97,6 +97,29 @@ def test_what_is_no_prefix_is_refused() -> None:
             SkipCache(model, TOP, prefix=wrong)
 
 
+def test_rows_are_not_made_up() -> None:
+    """A prefix of one row is none for three, padded otherwise; repeated for beams, it is."""
+    model, inputs = attach(build("llama")), prompts()
+    alone = {name: value[:1] for name, value in inputs.items()}
+    prefix = prefix_of(model, alone, 4)
+    with pytest.raises(CacheError, match="1 rows"):
+        run(model, inputs, past_key_values=SkipCache(model, TOP, prefix=prefix))
+    expected = run(model, alone, TOP, num_beams=2).sequences
+    prefix.batch_repeat_interleave(2)
+    cache = SkipCache(model, TOP, prefix=prefix)
+    assert run(model, alone, past_key_values=cache, num_beams=2).sequences.tolist() == expected.tolist()
+
+
+def test_a_full_skip_cache_may_be_the_prefix() -> None:
+    """Calls that begin with it share no spare room: the second text is the first."""
+    model, inputs = attach(build("llama")), prompts()
+    prefix = SkipCache(model, Schedule.full(LAYERS))
+    next(decode(model, {name: value[:, :4] for name, value in inputs.items()}, prefix, 0))
+    caches = [SkipCache(model, TOP, prefix=prefix) for _ in range(2)]
+    first, second = (run(model, inputs, past_key_values=cache).sequences for cache in caches)
+    assert first.tolist() == second.tolist() == run(model, inputs, TOP).sequences.tolist()
+
+
 @pytest.mark.parametrize("adapted", [False, True], ids=["bare", "adapter"])
 @pytest.mark.parametrize("name", sorted({"llama", "opt", "gemma3", "qwen3.5"} & set(FAMILIES)))
 def test_turns_of_a_conversation_are_fresh_calls(name: str, adapted: bool) -> None:

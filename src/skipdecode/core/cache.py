@@ -91,6 +91,7 @@ class SkipCache(DynamicCache):
         self._holds = [True] * len(self.layers)  # by layer: False once it is retired
         self._bytes = [0] * len(self.layers)  # memory of each layer when it last ran
         self._held = 0  # sum of _bytes
+        self._prefix_rows: int | None = None
         if prefix is not None:
             self._begin_with(prefix)
 
@@ -102,6 +103,7 @@ class SkipCache(DynamicCache):
             raise CacheError("no prefix can be continued: some layers hold a recurrent state, or are not this model's")
         self.layers = [_continued(layer, length) for layer in prefix.layers]
         self._length = length
+        self._prefix_rows = next(layer.keys.shape[0] for layer in self.layers if not isinstance(layer, STATELESS))
         self._bytes = [layer_kv_bytes(layer) for layer in self.layers]
         self._held = self.peak_kv_bytes = sum(self._bytes)
 
@@ -151,6 +153,11 @@ class SkipCache(DynamicCache):
         elif self.passes == 0 or (not schedule.is_full and (self._begins_prompt or width != 1)):
             if self.passes:
                 self._check_whole(f"{width} new positions")
+            if self._prefix_rows and self.shape and self._prefix_rows != self.shape[0]:
+                raise CacheError(
+                    f"the prefix has {self._prefix_rows} rows, the pass {self.shape[0]}: repeat them first "
+                    "(prefix.batch_repeat_interleave), as beams and num_return_sequences need it too"
+                )
             # All layers ran all earlier positions, so these count as prompt: the schedule restarts after this pass.
             self.counts = schedule.positions_per_layer(width, width)
             self._step, upcoming = 0, schedule.depth(0)

@@ -20,7 +20,7 @@ def generate(
 
     Args:
         speedup: of layers, e.g. 3; 1 runs all. None: the fastest that the model or adapter was trained for.
-        adapter: folder or hub name of an adapter for this model.
+        adapter: folder or hub name of an adapter for this model; it stays for later calls.
         args, kwargs: those of ``model.generate``. With ``past_key_values``, all layers run.
 
     Raises:
