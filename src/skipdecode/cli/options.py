@@ -25,7 +25,8 @@ Model = Annotated[
     ),
 ]
 Adapter = Annotated[
-    Path | None, Option(help="Folder or hub name of an adapter for MODEL. MODEL may be the folder itself: it names its model.")
+    Path | None,
+    Option(help="Folder or hub name of an adapter for MODEL. MODEL may be the folder itself: it names its model."),
 ]
 Speedup = Annotated[
     float | None,
