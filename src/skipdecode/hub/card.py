@@ -131,7 +131,7 @@ def model_card(
         model_name=name if table else None,
         eval_results=_results(table, datasets) if table else None,
     )
-    what = "An adapter with which the base model writes well with fewer layers per token."
+    what = "An adapter that taught the base model to write with fewer layers per token."
     filled = {
         "name": name,
         "what": what if is_adapter else "A language model that was trained to write with fewer layers per token.",
