@@ -54,7 +54,7 @@ def alone(tmp_path: Path, **asked: object) -> list[list[list[int]]]:
 
 def test_the_embedded_checkpoint_writes_at_its_speeds(tmp_path: Path) -> None:
     """Greedy, with beams, streamed, at full depth: as ``attach`` and ``generate`` here."""
-    folder = copytree(DEMO, tmp_path / "demo", ignore=lambda path, names: [name for name in names if "." not in name])
+    folder = copytree(DEMO, tmp_path / "demo")
     write_custom_generate(Path(folder))
     prompts = ["name Aromi, food English, near Café Rouge ->", "name Zizzi, area riverside ->"]
     calls: list[dict[str, Any]] = [

@@ -60,7 +60,7 @@ class AdapterLearner(nn.Module):
         learned = batch["labels"][:, 2:] != -100
         passes = TextPasses(self.model, batch)
         places = {layer + 1 for each in schedules for layer in corrected_positions(each, learned)}
-        with hidden_states(passes, places if self.training else ()) as hidden:
+        with hidden_states(passes, places) as hidden:
             logits = passes.logits(Schedule.full(len(decoder_layers(self.model))))
         return FullDepth(passes, learned, log_softmax(logits[learned].float(), -1), hidden)
 

@@ -53,42 +53,23 @@ None: `generate` returns what it always returns.
 {example}
 {training}{evaluation}"""
 
-ADAPTER = """\
+EXAMPLE = """\
 With transformers alone:
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{base}")
-tokenizer = AutoTokenizer.from_pretrained("{base}", padding_side="left")
-inputs = tokenizer("Once upon a time", return_tensors="pt")
-options = {{"custom_generate": "{repo}", "trust_remote_code": True, "adapter": "{repo}"}}
-print(tokenizer.batch_decode(model.generate(**inputs, **options, speedup={speedup}, max_new_tokens=100)))
+model = AutoModelForCausalLM.from_pretrained("{model}")
+tokenizer = AutoTokenizer.from_pretrained("{model}", padding_side="left")
+inputs = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)
+options = {{"custom_generate": "{repo}", "trust_remote_code": True, "speedup": {speedup}{argument}}}
+print(tokenizer.batch_decode(model.generate(**inputs, **options, max_new_tokens=100)))
 ```
 
-With the package:
+With the package; `serve` is vLLM, a speed per request:
 
-    skipdecode generate {base} --adapter {repo} --speedup {speedup} --input prompts.jsonl
-    skipdecode serve {base} --adapter {repo}                         # vLLM, a speed per request
-"""
-
-CHECKPOINT = """\
-With transformers alone:
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{repo}")
-tokenizer = AutoTokenizer.from_pretrained("{repo}", padding_side="left")
-inputs = tokenizer("Once upon a time", return_tensors="pt")
-options = {{"custom_generate": "{repo}", "trust_remote_code": True}}
-print(tokenizer.batch_decode(model.generate(**inputs, **options, speedup={speedup}, max_new_tokens=100)))
-```
-
-With the package:
-
-    skipdecode generate {repo} --speedup {speedup} --input prompts.jsonl
-    skipdecode serve {repo}                                          # vLLM, a speed per request
+    skipdecode generate {model}{option} --speedup {speedup} --input prompts.jsonl
+    skipdecode serve {model}{option}
 """
 
 
@@ -143,8 +124,12 @@ def model_card(
         else "`custom_generate` works for most decoder-only models of transformers; those that cannot skip layers "
         "exactly are refused with a reason. A model that was not trained for it writes poor text.",
         "speedups": f"trained: {', '.join(f'{speed:g}' for speed in speeds)}" if speeds else "none was trained",
-        "example": (ADAPTER if is_adapter else CHECKPOINT).format(
-            repo=repo, base=base_model, speedup=f"{max(speeds, default=1):g}"
+        "example": EXAMPLE.format(
+            repo=repo,
+            model=base_model if is_adapter else repo,
+            speedup=f"{max(speeds, default=1):g}",
+            argument=f', "adapter": "{repo}"' if is_adapter else "",
+            option=f" --adapter {repo}" if is_adapter else "",
         ),
         "training": f"\n## Training\n\n    {trained_with}\n" if trained_with else "",
         "evaluation": _evaluation(results) if results else "",
@@ -166,7 +151,7 @@ def _table(results: Path) -> dict[str, Any]:
 
 
 def _results(table: Mapping[str, Any], datasets: Sequence[str]) -> list[EvalResult]:
-    """Return each score of each row that is at a speed-up of its own, with what it was measured on."""
+    """Return each score of each row, with what it was measured on."""
     rows = table["about"]["rows"]
     return [
         EvalResult(

@@ -21,15 +21,14 @@ def generate(
     Args:
         speedup: of layers, e.g. 3; 1 runs all. None: the fastest that the model or adapter was trained for.
         adapter: folder or hub name of an adapter for this model; it stays for later calls.
-        args, kwargs: those of ``model.generate``. With ``past_key_values``, all layers run.
+        args, kwargs: those of ``model.generate``. A cache among them decides what runs: an ordinary one all layers.
 
     Raises:
         SkipDecodeError: the model cannot skip layers exactly, or what was asked for does not fit; the message says why.
     """
-    if adapter is not None and getattr(model, "_skipdecode_adapter", None) != str(adapter):
-        attach(model, adapter=str(adapter))
-        model._skipdecode_adapter = str(adapter)
-    attach(model)
+    known = getattr(model, "_skipdecode_adapter", None)  # read and compared with the model once
+    attach(model, adapter=adapter if adapter != known else None)
+    model._skipdecode_adapter = adapter or known
     kwargs = with_cache(model, schedule_for(model.config, speedup), args, kwargs)
     # The class's method: ``from_pretrained`` may have put this function in its place on the instance.
     return type(model).generate(model, *args, **kwargs)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCard
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils._validators import validate_repo_id
 from transformers import PreTrainedConfig
 
 from ..core.adapter_folder import ABOUT, WEIGHTS, is_adapter, read_about, read_schedules
@@ -96,7 +95,7 @@ def push(prepared: Path, repo: str, *, private: bool = False) -> str:
         ModelCard.load(prepared / "README.md").validate()
         api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=prepared, commit_message="Upload with skipdecode push")
-    except (HfHubHTTPError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise UsageError(f"the hub did not take {repo}: {' '.join(str(error).split())[:400]}") from error
     return f"{api.endpoint}/{repo}"
 
@@ -108,8 +107,4 @@ def _check_name(what: str, name: str) -> None:
 
 def _hub_name(name: str) -> str | None:
     """Return ``name`` if it has the form USER/NAME; else None."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return None
-    return name if name.count("/") == 1 else None
+    return name if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) else None
