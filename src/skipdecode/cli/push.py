@@ -65,6 +65,6 @@ def push(
             datasets=dataset or (),
         )
         if prepare is not None:
-            say(f"wrote {len([*target.rglob('*')])} files to {target}: README.md is the card")
+            say(f"wrote {sum(path.is_file() for path in target.rglob('*'))} files to {target}: README.md is the card")
         else:
             say(f"uploaded to {upload(target, repo, private=private)}")

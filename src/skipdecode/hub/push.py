@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCard
-from transformers import PreTrainedConfig
+from transformers import AutoConfig
 
 from ..core.adapter_folder import ABOUT, WEIGHTS, is_adapter, read_about, read_schedules
 from ..core.checkpoint_config import trained_schedules
@@ -70,7 +70,7 @@ def prepare(
             raise FileError(f"{folder} holds no checkpoint in safetensors, and no adapter")
         for file in {path for pattern in CHECKPOINT for path in folder.glob(pattern)}:
             shutil.copyfile(file, target / file.name)
-        schedules = trained_schedules(PreTrainedConfig.from_pretrained(folder))
+        schedules = trained_schedules(AutoConfig.from_pretrained(folder))
     write_custom_generate(target)
     given: Any = {
         "base_model": base_model,
