@@ -21,8 +21,9 @@ from skipdecode.data.collation import batches_of
 from skipdecode.data.metrics import DEFAULT
 from skipdecode.data.tasks import Example, get_task
 from skipdecode.evaluation.evaluate import Evaluation, EvaluationPlan
-from skipdecode.evaluation.loss import LayerOrder
+from skipdecode.evaluation.loss import response_loss
 from skipdecode.evaluation.report import save
+from skipdecode.evaluation.search import spare
 from skipdecode.evaluation.variants import Variant
 from skipdecode.methods import get_method
 from skipdecode.training.plan import TrainingPlan
@@ -103,7 +104,8 @@ def draw_rows(data: Path, target: Path, count: int) -> None:
 def rank(start: str, examples: Sequence[Example]) -> tuple[int, ...]:
     """START's layers, ranked by loss."""
     model, tokenizer = load(start, attention="eager")
-    return LayerOrder(model, batches_of(examples, tokenizer, 64)).down_to(1)
+    batches = batches_of(examples, tokenizer, 64)
+    return spare(model.config.num_hidden_layers, 1, lambda ways: [response_loss(model, batches, way) for way in ways])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import typer
 
-from skipdecode.adapters.own_texts import own_texts, read_prompts
+from skipdecode.adapters.own_texts import SAMPLED, own_texts, read_prompts
 from skipdecode.data.tasks import get_task
 from skipdecode.generation.jobs import GenerationJob
 
@@ -28,7 +28,8 @@ def main(model: str, folder: Path, prompts: str = "", count: int = 5000, max_new
     """Let MODEL write the texts, and write FOLDER."""
     task = get_task("jsonl")
     folder.mkdir(parents=True, exist_ok=True)
-    job = GenerationJob(model, task=task, batch_size=32, options={"max_new_tokens": max_new_tokens})
+    options = SAMPLED | {"temperature": 1.0, "max_new_tokens": max_new_tokens}
+    job = GenerationJob(model, task=task, batch_size=32, options=options)
     texts = own_texts(job, read_prompts(prompts or None, task), count, folder / "own_texts.jsonl", say=typer.echo)
     rows: list[tuple[object, str]] = [(each.prompt, each.references[0]) for each in texts]
     if not prompts:

@@ -166,13 +166,15 @@ def test_speeds_learn_from_one_full_pass_as_from_their_own(checkpoint: Path) -> 
 
 
 def test_own_texts_are_as_sure_as_asked(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
-    """Almost without temperature, they are the greedy ones."""
+    """Almost without temperature, they are the greedy ones, each once: nothing is learnt from a text twice."""
     options = ["--own-texts", 20, "--max-new-tokens", 6, "--adapters", "--max-steps", 1, "--eval-steps", 0]
     done = run("train", checkpoint, *options, "--prompts", prompts, "--temperature", 1e-6, "--output", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "out" / "own_texts.jsonl").read_text().splitlines()]
     greedy = run("generate", checkpoint, "--input", prompts, "--max-new-tokens", 6, "--full").stdout.splitlines()
     assert {row["response"] for row in rows} <= {json.loads(line)["text"] for line in greedy}
+    assert len({row["prompt"] for row in rows}) == len(rows)
+    assert f"{20 - len(rows)} repeated" in done.stderr
     bad = run("train", checkpoint, *options, "--temperature", 0, "--output", tmp_path / "bad")
     assert bad.returncode == 2
     assert "above 0" in bad.stderr

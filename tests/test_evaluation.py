@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from skipdecode.data.collation import batches_of
 from skipdecode.data.tasks import Example
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
-from skipdecode.evaluation.loss import LayerOrder, read_losses, response_loss, text_loss
+from skipdecode.evaluation.loss import response_loss, text_loss
 from skipdecode.evaluation.variants import variants
 from skipdecode.files import locked
 from skipdecode.generation.results import Completion
@@ -545,74 +544,3 @@ def test_a_saved_calibration_is_what_every_verb_then_takes(data: Path, tmp_path:
     done = run("calibrate", "demo", "--data", data, "--save")
     assert done.returncode == 2
     assert "local" in done.stderr
-
-
-def test_the_search_ranks_as_far_as_asked_and_keeps_the_best_at_each_step(checkpoint: Path) -> None:
-    model, tokenizer = skipdecode.load(str(checkpoint))
-    batches = batches_of(EXAMPLES, tokenizer, 8)
-    done: list[tuple[int, int]] = []
-    order = LayerOrder(model, batches, on_pass=lambda *now: done.append(now))
-    some = order.down_to(6)
-    assert done[-1] == (7 + 6, 7 + 6)
-    assert list(some[:6]) == sorted(some[:6])
-    ranking = order.down_to(1)
-    assert sorted(ranking) == list(range(8))
-    assert ranking[0] == 0
-    assert ranking[6:] == some[6:]
-    assert len(done) == 28
-    assert sorted(order.losses) == list(range(1, 9))
-    for depth, loss in order.losses.items():
-        plan = Schedule(8, depth, depth, horizon=1, decay="constant", order=ranking)
-        assert response_loss(model, batches, plan) == pytest.approx(loss, rel=1e-5)
-    # The first layer dropped was the best one to drop.
-    for other in range(1, 8):
-        plan = Schedule(8, 7, 7, horizon=1, decay="constant", order=(*(i for i in range(8) if i != other), other))
-        assert order.losses[7] <= response_loss(model, batches, plan) + 1e-6
-
-
-def test_calibrate_searches_only_the_layers_that_it_drops(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    """N12: 1.15x of eight layers drops one or two."""
-    target = tmp_path / "schedule.json"
-    for speedup, least in ((1.15, 6), (3, 1)):
-        more = ("--order", "search", "--speedup", speedup, "--output", target, "--max-new-tokens", 20, "--json")
-        done = run("calibrate", checkpoint, "--data", data, *more)
-        assert done.returncode == 0, done.stderr
-        losses = json.loads(done.stdout.splitlines()[-1])["losses"]
-        schedule = Schedule.load(target)
-        assert sorted(schedule.order) == list(range(8))
-        assert min(map(int, losses)) >= least
-        assert min(map(int, losses)) <= schedule.min_depth
-
-
-def test_an_interrupted_search_goes_on(
-    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """N12: every loss that was measured is kept; what is of other data is measured again."""
-    target, passed = tmp_path / "schedule.json", list[int]()
-    common = ("--order", "search", "--speedup", 2, "--output", target, "--max-new-tokens", 12)
-
-    def noted(*arguments: Any) -> Any:
-        passed.append(1)
-        if len(passed) == 6:
-            os.kill(os.getpid(), signal.SIGINT)
-        return response_loss(*arguments)
-
-    monkeypatch.setattr("skipdecode.evaluation.loss.response_loss", noted)
-    stopped = run("calibrate", checkpoint, "--data", data, *common)
-    assert stopped.returncode == 130
-    assert "the same command goes on from what is saved" in stopped.stderr
-    assert len(json.loads((tmp_path / "schedule.losses.json").read_text())["losses_without"]) == 5
-    assert run("calibrate", checkpoint, "--data", data, *common).returncode == 0
-    whole = json.loads((tmp_path / "schedule.losses.json").read_text())
-    assert len(passed) == 1 + len(whole["losses_without"])
-    schedule = Schedule.load(target)
-    before = len(passed)
-    assert run("calibrate", checkpoint, "--data", data, *common).returncode == 0
-    assert len(passed) == before
-    assert Schedule.load(target) == schedule
-    assert read_losses(tmp_path / "schedule.losses.json", "another job") == {}
-    # A file of that name that is not ours stays.
-    (tmp_path / "schedule.losses.json").write_text("mine")
-    done = run("calibrate", checkpoint, "--data", data, *common)
-    assert done.returncode == 2
-    assert (tmp_path / "schedule.losses.json").read_text() == "mine"

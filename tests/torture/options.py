@@ -49,7 +49,7 @@ WORDS = [
         "日本",
     ),
     *("\udcff", "x" * 5000, "a\nb", "auto", "float16", "bfloat16", "cpu", "cuda", "meta", "demo", "e2e", "reddit_tldr"),
-    *("top", "even", "search", "linear", "list", "constant", "full", "calm", "static", "d3", "hidden", "eager", "csv"),
+    *("top", "even", "linear", "list", "constant", "full", "calm", "static", "d3", "hidden", "eager", "csv"),
 ]
 BIG = {"1e18", "1e400", "1_000", "3"}
 

@@ -59,7 +59,7 @@ def own_texts(
         on_start, on_batch, say: as :meth:`GenerationJob.run` takes them.
 
     Returns:
-        The texts, without those that are empty or end in a loop.
+        The texts, without those that are empty, end in a loop, or were written before for the same prompt.
 
     Raises:
         JobError: ``file`` holds texts of another model, or written with other prompts or options.
@@ -79,15 +79,17 @@ def own_texts(
     result = run.run(on_start=on_start, on_batch=on_batch, say=say)
     if not result.completions:
         raise TaskError(f"nothing could be written: {items[0].error} (--prompts FILE gives other prompts)")
-    texts, left_out = [], {"empty": 0, "looping": 0, "refused": 0}
+    texts, left_out = dict[Example, None](), {"empty": 0, "looping": 0, "repeated": 0, "refused": 0}
     for index, row in enumerate(rows):
         text = result.completions[index].text if index in result.completions else None
         if text is None:
             left_out["refused"] += 1
         elif not text.strip() or loop_start(text) is not None:
             left_out["looping" if text.strip() else "empty"] += 1
+        elif (written := Example(row, (text,))) in texts:
+            left_out["repeated"] += 1
         else:
-            texts.append(Example(row, (text,)))
+            texts[written] = None
     if any(left_out.values()):
         say("left out of the own texts: " + ", ".join(f"{n:,} {what}" for what, n in left_out.items() if n))
     if file and about and raw:
@@ -95,7 +97,7 @@ def own_texts(
         write(file, "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines))
         write(about, json.dumps({"job": key, "texts": len(texts), "left_out": left_out}, indent=1) + "\n")
         raw.unlink()
-    return texts
+    return [*texts]
 
 
 def loop_start(text: Sequence[Any], least: int = REPEATED) -> int | None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import kl_div, log_softmax
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.adapter import Adapter
@@ -18,7 +17,7 @@ from ..core.attach import attach, put_adapter
 from ..core.checkpoint_config import layer_count
 from ..core.decays import flat_depth
 from ..core.schedule import Schedule
-from ..core.stack import decoder_layers, text_config
+from ..core.stack import text_config
 from ..core.text_passes import TextPasses
 from ..data.collation import batches_of
 from ..data.tasks import Example, get_task
@@ -29,24 +28,12 @@ from ..generation.jobs import GenerationJob
 from ..weights.device import synchronize
 from ..weights.loading import load, refuse_adapter
 from .closed_form import fit_stand_ins
+from .damage import Damage, damage
 from .learner import AdapterLearner
 from .own_texts import SAMPLED, own_texts, read_prompts
 
 #: A speed-up is worth training for if closed-form stand-ins keep this share of full depth's most likely tokens.
 WORTH = 0.5
-
-
-@dataclass(frozen=True)
-class Damage:
-    """Distance from full depth on the model's own texts.
-
-    Attributes:
-        kl: mean KL divergence of the next token's distribution from full depth's, in nats per token.
-        agreement: share of positions whose most likely token is full depth's.
-    """
-
-    kl: float
-    agreement: float
 
 
 @dataclass(frozen=True)
@@ -198,11 +185,12 @@ def probe(
     results = []
     for done, (speedup, schedule) in enumerate(chosen):
         on_progress("choices of layers", done, len(chosen))
-        bare = damage(measured, schedule)
+        (bare,) = damage(measured, [schedule])
         adapter = Adapter(text_config(config).hidden_size, rank, {speedup: schedule})
         put_adapter(model, adapter)
         fit_stand_ins(adapter, fitted_to)
-        mapped, speed = damage(measured, schedule), _training_speed(model, adapter, schedule, measured[0].batch)
+        (mapped,) = damage(measured, [schedule])
+        speed = _training_speed(model, adapter, schedule, measured[0].batch)
         results.append(Tried(speedup, schedule, bare, mapped, speed))
         put_adapter(model, None)
     on_progress("choices of layers", len(chosen), len(chosen))
@@ -218,27 +206,3 @@ def _training_speed(model: PreTrainedModel, adapter: Adapter, schedule: Schedule
     learner(learner.full_depth(batch, [schedule]), schedule).backward()
     synchronize(model.device)
     return int((batch["labels"][:, 2:] != -100).sum()) / (time.perf_counter() - start)
-
-
-@torch.no_grad()
-def damage(passes: Iterable[TextPasses], schedule: Schedule, model: PreTrainedModel | None = None) -> Damage:
-    """Return the distance of ``schedule`` from full depth over batches of texts.
-
-    Args:
-        passes: of the model that skips.
-        schedule: its layers.
-        model: whose full depth is meant, with gates attached; None: that of the model itself.
-    """
-    divergence, same, count = 0.0, 0, 0
-    for each in passes:
-        wanted = each.batch["labels"][:, 2:] != -100  # the first token follows the prompt, which runs all layers
-        whole = each if model is None else TextPasses(model, each.batch)
-        everything = Schedule.full(len(decoder_layers(whole.model)))
-        full, here = (
-            log_softmax(run.logits(layers)[wanted].float(), -1)
-            for run, layers in ((whole, everything), (each, schedule))
-        )
-        divergence += float(kl_div(here, full, log_target=True, reduction="sum"))
-        same += int((here.argmax(-1) == full.argmax(-1)).sum())
-        count += len(here)
-    return Damage(divergence / max(count, 1), same / max(count, 1))

@@ -85,7 +85,7 @@ def _run(verb: Callable[..., None]) -> Callable[..., None]:
         try:
             verb(**values)
         except Stopped as stop:
-            resumes = verb in (generate, train, evaluate) or values.get("order") == "search"
+            resumes = verb in (generate, train, evaluate) or bool(values.get("search"))
             stop.goes_on = resumes and not values.get("no_resume") and str(values["output"]) != "-"
             raise
 

@@ -13,26 +13,32 @@ from . import options as o
 from .console import Bar, out, print_table, say
 
 if TYPE_CHECKING:
+    from ..core.schedule import Schedule
     from ..evaluation.calibration import Calibration
 
 Rows = Annotated[Path, Option(help="Rows like those to come: a file (prompts are enough), or the task's folder.")]
 Target = Annotated[float, Option(help="Target: times fewer layers, or of --clock.")]
 Limit = Annotated[int, Option(min=1, max=o.MOST, help="Use so many inputs, evenly drawn.")]
 Order = Annotated[
-    Literal["top", "bottom", "even", "search"] | None,
+    Literal["top", "bottom", "even"] | None,
+    Option(help="Layer order (default: as trained, else top; with --search those that it tries)."),
+]
+Search = Annotated[
+    bool,
     Option(
-        help="Layer order (default: as trained, else top). search measures which layers the model can spare, on rows "
-        "with responses."
+        "--search",
+        help="Try orders of layers and falls of the depth, all at this speed-up, and take what writes nearest to full "
+        "depth.",
     ),
 ]
 File = Annotated[
-    Path | None, Option(help="The schedule, for --schedule. A search keeps its losses in FILE.losses.json.")
+    Path | None, Option(help="The schedule, for --schedule. A search keeps what it measured in FILE.search.json.")
 ]
 Save = Annotated[bool, Option("--save", help="Save it in MODEL's config: --speedup of every verb then uses it.")]
 Force = Annotated[bool, Option("--force", help="Save it even if the texts get worse.")]
 
 #: Options that :class:`CalibrationPlan` takes under the same names.
-PLAN = "limit batch_size max_new_tokens decay order prompt_layers clock output save device".split()
+PLAN = "limit batch_size max_new_tokens decay order search prompt_layers clock output save device".split()
 
 
 def calibrate(
@@ -48,6 +54,7 @@ def calibrate(
     max_new_tokens: o.MaxNewTokens = None,
     decay: o.Decay = None,
     order: Order = None,
+    search: Search = False,
     prompt_layers: o.PromptLayers = None,
     clock: o.Clock = "layers",
     profile: o.ProfileFile = None,
@@ -61,8 +68,8 @@ def calibrate(
     """Fit the schedule to the lengths of the texts that MODEL writes, so that it skips as much as --speedup asks.
 
     What was trained stays: order, decay, warm-up, the prompt's layers, and the depths if a horizon fits them.
-    Quality before and after stands beside the ratio. On a model that was not trained to skip, --order search costs
-    minutes and saves much of the quality.
+    Quality before and after stands beside the ratio. --search tries other forms too, in minutes: on a model that was
+    not trained to skip it saves much of the quality.
 
     skipdecode calibrate demo --task e2e --data e2e-dataset --speedup 5 --output schedule.json
     """
@@ -71,8 +78,8 @@ def calibrate(
         raise UsageError("give --output FILE for the schedule, --save to put it into MODEL's config, or both")
     if force and not save:
         raise UsageError("--force goes with --save")
-    if order == "search" and output is None:
-        raise UsageError("--order search keeps what it has measured beside --output: give one")
+    if search and output is None:
+        raise UsageError("--search keeps what it has measured beside --output: give one")
     from ..data.tasks import task_from
     from ..evaluation.calibration import CalibrationPlan
     from ..evaluation.calibration import calibrate as run
@@ -94,7 +101,7 @@ def calibrate(
 def _show(calibration: Calibration) -> None:
     """Print the fitted schedule, and a table that compares full depth, the previous schedule and the fitted one."""
     schedule, plan, after = calibration.schedule, calibration.plan, calibration.after
-    order = schedule.order if isinstance(schedule.order, str) else "as found by the search"
+    order = name_of(schedule)
     out.print(
         f"{schedule.max_depth} to {schedule.min_depth} of {schedule.num_layers} layers over {schedule.horizon} steps, "
         f"{schedule.decay} decay, order {order}\n"
@@ -113,5 +120,26 @@ def _show(calibration: Calibration) -> None:
     for label, each in calibration.quality.items():
         rows.append([label, *(f"{value:.2f}" for value in (each.full, each.before, each.after)), each.change])
     print_table(["", "full depth", "before", "after", "after - before (95%)"], rows)
+    if calibration.trials:
+        print_table(
+            ["found by the search", "order", "step layers", "KL", "same likeliest token"],
+            [
+                [
+                    f"{each.schedule.max_depth} to {each.schedule.min_depth}, {each.schedule.decay}",
+                    name_of(each.schedule),
+                    f"{each.ratio:.2f}x",
+                    f"{each.damage.kl:.3f}",
+                    f"{each.damage.agreement:.0%}",
+                ]
+                for each in calibration.trials
+            ],
+        )
     for line in calibration.remarks():
         say(line)
+
+
+def name_of(schedule: Schedule) -> str:
+    """Return a short name of a schedule's order."""
+    if isinstance(schedule.order, str):
+        return f"top, {schedule.warmup} warm-up" if schedule.order == "top" else schedule.order
+    return "keeps " + ",".join(map(str, schedule.layers(schedule.min_depth)))

@@ -108,5 +108,5 @@ def check(
     if not is_trained(read_config(model, revision)):
         say(
             "exact, but not trained to skip: texts get worse with every layer that is left out. skipdecode calibrate "
-            f"{model} --order search finds the layers it can spare; skipdecode train teaches it to skip"
+            f"{model} --search finds the layers it can spare; skipdecode train teaches it to skip"
         )

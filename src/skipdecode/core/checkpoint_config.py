@@ -160,7 +160,7 @@ def untrained_warning(config: Any, schedule: Schedule) -> str | None:
         return None
     depth = schedule.average_depth(schedule.horizon)
     if depth >= 0.8 * schedule.num_layers:
-        expect = "its texts depend on which layers run: `skipdecode calibrate --order search` measures that"
+        expect = "its texts depend on which layers run: `skipdecode calibrate --search` measures that"
     elif depth >= 0.6 * schedule.num_layers:
         expect = "expect poor texts until it is trained (`skipdecode train`)"
     else:

@@ -1,6 +1,6 @@
 """Fit a schedule to a model and its data, as ``skipdecode calibrate`` does it.
 
-The horizon is fitted to the lengths of the texts that the model generates; the layer order can be searched by loss:
+The horizon is fitted to the lengths of the texts that the model generates; the schedule's form can be searched:
 
     calibration = calibrate(CalibrationPlan("demo", Path("prompts.txt"), speedup=3))
     calibration.schedule, calibration.after.step_layer_ratio
@@ -42,7 +42,7 @@ from ..planning.planner import plan as plan_depths
 from ..planning.profile import Profile
 from ..provenance import fingerprint
 from ..weights.loading import DEMO, identity_of, load, load_tokenizer, read_config, refuse_adapter, resolve
-from .loss import LayerOrder, is_losses
+from .search import Trial, Trials, is_search, search
 
 #: Largest accepted relative error of the achieved ratio.
 TOLERANCE = 0.03
@@ -50,8 +50,8 @@ TOLERANCE = 0.03
 ROUNDS = 3
 #: A schedule that lowers a score by more points than this is saved only with ``force``.
 POINTS = 1.0
-#: Number of examples that the search for a layer order computes losses on.
-SEARCH_ROWS = 64
+#: Number of texts that a search measures schedules on, and of those in a batch.
+SEARCH_ROWS, SEARCH_BATCH = 64, 8
 #: With fewer inputs than this, the interval of a score's difference is unreliable.
 FEW_ROWS = 10
 
@@ -69,11 +69,12 @@ class CalibrationPlan:
         batch_size: use that of later runs, because a batch decodes until its longest text ends.
         max_new_tokens: None: the task's.
         decay: None: as trained, else linear.
-        order: ``top``, ``bottom``, ``even``, or ``search`` by loss on the responses. None: as trained, else ``top``.
+        order: ``top``, ``bottom`` or ``even``. None: as trained, else ``top``; in a search, all of its own.
+        search: try orders and shapes of the fall (:mod:`skipdecode.evaluation.search`), not only the trained one.
         prompt_layers: number of layers that the prompt runs; ``max``: as many as step 0. None: as trained, else all.
         clock: unit of ``speedup``: ``layers`` per decode step, or with a profile seconds per ``step`` or ``job``.
         profile: from ``skipdecode profile`` on this machine, measured with the options of later runs.
-        output: JSON file for the schedule; a search keeps its losses in the same folder, in ``losses_file``.
+        output: JSON file for the schedule; a search keeps what it measured in the same folder, in ``search_file``.
         save: whether :meth:`Calibration.save` will be called; then its preconditions are checked first.
         device: as :func:`skipdecode.load` takes it.
 
@@ -91,6 +92,7 @@ class CalibrationPlan:
     max_new_tokens: int | None = None
     decay: str | None = None
     order: str | None = None
+    search: bool = False
     prompt_layers: int | str | None = None
     clock: str = "layers"
     profile: Profile | None = None
@@ -112,17 +114,19 @@ class CalibrationPlan:
             raise UsageError(
                 "a config has schedules for speed-ups of layers: a clock's schedule stays in its file, for --schedule"
             )
-        if self.order not in (None, *ORDERS, "search"):
-            raise UsageError(f"order is {', '.join(ORDERS)} or search, not {self.order!r}")
+        if self.order not in (None, *ORDERS):
+            raise UsageError(f"order is {', '.join(ORDERS)}, not {self.order!r}")
+        if self.search and self.prompt_layers is not None:
+            raise UsageError("a search leaves the prompt to all layers: no --prompt-layers beside --search")
         for name in ("limit", "batch_size", "max_new_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} is at least 1, not {value}")
 
     @property
-    def losses_file(self) -> Path | None:
-        """Return the file that keeps the losses of a search; None if the output is a stream or not written."""
-        return None if self.output is None or is_stream(self.output) else self.output.with_suffix(".losses.json")
+    def search_file(self) -> Path | None:
+        """Return the file that keeps what a search measured; None if the output is a stream or not written."""
+        return None if self.output is None or is_stream(self.output) else self.output.with_suffix(".search.json")
 
 
 @dataclass(frozen=True)
@@ -179,7 +183,7 @@ class Calibration:
         before, after, full: texts with the model's previous schedule, with the fitted one, and at full depth.
         quality: scores by label; agreement with full depth comes last.
         trained: the schedule trained for this speed-up, changed as the plan says; None if there is none that can be.
-        losses: loss in nats per token by the number of layers left; empty without a search for the layer order.
+        trials: the schedules of a search that were nearest to full depth; empty without a search.
     """
 
     plan: CalibrationPlan
@@ -189,7 +193,7 @@ class Calibration:
     full: Written
     quality: Mapping[str, Quality]
     trained: Schedule | None = None
-    losses: Mapping[int, float] = field(default_factory=dict)
+    trials: Sequence[Trial] = ()
 
     @property
     def schedule(self) -> Schedule:
@@ -200,7 +204,7 @@ class Calibration:
         """Return warnings for the user: depths that differ from training, a missed target, lower scores."""
         new, old, target = self.schedule, self.trained, f"{self.plan.speedup:g}x"
         lines = []
-        if old and (new.max_depth, new.min_depth) != (old.max_depth, old.min_depth):
+        if old and not self.trials and (new.max_depth, new.min_depth) != (old.max_depth, old.min_depth):
             lines.append(
                 f"no horizon gives {target} over these lengths with the {old.max_depth} to {old.min_depth} layers "
                 f"that were trained: the depths moved to {new.max_depth} to {new.min_depth}"
@@ -231,7 +235,7 @@ class Calibration:
             "lengths": self.after.lengths,
             "before": old,
             "quality": {name: asdict(each) for name, each in self.quality.items()},
-            "losses": dict(self.losses),
+            "trials": [trial.to_dict() for trial in self.trials],
         }
 
     def save(self, force: bool = False) -> Path:
@@ -282,39 +286,23 @@ def calibrate(
     if not examples:
         raise UsageError(f"{plan.data} holds no rows")
     examples = subsample(examples, plan.limit)
-    if plan.order == "search" and not all(example.references for example in examples):
-        raise UsageError("order search computes its losses on responses: every row needs one")
     Agreement().score(["a text"], [["a text"]])  # raises before the weights are loaded if a library is missing
     prompts = [example.prompt for example in examples]
     measure = _measure(plan, [len(ids) for ids in encode_prompts(load_tokenizer(plan.model), prompts)])
     model, tokenizer = load(plan.model, device=plan.device)
-    order = None
-    if plan.order == "search":
-        rows = subsample(examples, SEARCH_ROWS)
-        weights = [part for part in identity_of(plan.model) if part[0] != "config.json"]  # --save changes it
-        order = LayerOrder(
-            model,
-            batches_of(rows, tokenizer, plan.batch_size, max_positions(model.config), model.device),
-            file=plan.losses_file,
-            job=fingerprint(weights, getattr(config, "_commit_hash", None), [asdict(row) for row in rows]),
-            on_pass=lambda done, total: on_progress("layer order (passes)", done, total),
-        )
 
     def fit_to(lengths: Sequence[int]) -> Schedule:
         if method.order is None:
             return method.schedule(before.num_layers, plan.speedup, lengths)
-        measured, changes = measure(lengths), dict[str, Any]()
-        while True:
-            schedule = trained and refit(trained.replace(**changes), plan.speedup, measured)
-            if schedule is None and isinstance(measured, Predictor):
-                schedule = plan_depths(measured, plan.speedup, **style | changes)  # its error says what is possible
-            schedule = schedule or fit(before.num_layers, plan.speedup, measured, **style | changes)
-            if order is None or changes.get("order") == (ranked := order.down_to(schedule.min_depth)):
-                return schedule
-            changes["order"] = ranked
+        measured = measure(lengths)
+        schedule = start and refit(start, plan.speedup, measured)
+        if schedule is None and isinstance(measured, Predictor):
+            schedule = plan_depths(measured, plan.speedup, **style)  # its error says what is possible
+        return schedule or fit(before.num_layers, plan.speedup, measured, **style)
 
     ids = encode_prompts(tokenizer, prompts)
     texts_of: dict[Schedule, Written] = {}
+    own_texts: list[Example] = []  # of full depth, which is generated first
     done = 0
 
     def count(cost: Cost) -> None:
@@ -328,6 +316,10 @@ def calibrate(
             options = {"max_new_tokens": most, "do_sample": False}
             result = generate_ids(model, tokenizer, ids, schedule, plan.batch_size, count, **options)
             texts = tuple(" ".join(completion.text.split()) for completion in result.completions)
+            if schedule.is_full:
+                own_texts.extend(
+                    Example(prompt, (each.text,)) for prompt, each in zip(prompts, result.completions, strict=True)
+                )
             ratio = measure(result.lengths).ratio(schedule) if sum(result.lengths) else 1.0
             layers = result.cost.layer_ratio, result.cost.num_layers / result.cost.job_depth
             texts_of[schedule] = Written(schedule, ratio, *layers, tuple(result.lengths), texts)
@@ -337,7 +329,23 @@ def calibrate(
         return abs(written.ratio / plan.speedup - 1)
 
     full, old = generate(Schedule.full(before.num_layers)), generate(before)
-    near = trained == before and off(old) <= TOLERANCE
+    start, found = trained, list[Trial]()
+    if plan.search:
+        rows = subsample([each for each in own_texts if each.references[0].strip()], SEARCH_ROWS)
+        if not rows:
+            raise UsageError(f"{plan.model} writes nothing after these prompts: there is nothing to search by")
+        weights = [part for part in identity_of(plan.model) if part[0] != "config.json"]  # --save changes it
+        trials = Trials(
+            model,
+            batches_of(rows, tokenizer, SEARCH_BATCH, max_positions(model.config), model.device),
+            file=plan.search_file,
+            job=fingerprint(weights, getattr(config, "_commit_hash", None), [asdict(row) for row in rows]),
+            on_pass=on_progress,
+        )
+        found = search(trials, before.num_layers, plan.speedup, measure(full.lengths), plan.order, plan.decay)
+        start = max((each.schedule for each in found), key=lambda each: _score(generate(each), full, examples))
+        style = start.style
+    near = not plan.search and trained == before and off(old) <= TOLERANCE
     tried = [old if near else generate(fit_to(full.lengths))]
     while len(tried) < ROUNDS and off(tried[-1]) > TOLERANCE:
         again = generate(fit_to(tried[-1].lengths))
@@ -347,8 +355,7 @@ def calibrate(
     new = min(tried, key=off)
     if plan.output is not None:
         new.schedule.save(plan.output)
-    losses = order.losses if order else {}
-    return Calibration(plan, method.name, old, new, full, _quality(old, new, full, examples), trained, losses)
+    return Calibration(plan, method.name, old, new, full, _quality(old, new, full, examples), trained, found)
 
 
 def _measure(plan: CalibrationPlan, prompt_tokens: Sequence[int]) -> Callable[[Sequence[int]], Measure]:
@@ -372,8 +379,8 @@ def _check(plan: CalibrationPlan, config: Any) -> Method:
     method = get_method(trained_method(config) if is_trained(config) else DEFAULT_METHOD)
     if not method.fits_depths:
         raise UsageError(f"{plan.model} was trained by {method.name}, which has no depths to fit")
-    if not method.takes_style and (plan.order or plan.decay or plan.prompt_layers):
-        raise UsageError(f"order, decay and prompt_layers cannot be set for {method.name}: it has its own")
+    if not method.takes_style and (plan.order or plan.decay or plan.prompt_layers or plan.search):
+        raise UsageError(f"order, decay and prompt_layers cannot be set or searched for {method.name}: it has its own")
     if plan.profile is not None:
         if method.order is None:
             raise UsageError(f"{method.name} has its own rule for depths: it fits layers only")
@@ -385,8 +392,8 @@ def _check(plan: CalibrationPlan, config: Any) -> Method:
         raise UsageError(f"the schedule can only be saved into a local model directory, which {plan.model} is not")
     if plan.output is not None:
         check_target(plan.output, may_replace=is_schedule)
-    if plan.order == "search" and plan.losses_file is not None:
-        check_target(plan.losses_file, may_replace=is_losses)
+    if plan.search and plan.search_file is not None:
+        check_target(plan.search_file, may_replace=is_search)
     return method
 
 
@@ -404,11 +411,12 @@ def _schedule_fields(plan: CalibrationPlan, config: Any, method: Method) -> tupl
     source = trained or (known[max(known)] if known else None)
     if source and source.decay == "list" and plan.decay is None:
         raise UsageError(f"{plan.model} was trained with a list of depths, which has no form to fit: give a --decay")
-    order = tuple(range(layers)) if plan.order == "search" else plan.order
-    given: dict[str, Any] = {"decay": plan.decay, "order": order, "prompt_layers": plan.prompt_layers}
+    given: dict[str, Any] = {"decay": plan.decay, "order": plan.order, "prompt_layers": plan.prompt_layers}
     asked = {name: value for name, value in given.items() if value is not None}
     style: dict[str, Any] = {"order": method.order, "decay": "linear", **(source.style if source else {}), **asked}
     in_prompt = style.get("prompt_layers")
+    if plan.search and (in_prompt is not None or style.get("prompt_decay")):
+        raise UsageError(f"{plan.model} was trained to leave out layers of the prompt, where --search keeps them all")
     deepest = in_prompt if isinstance(in_prompt, int) else layers
     Schedule(layers, deepest, deepest, 1, **style)  # raises before the weights are loaded if fields contradict
     if plan.clock == "layers" and deepest * plan.speedup < layers:
@@ -418,6 +426,12 @@ def _schedule_fields(plan: CalibrationPlan, config: Any, method: Method) -> tupl
     if "list" in (trained.decay, style["decay"]) or "constant" in {trained.decay} ^ {style["decay"]}:
         return None, style  # its depths do not fit the decay of the new schedule
     return trained.replace(**asked), style
+
+
+def _score(written: Written, full: Written, examples: Sequence[Example]) -> float:
+    """Return the sum of the scores of texts whose inputs have references; of none: their agreement with full depth."""
+    judged = [each.after for label, each in _quality(full, written, full, examples).items()]
+    return sum(judged[:-1]) if len(judged) > 1 else judged[0]
 
 
 def _quality(before: Written, after: Written, full: Written, examples: Sequence[Example]) -> dict[str, Quality]:

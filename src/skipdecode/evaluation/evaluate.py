@@ -19,7 +19,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
-from ..adapters.probe import damage
+from ..adapters.damage import damage
 from ..clock.tables import FILES as TABLES
 from ..clock.timing import alternate, compare, forced, typical_steps
 from ..core.attach import attach
@@ -407,7 +407,8 @@ class Evaluation:
             texts = self._reference_texts or [completion.text for completion in completions]
             written = [Example(prompt, (text,)) for prompt, text in zip(prompts, texts, strict=True)]
             batches = batches_of(written, tokenizer, size, max_positions(model.config), model.device)
-            here = damage((TextPasses(attach(model), batch) for batch in batches), schedule, attach(full))
+            passes = (TextPasses(attach(model), batch) for batch in batches)
+            (here,) = damage(passes, [schedule], attach(full))
             found |= {"kl": here.kl, "top_1": 100 * here.agreement}
         return {name: round(value, 4) for name, value in found.items()}
 

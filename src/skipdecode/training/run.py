@@ -17,9 +17,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from ..adapters.closed_form import fit_stand_ins
+from ..adapters.damage import damage
 from ..adapters.learner import AdapterLearner, TextCollator
 from ..adapters.own_texts import SAMPLED, own_texts, read_prompts
-from ..adapters.probe import damage
 from ..core.adapter import Adapter
 from ..core.adapter_folder import save_adapter
 from ..core.attach import attach
@@ -331,8 +331,8 @@ def _say_damage(
     say: Callable[[str], object],
 ) -> None:
     """Say how far each speed-up is from full depth on the texts that are held out, if there are any."""
-    for speedup, schedule in schedules.items() if batches else ():
-        found = damage((TextPasses(model, batch) for batch in batches), schedule)
+    measured = damage((TextPasses(model, batch) for batch in batches), [*schedules.values()]) if batches else ()
+    for speedup, found in zip(schedules, measured, strict=False):
         say(
             f"{speedup:g}x {when}: {found.kl:.3f} nats per token from full depth, "
             f"{found.agreement:.1%} of its most likely tokens"

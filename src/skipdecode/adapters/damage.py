@@ -1,0 +1,59 @@
+"""How far schedules are from full depth, on texts: the measure of probing, of training adapters and of searches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import kl_div, log_softmax
+from transformers import PreTrainedModel
+
+from ..core.schedule import Schedule
+from ..core.stack import decoder_layers
+from ..core.text_passes import TextPasses
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Distance from full depth on the model's own texts.
+
+    Attributes:
+        kl: mean KL divergence of the next token's distribution from full depth's, in nats per token.
+        agreement: share of positions whose most likely token is full depth's.
+    """
+
+    kl: float
+    agreement: float
+
+
+@torch.no_grad()
+def damage(
+    passes: Iterable[TextPasses],
+    schedules: Sequence[Schedule],
+    model: PreTrainedModel | None = None,
+    on_pass: Callable[[], object] = lambda: None,
+) -> list[Damage]:
+    """Return the distance of each schedule from full depth over batches of texts, which run at full depth once.
+
+    Args:
+        passes: of the model that skips.
+        schedules: its layers.
+        model: whose full depth is meant, with gates attached; None: that of the model itself.
+        on_pass: called after each pass of a schedule over a batch.
+    """
+    divergence, same, count = [0.0] * len(schedules), [0] * len(schedules), 0
+    for each in passes:
+        wanted = each.batch["labels"][:, 2:] != -100  # the first token follows the prompt, which runs all layers
+        whole = each if model is None else TextPasses(model, each.batch)
+        everything = Schedule.full(len(decoder_layers(whole.model)))
+        full = log_softmax(whole.logits(everything)[wanted].float(), -1)
+        best = full.argmax(-1)
+        count += len(full)
+        for index, schedule in enumerate(schedules):
+            here = log_softmax(each.logits(schedule)[wanted].float(), -1)
+            divergence[index] += float(kl_div(here, full, log_target=True, reduction="sum"))
+            same[index] += int((here.argmax(-1) == best).sum())
+            on_pass()
+    count = max(count, 1)
+    return [Damage(kl / count, agreed / count) for kl, agreed in zip(divergence, same, strict=True)]
