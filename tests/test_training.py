@@ -27,6 +27,7 @@ from skipdecode.core.checkpoint_config import default_schedule, schedule_for, to
 from skipdecode.data.collation import Collator, encode
 from skipdecode.data.tasks import Example
 from skipdecode.methods.objectives import Distillation, Objective
+from skipdecode.training import skipping
 from skipdecode.training import trainer as training
 from skipdecode.training.checkpoints import SEAL
 from skipdecode.training.trainer import SkipTrainer, training_args
@@ -360,7 +361,7 @@ def test_budgets_are_drawn_by_seed_and_step_alone(checkpoint: Path, tmp_path: Pa
         trainer = trainer_of(model, tokenizer, tmp_path, schedules)
         drawn.append([])
         for trainer.state.global_step in range(60):
-            drawn[-1].append(trainer._drawn())
+            drawn[-1].append(trainer.skipping.drawn(trainer.state.global_step))
     assert drawn[0] == drawn[1]
     assert set(drawn[0]) == set(schedules.values())
 
@@ -411,7 +412,7 @@ def test_gates_are_entered_once_a_batch_and_stay_for_the_backward_pass(
         entered.append(schedule)
         return enter(model, schedule, prompt_length)
 
-    monkeypatch.setattr(training, "teacher_forced", counted)
+    monkeypatch.setattr(skipping, "teacher_forced", counted)
     next(model.parameters()).register_hook(lambda gradient: backward.append(bool(forced)))
     trainer.train()
     assert entered == [schedule] * 4

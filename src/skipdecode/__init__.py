@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .core.schedule import Schedule
     from .errors import ScheduleError, SkipDecodeError
     from .generation.generate import generate
+    from .training.skipping import Skipping
     from .weights.loading import load
 
 __version__ = "0.1.0"
@@ -19,6 +20,7 @@ __all__ = [
     "ScheduleError",
     "SkipCache",
     "SkipDecodeError",
+    "Skipping",
     "attach",
     "detach",
     "generate",
@@ -28,6 +30,7 @@ __all__ = [
 
 _HOMES = {
     "SkipCache": "core.cache",
+    "Skipping": "training.skipping",
     "attach": "core.attach",
     "detach": "core.attach",
     "teacher_forced": "core.attach",

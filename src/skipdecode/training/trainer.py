@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -16,7 +15,6 @@ from transformers.trainer_callback import ProgressCallback
 
 from ..adapters.learner import FullDepth
 from ..adapters.on_policy import rewrite
-from ..core.attach import attach, teacher_forced
 from ..core.schedule import Schedule
 from ..errors import DivergedError, JobError
 from ..generation.sampling import stable_hash
@@ -24,6 +22,7 @@ from ..methods.objectives import Objective
 from .callbacks import StepSeed, TrainingBar
 from .checkpoints import STAGING, RunFolder, writing
 from .sampler import LengthGrouped
+from .skipping import Skipping
 
 
 class SkipTrainer(Trainer):
@@ -55,9 +54,8 @@ class SkipTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, compute_loss_func=self._loss, **kwargs)
-        self.schedules = dict(schedules)
+        self.skipping = Skipping(speedups=schedules, weights=weights, seed=self.args.seed)
         self.objective = objective or Objective()
-        self.weights = weights
         self.folder = folder
         self.record = record or {}
         self._evaluated: Schedule | None = None
@@ -69,7 +67,7 @@ class SkipTrainer(Trainer):
         self.add_callback(StepSeed())
 
     def _attach(self) -> None:
-        attach(self.model)
+        self.skipping.attach(self.model)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the loss while each layer runs only the positions that it would run in decoding."""
@@ -77,14 +75,14 @@ class SkipTrainer(Trainer):
         inputs = {name: value for name, value in inputs.items() if name != "prompt_length"}
         inputs["logits_to_keep"] = inputs["input_ids"].shape[1] - prompt_length + 1
         inputs["use_cache"] = False
-        bare = self.accelerator.unwrap_model(model)
-        schedule = self._evaluated or self.objective.schedule or self._drawn()
+        drawn = self.skipping.drawn(self.state.global_step)
         if model.training:
             if self.objective.hidden_states:
                 inputs["output_hidden_states"] = True
-            self.objective.prepare(bare, inputs, self._drawn())
+            self.objective.prepare(self.accelerator.unwrap_model(model), inputs, drawn)
+        inputs["prompt_length"] = prompt_length
         with ExitStack() as here:
-            (self._step or here).enter_context(teacher_forced(bare, schedule, prompt_length))
+            (self._step or here).enter_context(self.skipping.at(self._evaluated or self.objective.schedule or drawn))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -104,11 +102,6 @@ class SkipTrainer(Trainer):
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         objective = self.objective if self.model.training else Objective()
         return objective(outputs, labels, num_items_in_batch)
-
-    def _drawn(self) -> Schedule:
-        """Return the step's schedule, drawn from the seed and the step alone, so that a resumed run draws the same."""
-        dice = random.Random(f"{self.args.seed} {self.state.global_step}")
-        return dice.choices(list(self.schedules.values()), self.weights)[0]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return a step's batches; none after the last step, where transformers would train one step too many.
@@ -158,7 +151,7 @@ class SkipTrainer(Trainer):
         """Return the loss at every speed-up; that at the last is ``eval_loss`` too."""
         metrics: dict[str, float] = {}
         try:
-            for speedup, schedule in self.schedules.items():
+            for speedup, schedule in self.skipping.schedules.items():
                 self._evaluated = schedule
                 metrics |= super().evaluate(*args, metric_key_prefix=f"{metric_key_prefix}_{speedup:g}x", **kwargs)
                 metrics[f"{metric_key_prefix}_loss"] = metrics[f"{metric_key_prefix}_{speedup:g}x_loss"]
@@ -190,7 +183,8 @@ class AdapterTrainer(SkipTrainer):
         batches, count = super().get_batch_samples(*args, **kwargs)
         if batches and self.state.global_step >= (1 - self.on_policy) * self.state.max_steps:
             place = (self.args.seed, self.state.global_step, self.args.process_index)
-            write = partial(rewrite, self.model.model, schedule=self._drawn(), temperature=self.temperature)
+            schedule = self.skipping.drawn(self.state.global_step)
+            write = partial(rewrite, self.model.model, schedule=schedule, temperature=self.temperature)
             batches = [
                 write(batch=batch, collate=self.data_collator, seed=stable_hash(*place, number))
                 for number, batch in enumerate(batches)
@@ -216,9 +210,9 @@ class AdapterTrainer(SkipTrainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """Run full depth once; then forward and back with one schedule after another, to hold one graph at a time."""
         model.train()
-        learner, schedules = self.accelerator.unwrap_model(model), self.schedules.values()
+        learner, schedules = self.accelerator.unwrap_model(model), self.skipping.schedules.values()
         full = learner.full_depth(self._prepare_inputs(inputs), schedules)
-        weights = self.weights or [1.0] * len(schedules)
+        weights = self.skipping.weights or [1.0] * len(schedules)
         losses = []
         for schedule, weight in zip(schedules, weights, strict=True):
             if weight:
