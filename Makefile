@@ -8,12 +8,13 @@ VLLM := .venv-vllm
 # The oldest versions that pyproject.toml allows. Of torch, PyPI may have CUDA builds alone (gigabytes): PIP_EXTRA_INDEX_URL
 # as below, or LOWEST_TORCH=2.13.0 to try the rest.
 LOWEST := .venv-lowest
+DIST := .venv-dist
 LOWEST_TORCH ?= 2.7.0
 # Whose tables are written from results/*/table.json, between their cog marks.
 TABLES := README.md docs/serving_results.md results/README.md src/skipdecode/demo/README.md
 
 .PHONY: demo serve-demo check test test-fast test-lowest test-vllm test-vllm-v2 torture lint format lock mutants \
-	clean distclean results-smoke results-e2e results-tldr bench-smoke bench
+	clean distclean results-smoke results-e2e results-tldr bench-smoke bench dist
 
 $(VENV)/installed: pyproject.toml requirements.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "SkipDecode needs Python 3.10 or newer"'
@@ -126,9 +127,25 @@ bench-smoke: $(VENV)/installed     # minutes: profile, plan, bench and the peers
 bench: $(VENV)/installed           # results/clock: an hour or two
 	recipes/bench.sh results/clock
 
+# The wheel and the source archive, checked, and the wheel tried in an environment with nothing but what it requires.
+dist: $(VENV)/installed
+	rm -rf dist
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 build==1.6.1 twine==7.0.0 check-wheel-contents==0.6.3
+	$(DIST)/bin/python -m build --quiet
+	$(DIST)/bin/twine check --strict dist/*
+	$(DIST)/bin/check-wheel-contents --toplevel skipdecode dist/*.whl
+	test $$(stat -c %s dist/*.whl) -lt 25000000
+	$(DIST)/bin/pip install --quiet --disable-pip-version-check --force-reinstall --no-deps dist/*.whl
+	$(DIST)/bin/pip install --quiet --disable-pip-version-check dist/*.whl
+	cd $(DIST) && bin/python -c 'import skipdecode as s; \
+		print(s.__version__, s.generate(*s.load("demo"), ["name Zizzi, food English ->"], speedup=5).completions[0].text)'
+	$(DIST)/bin/pip install --quiet --disable-pip-version-check "$$(echo dist/*.whl)[cli]"
+	cd $(DIST) && bin/skipdecode demo
+
 clean:                             # caches and build outputs
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(VLLM) $(LOWEST)
+	rm -rf $(VENV) $(VLLM) $(LOWEST) $(DIST)

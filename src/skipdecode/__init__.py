@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from .training.skipping import Skipping
     from .weights.loading import load
 
-__version__ = "0.1.0"
+__version__ = version("skipdecode")
 __all__ = [
     "Schedule",
     "ScheduleError",

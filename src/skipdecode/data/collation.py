@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -13,10 +13,8 @@ from ..errors import MissingExtra
 from .tasks import Example
 from .tokenization import encode_prompts, encode_response
 
-try:
+if TYPE_CHECKING:
     from datasets import Dataset
-except ImportError:
-    raise MissingExtra("batches of text need datasets: pip install 'skipdecode[train]'") from None
 
 
 @dataclass
@@ -67,16 +65,26 @@ class Collator:
 
 
 def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> Dataset:
+    """Return :func:`encoded` rows as the data set that the Trainer takes. Raises MissingExtra without datasets."""
+    try:
+        from datasets import Dataset
+    except ImportError:
+        raise MissingExtra("training needs datasets: pip install 'skipdecode[train]'") from None
+    return Dataset.from_list(encoded(examples, tokenizer, max_length))
+
+
+def encoded(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
+) -> list[dict[str, Any]]:
     """Return rows of prompt ids and first reference's ids, without those of more than ``max_length`` ids together."""
     prompts = encode_prompts(tokenizer, [example.prompt for example in examples])
     responses = encode_response(tokenizer, [(e.prompt, e.references[0]) for e in examples])
-    rows = [
+    return [
         # The sampler groups by "length": by the prompt's padded width first, then by the response's length.
         {"prompt_ids": p, "response_ids": r, "length": _round_up(len(p), 8) * 10_000 + len(r)}
         for p, r in zip(prompts, responses, strict=True)
         if max_length is None or len(p) + len(r) <= max_length
     ]
-    return Dataset.from_list(rows)
 
 
 def batches_of(
@@ -87,11 +95,11 @@ def batches_of(
     device: torch.device | str = "cpu",
 ) -> list[dict[str, Any]]:
     """Return batches, on a device, of prompts and first references that have at most ``max_length`` ids together."""
-    rows = encode(examples, tokenizer, max_length)
+    rows = encoded(examples, tokenizer, max_length)
     collate = Collator(tokenizer.pad_token_id, max_length=max_length)
     return [
-        {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in collate(list(part)).items()}
-        for part in (rows.select(range(i, min(i + batch_size, len(rows)))) for i in range(0, len(rows), batch_size))
+        {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in collate(rows[i : i + batch_size]).items()}
+        for i in range(0, len(rows), batch_size)
     ]
 
 

@@ -13,7 +13,7 @@ from ..core.attach import attach, teacher_forced
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from ..data.chat import Prompt
-from ..data.collation import Collator, encode
+from ..data.collation import Collator, encoded
 from ..data.tasks import Example
 from ..generation.results import Completion
 
@@ -45,7 +45,7 @@ def text_loss(
         size: of a batch.
     """
     examples = [Example(prompt, (completion.text,)) for prompt, completion in texts]
-    rows: Any = list(encode(examples, tokenizer))
+    rows = encoded(examples, tokenizer)
     for row, (_, completion) in zip(rows, texts, strict=True):
         if completion.finish_reason == "length":
             row["response_ids"] = row["response_ids"][:-1]  # it was cut off before an end
