@@ -66,6 +66,9 @@ def test_all_that_is_tried_achieves_the_speedup_and_the_best_is_nearest(eight: P
         passes = (TextPasses(attach(trials.model), batch) for batch in trials.batches)
         assert damage(passes, [each.schedule])[0] == pytest.approx(each.damage)
     assert len({each.order for each in everything}) >= 3
+    own = Schedule(8, 5, 2, 20, order=(7, 0, 1, 2, 3, 4, 5, 6), decay="cosine")
+    with_own = search.search(trials, 8, speedup, LENGTHS, "even", "constant", own)
+    assert any(each.schedule.order == own.order for each in with_own) == (speedup == 2)
     if speedup == 2:
         assert len({(each.max_depth, each.min_depth) for each in everything}) >= 3
 

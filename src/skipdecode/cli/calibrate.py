@@ -68,8 +68,8 @@ def calibrate(
     """Fit the schedule to the lengths of the texts that MODEL writes, so that it skips as much as --speedup asks.
 
     What was trained stays: order, decay, warm-up, the prompt's layers, and the depths if a horizon fits them.
-    Quality before and after stands beside the ratio. --search tries other forms too, in minutes: on a model that was
-    not trained to skip it saves much of the quality.
+    Quality before and after stands beside the ratio. --search tries other forms too, which takes a while: on a model
+    that was not trained to skip it saves much of the quality.
 
     skipdecode calibrate demo --task e2e --data e2e-dataset --speedup 5 --output schedule.json
     """

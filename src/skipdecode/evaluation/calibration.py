@@ -332,17 +332,19 @@ def calibrate(
     start, found = trained, list[Trial]()
     if plan.search:
         rows = subsample([each for each in own_texts if each.references[0].strip()], SEARCH_ROWS)
-        if not rows:
+        batches = batches_of(rows, tokenizer, SEARCH_BATCH, max_positions(model.config), model.device)
+        if not batches:
             raise UsageError(f"{plan.model} writes nothing after these prompts: there is nothing to search by")
         weights = [part for part in identity_of(plan.model) if part[0] != "config.json"]  # --save changes it
         trials = Trials(
             model,
-            batches_of(rows, tokenizer, SEARCH_BATCH, max_positions(model.config), model.device),
+            batches,
             file=plan.search_file,
             job=fingerprint(weights, getattr(config, "_commit_hash", None), [asdict(row) for row in rows]),
             on_pass=on_progress,
         )
-        found = search(trials, before.num_layers, plan.speedup, measure(full.lengths), plan.order, plan.decay)
+        lengths = measure(full.lengths)
+        found = search(trials, before.num_layers, plan.speedup, lengths, plan.order, plan.decay, trained)
         start = max((each.schedule for each in found), key=lambda each: _score(generate(each), full, examples))
         style = start.style
     near = not plan.search and trained == before and off(old) <= TOLERANCE

@@ -93,7 +93,13 @@ class Trials:
 
 
 def search(
-    trials: Trials, num_layers: int, speedup: float, lengths: Measure, order: Any = None, decay: str | None = None
+    trials: Trials,
+    num_layers: int,
+    speedup: float,
+    lengths: Measure,
+    order: Any = None,
+    decay: str | None = None,
+    trained: Schedule | None = None,
 ) -> list[Trial]:
     """Return the best schedules that achieve a speed-up, nearest to full depth first; at most :data:`FINALISTS`.
 
@@ -106,11 +112,14 @@ def search(
         lengths: decode steps of batches, or their seconds.
         order: this order alone; None: all.
         decay: this decay alone; None: linear and constant.
+        trained: one more, at the horizon that fits, if there is one.
 
     Raises:
         ScheduleError: no schedule achieves the speed-up.
     """
-    chosen = dict.fromkeys(all_candidates(trials, num_layers, speedup, lengths, order, decay))
+    known = trained and refit(trained, speedup, lengths)
+    forms = all_candidates(trials, num_layers, speedup, lengths, order, decay)
+    chosen = dict.fromkeys([*([known] if known else []), *forms])
     ratios = {each: lengths.ratio(each) for each in chosen}
     near = [each for each, ratio in ratios.items() if abs(ratio / speedup - 1) <= NEAR]
     left = near or [min(ratios, key=lambda each: abs(ratios[each] / speedup - 1))]
