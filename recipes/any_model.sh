@@ -21,7 +21,7 @@ train() { # NAME SPEEDUPS OPTIONS…
 }
 
 train adapters "$speedups" --adapters "${layers[@]}"
-train shared "$speedups" --distill-weight 1 --learning-rate 3e-4 "${layers[@]}"
+train shared "$speedups" --distill-weight 1 --teacher "$model" --learning-rate 3e-4 "${layers[@]}"
 for method in multi_exit unified d3 hsd; do train $method "$speedups" --method $method --learning-rate 3e-4; done
 for speedup in ${speedups//,/ }; do
     train static-$speedup "$speedup" --method static --learning-rate 3e-4

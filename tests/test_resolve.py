@@ -173,7 +173,7 @@ def test_what_skips_nothing_or_was_trained_by_nothing_is_not_recorded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("says", "depths"), [("calibrate --order", (9, 8)), ("poor texts", (7, 6)), ("no readable text", (5, 2, 1))]
+    ("says", "depths"), [("calibrate --search", (9, 8)), ("poor texts", (7, 6)), ("no readable text", (5, 2, 1))]
 )
 def test_an_untrained_models_texts_are_foretold_by_depth(says: str, depths: Sequence[int]) -> None:
     """From 80% of the layers on it depends, from 60% on texts are poor; of a trained model nothing is said."""

@@ -495,6 +495,7 @@ def test_from_scratch_trains_its_own_tokenizer(data: Path, tmp_path: Path) -> No
         (["--method", "static", "--distill-weight", 0.5], "--teacher"),
         (["--method", "multi_exit", "--distill-weight", 0.5], "loss of its own"),
         (["--teacher", "demo"], "goes with --distill-weight"),
+        (["--distill-weight", 1], "in place"),
         (["--speedups", "2,0.5"], "at least 1"),
         (["--speedups", "2,2"], "distinct"),
         (["--speedups", "2,4", "--weights", "1"], "each of 2"),

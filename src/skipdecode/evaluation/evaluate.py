@@ -13,12 +13,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .. import __version__
 from ..adapters.damage import damage
 from ..clock.tables import FILES as TABLES
 from ..clock.timing import alternate, compare, forced, typical_steps
@@ -261,7 +261,7 @@ class Evaluation:
         texts = [asdict(example) for example in (*self.examples, *self.held_out)]
         most = plan.max_new_tokens or plan.task.max_new_tokens
         numbers = [plan.batch_size, most, plan.timing_rows, plan.repeats]
-        where = [plan.dtype, plan.device, dict(plan.faster), machine(plan.device), __version__]
+        where = [plan.dtype, plan.device, dict(plan.faster), machine(plan.device), version("skipdecode")]
         scores = [metric.name for metric in self.metrics]
         chosen = [variant.method.name, variant.speedup, variant.model, variant.key, variant.schedule]
         return fingerprint(ROW_VERSION, texts, numbers, where, scores, chosen, models)

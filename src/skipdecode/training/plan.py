@@ -232,6 +232,11 @@ class TrainingPlan:
             raise UsageError("--horizon takes the paper's budgets, --lengths fits to lengths: give one of them")
         if self.distill_weight == 0 and self.teacher:
             raise UsageError("--teacher goes with --distill-weight")
+        if self.distill_weight == 1 and not self.teacher and 1 not in self.budgets:
+            raise UsageError(
+                "nothing would hold full depth in place, from which the model learns: give it a --teacher, a "
+                "--distill-weight below 1, or 1 among --speedups"
+            )
         if self.distill_weight and method.trains_exits:
             raise UsageError(f"{name} has a loss of its own: --distill-weight does not go with it")
         if self.distill_weight and not self.teacher and not method.skips:
