@@ -30,7 +30,8 @@ VERBS: dict[str, set[str]] = {
     name: {option for parameter in verb.params for option in parameter.opts} | {"--help"}
     for name, verb in COMMAND.commands.items()
 }
-#: Options of other programs that documents name: vLLM, uvx, pytest, `make torture`, lm-evaluation-harness, benchmarks/peers.
+#: Options of other programs that documents name: vLLM, uvx, pytest, `make torture`, lm-evaluation-harness, and
+#: benchmarks/peers.
 VLLM = set("--port --dtype --max-num-seqs --max-model-len --api-key --enforce-eager --served-model-name".split())
 VLLM |= set("--enable-per-request-metrics --additional-config --kv-sharing-fast-prefill --hf-overrides".split())
 VLLM |= set("--disable-hybrid-kv-cache-manager --kv-offloading-size --enable-return-routed-experts".split())
@@ -38,7 +39,9 @@ VLLM |= set("--api-server-count --headless --grpc --shutdown-timeout".split())
 OTHERS = set(
     "--from --update-golden --seconds --include --tasks --model --together --precision --work --environments".split()
 )
-OTHERS |= set("--rounds --ways --smoke --forms --serving --servers --kv-gib --goodput".split())  # benchmarks/serving
+OTHERS |= set(
+    "--rounds --ways --smoke --forms --serving --servers --kv-gib --goodput --from".split()
+)  # benchmarks/serving
 OTHERS |= VLLM
 
 

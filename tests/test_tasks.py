@@ -526,7 +526,7 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     """G: "No module named 'datasets'" names no remedy."""
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtra, match=r"pip install 'skipdecode\[train\]'"):
-        encode([], None)  # type: ignore[arg-type]
+        encode([], None)
     with pytest.raises(MissingExtra, match=r"pip install 'skipdecode\[train\]'"):
         get_task("cnn_dm").read(Path("owner/name"), "test")
 
