@@ -17,6 +17,7 @@ from helpers.families import FAMILIES, FORMS, LAYERS, SCHEDULES, build
 from helpers.tiny import EXAMPLES, run, write_jsonl
 from skipdecode import Schedule, Skipping, attach, teacher_forced
 from skipdecode.core.checkpoint_config import trained_schedules
+from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import CacheError, UsageError
 
 #: TRL still uses names that transformers has deprecated.
@@ -126,6 +127,14 @@ def test_what_a_row_may_not_hold_is_refused() -> None:
     refused(UsageError, "labels", labels=None)
     refused(UsageError, "logits_to_keep", logits_to_keep=3)
     refused(UsageError, "output_hidden_states", output_hidden_states=True)
+    stock, layers = model(**batch).logits, decoder_layers(model)
+    broken = layers[5].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), torch.no_grad(), skipping.at(2.0):
+        model(**batch)
+    broken.remove()
+    assert torch.equal(model(**batch).logits, stock)  # a pass that failed leaves nothing behind
+    with skipping.at(2.0):
+        model(input_ids=batch["input_ids"], labels=batch["labels"], attention_mask=None)
     with pytest.raises(UsageError, match="another model"):
         skipping.attach(build("llama"))
     for wrong in ({"speedups": ()}, {"weights": (1.0,)}, {"adapter_rank": 4}, {"model": model, "adapter_rank": 4}):

@@ -124,13 +124,16 @@ class Skipping(TrainerCallback):
     @contextmanager
     def at(self, schedule: Schedule | float) -> Iterator[None]:
         """Let the model's passes skip layers by a schedule or a target speed-up, as for a validation loss at it."""
-        before = self._now, self._passes
+        before, under_way = (self._now, self._passes), len(self._under_way)
         self._now = schedule if isinstance(schedule, Schedule) else self.schedules[schedule]
         self._passes = ExitStack()
         try:
             with self._passes:
                 yield
         finally:
+            for _, passed in self._under_way[under_way:]:  # passes that raised
+                passed.close()
+            del self._under_way[under_way:]
             self._now, self._passes = before
 
     def save_adapter(self, folder: str | Path, base: str) -> None:
@@ -202,8 +205,8 @@ class Moved:
 
     def __init__(self, kwargs: Mapping[str, Any]) -> None:
         refuse_packed(dict(kwargs))
-        ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
-        mask = kwargs.get("attention_mask", ids)
+        ids, labels, given = (kwargs.get(name) for name in ("input_ids", "labels", "attention_mask"))
+        mask: Any = ids if given is None else given
         if ids is None or labels is None or not labels.shape == ids.shape == mask.shape:
             raise UsageError(
                 "a training pass needs input_ids and labels, and maybe an attention_mask, of the same shape (batch, "
