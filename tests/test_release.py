@@ -40,9 +40,8 @@ def test_the_citation_names_what_the_package_is() -> None:
 def test_issue_forms_ask_for_something(form: str) -> None:
     """Each has a name, what it is for, and a question that has to be answered."""
     values = read(f".github/ISSUE_TEMPLATE/{form}")
-    if form != "config.yml":
-        assert {"name", "description", "body"} <= values.keys()
-        assert any(each.get("validations", {}).get("required") for each in values["body"])
+    assert {"name", "description", "body"} <= values.keys()
+    assert any(each.get("validations", {}).get("required") for each in values["body"])
 
 
 def test_workflows_run_what_contributors_run() -> None:

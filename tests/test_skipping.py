@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -187,9 +188,11 @@ def test_a_trainers_steps_are_those_of_a_loop(checkpoint: Path, tmp_path: Path) 
         else:
             optimizer = torch.optim.AdamW(model.parameters(), 1e-2, (0.9, 0.999), 1e-8, 0.0)
             model.train()
-            for number, batch in zip(range(3), DataLoader(rows, 4, collate_fn=collate), strict=False):
+            accelerator = Accelerator(cpu=True)
+            prepared, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, 4, collate_fn=collate))
+            for number, batch in zip(range(3), loader, strict=False):
                 with skipping.step(number):
-                    model(**batch).loss.backward()
+                    accelerator.backward(prepared(**batch).loss)
                 optimizer.step()
                 optimizer.zero_grad()
         ends.append({name: weight.detach() for name, weight in model.named_parameters()})

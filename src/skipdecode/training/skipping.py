@@ -145,7 +145,6 @@ class Skipping(TrainerCallback):
         """
         if self.adapter is None:
             raise UsageError("there is no adapter: give Skipping an adapter_rank")
-        Path(folder).mkdir(parents=True, exist_ok=True)
         save_adapter(Path(folder), self.adapter, self.model, base)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
