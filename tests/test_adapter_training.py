@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from helpers.tiny import TEXTS, run, write_jsonl
 from skipdecode import load
@@ -236,6 +238,37 @@ def test_the_last_texts_are_what_the_skipping_model_writes(checkpoint: Path) -> 
         assert not rest or loop_start(alone.tolist(), 12) == len(said)
         fed = made["input_ids"][row][made["attention_mask"][row].bool()].tolist()
         assert fed == prompt + said[:-1]
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_chat_model_writes_its_users_messages_too(checkpoint: Path, tmp_path: Path, begins: bool) -> None:
+    """Without prompts: each own text answers a message that ended by itself, and none is asked twice."""
+    model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ends, begin = tokenizer.eos_token, ("{{ bos_token }}" if begins and tokenizer.bos_token else "")
+    tokenizer.chat_template = (
+        f"{begin}{{% for m in messages %}}{{{{ m.role }}}} {{{{ m.content }}}}{ends}{{% endfor %}}"
+    )
+    tokenizer.save_pretrained(model)
+    arguments = ["train", model, *OWN[: OWN.index("--on-policy")], "--output", tmp_path / "out"]
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "writes its users' messages too" in done.stderr
+
+    def lines(name: str) -> list[Any]:
+        return [json.loads(line) for line in (tmp_path / "out" / name).read_text().splitlines()]
+
+    asked = [line["response"] for line in lines("own_prompts.jsonl")]
+    assert asked
+    assert len(set(asked)) == len(asked)
+    prompts = [line["prompt"] for line in lines("own_texts.jsonl")]
+    assert all(prompt == [{"role": "user", "content": prompt[0]["content"]}] for prompt in prompts)
+    assert {prompt[0]["content"] for prompt in prompts} <= {each.strip() for each in asked}
+    assert not any(ends in prompt[0]["content"] for prompt in prompts)
+    again = run(*arguments)
+    assert again.returncode == 0, again.stderr
+    assert prompts
+    assert [line["prompt"] for line in lines("own_texts.jsonl")] == prompts
 
 
 def test_own_texts_train_all_weights_too(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:

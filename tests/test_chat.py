@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import skipdecode
 from helpers.tiny import TEXTS, WORDS, run, save_checkpoint, sentence_pieces
-from skipdecode.data.chat import Chat, Message, Prompt, parse_messages, render
+from skipdecode.data.chat import Chat, Message, Prompt, around_message, parse_messages, render
 from skipdecode.data.collation import encode
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import Example, get_task
@@ -102,6 +102,21 @@ def test_prompt_and_answer_are_the_templates(tokenizer: PreTrainedTokenizerBase,
     shared = whole[: len(prompt) + len(ids)]
     assert prompt + ids in (shared, [*whole, tokenizer.eos_token_id])
     assert not text_of(tokenizer, whole[len(shared) :]).strip()
+
+
+@ALL
+@given(message=words, answer=words)
+def test_what_stands_around_a_users_message(tokenizer: PreTrainedTokenizerBase, message: str, answer: str) -> None:
+    """A conversation begins with what is before, the message, and what ends it; an endless message is refused."""
+    if tokenizer.chat_template == OPEN:
+        with pytest.raises(ModelError, match="where a user's message ends"):
+            around_message(tokenizer)
+        return
+    before, after = around_message(tokenizer)
+    whole = render(tokenizer, (Message("user", message), Message("assistant", answer)))
+    assert whole.startswith(before + message)
+    assert whole.removeprefix(before + message).lstrip().startswith(after)
+    assert after
 
 
 @ALL

@@ -46,6 +46,7 @@ def own_texts(
     count: int,
     file: Path | None = None,
     *,
+    ended: bool = False,
     on_start: Callable[[int, int], object] = lambda total, done: None,
     on_batch: Callable[[Any], object] = lambda cost: None,
     say: Callable[[str], object] = lambda message: None,
@@ -56,6 +57,7 @@ def own_texts(
         job: the model, its options (``SAMPLED`` among them), batch size and seed.
         prompts: if there are more than ``count``, evenly spaced ones are taken; if fewer, each has several texts.
         file: keeps the texts as JSONL; a killed run goes on, and a finished one's texts are read from it.
+        ended: leave out texts that were cut off at ``max_new_tokens``.
         on_start, on_batch, say: as :meth:`GenerationJob.run` takes them.
 
     Returns:
@@ -79,13 +81,15 @@ def own_texts(
     result = run.run(on_start=on_start, on_batch=on_batch, say=say)
     if not result.completions:
         raise TaskError(f"nothing could be written: {items[0].error} (--prompts FILE gives other prompts)")
-    texts, left_out = dict[Example, None](), {"empty": 0, "looping": 0, "repeated": 0, "refused": 0}
+    texts, left_out = dict[Example, None](), {"empty": 0, "looping": 0, "cut off": 0, "repeated": 0, "refused": 0}
     for index, row in enumerate(rows):
         text = result.completions[index].text if index in result.completions else None
         if text is None:
             left_out["refused"] += 1
         elif not text.strip() or loop_start(text) is not None:
             left_out["looping" if text.strip() else "empty"] += 1
+        elif ended and result.completions[index].finish_reason != "stop":
+            left_out["cut off"] += 1
         elif (written := Example(row, (text,))) in texts:
             left_out["repeated"] += 1
         else:

@@ -30,7 +30,8 @@ from ..weights.loading import load, refuse_adapter
 from .closed_form import fit_stand_ins
 from .damage import Damage, damage
 from .learner import AdapterLearner
-from .own_texts import SAMPLED, own_texts, read_prompts
+from .own_prompts import prompts_for
+from .own_texts import SAMPLED, own_texts
 
 #: A speed-up is worth training for if closed-form stand-ins keep this share of full depth's most likely tokens.
 WORTH = 0.5
@@ -122,7 +123,7 @@ def probe_model(
     Args:
         name: directory, hub name, or ``demo``.
         speedups: of layers; each is rounded to whole layers.
-        prompts: file with the texts' prompts; None: the begin-of-text token.
+        prompts: file with the texts' prompts; None: as :func:`prompts_for` finds them.
         count: number of texts.
         max_new_tokens: longest text.
         rank: of the stand-ins.
@@ -150,7 +151,8 @@ def probe_model(
         on_progress("texts", done, count)
 
     file = folder and folder / "texts.jsonl"
-    texts = own_texts(job, read_prompts(prompts, task), count, file, on_batch=wrote, say=say)
+    asked = prompts_for(job, prompts, count, folder, say=say)
+    texts = own_texts(job, asked, count, file, on_batch=wrote, say=say)
     if len(texts) < 4:
         raise UsageError(f"probing needs at least four texts; {len(texts)} of {count} can be used")
     model, tokenizer = load(name, **where)

@@ -14,7 +14,10 @@ from .console import Bar, out, print_table, say
 if TYPE_CHECKING:
     from ..adapters.probe import Probe
 
-PromptFile = Annotated[Path | None, Option("--prompts", help="File of prompts (default: the begin-of-text token).")]
+PromptFile = Annotated[
+    Path | None,
+    Option("--prompts", help="File of prompts (default: a chat model's own, else the begin-of-text token)."),
+]
 Texts = Annotated[int, Option(min=8, max=o.MOST, help="Texts that the model writes; half of them fit the stand-ins.")]
 Speedups = Annotated[str, Option(help="Speed-ups to try.")]
 Tokens = Annotated[int, Option("--max-new-tokens", min=2, max=o.MOST, help="Longest text, in tokens.")]

@@ -50,6 +50,17 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, answer: str | None = 
 
     Raises ModelError if the tokenizer has no template, or the template refuses the conversation.
     """
+    messages, begun = [message._asdict() for message in chat], chat[-1].role == "assistant"
+    if begun:
+        messages[-1]["content"] += answer or ""
+    elif answer is not None:
+        messages.append({"role": "assistant", "content": answer})
+    open_end = answer is None
+    kind = {"continue_final_message": begun and open_end, "add_generation_prompt": not begun and open_end}
+    return _apply(tokenizer, messages, **kind)
+
+
+def _apply(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], **kind: bool) -> str:
     from jinja2 import TemplateError
 
     if tokenizer.chat_template is None:
@@ -57,14 +68,24 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, answer: str | None = 
             "the tokenizer has no chat template, so it cannot write messages: take a model made for chats, "
             "set tokenizer.chat_template, or give the prompts as text"
         )
-    messages, begun = [message._asdict() for message in chat], chat[-1].role == "assistant"
-    if begun:
-        messages[-1]["content"] += answer or ""
-    elif answer is not None:
-        messages.append({"role": "assistant", "content": answer})
-    kind = {"continue_final_message": begun and answer is None, "add_generation_prompt": not begun and answer is None}
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **kind)
     except (TemplateError, ValueError, TypeError) as problem:
         why = " ".join(str(problem).split())
         raise ModelError(f"the tokenizer's chat template does not take these messages: {why}") from None
+
+
+def around_message(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """Return what the chat template writes before the first message of a user, and what ends that message.
+
+    Raises ModelError if the template takes no such message, or does not show where it ends.
+    """
+    mark = "MESSAGE"
+    before, _, rest = _apply(tokenizer, [{"role": "user", "content": mark}]).partition(mark)
+    after = rest.strip()
+    if not after:
+        raise ModelError(
+            "the tokenizer's chat template does not show where a user's message ends, so the model cannot be asked to "
+            "write one: give --prompts FILE"
+        )
+    return before, after

@@ -98,7 +98,8 @@ class TrainingPlan:
     )
     prompts: str | None = option(
         None,
-        "File with the own texts' prompts (default: those of --data, else the begin-of-text token alone).",
+        "File with the own texts' prompts (default: those of --data, else a chat model's own, else the begin-of-text "
+        "token alone).",
         ADAPTERS,
     )
     max_new_tokens: int | None = option(

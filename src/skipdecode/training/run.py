@@ -19,7 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from ..adapters.closed_form import fit_stand_ins
 from ..adapters.damage import damage
 from ..adapters.learner import AdapterLearner, TextCollator
-from ..adapters.own_texts import SAMPLED, own_texts, read_prompts
+from ..adapters.own_prompts import prompts_for
+from ..adapters.own_texts import SAMPLED, own_texts
 from ..core.adapter import Adapter
 from ..core.adapter_folder import save_adapter
 from ..core.attach import attach
@@ -282,26 +283,20 @@ def _write(
 
     At most a tenth of them are left to evaluate with.
     """
-    prompts = read_prompts(plan.prompts or plan.data, task)
     options: dict[str, Any] = SAMPLED | {"temperature": plan.temperature}
     options |= {} if plan.max_new_tokens is None else {"max_new_tokens": plan.max_new_tokens}
     batch_size = max(plan.batch_size, WRITTEN)
     job = GenerationJob(str(plan.model), task=task, batch_size=batch_size, seed=plan.seed, options=options)
+    count = plan.own_texts or 0
     with tqdm(desc="own texts", unit="text", file=sys.stderr) as bar:
 
         def start(total: int, done: int) -> None:
             bar.reset(total)
             bar.update(done)
 
-        texts = own_texts(
-            job,
-            prompts,
-            plan.own_texts or 0,
-            folder.folder / "own_texts.jsonl",
-            on_start=start,
-            on_batch=lambda cost: bar.update(cost.rows),
-            say=say,
-        )
+        told: dict[str, Any] = {"on_start": start, "on_batch": lambda cost: bar.update(cost.rows), "say": say}
+        prompts = prompts_for(job, plan.prompts or plan.data, count, folder.folder, **told)
+        texts = own_texts(job, prompts, count, folder.folder / "own_texts.jsonl", **told)
     held_out = min(plan.max_eval_samples, len(texts) // 10) if plan.eval_steps else 0
     return texts[held_out:], texts[:held_out]
 
