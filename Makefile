@@ -11,10 +11,10 @@ LOWEST := .venv-lowest
 DIST := .venv-dist
 LOWEST_TORCH ?= 2.7.0
 # Whose tables are written from results/*/table.json, between their cog marks.
-TABLES := README.md docs/serving_results.md results/README.md src/skipdecode/demo/README.md
+TABLES := README.md docs/index.md docs/serving_results.md results/README.md src/skipdecode/demo/README.md
 
 .PHONY: demo serve-demo check test test-fast test-lowest test-vllm test-vllm-v2 torture lint format lock mutants \
-	clean distclean results-smoke results-e2e results-tldr bench-smoke bench dist
+	clean distclean results-smoke results-e2e results-tldr bench-smoke bench dist docs
 
 $(VENV)/installed: pyproject.toml requirements.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "SkipDecode needs Python 3.10 or newer"'
@@ -32,7 +32,7 @@ $(LOWEST)/installed: pyproject.toml
 	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check uv torch==$(LOWEST_TORCH)
 	$(LOWEST)/bin/pip freeze --quiet --disable-pip-version-check | grep '^torch==' > $(LOWEST)/torch.txt
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
-		--override $(LOWEST)/torch.txt -e '.[all,test]'
+		--override $(LOWEST)/torch.txt -e '.[all,test,web]' playwright
 	touch $@
 
 $(VLLM)/installed: pyproject.toml
@@ -96,6 +96,10 @@ lock: $(VENV)/installed            # requirements.txt anew, within the bounds of
 		--output-file $(VENV)/lock
 	(grep '^#' requirements.txt; grep -vE '^(#|nvidia-|cuda-|triton=)' $(VENV)/lock) > $(VENV)/requirements
 	mv $(VENV)/requirements requirements.txt
+
+docs: $(VENV)/installed            # the documentation site, in build/site
+	$(BIN)/python tools/site.py
+	$(BIN)/zensical build --clean --strict
 
 mutants: $(VENV)/installed         # hours: which small faults would the tests not notice? MUTANTS="--minutes 60" goes on later
 	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py $(MUTANTS)

@@ -48,8 +48,8 @@ def _target(row: Row) -> str:
     return f"{row['target']:g}x"
 
 
-def own_texts(folder: str) -> None:
-    """One adapter at every speed, on the full model's own texts: distance from full depth, layers, clock."""
+def own_texts(folder: str, up: str = "") -> None:
+    """One adapter at every speed, on the full model's own texts. ``up``: the way to the repository's root, for links."""
     saved = _saved(folder)
     rows = saved["rows"]
     _print(
@@ -75,10 +75,10 @@ def own_texts(folder: str) -> None:
             for row in rows
         ],
     )
-    print(f"{saved['about']['rows']}; {saved['about']['machine']}. [All figures](results/{folder}/table.md).")
+    print(f"{saved['about']['rows']}; {saved['about']['machine']}. [All figures]({up}results/{folder}/table.md).")
 
 
-def speeds(folder: str = "e2e") -> None:
+def speeds(folder: str = "e2e", up: str = "") -> None:
     """One checkpoint at every speed: work, clock and quality side by side; faster than the same model at full depth."""
     saved = _saved(folder)
     full, *faster = rows = saved["rows"]
@@ -107,7 +107,7 @@ def speeds(folder: str = "e2e") -> None:
     ends = [end for row in faster for score in ("bleu", "rouge_l") for end in row[f"{score}_interval"]]
     machine, *_ = saved["about"]["machine"].split(";")
     print(f"{saved['about']['rows']}; {machine}. Differences from 1x: 95% intervals within", end=" ")
-    print(f"{min(ends):+.2f} to {max(ends):+.2f}. [All figures](results/{folder}/table.md).")
+    print(f"{min(ends):+.2f} to {max(ends):+.2f}. [All figures]({up}results/{folder}/table.md).")
 
 
 def differences(folder: str = "e2e") -> None:

@@ -29,6 +29,7 @@ from .demo import demo
 from .evaluate import evaluate
 from .generate import generate
 from .inspect import check, schedule
+from .play import play
 from .probe import probe
 from .push import push
 from .serve import serve
@@ -45,6 +46,7 @@ EXTRAS = {
     "peft": "lora",
     "psutil": "memory",
     "lm_eval": "harness",
+    "gradio": "web",
 }
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -92,7 +94,22 @@ def _run(verb: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-for verb in (demo, generate, chat, probe, train, calibrate, evaluate, check, schedule, profile, plan, bench, push):
+for verb in (
+    demo,
+    generate,
+    chat,
+    play,
+    probe,
+    train,
+    calibrate,
+    evaluate,
+    check,
+    schedule,
+    profile,
+    plan,
+    bench,
+    push,
+):
     app.command()(_run(verb))
 # Unknown options go to vLLM.
 app.command(context_settings={"ignore_unknown_options": True})(_run(serve))

@@ -1,0 +1,1 @@
+"""A page to play with: one prompt, several speeds side by side."""
