@@ -49,7 +49,7 @@ def _target(row: Row) -> str:
 
 
 def own_texts(folder: str, up: str = "") -> None:
-    """One adapter at every speed, on the full model's own texts. ``up``: the way to the repository's root, for links."""
+    """One adapter at every speed, on the full model's own texts; ``up`` leads to the repository's root."""
     saved = _saved(folder)
     rows = saved["rows"]
     _print(

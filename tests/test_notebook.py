@@ -1,0 +1,27 @@
+"""The notebook runs from its first cell to its last, with the embedded model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "speeds.ipynb"
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for its installation; it ends with a table and two plots."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    assert all(not cell.get("outputs") for cell in notebook.cells)
+    kept = [cell for cell in notebook.cells if "install" not in cell.metadata.get("tags", ())]
+    assert len(kept) == len(notebook.cells) - 1
+    notebook.cells = kept
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = [output.data for cell in kept for output in cell.get("outputs", []) if "data" in output]
+    assert sum("image/png" in data for data in shown) == 2
+    assert any("| full model |" in " ".join(data.get("text/markdown", "").split()) for data in shown)
