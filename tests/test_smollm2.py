@@ -1,0 +1,88 @@
+"""A model people know, with the adapter that this repository holds: results/smollm2/adapter."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.tiny import run
+from skipdecode import attach, detach, generate, load
+from skipdecode.adapters.damage import damage
+from skipdecode.core.adapter_folder import read_schedules
+from skipdecode.core.cache import SkipCache
+from skipdecode.core.schedule import Schedule
+from skipdecode.core.text_passes import TextPasses
+from skipdecode.data.chat import Prompt, parse_messages
+from skipdecode.data.collation import batches_of
+from skipdecode.data.tasks import Example
+
+ROOT = Path(__file__).parents[1]
+FOLDER = Path(os.environ.get("SMOLLM2", ROOT / "smollm2"))
+RESULTS = ROOT / "results" / "smollm2"
+ADAPTER = RESULTS / "adapter"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not FOLDER.exists(), reason="needs SmolLM2: python recipes/smollm2.py smollm2"),
+]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Prompt]:
+    """Questions that the adapter has not seen; the model made them up."""
+    lines = (RESULTS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:6]
+    return [parse_messages(json.loads(line)["messages"]) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def texts(prompts: list[Prompt]) -> list[Example]:
+    """What stock transformers writes after them."""
+    model, tokenizer = load(str(FOLDER))
+    made = generate(model, tokenizer, prompts, full=True, max_new_tokens=40)
+    return [Example(prompt, (each.text,)) for prompt, each in zip(prompts, made.completions, strict=True)]
+
+
+def test_full_depth_is_the_model(texts: list[Example], prompts: list[Prompt]) -> None:
+    """To the bit, with the adapter attached: a pass without a cache, and texts at 1x."""
+    model, tokenizer = load(str(FOLDER), adapter=ADAPTER)
+    (batch,) = batches_of(texts, tokenizer, len(texts))
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        ours = model(**inputs, past_key_values=SkipCache(attach(model), Schedule.full(30))).logits
+        stock = detach(model)(**inputs).logits
+    assert torch.equal(ours, stock)
+    model, tokenizer = load(str(FOLDER), adapter=ADAPTER)
+    made = generate(model, tokenizer, prompts, speedup=1, max_new_tokens=40)
+    assert [each.text for each in made.completions] == [text.references[0] for text in texts]
+
+
+def test_the_adapter_keeps_near_full_depth(texts: list[Example]) -> None:
+    """Nearer than the bare layers at each speed, and the nearer the slower."""
+    schedules = [schedule for _, schedule in sorted(read_schedules(ADAPTER).items())]
+    found: dict[bool, list[Any]] = {}
+    for with_adapter in (True, False):
+        model, tokenizer = load(str(FOLDER), adapter=ADAPTER if with_adapter else None)
+        attach(model)
+        batches = batches_of(texts, tokenizer, len(texts))
+        found[with_adapter] = damage([TextPasses(model, batch) for batch in batches], schedules)
+    learnt = found[True]
+    for ours, bare in zip(learnt, found[False], strict=True):
+        assert ours.kl < bare.kl / 2
+        assert ours.agreement > bare.agreement
+    assert learnt[0].kl < learnt[1].kl < 1.5
+    assert learnt[0].agreement > 0.65
+
+
+def test_it_talks_at_its_speeds() -> None:
+    """A conversation whose speed changes."""
+    lines = b"What is a solar panel made of?\n/speed 2\nSay it in one sentence.\n"
+    done = run("chat", FOLDER, "--adapter", ADAPTER, "--speedup", 1.5, "--max-new-tokens", 24, stdin=lines)
+    assert done.returncode == 0, done.stderr
+    assert "20.0 of 30 layers" in done.stderr
+    assert "15.0 of 30 layers" in done.stderr
+    assert len(done.stdout.split()) > 20
