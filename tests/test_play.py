@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -160,6 +161,14 @@ def test_speeds_that_are_shown() -> None:
 
 
 # --- the page
+
+
+def test_a_port_that_is_taken_is_said() -> None:
+    """Rather than a traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = run("play", "demo", "--port", taken.getsockname()[1])
+    assert done.returncode == 2
+    assert "can listen on" in done.stderr
 
 
 def test_people_are_served_at_once(address: str, demo: tuple[Any, Any, dict[float, Schedule]]) -> None:

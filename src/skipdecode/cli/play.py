@@ -6,6 +6,7 @@ from typing import Annotated
 
 from typer import Option
 
+from ..errors import UsageError
 from . import options as o
 from .console import say
 
@@ -34,4 +35,7 @@ def play(
     schedules = schedules_for(read_config(model, revision, adapter), folder, chosen)
     loaded, tokenizer = load(model, dtype=dtype, device=device, revision=revision, adapter=adapter)
     say(f"http://{host}:{port}; Ctrl-C ends it")
-    launch(page(loaded, tokenizer, schedules, model), server_name=host, server_port=port, quiet=True)
+    try:
+        launch(page(loaded, tokenizer, schedules, model), server_name=host, server_port=port, quiet=True)
+    except OSError as error:
+        raise UsageError(f"nothing can listen on {host}:{port}: {error}") from error

@@ -80,7 +80,7 @@ def around_message(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
     Raises ModelError if the template takes no such message, or does not show where it ends.
     """
-    mark = "MESSAGE"
+    mark = "x7MESSAGE7x"  # no template has it in its own words
     before, _, rest = _apply(tokenizer, [{"role": "user", "content": mark}]).partition(mark)
     after = rest.strip()
     if not after:
