@@ -16,8 +16,6 @@ from . import options as o
 from .console import err, say
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ..core.schedule import Schedule
     from ..generation.kept_prompt import KeptPrompt
 
@@ -46,6 +44,7 @@ def chat(
     """
     import torch
 
+    from ..core.adapter_folder import trained_schedule
     from ..core.checkpoint_config import untrained_warning
     from ..data.chat import Message, render
     from ..generation.kept_prompt import KeptPrompt
@@ -57,7 +56,7 @@ def chat(
     check_options(options)
     # Before the weights are loaded: a wrong speed-up, and a tokenizer without a chat template.
     folder = adapter_of(model, adapter)
-    schedule = _schedule(read_config(model, revision, adapter), speedup, folder)
+    schedule = trained_schedule(read_config(model, revision, adapter), speedup, folder)
     told = [] if system is None else [Message("system", system)]
     render(load_tokenizer(model, revision), (*told, Message("user", "Hello")))
     loaded, tokenizer = load(model, dtype=dtype, device=device, revision=revision, adapter=adapter)
@@ -72,7 +71,7 @@ def chat(
             continue
         if command == "/speed":
             with _said():
-                schedule = _schedule(loaded.config, _number(value), folder)
+                schedule = trained_schedule(loaded.config, _number(value), folder)
                 say(f"{schedule.target:g}x from here on")
         elif command == "/new":
             messages = list(told)
@@ -85,18 +84,6 @@ def chat(
                 asked = [*messages, Message("user", line)]
                 text = _answer(kept, tokenizer, asked, schedule, max_new_tokens, options)
                 messages = [*asked, Message("assistant", text)]
-
-
-def _schedule(config: Any, speedup: float | None, folder: Path | None) -> Schedule:
-    """Return the schedule of a speed-up. Raises ScheduleError if there is none that the model or adapter knows."""
-    from ..core.adapter import check_trained
-    from ..core.adapter_folder import read_schedules
-    from ..core.checkpoint_config import schedule_for
-
-    schedule = schedule_for(config, speedup)
-    if folder is not None:
-        check_trained(read_schedules(folder), schedule)
-    return schedule
 
 
 def _number(value: str) -> float:

@@ -6,7 +6,6 @@ from typing import Annotated
 
 from typer import Option
 
-from ..errors import UsageError
 from . import options as o
 from .console import say
 
@@ -27,15 +26,9 @@ def play(
 
     skipdecode play MODEL --adapter fast --speedups 1,1.5,2
     """
-    from ..web.app import launch, page, schedules_for
-    from ..weights.loading import adapter_of, load, read_config
+    from ..web import app
 
     chosen = None if speedups is None else o.parse_numbers(speedups)
-    folder = adapter_of(model, adapter)
-    schedules = schedules_for(read_config(model, revision, adapter), folder, chosen)
-    loaded, tokenizer = load(model, dtype=dtype, device=device, revision=revision, adapter=adapter)
-    say(f"http://{host}:{port}; Ctrl-C ends it")
-    try:
-        launch(page(loaded, tokenizer, schedules, model), server_name=host, server_port=port, quiet=True)
-    except OSError as error:
-        raise UsageError(f"nothing can listen on {host}:{port}: {error}") from error
+    where = {"dtype": dtype, "device": device, "revision": revision}
+    say(f"http://{host}:{port} when the model is loaded; Ctrl-C ends it")
+    app.play(model, adapter, chosen, where=where, server_name=host, server_port=port, quiet=True)

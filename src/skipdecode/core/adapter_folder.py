@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..errors import FileError, ModelError
 from ..files import has_key, read_json, write
-from .adapter import Adapter
-from .checkpoint_config import ADAPTER_FILE
+from .adapter import Adapter, check_trained
+from .checkpoint_config import ADAPTER_FILE, schedule_for
 from .schedule import Schedule
 
 #: The folder's files.
@@ -77,6 +77,14 @@ def read_schedules(folder: Path) -> dict[float, Schedule]:
         return {float(k): Schedule.from_dict(schedule) for k, schedule in read_about(folder)["schedules"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FileError(f"the adapter in {folder} is damaged: {error}") from error
+
+
+def trained_schedule(config: Any, speedup: float | None, folder: Path | None) -> Schedule:
+    """Return the schedule of a speed-up. Raises ScheduleError if there is none that the model or its adapter knows."""
+    schedule = schedule_for(config, speedup)
+    if folder is not None:
+        check_trained(read_schedules(folder), schedule)
+    return schedule
 
 
 def read_about(folder: Path) -> dict[str, Any]:

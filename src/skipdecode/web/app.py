@@ -10,9 +10,8 @@ from typing import Any
 
 import gradio as gr
 
-from skipdecode.core.adapter import check_trained
-from skipdecode.core.adapter_folder import read_schedules
-from skipdecode.core.checkpoint_config import schedule_for, trained_schedules, untrained_warning
+from skipdecode.core.adapter_folder import read_schedules, trained_schedule
+from skipdecode.core.checkpoint_config import trained_schedules, untrained_warning
 from skipdecode.core.schedule import Schedule
 from skipdecode.data.chat import Message, Prompt
 from skipdecode.data.tokenization import encode_prompts
@@ -20,6 +19,7 @@ from skipdecode.errors import SkipDecodeError, UsageError
 from skipdecode.generation.generate import max_positions
 from skipdecode.web.drawing import figures, marked, picture
 from skipdecode.web.writing import Written, write_side_by_side
+from skipdecode.weights.loading import adapter_of, load, read_config
 
 #: Most characters of a prompt, tokens of a text, texts side by side, and people whose texts are written at once.
 CHARACTERS, TOKENS, SIDE_BY_SIDE, PEOPLE = 8000, 512, 3, 8
@@ -57,11 +57,7 @@ def schedules_for(
         speedups = (1.0, *{faster[(len(faster) - 1) // 2], faster[-1]}) if faster else UNTRAINED
     if len(speedups) > SIDE_BY_SIDE:
         raise UsageError(f"{SIDE_BY_SIDE} speed-ups fit side by side, not {len(speedups)}")
-    schedules = {speedup: schedule_for(config, speedup) for speedup in sorted(speedups)}
-    if adapter:
-        for schedule in schedules.values():
-            check_trained(trained, schedule)
-    return schedules
+    return {speedup: trained_schedule(config, speedup, adapter) for speedup in sorted(speedups)}
 
 
 def page(model: Any, tokenizer: Any, schedules: Mapping[float, Schedule], name: str = "the model") -> gr.Blocks:
@@ -134,22 +130,47 @@ def page(model: Any, tokenizer: Any, schedules: Mapping[float, Schedule], name: 
 
 
 def launch(blocks: gr.Blocks, **options: Any) -> None:
-    """Serve the page; nothing of it is loaded from elsewhere. ``options`` are those of gradio's ``launch``."""
+    """Serve the page; nothing of it is loaded from elsewhere. ``options`` are those of gradio's ``launch``.
+
+    Raises UsageError if the address or port cannot be listened on.
+    """
     theme = gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
-    blocks.queue(max_size=64).launch(theme=theme, css=STYLE, share=False, ssr_mode=False, footer_links=[], **options)
+    options |= {"theme": theme, "css": STYLE, "share": False, "ssr_mode": False, "footer_links": []}
+    try:
+        blocks.queue(max_size=64).launch(**options)
+    except OSError as error:
+        raise UsageError(f"the page can listen on no such address and port: {error}") from error
 
 
-def main() -> None:
-    """Serve the page for the model that the environment names."""
-    from skipdecode.weights.loading import adapter_of, load, read_config
+def play(
+    name: str,
+    adapter: Path | None = None,
+    speedups: tuple[float, ...] | None = None,
+    *,
+    where: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Load a model and serve its page.
 
-    name, speedups = os.environ.get("MODEL", "demo"), os.environ.get("SPEEDUPS")
-    adapter = Path(os.environ["ADAPTER"]) if "ADAPTER" in os.environ else None
-    chosen = tuple(map(float, speedups.split(","))) if speedups else None
-    schedules = schedules_for(read_config(name, None, adapter), adapter_of(name, adapter), chosen)
-    model, tokenizer = load(name, adapter=adapter)
-    launch(page(model, tokenizer, schedules, name))
+    Args:
+        name, adapter: as :func:`skipdecode.load` takes them.
+        speedups: as :func:`schedules_for` takes them.
+        where: ``dtype``, ``device`` and ``revision``, as :func:`skipdecode.load` takes them.
+        options: of :func:`launch`.
+
+    Raises:
+        SkipDecodeError: the model cannot be loaded, or has no such speeds; or the port is taken.
+    """
+    where = where or {}
+    schedules = schedules_for(read_config(name, where.get("revision"), adapter), adapter_of(name, adapter), speedups)
+    model, tokenizer = load(name, adapter=adapter, **where)
+    launch(page(model, tokenizer, schedules, name), **options)
 
 
 if __name__ == "__main__":
-    main()
+    variables = os.environ
+    play(
+        variables.get("MODEL", "demo"),
+        Path(variables["ADAPTER"]) if "ADAPTER" in variables else None,
+        tuple(map(float, variables["SPEEDUPS"].split(","))) if "SPEEDUPS" in variables else None,
+    )
