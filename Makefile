@@ -144,6 +144,12 @@ dist: $(VENV)/installed
 	$(DIST)/bin/pip install --quiet --disable-pip-version-check dist/*.whl
 	cd $(DIST) && bin/python -c 'import skipdecode as s; \
 		print(s.__version__, s.generate(*s.load("demo"), ["name Zizzi, food English ->"], speedup=5).completions[0].text)'
+	cd $(DIST) && rm -rf alone && unzip -q ../dist/*.whl 'skipdecode/demo/*' -d alone && bin/python -c 'import sys; \
+		sys.modules["skipdecode"] = None; from transformers import AutoModelForCausalLM, AutoTokenizer; at = "alone/skipdecode/demo"; \
+		model, read = AutoModelForCausalLM.from_pretrained(at), AutoTokenizer.from_pretrained(at); \
+		ids = read("name Zizzi, food English ->", return_tensors="pt"); \
+		print(read.decode(model.generate(**ids, custom_generate=at, trust_remote_code=True, speedup=5)[0]))'
+	cd $(DIST) && bin/skipdecode demo
 	$(DIST)/bin/pip install --quiet --disable-pip-version-check "$$(echo dist/*.whl)[cli]"
 	cd $(DIST) && bin/skipdecode demo
 

@@ -250,7 +250,9 @@ def test_a_chat_model_writes_its_users_messages_too(checkpoint: Path, tmp_path: 
         f"{begin}{{% for m in messages %}}{{{{ m.role }}}} {{{{ m.content }}}}{ends}{{% endfor %}}"
     )
     tokenizer.save_pretrained(model)
-    arguments = ["train", model, *OWN[: OWN.index("--on-policy")], "--output", tmp_path / "out"]
+    # Random weights seldom end a message: of 200 some do.
+    many = [200 if each == 24 else each for each in OWN[: OWN.index("--on-policy")]]
+    arguments = ["train", model, *many, "--output", tmp_path / "out"]
     done = run(*arguments)
     assert done.returncode == 0, done.stderr
     assert "writes its users' messages too" in done.stderr
@@ -269,6 +271,30 @@ def test_a_chat_model_writes_its_users_messages_too(checkpoint: Path, tmp_path: 
     assert again.returncode == 0, again.stderr
     assert prompts
     assert [line["prompt"] for line in lines("own_texts.jsonl")] == prompts
+
+
+@pytest.mark.parametrize(("prompts", "each", "most"), [(40, 1, 100), (40, 3, 100), (40, 3, 2), (1, 30, 100), (5, 4, 0)])
+def test_no_text_is_learnt_whose_prompt_is_held_out(prompts: int, each: int, most: int) -> None:
+    """Texts of one prompt are alike; with fewer than ten prompts only the texts themselves are apart."""
+    texts = [Example(f"prompt {i % prompts}", (f"text {i}",)) for i in range(prompts * each)]
+    learnt, held = training.hold_out(texts, most)
+    assert not {*learnt} & {*held}
+    assert len(held) == min(most, len(texts) // 10)
+    if prompts >= 10:
+        assert not {text.prompt for text in learnt} & {text.prompt for text in held}
+        assert {*learnt} | {*held} >= {text for text in texts if text.prompt not in {each.prompt for each in held}}
+    else:
+        assert {*learnt, *held} == {*texts}
+
+
+def test_a_model_in_bfloat16_teaches_weights_in_float32(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+    """--bf16: the frozen model computes in bfloat16, what learns does not, and the adapter serves the model itself."""
+    done = run("train", checkpoint, *OWN, "--bf16", "--prompts", prompts, "--output", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    weights = load_file(tmp_path / "out" / "adapter.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    model, _ = load(str(tmp_path / "out"))
+    assert next(model.parameters()).dtype == torch.float32
 
 
 def test_own_texts_train_all_weights_too(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:

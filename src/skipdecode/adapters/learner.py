@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import kl_div, log_softmax
+from torch.nn.functional import cross_entropy
 
 from ..core.adapter import Adapter
 from ..core.schedule import Schedule
@@ -21,9 +21,11 @@ class FullDepth(NamedTuple):
     """What full depth says of a batch of texts, for all schedules that learn from it."""
 
     passes: TextPasses
-    #: Positions that can be learnt from, (batch, R), and there the log-probabilities of all tokens.
+    #: Positions that can be learnt from, (batch, R).
     learned: Tensor
+    #: Probabilities of all tokens, (batch, R, vocabulary), and their entropies in nats, (batch, R).
     target: Tensor
+    entropy: Tensor
     #: By layer, what each position is given, (batch, R, size).
     hidden: Mapping[int, Tensor]
 
@@ -61,8 +63,9 @@ class AdapterLearner(nn.Module):
         passes = TextPasses(self.model, batch)
         places = {layer + 1 for each in schedules for layer in corrected_positions(each, learned)}
         with hidden_states(passes, places) as hidden:
-            logits = passes.logits(Schedule.full(len(decoder_layers(self.model))))
-        return FullDepth(passes, learned, log_softmax(logits[learned].float(), -1), hidden)
+            logits = passes.logits(Schedule.full(len(decoder_layers(self.model)))).float()
+        target = logits.softmax(-1)
+        return FullDepth(passes, learned, target, _cross_entropy(logits, target), hidden)
 
     def forward(self, full: FullDepth, schedule: Schedule, num_items_in_batch: Any = None) -> Tensor:
         """Return the mean KL divergence from full depth, in nats per text token.
@@ -76,11 +79,16 @@ class AdapterLearner(nn.Module):
         """
         corrected = corrected_positions(schedule, full.learned) if self.training else {}
         with hidden_states(full.passes, [layer + 1 for layer in corrected]) as here:
-            student = log_softmax(full.passes.logits(schedule)[full.learned].float(), -1)
-        loss = kl_div(student, full.target, log_target=True, reduction="sum")
+            logits = full.passes.logits(schedule).float()
+        # Not kl_div: of some hundred megabytes of logits it would make six copies.
+        loss = (_cross_entropy(logits, full.target) - full.entropy)[full.learned].sum()
         for layer, where in corrected.items():
             loss = loss + hidden_error(here[layer + 1][where], full.hidden[layer + 1][where]) / len(corrected)
         return loss / (full.learned.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+
+
+def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1), target.flatten(0, 1), reduction="none").view(target.shape[:2])
 
 
 def corrected_positions(schedule: Schedule, learned: Tensor) -> dict[int, Tensor]:

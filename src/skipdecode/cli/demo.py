@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +22,9 @@ def demo(
     model: o.Model = "demo",
     speedups: Annotated[str, Option(help="Target layer reductions, 1 among them.")] = "1,2,3,4,5",
     repeats: Annotated[int, Option(min=1, help="Rounds timed alternately; medians are shown.")] = 5,
-    png: Annotated[Path, Option(help="The picture.")] = Path("skipdecode-demo.png"),
+    png: Annotated[
+        Path | None, Option(help="The picture (default: skipdecode-demo.png, where matplotlib is installed).")
+    ] = None,
 ) -> None:
     """Write the same inputs at 1x to 5x, time them alternately, and draw what it gave.
 
@@ -32,7 +35,6 @@ def demo(
     from ..core.checkpoint_config import schedule_for
     from ..data.inputs import read_items
     from ..data.tasks import get_task
-    from ..evaluation.plots import check_picture, draw_demo
     from ..generation.generate import generate
     from ..weights.device import machine
     from ..weights.loading import DEMO, load, read_config
@@ -40,7 +42,12 @@ def demo(
     targets = o.parse_numbers(speedups)
     if 1 not in targets:
         raise UsageError("--speedups needs 1 among them: it is what the others are compared with")
-    check_picture(png)
+    if png is None and find_spec("matplotlib"):  # no base requirement, and the texts and the table need none
+        png = Path("skipdecode-demo.png")
+    if png is not None:
+        from ..evaluation.plots import check_picture, draw_demo
+
+        check_picture(png)
     task = get_task("e2e")
     items = [item for item in read_items(str(DEMO / "inputs.csv"), task) if item.error is None]
     schedules = {speedup: schedule_for(read_config(model), speedup) for speedup in targets}
@@ -65,8 +72,9 @@ def demo(
     )
     _print_table(timings, repeats)
     out.print(f"[dim]{machine()}[/]", highlight=False)
-    draw_demo(schedules, timings, png, machine())
-    say(f"wrote {png}")
+    if png is not None:
+        draw_demo(schedules, timings, png, machine())
+        say(f"wrote {png}")
 
 
 def _print_table(timings: dict[float, Timing], repeats: int) -> None:

@@ -17,6 +17,10 @@ from ..errors import ScheduleError
 from .schedule import Schedule
 
 
+#: Maps have so many times the rank of bottlenecks: a depth has one map per gap, and a bottleneck per layer it runs.
+WIDER = 4
+
+
 class Gap(NamedTuple):
     """A stretch of layers that a position skips, between two that it runs: ``start`` to ``stop - 1``."""
 
@@ -78,18 +82,22 @@ class Adapter(nn.Module):
 
     Args:
         size: width of the hidden states.
-        rank: of each map and bottleneck, at most ``size``.
+        rank: of each bottleneck, at most ``size``.
         schedules: by target speed-up.
+        map_rank: of each map, at most ``size``; None: four times ``rank``.
     """
 
-    def __init__(self, size: int, rank: int, schedules: Mapping[float, Schedule]) -> None:
+    def __init__(
+        self, size: int, rank: int, schedules: Mapping[float, Schedule], map_rank: int | None = None
+    ) -> None:
         super().__init__()
-        self.rank, self.schedules = min(rank, size), dict(schedules)
+        self.rank, self.map_rank = min(rank, size), min(map_rank or WIDER * rank, size)
+        self.schedules = dict(schedules)
         runs = set().union(*map(runs_of, schedules.values()))
         total = next(iter(schedules.values())).num_layers
         gaps = {gap for layers in runs for gap in gaps_between(layers, total)}
         running = {layer for layers in runs if len(layers) < total for layer in layers}
-        self.stand_ins = nn.ModuleDict({str(gap): StandIn(size, self.rank) for gap in sorted(gaps)})
+        self.stand_ins = nn.ModuleDict({str(gap): StandIn(size, self.map_rank) for gap in sorted(gaps)})
         self.bottlenecks = nn.ModuleDict({str(layer): Bottleneck(size, self.rank) for layer in sorted(running)})
 
     def apply_before(self, layer: int, hidden: Tensor, axis: int, counts: Sequence[int]) -> Tensor:

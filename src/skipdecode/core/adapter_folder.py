@@ -41,6 +41,7 @@ def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str, fi
         "skipdecode_adapter": 1,
         "base_model": base,
         "rank": adapter.rank,
+        "map_rank": adapter.map_rank,
         "schedules": {f"{speedup:g}": schedule.to_dict() for speedup, schedule in adapter.schedules.items()},
         "base_hashes": hashes(model),
         "base_files": hash_of_files(files) if files else None,
@@ -114,7 +115,7 @@ def read_adapter(folder: Path) -> Adapter:
     schedules = read_schedules(folder)
     try:
         weights = load((folder / WEIGHTS).read_bytes())
-        adapter = Adapter(weights_size(weights), about["rank"], schedules)
+        adapter = Adapter(weights_size(weights), about["rank"], schedules, about.get("map_rank", about["rank"]))
         adapter.load_state_dict(weights)
     except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError, OSError) as error:
         raise FileError(f"the adapter in {folder} is damaged: {' '.join(str(error).split())[:300]}") from error

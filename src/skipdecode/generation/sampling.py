@@ -41,14 +41,17 @@ class _Draw(LogitsProcessor):
         self.generators = generators
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        probabilities = scores.softmax(-1)
-        # As torch.multinomial does: token i has the largest p / (exponential noise) with probability p_i.
-        noise = [
-            torch.empty_like(row).exponential_(generator=g) for row, g in zip(scores, self.generators, strict=True)
-        ]
-        chosen = (probabilities / torch.stack(noise)).argmax(-1, keepdim=True)
+        # The token at which the sum of probabilities passes a random share of the whole: one number per text. Doubles,
+        # so that rounding shifts no token's share; float32 where there are none.
+        wide = torch.float32 if scores.device.type == "mps" else torch.float64
+        sums = scores.softmax(-1).cumsum(-1, dtype=wide)
+        shares = [torch.rand(1, generator=g, device=scores.device, dtype=wide) for g in self.generators]
+        total = sums[:, -1:]
+        # Below the whole, also if rounded: so the token's own probability is above 0.
+        passed = torch.minimum(torch.stack(shares) * total, torch.nextafter(total, torch.zeros_like(total)))
+        chosen = torch.searchsorted(sums, passed, right=True).clamp(max=scores.shape[-1] - 1)
         # Not just 0: NaN stays NaN, and raises the same error as without this processor.
-        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0 * probabilities.gather(1, chosen))
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0 * total.to(scores.dtype))
 
 
 def stable_hash(*parts: int) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ..files import write
-
 ROOT = Path(__file__).parents[1]
 START = "hub/generate.py"
 #: In Python source: a relative import, its dots, the module, and the rest of the line.
@@ -32,6 +30,8 @@ def sources() -> dict[str, str]:
 
 def write_custom_generate(folder: Path) -> None:
     """Write ``custom_generate/`` into a folder."""
+    from ..files import write  # here, since building a wheel runs this file by itself
+
     target = folder / "custom_generate"
     target.mkdir(parents=True, exist_ok=True)
     for name, text in sources().items():

@@ -171,7 +171,7 @@ class TrainingPlan:
     lora_rank: int = option(
         0, "Rank of LoRA adapters, merged at the end and kept in OUTPUT/adapter too; 0: none.", MEMORY, most=10_000
     )
-    bf16: bool = option(False, "Compute in bfloat16; the weights stay float32.", MEMORY)
+    bf16: bool = option(False, "Compute in bfloat16; weights that are trained stay float32.", MEMORY)
     gradient_checkpointing: bool = option(False, "Recompute activations: less memory, more time.", MEMORY)
     attn_implementation: str | None = option(
         None, "eager, sdpa, …; transformers' choice if left out. On CPUs eager is faster for short texts.", MEMORY

@@ -193,7 +193,7 @@ def _run(
 #: Options with the same name in TrainingArguments.
 SAME = (
     "num_train_epochs gradient_accumulation_steps learning_rate lr_scheduler_type warmup_steps weight_decay adam_beta2 "
-    "bf16 save_steps eval_steps seed"
+    "save_steps eval_steps seed"
 ).split()
 
 #: Options that a resumed run must share. Others may differ, or show in what :func:`_record` adds.
@@ -211,6 +211,7 @@ def make_args(plan: TrainingPlan) -> TrainingArguments:
         per_device_train_batch_size=plan.batch_size,
         per_device_eval_batch_size=plan.batch_size,
         use_cpu=not torch.accelerator.is_available(),
+        bf16=plan.bf16 and not plan.adapters,  # the frozen model is in bfloat16 itself
         logging_steps=10,
         report_to=list(plan.report_to),
         eval_strategy="steps" if plan.eval_steps else "no",
@@ -232,8 +233,9 @@ def _load(
         both = (config, loading.read_config(plan.teacher))
         if len({each.get_text_config(decoder=True).vocab_size for each in both}) > 1:
             raise UsageError(f"{plan.teacher} has another vocabulary than the model: its logits cannot be learned from")
-    # Weights stay float32, also with --bf16; the Trainer moves them to the device.
-    return made or loading.load(str(plan.model), dtype="float32", device="cpu", attention=attention)
+    # Weights that learn stay float32, also with --bf16; the Trainer moves them to the device.
+    dtype = "bfloat16" if plan.bf16 and plan.adapters else "float32"
+    return made or loading.load(str(plan.model), dtype=dtype, device="cpu", attention=attention)
 
 
 def _schedules(
@@ -279,14 +281,14 @@ def _read(plan: TrainingPlan, task: Task) -> tuple[list[Example], list[Example]]
 def _write(
     plan: TrainingPlan, task: Task, folder: RunFolder, say: Callable[[str], object]
 ) -> tuple[list[Example], list[Example]]:
-    """Let the model write its own texts, in ``own_texts.jsonl``; return them as :func:`_read` does.
-
-    At most a tenth of them are left to evaluate with.
-    """
+    """Let the model write its own texts, in ``own_texts.jsonl``; return them as :func:`_read` does."""
     options: dict[str, Any] = SAMPLED | {"temperature": plan.temperature}
     options |= {} if plan.max_new_tokens is None else {"max_new_tokens": plan.max_new_tokens}
     batch_size = max(plan.batch_size, WRITTEN)
-    job = GenerationJob(str(plan.model), task=task, batch_size=batch_size, seed=plan.seed, options=options)
+    dtype = "bfloat16" if plan.bf16 else "auto"
+    job = GenerationJob(
+        str(plan.model), task=task, batch_size=batch_size, seed=plan.seed, options=options, dtype=dtype
+    )
     count = plan.own_texts or 0
     with tqdm(desc="own texts", unit="text", file=sys.stderr) as bar:
 
@@ -297,8 +299,21 @@ def _write(
         told: dict[str, Any] = {"on_start": start, "on_batch": lambda cost: bar.update(cost.rows), "say": say}
         prompts = prompts_for(job, plan.prompts or plan.data, count, folder.folder, **told)
         texts = own_texts(job, prompts, count, folder.folder / "own_texts.jsonl", **told)
-    held_out = min(plan.max_eval_samples, len(texts) // 10) if plan.eval_steps else 0
-    return texts[held_out:], texts[:held_out]
+    return hold_out(texts, plan.max_eval_samples if plan.eval_steps else 0)
+
+
+def hold_out(texts: Sequence[Example], most: int) -> tuple[list[Example], list[Example]]:
+    """Return own texts to learn from, and at most ``most`` to evaluate with.
+
+    The latter are those of a tenth of the prompts, which no other texts follow: texts of one prompt are alike. Of fewer
+    than ten prompts, a tenth of the texts.
+    """
+    prompts = [*dict.fromkeys(each.prompt for each in texts)]
+    held = {*prompts[: min(most, len(prompts) // 10)]}
+    if len(prompts) < 10:
+        count = min(most, len(texts) // 10)
+        return [*texts[count:]], [*texts[:count]]
+    return [each for each in texts if each.prompt not in held], [each for each in texts if each.prompt in held][:most]
 
 
 def _learner(
@@ -312,6 +327,7 @@ def _learner(
     model.eval().requires_grad_(False)
     adapter = Adapter(text_config(model.config).hidden_size, plan.adapter_rank, schedules)
     attach(model, adapter=adapter)
+    adapter.float()  # also in a model of bfloat16
     if batches:
         fit_stand_ins(adapter, [TextPasses(model, batch) for batch in batches])
     say(f"the adapter has {sum(weight.numel() for weight in adapter.parameters()):,} weights; the model stays as it is")
