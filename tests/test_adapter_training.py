@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig
 
 from helpers.tiny import TEXTS, run, write_jsonl
 from skipdecode import load
@@ -41,7 +41,6 @@ OWN = [
     24,
     "--max-new-tokens",
     10,
-    "--adapters",
     "--speedups",
     "2,4",
     "--max-steps",
@@ -97,6 +96,21 @@ def test_what_was_loaded_is_the_adapter(trained: Path, checkpoint: Path) -> None
     assert all(torch.equal(held[name], weights[name]) for name in weights)
 
 
+def test_the_depth_is_constant_unless_asked_otherwise(trained: Path) -> None:
+    """And the layers of a speed-up are among those of the slower one: there is one order."""
+    two, four = read_schedules(trained).values()
+    assert (two.distinct_depths, four.distinct_depths) == ((4,), (2,))
+    assert two.ranking == four.ranking
+    options: dict[str, Any] = {"model": "demo", "own_texts": 20, "speedups": (1.5, 2)}
+    config = LlamaConfig(num_hidden_layers=30)
+    for given in ({}, {"warmup_layers": 1}, {"decay": "linear"}, {"order": "even"}):
+        asked = {"decay": "constant", "warmup": 5} | given
+        asked["warmup"] = asked.pop("warmup_layers", asked["warmup"])
+        if given.get("order") == "even":
+            del asked["warmup"]
+        assert training._style(TrainingPlan(**options, **given), config) == asked
+
+
 def test_a_server_takes_it(trained: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In MODEL's place: its model is served, at its speeds, and at no other that would run layers it does not know."""
     monkeypatch.setattr(server, "require_vllm", lambda: None)
@@ -121,7 +135,7 @@ def test_training_comes_nearer_to_full_depth(checkpoint: Path, prompts: Path, tm
             weight.mul_(8 if weight.ndim == 2 else 1)  # else layers, and what they change, are next to nothing
     for each in (model, tokenizer):
         each.save_pretrained(tmp_path / "model")
-    options = ["--own-texts", 80, "--max-new-tokens", 16, "--adapters", "--speedup", 4, "--batch-size", 8]
+    options = ["--own-texts", 80, "--max-new-tokens", 16, "--speedup", 4, "--batch-size", 8]
     options += ["--max-steps", 40, "--eval-steps", 20, "--learning-rate", 5e-3, "--prompts", prompts]
     losses: list[float] = []
     evaluate, train = AdapterTrainer.evaluate, AdapterTrainer.train
@@ -169,7 +183,7 @@ def test_speeds_learn_from_one_full_pass_as_from_their_own(checkpoint: Path) -> 
 
 def test_own_texts_are_as_sure_as_asked(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
     """Almost without temperature, they are the greedy ones, each once: nothing is learnt from a text twice."""
-    options = ["--own-texts", 20, "--max-new-tokens", 6, "--adapters", "--max-steps", 1, "--eval-steps", 0]
+    options = ["--own-texts", 20, "--max-new-tokens", 6, "--max-steps", 1, "--eval-steps", 0]
     done = run("train", checkpoint, *options, "--prompts", prompts, "--temperature", 1e-6, "--output", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "out" / "own_texts.jsonl").read_text().splitlines()]
@@ -298,8 +312,8 @@ def test_a_model_in_bfloat16_teaches_weights_in_float32(checkpoint: Path, prompt
 
 
 def test_own_texts_train_all_weights_too(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
-    """Without --adapters: today's way, on the same texts."""
-    arguments = OWN[: OWN.index("--adapters")] + OWN[OWN.index("--adapters") + 1 : OWN.index("--on-policy")]
+    """--no-adapters: the other way, on the same texts."""
+    arguments = [*OWN[: OWN.index("--on-policy")], "--no-adapters"]
     done = run("train", checkpoint, *arguments, "--prompts", prompts, "--output", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out" / "config.json").read_text())["skipdecode"]["schedules"].keys() == {"2", "4"}
@@ -319,7 +333,7 @@ def test_verbs_that_cannot_use_an_adapter_refuse_it(verb: str, trained: Path, tm
     [
         ({"lora_rank": 4}, "no --lora-rank"),
         ({"distill_weight": 0.5}, "no --distill-weight"),
-        ({"method": "calm"}, "are for the method skipdecode"),
+        ({"method": "calm", "adapters": None}, "are for the method skipdecode"),
         ({"prompt_layers": "max"}, "leave the prompt to the full model"),
         ({"speedups": (1, 2)}, "1x is the model itself"),
         ({"own_texts": None, "prompts": "x"}, "go with --own-texts"),

@@ -104,7 +104,10 @@ def test_check_tells_rounding_from_faults(monkeypatch: pytest.MonkeyPatch) -> No
     model.model.layers[1].mlp.down_proj.weight.data *= 1000
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     schedule = Schedule.for_speedup(1.3, 10, 8)
-    findings = list(run_checks(model, schedule))
+    with monkeypatch.context() as strict:  # how far float32 goes astray depends on the CPU: here it always does too far
+        strict.setattr("skipdecode.evaluation.check.TOLERANCE", 1e-9)
+        strict.setattr("skipdecode.evaluation.check.TIMES_STOCK", 0)
+        findings = list(run_checks(model, schedule))
     assert [finding for finding in findings if not finding.held] == []
     assert any("in float64" in finding.detail for finding in findings)
     with in_float64(model):

@@ -80,7 +80,7 @@ def test_the_embedded_checkpoint_writes_at_its_speeds(tmp_path: Path) -> None:
 def test_an_adapter_acts_in_its_model(checkpoint: Path, tmp_path: Path) -> None:
     """The folder of a trained adapter carries the code; the model is loaded as it is."""
     write_jsonl(tmp_path / "prompts.jsonl", ({"prompt": text} for text in TEXTS))
-    options = ["--own-texts", 20, "--max-new-tokens", 8, "--adapters", "--speedup", 2, "--max-steps", 1]
+    options = ["--own-texts", 20, "--max-new-tokens", 8, "--speedup", 2, "--max-steps", 1]
     options += ["--learning-rate", 0.5, "--prompts", tmp_path / "prompts.jsonl"]
     done = run("train", checkpoint, *options, "--output", tmp_path / "fast")
     assert done.returncode == 0, done.stderr

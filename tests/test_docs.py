@@ -27,7 +27,7 @@ COMMANDS = [*DOCUMENTS, ROOT / "Makefile", *sorted(ROOT.glob("recipes/*.sh"))]
 COMMANDS += sorted(ROOT.glob("tests/golden/help-*.txt"))
 COMMAND: Any = typer.main.get_command(app)
 VERBS: dict[str, set[str]] = {
-    name: {option for parameter in verb.params for option in parameter.opts} | {"--help"}
+    name: {option for parameter in verb.params for option in [*parameter.opts, *parameter.secondary_opts]} | {"--help"}
     for name, verb in COMMAND.commands.items()
 }
 #: Options of other programs that documents name: vLLM, uvx, pytest, `make torture`, lm-evaluation-harness, and

@@ -25,7 +25,7 @@ def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter for 2x of the tiny checkpoint, with the files of its training. Read it."""
     folder = tmp_path_factory.mktemp("adapter")
     write_jsonl(folder / "prompts.jsonl", ({"prompt": text} for text in TEXTS))
-    options = ["--own-texts", 20, "--max-new-tokens", 8, "--adapters", "--speedups", "2,4", "--max-steps", 1]
+    options = ["--own-texts", 20, "--max-new-tokens", 8, "--speedups", "2,4", "--max-steps", 1]
     done = run("train", checkpoint, *options, "--prompts", folder / "prompts.jsonl", "--output", folder / "fast")
     assert done.returncode == 0, done.stderr
     return folder / "fast"

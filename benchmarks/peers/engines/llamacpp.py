@@ -16,10 +16,14 @@ KINDS = {"bfloat16": "bf16", "float32": "f32"}
 
 
 def load(job: Job) -> Generate:
-    """Convert the checkpoint once, and load it. The precision is that of the matrices."""
+    """Convert the checkpoint once, and load it. The precision is that of the matrices.
+
+    Options: ``gguf``, a file in the place of the checkpoint; ``forbidden``, tokens that are never chosen.
+    """
     llama_cpp.llama_backend_init()
     kind = KINDS.get(job["precision"], str(job["precision"]))
-    file = write_gguf(Path(job["checkpoint"]), Path(job["converted"] + ".gguf"), kind)
+    given, forbidden = job["options"].get("gguf"), job["options"].get("forbidden", [])
+    file = given or write_gguf(Path(job["checkpoint"]), Path(job["converted"] + ".gguf"), kind)
     model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
     words = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     length = job["prompt_tokens"] + job["new_tokens"]
@@ -49,7 +53,9 @@ def load(job: Job) -> Generate:
         if code := llama_cpp.llama_decode(context, batch):
             raise RuntimeError(f"llama_decode gave {code}")
         pointers = (llama_cpp.llama_get_logits_ith(context, end) for end in ends)
-        arrays = (np.ctypeslib.as_array(ctypes.cast(p, ctypes.POINTER(ctypes.c_float)), (words,)) for p in pointers)
+        arrays = [np.ctypeslib.as_array(ctypes.cast(p, ctypes.POINTER(ctypes.c_float)), (words,)) for p in pointers]
+        for array in arrays:
+            array[forbidden] = -np.inf
         return [int(array.argmax()) for array in arrays]
 
     def generate(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:

@@ -23,10 +23,10 @@ class _Ids:
 
 
 def load(job: Job) -> Generate:
-    """Options: ``prepack``. Of a call: ``schedule``, a Schedule's JSON object, or none for full depth."""
+    """Options: those of ``skipdecode.load``. Of a call: ``schedule``, a Schedule's JSON object; none for full depth."""
     torch.set_num_threads(job["threads"])
-    prepack = bool(job["options"].get("prepack"))
-    model, tokenizer = skipdecode.load(job["checkpoint"], dtype=job["precision"], device="cpu", prepack=prepack)
+    options = {name: job["options"][name] for name in ("prepack", "quantization", "adapter") if name in job["options"]}
+    model, tokenizer = skipdecode.load(job["checkpoint"], dtype=job["precision"], device="cpu", **options)
     ids: Any = _Ids(tokenizer.pad_token_id)
 
     def generate(prompts: list[list[int]], new_tokens: int, schedule: dict[str, Any] | None = None) -> list[list[int]]:

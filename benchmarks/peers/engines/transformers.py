@@ -9,7 +9,7 @@ from peers.protocol import Generate, Job, serve
 
 
 def load(job: Job) -> Generate:
-    """Options: ``cache`` (dynamic, static) and ``compile``."""
+    """Options: ``cache`` (dynamic, static), ``compile``, and ``prompt_lookup``, tokens guessed from the text so far."""
     torch.set_num_threads(job["threads"])
     model = AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype=getattr(torch, job["precision"])).eval()
     positions = job["prompt_tokens"] + job["new_tokens"]
@@ -36,6 +36,7 @@ def load(job: Job) -> Generate:
             do_sample=False,
             min_new_tokens=new_tokens,
             max_new_tokens=new_tokens,
+            prompt_lookup_num_tokens=job["options"].get("prompt_lookup") if new_tokens > 1 else None,
             **options,
         )
         if compiled and new_tokens > 1 and not hasattr(model, "_compiled_call"):

@@ -85,7 +85,7 @@ class Probe:
         return (
             f"worth training: {speeds}x, where maps alone keep at least {WORTH:.0%} of the most likely tokens. A "
             f"million tokens take {hours:.1f} hours here at {last.speedup:g}x:\n"
-            f"skipdecode train {self.model} --own-texts 10000 --adapters --speedups {speeds} "
+            f"skipdecode train {self.model} --own-texts 10000 --speedups {speeds} "
             f"--order {last.schedule.order}{warmup} --decay constant"
         )
 

@@ -51,7 +51,9 @@ def _parameter(name: str) -> Parameter:
     if name == "model":
         info = Argument(metavar="MODEL", help=text)
     else:
-        flag = (option_name(name),) if bare is bool else ()  # no --no-…, which takes too much room
+        # --no-… takes much room, and is needed only where neither is the default.
+        undecided = f"/--no-{name.replace('_', '-')}" if default is None else ""
+        flag = (option_name(name) + undecided,) if bare is bool else ()
         info = Option(*flag, metavar=metavar, help=text, rich_help_panel=about["group"])
     kept = bool if bare is bool else str
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kept | None, info])

@@ -16,7 +16,6 @@ from torch.nn.functional import silu
 from ..errors import ScheduleError
 from .schedule import Schedule
 
-
 #: Maps have so many times the rank of bottlenecks: a depth has one map per gap, and a bottleneck per layer it runs.
 WIDER = 4
 
@@ -87,9 +86,7 @@ class Adapter(nn.Module):
         map_rank: of each map, at most ``size``; None: four times ``rank``.
     """
 
-    def __init__(
-        self, size: int, rank: int, schedules: Mapping[float, Schedule], map_rank: int | None = None
-    ) -> None:
+    def __init__(self, size: int, rank: int, schedules: Mapping[float, Schedule], map_rank: int | None = None) -> None:
         super().__init__()
         self.rank, self.map_rank = min(rank, size), min(map_rank or WIDER * rank, size)
         self.schedules = dict(schedules)

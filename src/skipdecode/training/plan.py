@@ -111,8 +111,10 @@ class TrainingPlan:
         ADAPTERS,
         most=10,
     )
-    adapters: bool = option(
-        False, "Learn small maps in the place of skipped layers, and leave the model as it is.", ADAPTERS
+    adapters: bool | None = option(
+        None,
+        "Learn small maps in the place of skipped layers, and leave the model as it is (default: with --own-texts).",
+        ADAPTERS,
     )
     adapter_rank: int = option(64, "Rank of these maps.", ADAPTERS, least=1, most=10_000)
     on_policy: float = option(
@@ -139,9 +141,11 @@ class TrainingPlan:
         None, "Layer order: top, bottom, even, or a schedule's JSON file to take it from (default: top).", BUDGETS
     )
     decay: Literal["linear", "cosine", "exponential", "power", "step", "constant"] | None = option(
-        None, "Shape of the fall of the depth (default: linear).", BUDGETS
+        None, "Shape of the fall of the depth (default: linear; with --adapters constant).", BUDGETS
     )
-    warmup_layers: int | None = option(None, "Bottom layers that order top never skips (default: 1).", BUDGETS)
+    warmup_layers: int | None = option(
+        None, "Bottom layers that order top never skips (default: 1; with --adapters a sixth of all).", BUDGETS
+    )
     prompt_decay: int | None = option(
         None, "Let the depth fall over the last N prompt positions already (default: 0).", BUDGETS, most=MANY
     )
@@ -195,6 +199,8 @@ class TrainingPlan:
             convert = {"order": read_order, "schedule": read_schedule, "prompt_layers": parse_prompt_layers}.get(name)
             value = getattr(self, name)
             object.__setattr__(self, name, convert(value) if convert else convert_value(name, kind, value, about))
+        if self.adapters is None:
+            object.__setattr__(self, "adapters", self.own_texts is not None)
         if self.learning_rate is None:
             object.__setattr__(self, "learning_rate", ADAPTER_RATE if self.adapters else RATE)
         self._check_combinations()
@@ -262,14 +268,18 @@ class TrainingPlan:
             return
         changing = ("lora_rank", "distill_weight", "teacher", "from_config")
         if wrong := [option_name(name) for name in changing if getattr(self, name)]:
-            raise UsageError(f"--adapters leaves the model as it is and learns its full depth: no {wrong[0]} beside it")
+            raise UsageError(
+                f"adapters leave the model as it is and learn its full depth: no {wrong[0]}, or else --no-adapters"
+            )
         if self.method != DEFAULT_METHOD:
-            raise UsageError(f"--adapters are for the method {DEFAULT_METHOD}, not for {self.method}")
+            raise UsageError(
+                f"adapters are for the method {DEFAULT_METHOD}, not for {self.method}: --no-adapters trains all weights"
+            )
         prompt = self.schedule.prompt_layers is not None or self.schedule.prompt_decay if self.schedule else False
         if self.prompt_layers is not None or self.prompt_decay or prompt:
-            raise UsageError("--adapters leave the prompt to the full model: no --prompt-layers, no --prompt-decay")
+            raise UsageError("adapters leave the prompt to the full model: no --prompt-layers, no --prompt-decay")
         if min(self.budgets) <= 1:
-            raise UsageError("1x is the model itself: --speedups of --adapters are above 1")
+            raise UsageError("with adapters 1x is the model itself: --speedups above 1")
 
     def check(self, config: Any) -> None:
         """Check the plan against the model's config.

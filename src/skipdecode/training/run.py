@@ -248,12 +248,14 @@ def _schedules(
         responses = rows[:MEASURED]["response_ids"]
         return batch_lengths([min(len(ids), max_new_tokens) for ids in responses], plan.batch_size)
 
+    style = _style(plan, config)
+
     def schedule(speedup: float) -> Schedule:
         if plan.schedule is not None:
             return plan.schedule.check_layers(layer_count(config))
         if plan.lengths is None and plan.horizon is None:
-            return method_schedule(get_method(plan.method), config, speedup, measure, **plan.style)
-        basis, options = plan.lengths or (), {"horizon": plan.horizon, **plan.style}
+            return method_schedule(get_method(plan.method), config, speedup, measure, **style)
+        basis, options = plan.lengths or (), {"horizon": plan.horizon, **style}
         return new_schedule(config, speedup, basis, method=get_method(plan.method), **options)
 
     schedules = {speedup: schedule(speedup) for speedup in plan.budgets}
@@ -262,6 +264,21 @@ def _schedules(
         which = ", ".join(f"{k:g}x" for k in kept)
         say(f"{plan.model} brings schedules for {which}: they stay as they are (--lengths fits new ones)")
     return schedules
+
+
+def _style(plan: TrainingPlan, config: Any) -> dict[str, Any]:
+    """Return the fields of schedules that are not the defaults.
+
+    Adapters skip one stretch of layers, the same at every step: above a sixth of the layers, at most half of those that
+    the fastest speed-up runs (docs/experiments.md).
+    """
+    if not plan.adapters or schedules_of(config, plan.method):
+        return plan.style
+    style: dict[str, Any] = {"decay": "constant"}
+    if plan.order in (None, "top"):
+        layers = layer_count(config)
+        style["warmup"] = max(int(min(layers / 6, layers / max(plan.budgets) / 2)), 1)
+    return style | plan.style
 
 
 def _base(name: str) -> str:
@@ -286,9 +303,7 @@ def _write(
     options |= {} if plan.max_new_tokens is None else {"max_new_tokens": plan.max_new_tokens}
     batch_size = max(plan.batch_size, WRITTEN)
     dtype = "bfloat16" if plan.bf16 else "auto"
-    job = GenerationJob(
-        str(plan.model), task=task, batch_size=batch_size, seed=plan.seed, options=options, dtype=dtype
-    )
+    job = GenerationJob(str(plan.model), task=task, batch_size=batch_size, seed=plan.seed, options=options, dtype=dtype)
     count = plan.own_texts or 0
     with tqdm(desc="own texts", unit="text", file=sys.stderr) as bar:
 

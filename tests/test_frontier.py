@@ -1,0 +1,42 @@
+"""benchmarks/frontier.py on a tiny model: every way is asked, judged by the model at full depth, and in the table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import frontier
+from helpers.tiny import TEXTS, write_jsonl
+from skipdecode import Schedule, load
+from skipdecode.core.adapter import Adapter
+from skipdecode.core.adapter_folder import save_adapter
+from skipdecode.core.stack import text_config
+
+
+@pytest.mark.slow
+def test_every_way_is_asked_and_judged(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ways that take one row at a time have no figure for more; ratios are to the first way, in the same rounds."""
+    model, tokenizer = load(str(checkpoint))
+    config = text_config(model.config)
+    adapter = Adapter(config.hidden_size, 4, {2: Schedule.full(config.num_hidden_layers).flat(4)})
+    save_adapter(tmp_path / "adapter", adapter, model, str(checkpoint))
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": text} for text in TEXTS[:3]])
+    options = "--without int8 --batch 1,2 --prompt-tokens 4 --new-tokens 6 --rounds 1 --threads 1"
+    places = ["--prompts", prompts, "--output", tmp_path / "out", "--work", tmp_path / "work"]
+    arguments = [checkpoint, tmp_path / "adapter", *options.split(), *places]
+    monkeypatch.setattr(sys, "argv", ["frontier", *map(str, arguments)])
+    frontier.main()
+    rows = {row["way"]: row for row in json.loads((tmp_path / "out" / "table.json").read_text())["rows"]}
+    assert [*rows] == ["full depth, bfloat16", "2x, bfloat16", "prompt lookup, bfloat16"]
+    assert rows["full depth, bfloat16"]["ratio_2"] == 1
+    assert "ratio_2" not in rows["prompt lookup, bfloat16"]
+    assert not any(row["failed"] for row in rows.values())
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert all(name in table for name in rows)
+    assert (tmp_path / "out" / "frontier.png").stat().st_size > 1000
+    full = frontier.written(model, tokenizer, [[5, 6, 7], [8, 9]], 5)
+    assert [len(text) for text in full] == [5, 5]
+    assert frontier.judged(model, tokenizer, [[5, 6, 7], [8, 9]], full, full)["agreement"] == 100
