@@ -39,8 +39,9 @@ def generate(
         prompts: a text, a conversation (a list of ``{"role": …, "content": …}``), or a list of either. The tokenizer's
             chat template is applied to conversations; a last message of the assistant is continued. Batches hold
             prompts of similar length; completions are returned in the order of ``prompts``.
-        speedup, schedule, full: at most one of: a target layer reduction, a schedule or its file, the unmodified model.
-            Default: the schedule of the model's config.
+        speedup: target layer reduction. Without it, ``schedule`` and ``full``: the schedule of the model's config.
+        schedule: a schedule or its file, in the place of ``speedup``.
+        full: run the unmodified model instead.
         batch_size: prompts per ``model.generate`` call.
         seed: for sampling; a text depends on the seed and the prompt's index, not on its batch (but on the whole batch
             in beam search). None: torch's global generator.
