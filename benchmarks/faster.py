@@ -1,4 +1,4 @@
-"""What docs/faster.md measures, on random weights: `python benchmarks/faster.py steps|cache|profile|gates --help`.
+"""What docs/faster.md measures, on random weights: `python benchmarks/faster.py --help`.
 
 Run it alone on the machine: whatever else computes is in its figures. Ways are timed alternately, in one process.
 """
@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, OPTCon
 from transformers.cache_utils import DynamicLayer
 
 from skipdecode import Schedule, SkipCache, attach, detach
+from skipdecode.core.adapter import Adapter
 from skipdecode.weights.device import machine
 from skipdecode.weights.optimize import optimize
 
@@ -41,7 +42,7 @@ def build(args: argparse.Namespace) -> PreTrainedModel:
     config: Any = (
         OPTConfig(**common, word_embed_proj_dim=width, ffn_dim=4 * width)
         if args.family == "opt"
-        else LlamaConfig(**common, intermediate_size=4 * width, num_key_value_heads=max(heads // 4, 1))
+        else LlamaConfig(**common, intermediate_size=4 * width, num_key_value_heads=max(heads // (3 if heads % 4 else 4), 1))
     )
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype)).eval()
@@ -146,6 +147,26 @@ def gates(args: argparse.Namespace) -> None:
     print(json.dumps({"way": "one layer of all", "least_ms": round(min(found), 3)}))
 
 
+def adapter(args: argparse.Namespace) -> None:
+    """An adapter's cost: steps at 1.5x and 2x of layers with one, and with bare layers missing."""
+    model = build(args)
+    full = Schedule.full(args.layers)
+    schedules = {
+        speedup: full.replace(order="top", warmup=args.layers // 6).flat(round(args.layers / speedup))
+        for speedup in (1.5, 2)
+    }
+    learnt, bare = deepcopy(model), attach(model)
+    attach(learnt, adapter=Adapter(args.width, 64, schedules))
+    print(json.dumps({"command": shlex.join(["python", *sys.argv]), "machine": machine()}), flush=True)
+    for batch in args.batch:
+        for speedup, plan in schedules.items():
+            ways = {
+                name: functools.partial(one, which, SkipCache, plan, batch, args.context[0], args.count)
+                for name, which in (("bare", bare), ("adapter", learnt))
+            }
+            alternate(ways, args.rounds, batch=batch, speedup=speedup)
+
+
 def profiled(args: argparse.Namespace) -> None:
     """Where the time of ``model.generate`` goes, by part: self time of each is what its children do not take."""
     model = attach(optimize(build(args), quantization=None))
@@ -202,7 +223,7 @@ def ways_of(text: str) -> list[str]:
 def main() -> None:
     """Reads the arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["steps", "cache", "profile", "gates"])
+    parser.add_argument("what", choices=["steps", "cache", "profile", "gates", "adapter"])
     parser.add_argument("--family", choices=["opt", "llama"], default="opt")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=24)
@@ -217,7 +238,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    {"steps": steps, "cache": cache, "profile": profiled, "gates": gates}[args.what](args)
+    {"steps": steps, "cache": cache, "profile": profiled, "gates": gates, "adapter": adapter}[args.what](args)
 
 
 if __name__ == "__main__":
