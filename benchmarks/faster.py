@@ -37,12 +37,13 @@ WAYS: dict[str, dict[str, Any]] = {
 def build(args: argparse.Namespace) -> PreTrainedModel:
     """A model of the asked shape; what its weights are does not change its speed."""
     width, heads = args.width, max(args.width // 64, 1)
+    groups = max(heads // (3 if heads % 4 else 4), 1)
     common = {"vocab_size": args.vocab, "hidden_size": width, "num_hidden_layers": args.layers}
     common |= {"num_attention_heads": heads, "max_position_embeddings": 4096, "eos_token_id": None, "pad_token_id": 1}
     config: Any = (
         OPTConfig(**common, word_embed_proj_dim=width, ffn_dim=4 * width)
         if args.family == "opt"
-        else LlamaConfig(**common, intermediate_size=4 * width, num_key_value_heads=max(heads // (3 if heads % 4 else 4), 1))
+        else LlamaConfig(**common, intermediate_size=4 * width, num_key_value_heads=groups)
     )
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype)).eval()
