@@ -40,7 +40,7 @@ class AdapterLearner(nn.Module):
 
     def __init__(self, model: nn.Module, adapter: Adapter) -> None:
         super().__init__()
-        self.adapter = adapter.float().requires_grad_(True)
+        self.adapter = adapter.requires_grad_(True)
         self.config = model.config  # the Trainer reads it
         self._model = (model.eval().requires_grad_(False),)
 

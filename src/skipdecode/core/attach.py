@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from ..errors import ModelError
@@ -99,8 +100,8 @@ def put_adapter(model: nn.Module, adapter: Adapter | None, gates: GateState | No
         gates.entry_before = entry = getattr(config, CONFIG_KEY, None)
     gates.adapter = adapter
     if adapter is not None:
-        weight = next(model.parameters())
-        adapter.to(weight.device, weight.dtype if weight.is_floating_point() else None)
+        # In float32 whatever the model's dtype: products this small take no longer, on CPUs less.
+        adapter.to(next(model.parameters()).device, torch.float32)
         entry = to_config_entry(adapter.schedules)
     set_entry(config, entry)
 

@@ -54,7 +54,7 @@ class Skipping(Runner):
         if (folder := self.skip_serving.adapter) is None:
             return None
         check_base_files(folder, checkpoint_files(self.model_config.model, self.model_config.revision))
-        return read_adapter(folder).to(self.device, self.model_config.dtype).requires_grad_(False)
+        return read_adapter(folder).to(self.device).float().requires_grad_(False)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Reload the weights, and quantize the LM head again."""

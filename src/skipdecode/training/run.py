@@ -342,7 +342,6 @@ def _learner(
     model.eval().requires_grad_(False)
     adapter = Adapter(text_config(model.config).hidden_size, plan.adapter_rank, schedules)
     attach(model, adapter=adapter)
-    adapter.float()  # also in a model of bfloat16
     if batches:
         fit_stand_ins(adapter, [TextPasses(model, batch) for batch in batches])
     say(f"the adapter has {sum(weight.numel() for weight in adapter.parameters()):,} weights; the model stays as it is")
