@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import skipdecode
 from peers.catalogue import Engine
+from peers.engines.skipdecode import Ids
 from peers.processes import EngineFailed, Running
 from skipdecode import Schedule
 from skipdecode.clock.tables import markdown_table
@@ -197,21 +198,12 @@ def written(
 ) -> list[list[int]]:
     """Return the greedy tokens of full depth, without an end."""
     full, found = Schedule.full(model.config.num_hidden_layers), []
+    ids: Any = Ids(tokenizer.pad_token_id)
     for prompt in prompts:
         options: Any = {"min_new_tokens": count, "max_new_tokens": count}
-        (completion,) = generate_ids(model, _Ids(tokenizer), [prompt], full, 1, **options).completions
+        (completion,) = generate_ids(model, ids, [prompt], full, 1, **options).completions
         found.append([int(token) for token in completion.text.split()])
     return found
-
-
-class _Ids:
-    """Stands in for the tokenizer: the tokens themselves are wanted."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.pad_token_id = tokenizer.pad_token_id
-
-    def decode(self, ids: list[int], **_: Any) -> str:
-        return " ".join(map(str, ids))
 
 
 def judged(

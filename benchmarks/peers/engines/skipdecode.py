@@ -12,13 +12,14 @@ from skipdecode import Schedule
 from skipdecode.generation.generate import generate_ids
 
 
-class _Ids:
+class Ids:
     """Stands in for the tokenizer: the tokens themselves are compared, and no engine is timed writing text."""
 
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id
 
     def decode(self, ids: list[int], **_: Any) -> str:
+        """Return the numbers with spaces between them."""
         return " ".join(map(str, ids))
 
 
@@ -27,7 +28,7 @@ def load(job: Job) -> Generate:
     torch.set_num_threads(job["threads"])
     options = {name: job["options"][name] for name in ("prepack", "quantization", "adapter") if name in job["options"]}
     model, tokenizer = skipdecode.load(job["checkpoint"], dtype=job["precision"], device="cpu", **options)
-    ids: Any = _Ids(tokenizer.pad_token_id)
+    ids: Any = Ids(tokenizer.pad_token_id)
 
     def generate(prompts: list[list[int]], new_tokens: int, schedule: dict[str, Any] | None = None) -> list[list[int]]:
         depths = Schedule.full(model.config.num_hidden_layers) if schedule is None else Schedule.from_dict(schedule)
