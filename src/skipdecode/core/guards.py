@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from ..errors import CacheError, UsageError
 from .cache import SkipCache
@@ -26,13 +27,14 @@ class PassGuard(Patch):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a pass and return its output. Raises CacheError if the SkipCache was lost, unused or cut short."""
         cache = find_cache(args, kwargs)
+        caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
         expected, ids = self.gates.expected.pop(threading.get_ident(), (lambda: None, None))
         # A pass over other ids is not the prepared one, which never came.
-        lost = expected() is not None and cache is not expected()
+        lost = expected() is not None and caches != [expected()]
         if lost and any(value is ids for value in (*args, *kwargs.values())):
             raise CacheError(
-                "the SkipCache was dropped on the way to the model (PEFT's prompt learning does so): merge the adapter "
-                "or leave SkipCache out"
+                "the SkipCache was dropped on the way to the model, or another put beside it (PEFT's prompt learning "
+                "does so): merge the adapter or leave SkipCache out"
             )
         if (guide := self.gates.forced_pass() if cache is None else cache) is not None:
             guide.shape = _shape(args, kwargs)
