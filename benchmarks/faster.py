@@ -24,6 +24,7 @@ from transformers.cache_utils import DynamicLayer
 
 from skipdecode import Schedule, SkipCache, attach, detach
 from skipdecode.core.adapter import Adapter
+from skipdecode.core.cache_name import CACHE
 from skipdecode.weights.device import machine
 from skipdecode.weights.optimize import optimize
 
@@ -62,7 +63,7 @@ def steps_of(model: PreTrainedModel, cache: Any, batch: int, context: int, count
                 ids,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=cache,
+                **{CACHE: cache},
                 use_cache=True,
                 logits_to_keep=1,
             ).logits
@@ -195,9 +196,7 @@ def profiled(args: argparse.Namespace) -> None:
     def once(new: int) -> float:
         start = time.perf_counter()
         own = SkipCache(model, Schedule.full(args.layers))
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=own, max_new_tokens=new, do_sample=False
-        )
+        model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: own}, max_new_tokens=new, do_sample=False)
         return time.perf_counter() - start
 
     once(2)

@@ -27,6 +27,7 @@ from skipdecode import Schedule, ScheduleError, SkipCache, attach, detach, teach
 from skipdecode.adapters.probe import candidates, probe_model
 from skipdecode.core.adapter import Adapter, gaps_between, runs_of
 from skipdecode.core.adapter_folder import ABOUT, WEIGHTS, check_base_files, load_adapter, save_adapter
+from skipdecode.core.cache_name import CACHE
 from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.stack import text_config
 from skipdecode.core.text_passes import TextPasses
@@ -139,7 +140,7 @@ def test_a_folder_brings_the_adapter_back(saved: tuple[Any, Path, Adapter]) -> N
     assert all(map(torch.equal, again.parameters(), adapter.parameters()))
     attach(model, adapter=folder, speedup=TOP.target)
     output = model.generate(**prompts(), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
-    assert output.past_key_values.schedule == TOP
+    assert output[CACHE].schedule == TOP
 
 
 def test_another_model_is_refused(saved: tuple[Any, Path, Adapter]) -> None:

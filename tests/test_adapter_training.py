@@ -21,6 +21,7 @@ from skipdecode.core.adapter import Adapter
 from skipdecode.core.adapter_folder import WEIGHTS, read_schedules
 from skipdecode.core.attach import attach
 from skipdecode.core.cache import SkipCache
+from skipdecode.core.cache_name import CACHE
 from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.patch import gate_state
 from skipdecode.core.schedule import Schedule
@@ -245,7 +246,7 @@ def test_the_last_texts_are_what_the_skipping_model_writes(checkpoint: Path) -> 
         said = said[said != -100].tolist()
         ids = torch.tensor([prompt])
         cache = SkipCache(model, schedule)
-        alone = model.generate(ids, past_key_values=cache, max_new_tokens=longest, do_sample=False)[0, len(prompt) :]
+        alone = model.generate(ids, **{CACHE: cache}, max_new_tokens=longest, do_sample=False)[0, len(prompt) :]
         assert said
         assert alone.tolist()[: len(said)] == said
         rest = alone.tolist()[len(said) :]

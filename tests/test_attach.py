@@ -21,6 +21,7 @@ from helpers.families import FAMILIES, SCHEDULES, TOP, build, distance, prompts,
 from helpers.tiny import TEXTS, save_checkpoint
 from skipdecode import Schedule, SkipCache, attach, detach
 from skipdecode.core import checkpoint_config
+from skipdecode.core.cache_name import CACHE
 from skipdecode.core.checkpoint_config import to_config_entry
 from skipdecode.core.patch import Patch, patches_on, put
 from skipdecode.errors import CacheError, ModelError, ScheduleError, UntrainedWarning, UsageError
@@ -64,8 +65,8 @@ def test_the_last_schedule_given_decides_and_none_leaves_it() -> None:
 def test_a_cache_that_is_given_goes_first() -> None:
     """Full depth is had with an ordinary cache, another schedule with its SkipCache."""
     model, other = attach(build("llama"), TOP), SCHEDULES["bottom"]
-    assert equal(logits_of(model, past_key_values=DynamicCache(config=model.config)), logits_of(build("llama")))
-    given = logits_of(model, past_key_values=SkipCache(model, other))
+    assert equal(logits_of(model, **{CACHE: DynamicCache(config=model.config)}), logits_of(build("llama")))
+    given = logits_of(model, **{CACHE: SkipCache(model, other)})
     assert equal(given, run(build("llama"), prompts(), other).logits)
 
 
@@ -98,12 +99,21 @@ def test_the_kind_of_cache_that_a_generation_config_names_is_unset(where: str) -
     given = {"place": (ids, config), "name": (ids,)}.get(where, (ids,))
     named = {"generation_config": config} if where == "name" else {}
     model.generate(*given, **named)
-    cache = told[0].pop("past_key_values")
+    cache = told[0].pop(CACHE)
     assert isinstance(cache, SkipCache)
     assert cache.schedule == TOP
     assert told[0] == named | ({} if where == "nowhere" else {"cache_implementation": None})
-    model.generate(*given, past_key_values=cache, **named)
-    assert told[1] == named | {"past_key_values": cache}
+    model.generate(*given, **{CACHE: cache}, **named)
+    assert told[1] == named | {CACHE: cache}
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+def test_a_caller_may_use_the_older_name_of_a_cache() -> None:
+    """As transformers 5.24 lets them, with a warning: in ``generate``, and in a pass."""
+    model = attach(build("llama"), TOP)
+    cache, inputs = SkipCache(model, SCHEDULES["even"]), prompts()
+    assert run(model, inputs, past_key_values=cache)[CACHE] is cache
+    assert model(**inputs, past_key_values=(again := SkipCache(model, TOP)))[CACHE] is again
 
 
 def test_a_method_that_a_module_lacks_is_not_made_up() -> None:
@@ -249,4 +259,4 @@ def test_packed_rows_given_to_the_decoder_itself_are_refused() -> None:
     model = attach(build("llama"))
     ids, positions = torch.randint(2, 128, (1, 8)), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     with pytest.raises(CacheError, match="packed"):
-        model.model(ids, position_ids=positions, past_key_values=SkipCache(model, TOP), use_cache=True)
+        model.model(ids, position_ids=positions, **{CACHE: SkipCache(model, TOP)}, use_cache=True)

@@ -16,6 +16,7 @@ from helpers.families import FAMILIES, LAYERS, LENGTHS, SCHEDULES, STEPS, TOP, W
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.core import checkpoint_config
 from skipdecode.core.cache import RECURRENT, layer_kv_bytes, total_kv_bytes
+from skipdecode.core.cache_name import CACHE
 from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.gate import ForcedPass, GateState
 from skipdecode.core.growing import ROOM, GrowingLayer
@@ -73,7 +74,7 @@ def test_a_cache_without_its_gates_is_refused_at_the_first_key() -> None:
     cache = SkipCache(model, TOP)
     detach(model)
     with pytest.raises(CacheError, match=r"layer 0 ran though the schedule skips it.*attach"):
-        model(**prompts(), past_key_values=cache)
+        model(**prompts(), **{CACHE: cache})
 
 
 def test_the_full_schedules_cache_can_be_cropped() -> None:
@@ -81,7 +82,7 @@ def test_the_full_schedules_cache_can_be_cropped() -> None:
     model = attach(build("llama"))
     caches = [SkipCache(model, FULL), DynamicCache(config=model.config)]
     for cache in caches:
-        model(**prompts(), past_key_values=cache)
+        model(**prompts(), **{CACHE: cache})
         cache.crop(-2)
     assert caches[0].get_seq_length() == caches[1].get_seq_length() == WIDTH - 2
     for ours, theirs in zip(caches[0].layers, caches[1].layers, strict=True):
@@ -335,8 +336,8 @@ def test_a_skipped_layer_passes_its_first_argument_on() -> None:
     layer = decoder_layers(model)[1]
     assert cache.begin_layer(1, 1) == 0
     model.forward.gates.learn_output(hidden)
-    assert layer(hidden, None, torch.zeros(2), past_key_values=cache) is hidden
-    assert layer(hidden_states=hidden, past_key_values=cache) is hidden
+    assert layer(hidden, None, torch.zeros(2), **{CACHE: cache}) is hidden
+    assert layer(hidden_states=hidden, **{CACHE: cache}) is hidden
 
 
 def test_what_a_skipped_layer_returns_is_learned_without_the_cache() -> None:
@@ -345,7 +346,7 @@ def test_what_a_skipped_layer_returns_is_learned_without_the_cache() -> None:
     cache, hidden = SkipCache(model, TOP), torch.randn(3, 1, 32)
     _pass(cache, 5)
     cache.begin_layer(0, 1)
-    for given, named in (((cache,), {}), ((), {"past_key_values": cache})):
+    for given, named in (((cache,), {}), ((), {CACHE: cache})):
         model.forward.gates.output_is_known = False
         assert torch.equal(decoder_layers(model)[1](hidden, *given, **named), hidden)
         assert model.forward.gates.output_is_known
@@ -356,7 +357,7 @@ def test_a_layer_fills_no_cache_in_a_teacher_forced_pass() -> None:
     model = attach(build("llama"))
     cache, hidden = DynamicCache(config=model.config), torch.zeros(2, 6, 32)
     with teacher_forced(model, TOP, 4):
-        for given, named in (((cache,), {}), ((), {"past_key_values": cache})):
+        for given, named in (((cache,), {}), ((), {CACHE: cache})):
             with pytest.raises(CacheError, match="a teacher-forced pass can fill no cache"):
                 decoder_layers(model)[0](hidden, *given, **named)
 
@@ -373,7 +374,7 @@ def test_a_dict_that_is_empty_or_of_announced_lenders_is_no_reason_to_refuse(nam
         layer.register_forward_pre_hook(give, with_kwargs=True)
     cache = SkipCache(model, TOP)
     with torch.no_grad():
-        model(**prompts((3,)), past_key_values=cache)
+        model(**prompts((3,)), **{CACHE: cache})
     assert cache.passes == 1
 
 
@@ -462,7 +463,7 @@ def test_a_model_that_gives_no_layer_the_cache_is_noticed() -> None:
     model = attach(build("llama"))
 
     def drop(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**kwargs, "past_key_values": None}
+        return args, {**kwargs, CACHE: None}
 
     for layer in decoder_layers(model):
         layer.register_forward_pre_hook(drop, with_kwargs=True)

@@ -22,6 +22,7 @@ from helpers.tiny import TEXTS
 from skipdecode import Schedule, SkipCache, attach, detach
 from skipdecode.baselines.early_exit import install_exits
 from skipdecode.core.cache import total_kv_bytes
+from skipdecode.core.cache_name import CACHE
 from skipdecode.core.patch import patches_on
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import encode_prompts
@@ -385,7 +386,7 @@ def test_other_passes_of_the_same_model_keep_their_rows() -> None:
     class Looks(LogitsProcessor):
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
             cache = DynamicCache(config=model.config)
-            assert torch.equal(model(ids, past_key_values=cache).logits, alone)
+            assert torch.equal(model(ids, **{CACHE: cache}).logits, alone)
             return scores
 
     write(model, None, logits_processor=[Looks()])

@@ -39,6 +39,7 @@ from helpers.tiny import TEXTS, run
 from skipdecode import Schedule
 from skipdecode.core import checkpoint_config
 from skipdecode.core.cache import total_kv_bytes
+from skipdecode.core.cache_name import CACHE
 from skipdecode.core.checkpoint_config import CONFIG_KEY, to_config_entry
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import train_tokenizer
@@ -117,6 +118,7 @@ def test_prompts_that_are_none_are_refused_by_their_index(loaded: Loaded, prompt
         ({"output_scores": True}, "output_scores"),
         ({"output_attentions": True}, "output_attentions"),
         ({"past_key_values": DynamicCache()}, "past_key_values: each batch has a cache of its own"),
+        ({"cache": DynamicCache()}, "cache: each batch has a cache of its own"),
         ({"streamer": object()}, "streamer"),
         ({"attention_mask": torch.ones(1, 1)}, "attention_mask"),
         ({"input_ids": torch.ones(1, 1)}, "input_ids"),
@@ -660,7 +662,7 @@ def test_every_state_of_a_cache_is_counted() -> None:
     cache = DynamicCache(config=config)
     empty = total_kv_bytes(cache)
     with torch.no_grad():
-        model(torch.ones(2, 5, dtype=torch.long), past_key_values=cache, use_cache=True)
+        model(torch.ones(2, 5, dtype=torch.long), **{CACHE: cache}, use_cache=True)
     keys = 2 * 2 * 5 * 16 * 4 * 2  # two layers; rows, positions, head size, fp32, keys and values
     assert empty == 0
     assert total_kv_bytes(cache) > keys

@@ -47,6 +47,7 @@ from helpers.families import (
 )
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.core.cache import total_kv_bytes
+from skipdecode.core.cache_name import CACHE
 from skipdecode.core.gate import Gate
 from skipdecode.core.guards import PassGuard, PromptGuard
 from skipdecode.core.prefix import Prefix
@@ -62,8 +63,7 @@ FULL = Schedule.full(LAYERS)
 
 TINY = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 4}
 KINDS: dict[str, tuple[PreTrainedConfig, str]] = {
-    "a state in no cache": (RwkvConfig(**TINY, attention_hidden_size=32), "takes no past_key_values"),
-    "a cache under another name": (MambaConfig(**TINY, state_size=8), "takes no past_key_values"),
+    "a state in no cache": (RwkvConfig(**TINY, attention_hidden_size=32), f"takes no {CACHE}"),
     "a cache of its own": (
         MiniMaxConfig(**TINY, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32, head_dim=8),
         "cache of its own",
@@ -99,6 +99,16 @@ def test_a_model_that_cannot_skip_exactly_is_refused_by_what_it_is(kind: str) ->
     with pytest.raises(UnsupportedModel, match=reason):
         attach(model)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_mamba_skips_where_its_cache_has_the_name_of_all_others() -> None:
+    """Before transformers 5.24, it calls it ``cache_params``."""
+    model = AutoModelForCausalLM.from_config(MambaConfig(**TINY, state_size=8))
+    findings = list(run_checks(model, Schedule(4, 2, 1, horizon=4)))
+    if CACHE == "cache":
+        assert [finding.held for finding in findings] == [True] * 7
+    else:
+        assert "takes no past_key_values" in findings[0].detail
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,7 +150,7 @@ def test_another_models_cache_is_refused(layers: int) -> None:
     other = AutoModelForCausalLM.from_config(config_class(**{**options, "num_hidden_layers": layers}))
     cache = SkipCache(attach(other), Schedule(layers, 3, 2, horizon=4))
     with pytest.raises(CacheError, match="made for another model"):
-        run(attach(build("llama")), prompts(), past_key_values=cache)
+        run(attach(build("llama")), prompts(), **{CACHE: cache})
 
 
 def test_a_pass_that_drops_the_cache_is_noticed() -> None:
@@ -148,8 +158,8 @@ def test_a_pass_that_drops_the_cache_is_noticed() -> None:
     model = attach(build("llama")).train()
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     with pytest.raises(CacheError, match=r"SkipCache.*model\.eval"):
-        run(model, prompts(), TOP)
-    assert run(model.eval(), prompts(), TOP).past_key_values.step_depths[0] == TOP.depth(0)
+        model(**prompts(), **{CACHE: SkipCache(model, TOP)})
+    assert run(model.eval(), prompts(), TOP)[CACHE].step_depths[0] == TOP.depth(0)
 
 
 @peft_asks
@@ -160,7 +170,7 @@ def test_prefix_tuning_is_noticed() -> None:
     model = peft.get_peft_model(attach(build("llama")), config)
     cache = SkipCache(model.base_model, TOP)
     with pytest.raises(CacheError, match="dropped on the way"):
-        model.generate(**prompts(), past_key_values=cache, max_new_tokens=3)
+        model.generate(**prompts(), **{CACHE: cache}, max_new_tokens=3)
 
 
 @peft_asks
@@ -173,11 +183,11 @@ def test_adapters_keep_the_guard_against_second_prompts(before: bool) -> None:
     attach(attach(model))
     inputs, base = prompts(), build("llama")
     cache = SkipCache(model, TOP)
-    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    output = model.generate(**inputs, **{CACHE: cache}, max_new_tokens=NEW, do_sample=False)
     assert torch.equal(output, run(base, inputs, TOP).sequences)  # fresh adapters change nothing
     for new in (2, WIDTH):
         with pytest.raises(CacheError, match="new SkipCache"):
-            model.generate(**inputs, past_key_values=cache, max_new_tokens=new)
+            model.generate(**inputs, **{CACHE: cache}, max_new_tokens=new)
 
 
 def test_running_without_a_cache_is_refused_in_words_that_fit() -> None:
@@ -188,7 +198,7 @@ def test_running_without_a_cache_is_refused_in_words_that_fit() -> None:
 
 def test_a_cache_cannot_be_reset() -> None:
     """What its layers held is gone."""
-    cache = run(build("llama"), prompts(), TOP).past_key_values
+    cache = run(build("llama"), prompts(), TOP)[CACHE]
     with pytest.raises(CacheError, match="make a new one"):
         cache.reset()
 
@@ -343,7 +353,7 @@ def test_copies_skip_as_the_original(name: str, way: Callable[[PreTrainedModel],
     twin = way(model)
     assert torch.equal(run(twin, inputs, TOP).sequences, expected)
     with pytest.raises(CacheError, match="made for another model"):
-        run(twin, inputs, past_key_values=SkipCache(model, TOP))
+        run(twin, inputs, **{CACHE: SkipCache(model, TOP)})
 
 
 @pytest.mark.parametrize(
@@ -397,16 +407,16 @@ def test_a_cache_whose_pass_was_cut_short_is_not_gone_on_with(place: str) -> Non
         list(steps)
     handle.remove()
     with pytest.raises(CacheError, match="cut short"):
-        model(inputs["input_ids"][:, -1:], past_key_values=cache)
+        model(inputs["input_ids"][:, -1:], **{CACHE: cache})
 
 
 def test_a_prepared_pass_that_never_came_stops_no_other() -> None:
     """What was expected of it is forgotten with it."""
     model, inputs = attach(build("llama")), prompts()
     cache = SkipCache(model, TOP)
-    model.prepare_inputs_for_generation(**inputs, past_key_values=cache, is_first_iteration=True)
+    model.prepare_inputs_for_generation(**inputs, **{CACHE: cache}, is_first_iteration=True)
     model(torch.randint(2, 128, (2, 5)))
-    model.prepare_inputs_for_generation(**inputs, past_key_values=cache, is_first_iteration=True)
+    model.prepare_inputs_for_generation(**inputs, **{CACHE: cache}, is_first_iteration=True)
     del cache
     gc.collect()
     model(inputs["input_ids"])
@@ -426,7 +436,7 @@ def test_a_copied_cache_belongs_to_the_same_model(name: str) -> None:
     assert total_kv_bytes(twin) == total_kv_bytes(cache) > 0
     ids = torch.full((3, 1), 5)
     mask = torch.cat([inputs["attention_mask"], torch.ones(3, 4, dtype=torch.long)], 1)
-    logits = [model(ids, attention_mask=mask, past_key_values=each).logits for each in (twin, cache)]
+    logits = [model(ids, attention_mask=mask, **{CACHE: each}).logits for each in (twin, cache)]
     assert torch.equal(*logits)
 
 
@@ -438,7 +448,7 @@ def test_packing_is_refused_where_layers_are_not_told(name: str) -> None:
     with teacher_forced(model, TOP, 4), pytest.raises(CacheError, match="packed"):
         model(ids, position_ids=packed, use_cache=False)
     with pytest.raises(CacheError, match="packed"):
-        model(ids, position_ids=packed, past_key_values=SkipCache(model, TOP))
+        model(ids, position_ids=packed, **{CACHE: SkipCache(model, TOP)})
 
 
 def test_nothing_is_kept_of_a_call() -> None:
@@ -447,7 +457,7 @@ def test_nothing_is_kept_of_a_call() -> None:
     caches = []
     for _ in range(20):
         cache = SkipCache(model, TOP)
-        run(model, prompts(), past_key_values=cache)
+        run(model, prompts(), **{CACHE: cache})
         caches.append(weakref.ref(cache))
         del cache
     gc.collect()
@@ -480,7 +490,7 @@ def loop(model: PreTrainedModel, inputs: dict[str, Tensor], cache: DynamicCache)
     for _ in range(NEW):
         where = (mask.cumsum(1) - 1).clamp(min=0)[:, -embeds.shape[1] :]
         with torch.no_grad():
-            out = model(inputs_embeds=embeds, attention_mask=mask, position_ids=where, past_key_values=cache)
+            out = model(inputs_embeds=embeds, attention_mask=mask, position_ids=where, **{CACHE: cache})
         logits.append(out.logits[:, -1])
         embeds = model.get_input_embeddings()(logits[-1].argmax(-1, keepdim=True))
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)

@@ -28,6 +28,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from skipdecode.core.cache_name import CACHE
 from skipdecode.evaluation.harness import SkipLM, main
 
 LENGTHS = [(9, 1), (5, 16), (2, 7), (12, 1), (1, 20), (5, 3), (9, 12)]  # tokens of context and of continuation
@@ -64,7 +65,7 @@ def by_hand(
     """Fed one token a pass through a SkipCache; None stands for the likeliest token."""
     cache, fed, total, text, likeliest = SkipCache(model, schedule), context, 0.0, [], []
     for token in continuation:
-        scores = model(torch.tensor([fed]), past_key_values=cache).logits[0, -1].log_softmax(-1)
+        scores = model(torch.tensor([fed]), **{CACHE: cache}).logits[0, -1].log_softmax(-1)
         likeliest.append(int(scores.argmax()))
         text.append(likeliest[-1] if token is None else token)
         total += float(scores[text[-1]])

@@ -45,6 +45,7 @@ from helpers.families import (
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.core.attach import is_attached
 from skipdecode.core.cache import total_kv_bytes
+from skipdecode.core.cache_name import CACHE
 from skipdecode.core.gate import Gate
 from skipdecode.core.growing import ROOM, GrowingLayer
 from skipdecode.core.stack import decoder_layers, lenders, with_lenders_first
@@ -81,7 +82,7 @@ def stock_kv_bytes(name: str) -> list[list[int]]:
     """What the stock cache holds after each pass, per layer."""
     model = build(name)
     probe = Probe(DynamicCache(config=model.config))
-    run(model, prompts(), past_key_values=probe.cache, logits_processor=LogitsProcessorList([probe]))
+    run(model, prompts(), **{CACHE: probe.cache}, logits_processor=LogitsProcessorList([probe]))
     return probe.measure_layer_kv
 
 
@@ -95,7 +96,7 @@ def test_decoding_is_teacher_forcing_and_the_cache_holds_what_will_still_run(nam
     cache = SkipCache(model, asked)
     grows = [isinstance(layer, GrowingLayer) for layer in cache.layers]
     probe = Probe(cache)
-    output = run(model, inputs, past_key_values=cache, logits_processor=LogitsProcessorList([probe]))
+    output = run(model, inputs, **{CACHE: cache}, logits_processor=LogitsProcessorList([probe]))
     held = [0] * LAYERS
     plan = cache.schedule  # lenders of keys may stand before their borrowers in it
     for number, stock in enumerate(stock_kv_bytes(name)):
@@ -285,7 +286,7 @@ def test_bytes_are_those_of_the_keys_and_values(name: str) -> None:
     probe = Probe(cache)
     model.generate(
         **inputs,
-        past_key_values=cache,
+        **{CACHE: cache},
         max_new_tokens=NEW,
         do_sample=False,
         logits_processor=LogitsProcessorList([probe]),
@@ -325,7 +326,7 @@ def test_a_second_turn_on_the_same_cache_is_refused(name: str) -> None:
     turn = torch.cat([first.sequences, first.sequences[:, :3]], dim=1)
     mask = torch.cat([inputs["attention_mask"], torch.ones(len(turn), NEW + 3, dtype=torch.long)], dim=1)
     with pytest.raises(RuntimeError, match="new SkipCache"):
-        model.generate(turn, attention_mask=mask, past_key_values=first.past_key_values, max_new_tokens=2)
+        model.generate(turn, attention_mask=mask, **{CACHE: first[CACHE]}, max_new_tokens=2)
 
 
 @pytest.mark.parametrize("name", ["opt", "gemma3"])
@@ -334,10 +335,10 @@ def test_the_full_schedule_allows_a_second_turn(name: str) -> None:
     model, inputs = attach(build(name)), prompts()
     turns = []
     for cache in (SkipCache(model, FULL), DynamicCache(config=model.config)):
-        first = run(model, inputs, past_key_values=cache)
+        first = run(model, inputs, **{CACHE: cache})
         turn = torch.cat([first.sequences, first.sequences[:, :3]], dim=1)
         mask = torch.cat([inputs["attention_mask"], torch.ones(len(turn), NEW + 3, dtype=torch.long)], dim=1)
-        turns.append(run(model, {"input_ids": turn, "attention_mask": mask}, past_key_values=cache))
+        turns.append(run(model, {"input_ids": turn, "attention_mask": mask}, **{CACHE: cache}))
     assert same(*turns)
 
 
@@ -486,7 +487,7 @@ def test_beam_scores_are_teacher_forced_scores(name: str) -> None:
     logits = new_token_logits(model, TOP, output.sequences, mask).log_softmax(-1)
     scores = logits.gather(-1, output.sequences[:, WIDTH:, None]).sum((1, 2))
     torch.testing.assert_close(output.sequences_scores, scores, rtol=0, atol=1e-4)
-    assert output.past_key_values.step_depths == [TOP.depth(g) for g in range(STEPS)]
+    assert output[CACHE].step_depths == [TOP.depth(g) for g in range(STEPS)]
 
 
 @pytest.mark.parametrize("name", ["opt", "llama", "gemma3"])

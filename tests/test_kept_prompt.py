@@ -16,6 +16,7 @@ from helpers.families import FAMILIES, LAYERS, SCHEDULES, TOP, build, decode, di
 from skipdecode import Schedule, SkipCache, attach
 from skipdecode.core.adapter import Adapter
 from skipdecode.core.cache import RECURRENT
+from skipdecode.core.cache_name import CACHE
 from skipdecode.core.stack import text_config
 from skipdecode.errors import CacheError
 from skipdecode.generation.kept_prompt import KeptPrompt
@@ -61,7 +62,7 @@ def test_a_prefix_serves_many_calls_at_any_speed(name: str) -> None:
         prefix = prefix_of(model, inputs, length)
         for speed, schedule in SPEEDS.items():
             with widths(model) as seen:
-                after = run(model, inputs, past_key_values=SkipCache(model, schedule, prefix=prefix))
+                after = run(model, inputs, **{CACHE: SkipCache(model, schedule, prefix=prefix)})
             assert seen[0] == inputs["input_ids"].shape[1] - length
             for a, b in zip(after.logits, alone[speed].logits, strict=True):
                 assert distance(a, b) < 1e-4
@@ -74,7 +75,7 @@ def test_memory_counts_what_the_prefix_holds() -> None:
     prefix = prefix_of(model, inputs, 8)
     caches = [SkipCache(model, TOP), SkipCache(model, TOP, prefix=prefix)]
     for cache in caches:
-        run(model, inputs, past_key_values=cache)
+        run(model, inputs, **{CACHE: cache})
     assert caches[0].step_depths == caches[1].step_depths
     held = sum(layer.keys.numel() * 2 * 4 for layer in prefix.layers)
     assert SkipCache(model, TOP, prefix=prefix).peak_kv_bytes == held
@@ -89,7 +90,7 @@ def test_what_is_no_prefix_is_refused() -> None:
         with pytest.raises(CacheError, match="in the prompt"):
             SkipCache(model, SCHEDULES[schedule], prefix=prefix)
     used = SkipCache(model, TOP)
-    run(model, inputs, past_key_values=used)
+    run(model, inputs, **{CACHE: used})
     other = build("llama").config
     other.num_hidden_layers = 4
     for wrong in (used, DynamicCache(config=model.config), DynamicCache(config=other)):
@@ -103,11 +104,11 @@ def test_rows_are_not_made_up() -> None:
     alone = {name: value[:1] for name, value in inputs.items()}
     prefix = prefix_of(model, alone, 4)
     with pytest.raises(CacheError, match="1 rows"):
-        run(model, inputs, past_key_values=SkipCache(model, TOP, prefix=prefix))
+        run(model, inputs, **{CACHE: SkipCache(model, TOP, prefix=prefix)})
     expected = run(model, alone, TOP, num_beams=2).sequences
     prefix.batch_repeat_interleave(2)
     cache = SkipCache(model, TOP, prefix=prefix)
-    assert run(model, alone, past_key_values=cache, num_beams=2).sequences.tolist() == expected.tolist()
+    assert run(model, alone, **{CACHE: cache}, num_beams=2).sequences.tolist() == expected.tolist()
 
 
 def test_a_full_skip_cache_may_be_the_prefix() -> None:
@@ -116,7 +117,7 @@ def test_a_full_skip_cache_may_be_the_prefix() -> None:
     prefix = SkipCache(model, Schedule.full(LAYERS))
     next(decode(model, {name: value[:, :4] for name, value in inputs.items()}, prefix, 0))
     caches = [SkipCache(model, TOP, prefix=prefix) for _ in range(2)]
-    first, second = (run(model, inputs, past_key_values=cache).sequences for cache in caches)
+    first, second = (run(model, inputs, **{CACHE: cache}).sequences for cache in caches)
     assert first.tolist() == second.tolist() == run(model, inputs, TOP).sequences.tolist()
 
 
@@ -144,7 +145,7 @@ def test_turns_of_a_conversation_are_fresh_calls(name: str, adapted: bool) -> No
         asked = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
         with widths(model) as seen:
             cache = kept.cache(ids, schedule)
-            told = run(model, asked, past_key_values=cache, max_new_tokens=3).sequences
+            told = run(model, asked, **{CACHE: cache}, max_new_tokens=3).sequences
         fresh = run(model, asked, schedule, max_new_tokens=3).sequences
         assert told.tolist() == fresh.tolist()
         computed, whole = computed + sum(seen), whole + len(ids) + 2
@@ -158,7 +159,7 @@ def test_prompts_that_skip_layers_are_computed_anew() -> None:
     kept = KeptPrompt(model)
     for length in (5, 9):
         asked = {name: value[:1, :length] for name, value in prompts().items()}
-        told = run(model, asked, past_key_values=kept.cache(asked["input_ids"][0].tolist(), schedule))
+        told = run(model, asked, **{CACHE: kept.cache(asked["input_ids"][0].tolist(), schedule)})
         assert told.sequences.tolist() == run(model, asked, schedule).sequences.tolist()
 
 
@@ -172,5 +173,5 @@ def test_a_pass_that_is_cut_short_is_forgotten() -> None:
         with pytest.raises(KeyboardInterrupt):
             kept.cache(ids, TOP)
     asked = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
-    told = run(model, asked, past_key_values=kept.cache(ids, TOP)).sequences
+    told = run(model, asked, **{CACHE: kept.cache(ids, TOP)}).sequences
     assert told.tolist() == run(model, asked, TOP).sequences.tolist()

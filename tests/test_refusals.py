@@ -20,6 +20,7 @@ from transformers.generation import utils as generation
 
 from helpers.families import LAYERS, NEW, TOP, WIDTH, build, distance, positions, prompts, row, run, uncached
 from skipdecode import Schedule, ScheduleError, SkipCache, attach, teacher_forced
+from skipdecode.core.cache_name import CACHE
 from skipdecode.errors import CacheError, UsageError
 
 FULL = Schedule.full(LAYERS)
@@ -41,18 +42,18 @@ def test_a_used_cache_is_refused(name: str, new: int) -> None:
     """The same prompt again, whatever number of columns ``generate`` makes of it (with WIDTH new tokens just one)."""
     model, inputs = attach(build(name)), prompts()
     cache = SkipCache(model, TOP)
-    run(model, inputs, past_key_values=cache, max_new_tokens=new)
+    run(model, inputs, **{CACHE: cache}, max_new_tokens=new)
     with pytest.raises(RuntimeError, match="new SkipCache"):
-        run(model, inputs, past_key_values=cache, max_new_tokens=new)
+        run(model, inputs, **{CACHE: cache}, max_new_tokens=new)
 
 
 @pytest.mark.parametrize("width", [0, 2, 5])
 def test_only_one_column_may_follow_the_prompt(model: PreTrainedModel, width: int) -> None:
     """In loops written by hand too."""
     cache, inputs = SkipCache(model, TOP), prompts((6, 6))
-    model(inputs["input_ids"], past_key_values=cache)
+    model(inputs["input_ids"], **{CACHE: cache})
     with pytest.raises(RuntimeError, match=f"{width} new positions.*retired.*new SkipCache"):
-        model(inputs["input_ids"][:, :width], past_key_values=cache)
+        model(inputs["input_ids"][:, :width], **{CACHE: cache})
 
 
 @FAMILIES
@@ -84,7 +85,7 @@ def test_assisted_decoding_is_refused(model: PreTrainedModel, kind: str) -> None
 
 def test_cropping_is_refused_and_not_advertised(model: PreTrainedModel) -> None:
     """``generate`` asks is_croppable before it plans to roll a step back (as it does on Apple's GPUs)."""
-    cache = run(model, prompts(), TOP).past_key_values
+    cache = run(model, prompts(), TOP)[CACHE]
     assert not cache.is_croppable
     assert SkipCache(model, FULL).is_croppable
     with pytest.raises(RuntimeError, match="cannot be cropped"):
@@ -103,30 +104,30 @@ def test_a_prompt_may_come_in_parts_while_no_layer_is_retired(name: str, read: l
     model, inputs = attach(build(name)), prompts()
     ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], SkipCache(model, WHOLE)
     for start, end in pairwise([0, *read]):
-        known = {"attention_mask": mask[:, :end], "past_key_values": cache}
+        known = {"attention_mask": mask[:, :end], CACHE: cache}
         part = model.prepare_inputs_for_generation(ids[:, start:end], is_first_iteration=True, **known)
         part |= {"attention_mask": mask[:, :end], "position_ids": positions(mask)[:, start:end]}
         with torch.no_grad():
             model(**part)
-    parts, whole = run(model, inputs, past_key_values=cache), run(model, inputs, WHOLE)
+    parts, whole = run(model, inputs, **{CACHE: cache}), run(model, inputs, WHOLE)
     assert torch.equal(parts.sequences, whole.sequences)
     assert distance(torch.stack(parts.logits, 1), torch.stack(whole.logits, 1)) < 1e-5
-    assert cache.step_depths == whole.past_key_values.step_depths
+    assert cache.step_depths == whole[CACHE].step_depths
 
 
 def test_a_second_turn_may_come_while_no_layer_is_retired(model: PreTrainedModel) -> None:
     """What was written at full depth is prompt to what follows; afterwards, layers are retired and it is refused."""
     plan, inputs = Schedule.from_depths(LAYERS, [LAYERS] * 4 + [3]), prompts()
     cache = SkipCache(model, plan)
-    first = run(model, inputs, past_key_values=cache, max_new_tokens=3).sequences
+    first = run(model, inputs, **{CACHE: cache}, max_new_tokens=3).sequences
     turn = torch.cat([first, first[:, :4]], dim=1)
     mask = torch.cat([inputs["attention_mask"], torch.ones_like(turn[:, :7])], dim=1)
     inputs = {"input_ids": turn, "attention_mask": mask}
-    again = run(model, inputs, past_key_values=cache)
+    again = run(model, inputs, **{CACHE: cache})
     assert torch.equal(again.sequences, run(model, inputs, plan).sequences)
     assert cache.step_depths == [8, 8] + [plan.depth(step) for step in range(NEW - 1)]
     with pytest.raises(CacheError, match="retired"):
-        run(model, inputs, past_key_values=cache)
+        run(model, inputs, **{CACHE: cache})
 
 
 @pytest.mark.parametrize(
@@ -138,9 +139,9 @@ def test_a_prompt_in_parts_is_refused_where_it_is_not_exact(name: str, plan: Sch
     """States that transformers does not go on from, layers that are gone."""
     model, inputs = attach(build(name)), prompts((6, 6))
     cache = SkipCache(model, plan)
-    model(inputs["input_ids"][:, :4], past_key_values=cache)
+    model(inputs["input_ids"][:, :4], **{CACHE: cache})
     with pytest.raises(CacheError, match=r"retired, or hold a recurrent state.*new SkipCache"):
-        model(inputs["input_ids"][:, 4:], past_key_values=cache)
+        model(inputs["input_ids"][:, 4:], **{CACHE: cache})
 
 
 @pytest.mark.parametrize("returned", [True, False])
@@ -177,11 +178,11 @@ def test_a_teacher_forced_pass_fills_no_cache(name: str) -> None:
     with torch.no_grad(), teacher_forced(model, TOP, 5):
         with pytest.raises(CacheError, match="teacher-forced"):
             run(model, inputs)
-        for options in ({"use_cache": True}, {"past_key_values": DynamicCache(config=model.config)}):
+        for options in ({"use_cache": True}, {CACHE: DynamicCache(config=model.config)}):
             with pytest.raises(CacheError, match="teacher-forced"):
                 model(ids, **options)
         output, expected = model(ids), model(ids, use_cache=False)
-        assert output.past_key_values is None
+        assert getattr(output, CACHE) is None
         assert torch.equal(output.logits, expected.logits)
         inside = run(model, inputs, TOP)
     assert torch.equal(inside.sequences, run(model, inputs, TOP).sequences), "a SkipCache follows its own schedule"
@@ -215,14 +216,14 @@ def test_packed_positions_are_refused(name: str, rows: int) -> None:
     with teacher_forced(model, TOP, 4), pytest.raises(ValueError, match=r"packed.*one sequence per row"):
         model(ids, position_ids=packed, use_cache=False)
     with pytest.raises(ValueError, match=r"packed.*one sequence per row"):
-        model(ids, position_ids=packed, past_key_values=SkipCache(model, TOP))
+        model(ids, position_ids=packed, **{CACHE: SkipCache(model, TOP)})
     model(ids, position_ids=packed, use_cache=False)  # the gates alone refuse nothing
 
 
 def test_a_pass_of_nothing_is_refused_in_the_models_own_words(model: PreTrainedModel) -> None:
     """Neither ids nor embeddings."""
     with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
-        model(past_key_values=SkipCache(model, TOP))
+        model(**{CACHE: SkipCache(model, TOP)})
 
 
 def test_packed_sequence_lengths_are_refused(model: PreTrainedModel) -> None:
@@ -280,6 +281,6 @@ def test_a_model_without_gates_is_refused(name: str) -> None:
     """A SkipCache, or teacher forcing, on a model that was never attached."""
     model = build(name)
     with pytest.raises(RuntimeError, match=r"skipdecode\.attach\(model\)"):
-        model.generate(**prompts(), past_key_values=SkipCache(model, TOP), max_new_tokens=2)
+        model.generate(**prompts(), **{CACHE: SkipCache(model, TOP)}, max_new_tokens=2)
     with pytest.raises(ValueError, match=r"skipdecode\.attach\(model\)"), teacher_forced(model, TOP, 2):
         pass

@@ -17,6 +17,7 @@ import skipdecode
 from helpers.families import FAMILIES, FORMS, LAYERS, SCHEDULES, build
 from helpers.tiny import EXAMPLES, run, write_jsonl
 from skipdecode import Schedule, Skipping, attach, teacher_forced
+from skipdecode.core.cache_name import CACHE
 from skipdecode.core.checkpoint_config import trained_schedules
 from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import CacheError, UsageError
@@ -233,7 +234,7 @@ def test_an_adapter_learns_in_anyones_loop(checkpoint: Path, tmp_path: Path) -> 
     again, _ = skipdecode.load(str(checkpoint), adapter=str(tmp_path / "adapter"))
     ids = {name: batch[name][:1, :5] for name in ("input_ids", "attention_mask")}
     texts = [
-        each.generate(**ids, max_new_tokens=6, past_key_values=skipdecode.SkipCache(each, skipping.schedules[4.0]))
+        each.generate(**ids, max_new_tokens=6, **{CACHE: skipdecode.SkipCache(each, skipping.schedules[4.0])})
         for each in (model.eval(), again)
     ]
     assert torch.equal(*texts)

@@ -15,6 +15,7 @@ from skipdecode import attach, detach, generate, load
 from skipdecode.adapters.damage import damage
 from skipdecode.core.adapter_folder import read_schedules
 from skipdecode.core.cache import SkipCache
+from skipdecode.core.cache_name import CACHE
 from skipdecode.core.schedule import Schedule
 from skipdecode.core.text_passes import TextPasses
 from skipdecode.data.chat import Prompt, parse_messages
@@ -53,7 +54,7 @@ def test_full_depth_is_the_model(texts: list[Example], prompts: list[Prompt]) ->
     (batch,) = batches_of(texts, tokenizer, len(texts))
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     with torch.no_grad():
-        ours = model(**inputs, past_key_values=SkipCache(attach(model), Schedule.full(30))).logits
+        ours = model(**inputs, **{CACHE: SkipCache(attach(model), Schedule.full(30))}).logits
         stock = detach(model)(**inputs).logits
     assert torch.equal(ours, stock)
     model, tokenizer = load(str(FOLDER), adapter=ADAPTER)

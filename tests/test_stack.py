@@ -15,7 +15,7 @@ from torch import nn
 from helpers.families import LAYERS, TOP, build
 from skipdecode import Schedule
 from skipdecode.core.prefix import Prefix, packed
-from skipdecode.core.stack import check_kind, decoder_layers, lenders, with_lenders_first
+from skipdecode.core.stack import decoder_layers, lenders, with_lenders_first
 from skipdecode.errors import CacheError, ModelError, ScheduleError, UnsupportedModel
 
 
@@ -70,14 +70,6 @@ def test_the_stack_is_the_one_list_of_layers_that_take_hidden_states() -> None:
 
 SHARED = {"kv_sharing_modes": ["store", None, "store", "reuse", "reuse"], "num_hidden_layers": 5}
 KINDS = ["full", "full", "sliding", "full", "sliding"]
-
-
-def test_a_model_of_a_newer_transformers_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """5.24 calls the cache otherwise."""
-    model = build("llama")
-    monkeypatch.setattr(type(model), "forward", lambda self, input_ids=None, cache=None: None)
-    with pytest.raises(UnsupportedModel, match=r"pip install 'transformers<5\.24'"):
-        check_kind(model)
 
 
 def test_a_borrower_reads_the_last_lender_of_its_kind() -> None:

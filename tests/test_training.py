@@ -23,6 +23,7 @@ import skipdecode
 from helpers.tiny import EXAMPLES, TEXTS, run, save_checkpoint, write_examples
 from skipdecode import Schedule, SkipCache
 from skipdecode.core.attach import teacher_forced
+from skipdecode.core.cache_name import CACHE
 from skipdecode.core.checkpoint_config import default_schedule, schedule_for, to_config_entry, trained_schedules
 from skipdecode.data.collation import Collator, encode
 from skipdecode.data.tasks import Example
@@ -127,7 +128,7 @@ def test_loss_is_that_of_the_tokens_decoding_would_score(checkpoint: Path, tmp_p
                 batch["input_ids"][:, start:end],
                 attention_mask=batch["attention_mask"][:, :end],
                 position_ids=batch["position_ids"][:, start:end],
-                past_key_values=cache,
+                **{CACHE: cache},
             )
             logits.append(out.logits[:, -1])
     expected = torch.nn.functional.cross_entropy(

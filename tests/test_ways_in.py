@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import skipdecode
 from helpers.tiny import TEXTS, run, save_checkpoint
+from skipdecode.core.cache_name import CACHE
 from skipdecode.errors import FileError, JobError, ModelError, UsageError
 from skipdecode.generation import engine, options
 from skipdecode.generation.jobs import GenerationJob
@@ -298,4 +299,4 @@ def test_what_is_not_there_is_not_called_empty(folder: Path, tmp_path: Path) -> 
 
 def test_none_is_no_option(loaded: Loaded) -> None:
     """An option that is refused may be None: nothing is asked for."""
-    assert texts(loaded, "the cat", past_key_values=None, attention_mask=None) == texts(loaded, "the cat")
+    assert texts(loaded, "the cat", **{CACHE: None}, attention_mask=None) == texts(loaded, "the cat")

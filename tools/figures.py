@@ -10,6 +10,7 @@ import torch
 
 from skipdecode import Schedule, SkipCache, load
 from skipdecode.core.cache import total_kv_bytes
+from skipdecode.core.cache_name import CACHE
 from skipdecode.core.checkpoint_config import schedule_for
 
 matplotlib.use("Agg")
@@ -61,7 +62,7 @@ def _held(model: Any, tokenizer: Any, speedup: float) -> list[float]:
     cache = SkipCache(model, schedule_for(model.config, speedup))
     ids, held = tokenizer("name Zizzi, food English ->", return_tensors="pt").input_ids, []
     for _ in range(STEPS):
-        ids = model(ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        ids = model(ids, use_cache=True, **{CACHE: cache}).logits[:, -1:].argmax(-1)
         held.append(total_kv_bytes(cache) / 1e3)
     return held
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from skipdecode import Schedule
 from skipdecode.clock.model_shapes import SHAPES, shape_config
 from skipdecode.core.cache import layer_kv_bytes
+from skipdecode.core.cache_name import CACHE
 
 MODELS = ("opt-1.3b", "llama-3.2-1b", "llama-3.1-8b", "opt-6.7b")
 SPEEDUPS = (3, 5)
@@ -28,7 +29,7 @@ def row(name: str, prompt: int, new: int) -> list[str]:
     with torch.device("meta"), torch.no_grad():
         model = AutoModelForCausalLM.from_config(shape_config(name), dtype=torch.bfloat16)
         cache = DynamicCache(config=model.config)
-        model(torch.zeros(1, prompt, dtype=torch.long), past_key_values=cache)
+        model(torch.zeros(1, prompt, dtype=torch.long), **{CACHE: cache})
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     layers = [layer_kv_bytes(layer) / prompt for layer in cache.layers]
     position, held = sum(layers), prompt + new - 1  # the last token of a text is written and never read

@@ -21,6 +21,7 @@ import torch
 
 import skipdecode
 from skipdecode import Schedule, SkipCache, attach
+from skipdecode.core.cache_name import CACHE
 from skipdecode.core.checkpoint_config import schedule_for
 
 #: Room for keys and values of the tests' models.
@@ -78,7 +79,7 @@ class Reference:
         rows = self.model.generate(
             ids,
             attention_mask=mask,
-            past_key_values=SkipCache(self.model, schedule),
+            **{CACHE: SkipCache(self.model, schedule)},
             max_new_tokens=self.most_new,
             do_sample=False,
             num_beams=1,

@@ -44,6 +44,7 @@ from transformers import (
 
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.core.cache import layer_kv_bytes
+from skipdecode.core.cache_name import CACHE
 from skipdecode.evaluation.reference import discarding_skipped
 
 LAYERS = 8
@@ -225,7 +226,7 @@ def row(inputs: dict[str, Tensor], index: int) -> dict[str, Tensor]:
 def run(model: PreTrainedModel, inputs: dict[str, Tensor], schedule: Schedule | None = None, **options: Any) -> Any:
     """``model.generate``, greedy unless told otherwise, with raw logits; no schedule is no SkipCache."""
     if schedule is not None:
-        options["past_key_values"] = SkipCache(attach(model), schedule)
+        options[CACHE] = SkipCache(attach(model), schedule)
     defaults = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     return model.generate(**inputs, **(defaults | options))
 
@@ -283,7 +284,7 @@ def decode(model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any, steps:
     for number in range(steps + 1):
         where = positions(mask)[:, -ids.shape[1] :]
         with torch.no_grad():
-            logits = model(ids, attention_mask=mask, position_ids=where, past_key_values=cache, use_cache=True).logits
+            logits = model(ids, attention_mask=mask, position_ids=where, **{CACHE: cache}, use_cache=True).logits
         yield number
         ids = logits[:, -1:].argmax(-1)
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)

@@ -17,6 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 
 from helpers.families import DENSE, build, distance, naive, run
 from skipdecode import Schedule, SkipCache, attach, detach
+from skipdecode.core.cache_name import CACHE
 from skipdecode.core.stack import decoder_layers
 from torture.attempt import Attempt, Found, Kind
 from torture.models import WORDS, draw_batch, draw_model, draw_schedule
@@ -149,8 +150,8 @@ def types(attempt: Attempt) -> None:
     if not all(map(torch.equal, one.logits, two.logits)):
         raise Found(f"{name}, {dtype}, {plan}: a second run differs")
     depths = [plan.depth(step) for step in range(len(one.logits) - 1)]
-    if one.past_key_values.step_depths != depths:
-        raise Found(f"{name}, {dtype}, {plan}: ran {one.past_key_values.step_depths}, not {depths}")
+    if one[CACHE].step_depths != depths:
+        raise Found(f"{name}, {dtype}, {plan}: ran {one[CACHE].step_depths}, not {depths}")
 
 
 class Interrupt(BaseException):
@@ -185,7 +186,7 @@ def lives(attempt: Attempt) -> None:
             _break(model, inputs, plans[0], random)
         else:
             cache = SkipCache(attach(model), plans[0])
-            run(model, inputs, past_key_values=cache)
+            run(model, inputs, **{CACHE: cache})
             caches.append(weakref.ref(cache))
             del cache
         index = random.randrange(len(plans))

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from helpers import families
 from helpers.families import LAYERS, build, distance, new_token_logits, reference_logits, row, run, uncached
 from skipdecode import Schedule, attach, detach
+from skipdecode.core.cache_name import CACHE
 from skipdecode.core.decays import DECAYS
 from skipdecode.evaluation.check import TOLERANCE
 from torture.attempt import Attempt, Found, Kind
@@ -86,8 +87,8 @@ def cached(attempt: Attempt) -> None:
     attempt.counts["logits"] += new * len(inputs["input_ids"])
     output = run(model, inputs, plan, max_new_tokens=new)
     depths = [plan.depth(step) for step in range(new - 1)]
-    if output.past_key_values.step_depths != depths:
-        raise Found(f"{name}, {plan}: ran {output.past_key_values.step_depths}, not {depths}")
+    if output[CACHE].step_depths != depths:
+        raise Found(f"{name}, {plan}: ran {output[CACHE].step_depths}, not {depths}")
     expected = reference_logits(model, plan, output.sequences, inputs["attention_mask"])
     allowed = TOLERANCE
     for way, logits in (

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, CompileConfig, StaticCache
 
 from peers.protocol import Generate, Job, serve
+from skipdecode.core.cache_name import CACHE
 
 
 def load(job: Job) -> Generate:
@@ -32,7 +33,7 @@ def load(job: Job) -> Generate:
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=caches.get(len(prompts)),
+            **{CACHE: caches.get(len(prompts))},
             do_sample=False,
             min_new_tokens=new_tokens,
             max_new_tokens=new_tokens,

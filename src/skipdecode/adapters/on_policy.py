@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..core.cache import SkipCache
+from ..core.cache_name import CACHE
 from ..core.schedule import Schedule
 from .own_texts import SAMPLED, loop_start
 
@@ -41,7 +42,7 @@ def rewrite(
     with torch.random.fork_rng([ids.device] if ids.device.type == "cuda" else []):
         torch.manual_seed(seed)
         cache = SkipCache(model, schedule)
-        options = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": longest}
+        options = {"attention_mask": mask, CACHE: cache, "max_new_tokens": longest}
         options |= SAMPLED | {"temperature": temperature}
         written: Any = model.generate(ids, **options)
     ends = model.generation_config.eos_token_id

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ..core.attach import attach
+from ..core.cache_name import CACHE
 from ..core.patch import Patch, put
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
@@ -208,7 +209,7 @@ class _Ends(Patch):
     """Patch of the model's ``forward``: records in a ConfidenceCache which sequences have ended."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        cache, ids = kwargs.get(CACHE), kwargs.get("input_ids")
         if isinstance(cache, ConfidenceCache) and ids is not None and cache.get_seq_length() > 0:
             ended = torch.isin(ids[:, -1], torch.tensor(cache.stops, device=ids.device))
             cache.finished = ended if cache.finished is None else cache.finished | ended

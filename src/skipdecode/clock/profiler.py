@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from ..core.cache import SkipCache
+from ..core.cache_name import CACHE
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers, text_config, with_lenders_first
 from ..errors import ModelError, UsageError
@@ -192,7 +193,7 @@ class FilledCache(SkipCache):
     @torch.no_grad()
     def __init__(self, model: PreTrainedModel, schedule: Schedule, ids: Tensor, length: int) -> None:
         super().__init__(model, schedule)
-        model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=self, use_cache=True)
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), **{CACHE: self}, use_cache=True)
         for index, layer in enumerate(self.layers):
             if length > 1 and self._attends(index) and layer.is_initialized:
                 layer.keys, layer.values = layer.keys.clone(), layer.values.clone()  # their buffer fits one position

@@ -56,7 +56,7 @@ def attach(
 
     Example:
         >>> attach(model)
-        >>> model.generate(**inputs, past_key_values=SkipCache(model, Schedule.for_speedup(3, 24, horizon=64)))
+        >>> model.generate(**inputs, cache=SkipCache(model, Schedule.for_speedup(3, 24, horizon=64)))
         >>> attach(model, speedup=3)
         >>> pipeline("text-generation", model=model, tokenizer=tokenizer, batch_size=8)(prompts)
     """

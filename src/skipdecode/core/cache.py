@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ..errors import CacheError, ScheduleError
 from .adapter import check_trained
+from .cache_name import CACHE
 from .checkpoint_config import default_schedule, warn_untrained
 from .growing import GrowingLayer
 from .patch import gate_state
@@ -26,7 +27,7 @@ RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
 
 
 class SkipCache(DynamicCache):
-    """The cache of one call ``model.generate(..., past_key_values=SkipCache(model, schedule))``, which skips layers.
+    """The cache of one call ``model.generate(..., cache=SkipCache(model, schedule))``, which skips layers.
 
     Args:
         model: the causal LM, with gates attached (:func:`skipdecode.attach`).
@@ -266,7 +267,7 @@ class SkipCache(DynamicCache):
         if not self.schedule.is_full:
             raise CacheError(
                 "assisted (speculative) decoding needs every layer's keys and values: leave SkipCache out (after "
-                "attach(model, speedup=…), give past_key_values=DynamicCache(config=model.config))"
+                f"attach(model, speedup=…), give {CACHE}=DynamicCache(config=model.config))"
             )
         super().activate_past_recording()
 

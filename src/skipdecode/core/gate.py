@@ -44,7 +44,7 @@ class Gate(Patch):
         if cache is None and any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
             raise CacheError(
                 "a teacher-forced pass can fill no cache: call model.generate outside of teacher_forced, and leave "
-                "use_cache and past_key_values out of passes inside"
+                "use_cache and caches out of passes inside"
             )
         if cache is not None and cache.gates is not gates:
             raise CacheError("this SkipCache was made for another model: make one with SkipCache(model, schedule)")

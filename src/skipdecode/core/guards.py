@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from ..errors import CacheError, UsageError
 from .cache import SkipCache
+from .cache_name import CACHE, CACHE_NAMES
 from .checkpoint_config import CONFIG_KEY, set_entry
 from .gate import GateState, find_cache, refuse_packed
 from .patch import Patch
@@ -26,13 +28,14 @@ class PassGuard(Patch):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a pass and return its output. Raises CacheError if the SkipCache was lost, unused or cut short."""
         cache = find_cache(args, kwargs)
+        caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
         expected, ids = self.gates.expected.pop(threading.get_ident(), (lambda: None, None))
         # A pass over other ids is not the prepared one, which never came.
-        lost = expected() is not None and cache is not expected()
+        lost = expected() is not None and caches != [expected()]
         if lost and any(value is ids for value in (*args, *kwargs.values())):
             raise CacheError(
-                "the SkipCache was dropped on the way to the model (PEFT's prompt learning does so): merge the adapter "
-                "or leave SkipCache out"
+                "the SkipCache was dropped on the way to the model, or another put beside it (PEFT's prompt learning "
+                "does so): merge the adapter or leave SkipCache out"
             )
         if (guide := self.gates.forced_pass() if cache is None else cache) is not None:
             guide.shape = _shape(args, kwargs)
@@ -63,8 +66,8 @@ class PromptGuard(Patch):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return a pass's inputs, and tell the SkipCache if they are a prompt. Raises CacheError if it takes none."""
-        cache = kwargs.get("past_key_values")
-        if not isinstance(cache, SkipCache):
+        cache = find_cache(args, kwargs)
+        if cache is None:
             return self.original(*args, **kwargs)
         if kwargs.get("use_cache") is False:
             raise CacheError(
@@ -95,14 +98,14 @@ class CacheProvider(Patch):
 
 def with_cache(model: nn.Module, schedule: Schedule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of a call of ``generate``, with a new SkipCache if they name no cache."""
-    if kwargs.get("past_key_values") is not None:
+    if any(kwargs.get(name) is not None for name in CACHE_NAMES):
         return kwargs
     # Unset the cache kind that a generation config names: it is for calls without a cache. (transformers drops
     # "hybrid" itself, and warns of any option passed along with a generation_config.)
     configs = (*args[1:2], kwargs.get("generation_config"), getattr(model, "generation_config", None))
     if {getattr(config, "cache_implementation", None) for config in configs} - {None, "hybrid"}:
         kwargs = {"cache_implementation": None} | kwargs
-    return kwargs | {"past_key_values": SkipCache(model, schedule)}
+    return kwargs | {CACHE: SkipCache(model, schedule)}
 
 
 class SaveWithoutAdapter(Patch):

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..errors import ModelError, UnsupportedModel
+from .cache_name import CACHE
 from .checkpoint_config import layer_count
 from .schedule import Schedule
 
@@ -54,12 +55,8 @@ def check_kind(model: nn.Module) -> None:
     if inner is None:
         return
     name, config = type(inner).__name__, _decoder_config(inner)
-    taken = inspect.signature(inner.forward).parameters
-    if "past_key_values" not in taken:
-        why = "its state is in no cache that could follow a schedule"
-        if "cache" in taken:
-            why = "transformers 5.24 renamed it, which is not supported yet: pip install 'transformers<5.24'"
-        raise UnsupportedModel(f"{name} takes no past_key_values: {why}")
+    if CACHE not in inspect.signature(inner.forward).parameters:
+        raise UnsupportedModel(f"{name} takes no {CACHE}: its state is in no cache that could follow a schedule")
     if isinstance(inner, GenerationMixin) and not inner._supports_default_dynamic_cache():
         raise UnsupportedModel(f"{name} keeps a cache of its own kind, which cannot follow a schedule")
     causal = {getattr(part, "is_causal", None) for part in inner.modules()}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..errors import CacheError, ScheduleError
 from .attach import teacher_forced
 from .cache import SkipCache
+from .cache_name import CACHE
 from .schedule import Schedule
 from .stack import decoder_layers, with_lenders_first
 
@@ -31,7 +32,7 @@ class TextPasses:
         self.model, self.batch, self.prompt = model, batch, batch["prompt_length"]
         with torch.no_grad():
             self._cache: SkipCache | None = SkipCache(model, Schedule.full(len(decoder_layers(model))))
-            model(**self._inputs(0, self.prompt), past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+            model(**self._inputs(0, self.prompt), **{CACHE: self._cache}, use_cache=True, logits_to_keep=1)
         try:
             self._cache.begin_text(self._cache.schedule)
         except CacheError:
@@ -56,7 +57,7 @@ class TextPasses:
                 return self.model(**self._inputs(0, width), use_cache=False, **options).logits
         cache = deepcopy(self._cache)
         cache.begin_text(with_lenders_first(schedule, self.model.config))
-        return self.model(**self._inputs(self.prompt, width), past_key_values=cache, use_cache=True, **options).logits
+        return self.model(**self._inputs(self.prompt, width), **{CACHE: cache}, use_cache=True, **options).logits
 
     def _inputs(self, start: int, stop: int) -> dict[str, Any]:
         """Return the inputs of a pass over the positions from ``start`` to ``stop``."""

@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..core.adapter import Adapter
 from ..core.attach import attach, detach, teacher_forced
 from ..core.cache import SkipCache
+from ..core.cache_name import CACHE
 from ..core.checkpoint_config import schedule_for
 from ..core.guards import CacheProvider
 from ..core.patch import gate_state
@@ -61,7 +62,7 @@ class Batch:
         return model.generate(
             ids,
             attention_mask=mask,
-            past_key_values=cache,
+            **{CACHE: cache},
             max_new_tokens=self.new_tokens,
             do_sample=False,
             num_beams=1,
@@ -313,5 +314,5 @@ def _step_flops(model: PreTrainedModel, batch: Batch, cache: Any) -> Any:
     for part in (slice(0, width), slice(width, width + 1)):
         told = {name: positions[:, part] for name, positions in _positions(model, mask).items()}
         with FlopCounterMode(display=False) as counter:
-            model(ids[:, part], attention_mask=mask[:, : part.stop], past_key_values=cache, use_cache=True, **told)
+            model(ids[:, part], attention_mask=mask[:, : part.stop], **{CACHE: cache}, use_cache=True, **told)
     return counter.get_flop_counts()

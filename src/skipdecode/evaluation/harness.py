@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from ..core.attach import attach, teacher_forced
 from ..core.cache import SkipCache
+from ..core.cache_name import CACHE
 from ..core.checkpoint_config import schedule_for
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
@@ -134,7 +135,7 @@ class SkipLM(HFLM):
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
         # Also at full depth, because the model may have another default schedule.
-        options["past_key_values"] = SkipCache(self.model, self.schedule)
+        options[CACHE] = SkipCache(self.model, self.schedule)
         return super()._model_generate(context, max_length, stop, **options)
 
     def get_model_info(self) -> dict[str, Any]:

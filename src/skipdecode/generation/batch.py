@@ -20,6 +20,7 @@ from transformers import (
 
 from ..core.attach import attach
 from ..core.cache import SkipCache, total_kv_bytes
+from ..core.cache_name import CACHE
 from ..core.checkpoint_config import layer_count
 from ..core.schedule import Schedule
 from ..weights.device import synchronize
@@ -101,7 +102,7 @@ def generate_batch(
         output = model.generate(
             ids,
             attention_mask=mask,
-            past_key_values=cache,
+            **{CACHE: cache},
             tokenizer=tokenizer if strings else None,
             stopping_criteria=StoppingCriteriaList([passes, *([finished] if finished else criteria)]),
             **defaults | options | {"return_dict_in_generate": True},

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from ..core.cache import SkipCache, total_kv_bytes
+from ..core.cache_name import CACHE
 from ..core.patch import Patch, put
 from .options import num_beams
 
@@ -135,7 +136,7 @@ class RowsPatch(Patch):
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on the rows that go on, and return its output for all rows."""
-        rows = getattr(kwargs.get("past_key_values"), "finished_rows", None)
+        rows = getattr(kwargs.get(CACHE), "finished_rows", None)
         if rows is None:
             return self.original(*args, **kwargs)
         return rows.after(self.original(*args, **rows.before(kwargs)))

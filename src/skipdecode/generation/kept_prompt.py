@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ..core.attach import attach
 from ..core.cache import RECURRENT, SkipCache
+from ..core.cache_name import CACHE
 from ..core.schedule import Schedule
 
 
@@ -59,7 +60,7 @@ class KeptPrompt:
         if same < len(ids):
             new = torch.tensor([ids[same:]], device=self.model.device)
             try:
-                self.model(input_ids=new, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+                self.model(input_ids=new, **{CACHE: self._cache}, use_cache=True, logits_to_keep=1)
             except BaseException:  # Ctrl-C too: some layers have seen the new positions, others have not
                 self.clear()
                 raise

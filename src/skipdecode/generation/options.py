@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import GenerationConfig, GenerationMixin
 
+from ..core.cache_name import CACHE_NAMES
 from ..errors import UsageError
 
 _OURS = "it is made from the prompts"
@@ -22,7 +23,7 @@ REFUSED = {
     "input_ids": _OURS,
     "inputs_embeds": _OURS,
     "attention_mask": _OURS,
-    "past_key_values": _CACHE,
+    **dict.fromkeys(CACHE_NAMES, _CACHE),
     "cache_implementation": _CACHE,
     "return_dict_in_generate": _MORE,
     "output_scores": _MORE,
