@@ -168,15 +168,19 @@ def test_int8_layers_follow_schedules(name: str, schedule: str) -> None:
 
 @needs_bfloat16
 @pytest.mark.parametrize("name", PACKED)
-def test_in_bfloat16_bits_stay(name: str) -> None:
-    """At falling depths, at a constant one and without a schedule; rows are padded on the left."""
+def test_in_bfloat16_only_roundings_differ(name: str) -> None:
+    """At falling depths and at a constant one; rows are padded on the left. With AMX some products of many rows do."""
     plain = build(name).to(torch.bfloat16)
-    packed = optimize(copy.deepcopy(plain), prepack=True)
-    plain, inputs = optimize(plain), prompts(ROWS)
+    packed = attach(optimize(copy.deepcopy(plain), prepack=True))
+    plain, inputs = attach(optimize(plain)), prompts(ROWS)
     assert any(isinstance(part, PackedLinear) for part in decoder_layers(packed).modules())
-    for schedule in (None, TOP, SCHEDULES["constant"]):
-        expected, found = (run(model, inputs, schedule, max_new_tokens=8) for model in (plain, packed))
-        assert all(map(torch.equal, found.logits, expected.logits)), schedule
+    for schedule in (Schedule.full(TOP.num_layers), TOP, SCHEDULES["constant"]):
+        made = run(plain, inputs, schedule, max_new_tokens=8)
+        expected, found = (
+            new_token_logits(model, schedule, made.sequences, inputs["attention_mask"]).float()
+            for model in (plain, packed)
+        )
+        assert distance(found, expected) < 0.03, schedule
 
 
 @needs

@@ -16,8 +16,8 @@ class PackedLinear(DecodingLinear):
     """A linear module whose weight has the blocked layout of oneDNN's kernels.
 
     ``F.linear`` on a CPU converts the weight to that layout at every call; this module does it once, as inductor does
-    when it freezes a model. In bfloat16, measured results were equal bit for bit; in float32 they round differently,
-    since ``F.linear`` uses another kernel.
+    when it freezes a model. In bfloat16, results were equal bit for bit on CPUs without AMX, and with it but for some
+    products of many rows; in float32 they round differently, since ``F.linear`` uses another kernel.
 
     Args:
         weight: (outputs, inputs), bfloat16 or float32, on a CPU.
