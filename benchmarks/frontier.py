@@ -28,7 +28,6 @@ from peers.catalogue import Engine
 from peers.engines.skipdecode import Ids
 from peers.processes import EngineFailed, Running
 from skipdecode import Schedule
-from skipdecode.clock.tables import markdown_table
 from skipdecode.core.adapter_folder import read_schedules
 from skipdecode.data.collation import Collator
 from skipdecode.data.inputs import read_items
@@ -88,7 +87,7 @@ def ways(args: argparse.Namespace) -> dict[str, Way]:
 
 
 def main() -> None:
-    """Time, judge, and write the table and the plot."""
+    """Time, judge, and write the figures and the plot."""
     args = _parser().parse_args()
     model, tokenizer = skipdecode.load(str(args.model), dtype="float32", device="cpu")
     ends = model.generation_config.eos_token_id
@@ -226,24 +225,10 @@ def judged(
 
 
 def save(rows: Sequence[Mapping[str, Any]], about: Mapping[str, str], batches: Sequence[int], folder: Path) -> None:
-    """Write ``table.json``, ``table.md`` and ``frontier.png``."""
+    """Write ``table.json``, which docs/frontier.md prints, and ``frontier.png``."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(dict(row)) for row in rows)
     write(folder / "table.json", f'{{"about": {json.dumps(dict(about))},\n"rows": [\n{lines}\n]}}\n')
-    heads = ["way", "agreement", "nats of its texts", "repeated 4-grams", *(f"tokens/s, batch {n}" for n in batches)]
-    cells = [
-        [
-            row["way"],
-            f"{row['agreement']:.1f}",
-            f"{row['nats']:.2f}",
-            f"{row['repetition']:.1f}%",
-            *(_rate(row, batch) for batch in batches),
-            f"{row['peak_rss'] / 1e9:.2f} GB",
-        ]
-        for row in rows
-    ]
-    notes = "  \n".join(f"{name}: {text}" for name, text in about.items())
-    write(folder / "table.md", f"{markdown_table([*heads, 'memory'], cells, words=1)}\n\n{notes}\n")
     figure, panels = plt.subplots(1, len(batches), figsize=(5 * len(batches), 4.2), layout="constrained", squeeze=False)
     for panel, batch in zip(panels[0], batches, strict=True):
         for row in (each for each in rows if f"ratio_{batch}" in each):
@@ -253,11 +238,6 @@ def save(rows: Sequence[Mapping[str, Any]], about: Mapping[str, str], batches: S
         panel.set_title(f"batch {batch}")
         panel.margins(x=0.2)
     figure.savefig(folder / "frontier.png", dpi=110)
-
-
-def _rate(row: Mapping[str, Any], batch: int) -> str:
-    rate, ratio = row.get(f"tokens_per_second_{batch}"), row.get(f"ratio_{batch}")
-    return "" if rate is None else f"{rate:.0f} ({ratio:.2f}x)"
 
 
 def _parser() -> argparse.ArgumentParser:

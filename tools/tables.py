@@ -78,6 +78,33 @@ def own_texts(folder: str, up: str = "") -> None:
     print(f"{saved['about']['rows']}; {saved['about']['machine']}. [All figures]({up}results/{folder}/table.md).")
 
 
+def frontier(folder: str = "frontier") -> None:
+    """Quality, tokens per second and memory of each way, and how they were measured."""
+    saved = _saved(folder)
+    batches = sorted(int(key.rsplit("_", 1)[1]) for key in saved["rows"][0] if key.startswith("ratio_"))
+
+    def rate(row: Row, batch: int) -> str:
+        known = f"ratio_{batch}" in row
+        return f"{row[f'tokens_per_second_{batch}']:.0f} ({row[f'ratio_{batch}']:.2f}x)" if known else ""
+
+    _print(
+        ("way", "agreement", "nats of its texts", "repeated 4-grams", *(f"batch {n}" for n in batches), "memory"),
+        [
+            (
+                row["way"],
+                f"{row['agreement']:.0f}",
+                f"{row['nats']:.2f}",
+                f"{row['repetition']:.0f}%",
+                *(rate(row, batch) for batch in batches),
+                f"{row['peak_rss'] / 1e9:.2f} GB",
+            )
+            for row in saved["rows"]
+        ],
+        words=1,
+    )
+    print(f"{saved['about']['machine']}; {saved['about']['method']}.")
+
+
 def speeds(folder: str = "e2e", up: str = "") -> None:
     """One checkpoint at every speed: work, clock and quality side by side; faster than the same model at full depth."""
     saved = _saved(folder)
