@@ -136,7 +136,7 @@ def test_a_recipes_file_is_a_plan(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.sh")), ids=lambda path: path.name)
 def test_the_scripts_options_and_files_are_there(path: Path) -> None:
-    """bash can read it; each option is one of a verb, of shuf, own_data.py or prompts.py; and every file of recipes exists."""
+    """bash can read it; options are those of a verb, of shuf, or of a recipe it runs; every file of recipes exists."""
     subprocess.run(["bash", "-n", path], check=True)
     line: Any = typer.main.get_command(app)
     options = {name for verb in line.commands.values() for parameter in verb.params for name in parameter.opts}
