@@ -248,14 +248,6 @@ def test_what_the_user_can_mend_is_one_line(
         run("generate", checkpoint)
 
 
-def test_the_command_line_without_its_extra_says_what_to_install() -> None:
-    """H: a base install has no typer."""
-    code = "import sys; sys.modules['typer'] = None; import skipdecode.cli.app"
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr == "skipdecode: the command line needs typer and rich: pip install 'skipdecode[cli]'\n"
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("to_file", [True, False])
 def test_a_stopped_job_says_how_it_goes_on(

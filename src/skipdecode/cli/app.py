@@ -14,10 +14,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-try:
-    import typer
-except ModuleNotFoundError:
-    raise SystemExit("skipdecode: the command line needs typer and rich: pip install 'skipdecode[cli]'") from None
+import typer  # transformers requires it
 
 from .. import __version__
 from ..errors import SkipDecodeError, UntrainedWarning, UsageError
