@@ -16,7 +16,7 @@ from helpers.tiny import TEXTS, run, write_jsonl
 from skipdecode import load
 from skipdecode.adapters.learner import AdapterLearner
 from skipdecode.adapters.on_policy import rewrite
-from skipdecode.adapters.own_texts import loop_start
+from skipdecode.adapters.own_texts import hold_out, loop_start
 from skipdecode.core.adapter import Adapter
 from skipdecode.core.adapter_folder import WEIGHTS, read_schedules
 from skipdecode.core.attach import attach
@@ -292,7 +292,7 @@ def test_a_chat_model_writes_its_users_messages_too(checkpoint: Path, tmp_path: 
 def test_no_text_is_learnt_whose_prompt_is_held_out(prompts: int, each: int, most: int) -> None:
     """Texts of one prompt are alike; with fewer than ten prompts only the texts themselves are apart."""
     texts = [Example(f"prompt {i % prompts}", (f"text {i}",)) for i in range(prompts * each)]
-    learnt, held = training.hold_out(texts, most)
+    learnt, held = hold_out(texts, most)
     assert not {*learnt} & {*held}
     assert len(held) == min(most, len(texts) // 10)
     if prompts >= 10:

@@ -104,6 +104,20 @@ def own_texts(
     return [*texts]
 
 
+def hold_out(texts: Sequence[Example], most: int) -> tuple[list[Example], list[Example]]:
+    """Return own texts to learn from, and at most ``most`` to evaluate with.
+
+    The latter are those of a tenth of the prompts, which no other texts follow: texts of one prompt are alike. Of fewer
+    than ten prompts, a tenth of the texts.
+    """
+    prompts = [*dict.fromkeys(each.prompt for each in texts)]
+    held = {*prompts[: min(most, len(prompts) // 10)]}
+    if len(prompts) < 10:
+        count = min(most, len(texts) // 10)
+        return [*texts[count:]], [*texts[:count]]
+    return [each for each in texts if each.prompt not in held], [each for each in texts if each.prompt in held][:most]
+
+
 def loop_start(text: Sequence[Any], least: int = REPEATED) -> int | None:
     """Return where the second round of a loop at the end of a text begins; None if it does not end in one.
 

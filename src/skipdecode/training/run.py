@@ -20,7 +20,7 @@ from ..adapters.closed_form import fit_stand_ins
 from ..adapters.damage import damage
 from ..adapters.learner import AdapterLearner, TextCollator
 from ..adapters.own_prompts import prompts_for
-from ..adapters.own_texts import SAMPLED, own_texts
+from ..adapters.own_texts import SAMPLED, hold_out, own_texts
 from ..core.adapter import Adapter
 from ..core.adapter_folder import save_adapter
 from ..core.attach import attach
@@ -315,20 +315,6 @@ def _write(
         prompts = prompts_for(job, plan.prompts or plan.data, count, folder.folder, **told)
         texts = own_texts(job, prompts, count, folder.folder / "own_texts.jsonl", **told)
     return hold_out(texts, plan.max_eval_samples if plan.eval_steps else 0)
-
-
-def hold_out(texts: Sequence[Example], most: int) -> tuple[list[Example], list[Example]]:
-    """Return own texts to learn from, and at most ``most`` to evaluate with.
-
-    The latter are those of a tenth of the prompts, which no other texts follow: texts of one prompt are alike. Of fewer
-    than ten prompts, a tenth of the texts.
-    """
-    prompts = [*dict.fromkeys(each.prompt for each in texts)]
-    held = {*prompts[: min(most, len(prompts) // 10)]}
-    if len(prompts) < 10:
-        count = min(most, len(texts) // 10)
-        return [*texts[count:]], [*texts[:count]]
-    return [each for each in texts if each.prompt not in held], [each for each in texts if each.prompt in held][:most]
 
 
 def _learner(
