@@ -42,6 +42,7 @@ def main(folder: Path) -> None:
     del model.config.quantization_config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    print(f"wrote {folder}")
 
 
 if __name__ == "__main__":

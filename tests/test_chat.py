@@ -339,3 +339,18 @@ def test_anything_is_a_conversation_or_refused(value: Any) -> None:
         return
     assert chat
     assert all(isinstance(part, str) for message in chat for part in message)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_texts_for_a_chat_model_are_remarked_on(tmp_path: Path, chat: bool) -> None:
+    """It was taught to answer messages; a base model's prompts are texts, and nothing is said."""
+    model = save_checkpoint(tmp_path / "model", layers=4)
+    with_template(AutoTokenizer.from_pretrained(model), OPEN if chat else None).save_pretrained(model)
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "the cat"}) + "\n", encoding="utf-8")
+    told = "1 of 1 prompts are texts"
+    for verb in (["generate", model, "--input"], ["evaluate", model, "--speedups", 2, "--output", tmp_path, "--data"]):
+        done = run(*verb, tmp_path / "in.jsonl", "--max-new-tokens", 4)
+        assert done.returncode == 0, done.stderr
+        assert (told in done.stderr) is chat
+    done = run("generate", model, "--input", tmp_path / "in.jsonl", "--max-new-tokens", 4, *["--chat"] * chat)
+    assert told not in done.stderr

@@ -84,3 +84,13 @@ def test_a_narrow_terminal_cuts_nothing(monkeypatch: pytest.MonkeyPatch, capsys:
     assert max(map(len, printed.splitlines())) <= 80
     for text in ("2.5x", "67.41", "-10.22", "-12.50 to +10.05", "2.41x", "1.93x", "62.1 MB", "untrained"):
         assert text in printed
+
+
+def test_bold_cells_take_no_more_room(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The marks of the best rows are no letters: no column is pushed out of a narrow terminal."""
+    cells = [["[bold]1.5x", *["[bold]126.46"] * 7], ["2x", *["1,234.5"] * 7]]
+    monkeypatch.setattr(console, "out", Console(width=72))
+    console.print_table(["speed-up", *"abcdefg"], cells)
+    first, second = capsys.readouterr().out.splitlines()[-2:]
+    assert first.split() == ["1.5x", *["126.46"] * 7]
+    assert second.split() == ["2x", *["1,234.5"] * 7]

@@ -478,6 +478,8 @@ def test_what_is_not_there_is_said_to_be_not_there(tmp_path: Path, task: str) ->
     """G: `--data nope` "holds no train.jsonl" though it does not exist."""
     with pytest.raises(TaskError, match=f"there is no folder {tmp_path / 'nope'}"):
         get_task(task).read(tmp_path / "nope", "train")
+    with pytest.raises(TaskError, match=f"there is no file {tmp_path / 'nope.jsonl'}"):
+        get_task(task).read(tmp_path / "nope.jsonl", "train")
     with pytest.raises(TaskError, match=f"{tmp_path} holds no train"):
         get_task(task).read(tmp_path, "train")
     if task != "jsonl":

@@ -58,9 +58,11 @@ def own_texts(folder: str, up: str = "") -> None:
             f"layers per step, of {rows[0]['step_layers']:g}",
             "KL",
             "same likeliest token",
+            "agreement",
             "nats of its texts",
             "repeated 4-grams",
             "a step is faster",
+            "the job is faster",
         ),
         [
             (
@@ -68,14 +70,16 @@ def own_texts(folder: str, up: str = "") -> None:
                 f"{row['step_layers']:g}",
                 f"{row['kl']:.2f}",
                 f"{row['top_1']:.0f}%",
+                f"{row['agreement']:.0f}",
                 f"{row['text_loss']:.2f}",
                 f"{row['repetition']:.1f}%",
                 f"{row['step_clock_ratio']:.2f}x",
+                f"{row['job_clock_ratio']:.2f}x",
             )
             for row in rows
         ],
     )
-    print(f"{saved['about']['rows']}; {saved['about']['machine']}. [All figures]({up}results/{folder}/table.md).")
+    print(f"{saved['about']['rows'].replace(' of jsonl', '')}; {saved['about']['machine']}. [All figures]({up}results/{folder}/table.md).")
 
 
 def frontier(folder: str = "frontier") -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..data.chat import Message, Prompt, around_message
+from ..data.chat import Message, Prompt, around_message, texts_for_a_chat_model
 from ..errors import TaskError
 from ..generation.generate import max_positions
 from ..generation.jobs import GenerationJob
@@ -48,7 +48,10 @@ def prompts_for(
     """
     tokenizer = load_tokenizer(job.model, job.revision)
     if source is not None or tokenizer.chat_template is None:
-        return read_prompts(source, job.task)
+        prompts = read_prompts(source, job.task)
+        if source is not None and (told := texts_for_a_chat_model(tokenizer, prompts)):
+            say(told)
+        return prompts
     before, after = around_message(tokenizer)
     bos = tokenizer.bos_token
     if bos and before.startswith(bos) and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:

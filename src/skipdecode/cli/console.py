@@ -28,10 +28,12 @@ def drop_output() -> None:
 def print_table(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
     """Print a table whose first column may wrap on a narrow terminal, while its numbers are never cut."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for number, head in enumerate(heads):
-        widest = max(len(line) for row in cells for line in row[number].splitlines() or [""])
+        shown = (Text.from_markup(row[number]).plain for row in cells)
+        widest = max(len(line) for cell in shown for line in cell.splitlines() or [""])
         if number == 0:
             table.add_column(head, overflow="fold", min_width=min(widest, 10))
         else:

@@ -107,6 +107,6 @@ def check(
         raise Exit(1)
     if not is_trained(read_config(model, revision)):
         say(
-            "exact, but not trained to skip: texts get worse with every layer that is left out. skipdecode calibrate "
-            f"{model} --search finds the layers it can spare; skipdecode train teaches it to skip"
+            "exact, but not trained to skip: texts get worse with every layer that is left out. skipdecode probe "
+            f"{model} measures how much, and skipdecode train teaches it to skip"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -89,3 +89,14 @@ def around_message(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
             "write one: give --prompts FILE"
         )
     return before, after
+
+
+def texts_for_a_chat_model(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> str | None:
+    """Return what to tell a user whose prompts are texts, where the model was taught to answer messages; else None."""
+    texts = sum(isinstance(prompt, str) for prompt in prompts)
+    if not texts or tokenizer.chat_template is None:
+        return None
+    return (
+        f"{texts:,} of {len(prompts):,} prompts are texts, and a chat model is given them as they are: it answers rows "
+        "with `messages` (`generate --chat` makes messages of texts)"
+    )

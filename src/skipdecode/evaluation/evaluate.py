@@ -27,6 +27,7 @@ from ..core.checkpoint_config import layer_count, schedule_for, trained_method
 from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..core.text_passes import TextPasses
+from ..data.chat import texts_for_a_chat_model
 from ..data.collation import batches_of
 from ..data.inputs import read_examples
 from ..data.metrics import DEFAULT, Agreement, Metric, Repetition, paired_scores
@@ -39,7 +40,7 @@ from ..generation.generate import generate_ids, max_positions
 from ..generation.results import Completion, Generated
 from ..provenance import fingerprint
 from ..weights.device import machine, placement
-from ..weights.loading import identity_of, load, read_config
+from ..weights.loading import identity_of, load, load_tokenizer, read_config
 from ..weights.optimize import check_optimizations, optimizations
 from . import report
 from .loss import response_loss, text_loss
@@ -151,6 +152,8 @@ def evaluate(
         raise FileError(f"{plan.output} is a file: give a folder for --output")
     examples, held_out = _read(plan, say)
     selected = _select(plan)
+    if told := texts_for_a_chat_model(load_tokenizer(selected[0].model), [each.prompt for each in examples]):
+        say(told)
     metrics = _metrics(examples, say)
     evaluation = Evaluation(plan, examples, held_out, selected, metrics, say=say)
     rows: list[dict[str, Any]] = []

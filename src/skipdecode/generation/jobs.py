@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.checkpoint_config import layer_count, schedule_for, untrained_warning
 from ..core.schedule import Schedule, parse_prompt_layers
-from ..data.chat import Message, Prompt, render
+from ..data.chat import Message, Prompt, render, texts_for_a_chat_model
 from ..data.inputs import Item, read_items, to_item
 from ..data.tasks import Task, get_task
 from ..data.tokenization import encode_prompts
@@ -170,7 +170,10 @@ class GenerationJob(EngineConfig):
         items = self._items()
         prompts = [item.prompt for item in items]
         new_tokens = self.options["max_new_tokens"]
-        ids = encode_items(items, load_tokenizer(self.model, self.revision), config, new_tokens)
+        tokenizer = load_tokenizer(self.model, self.revision)
+        if isinstance(self.input, (str, Path)) and (told := texts_for_a_chat_model(tokenizer, prompts)):
+            say(told)
+        ids = encode_items(items, tokenizer, config, new_tokens)
         lengths = [len(row) for row in ids.values()]
         if lengths and (made_for := max_positions(config)) is not None and max(lengths) + new_tokens > made_for:
             say(f"some rows need more than the model's {made_for} positions: their texts may be poor")

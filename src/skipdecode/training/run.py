@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from ..adapters.closed_form import fit_stand_ins
-from ..adapters.damage import damage
+from ..adapters.damage import Damage, damage
 from ..adapters.learner import AdapterLearner, TextCollator
 from ..adapters.own_prompts import prompts_for
 from ..adapters.own_texts import SAMPLED, hold_out, own_texts
@@ -118,8 +118,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
                 for part in (training[:FITTED], validation)
             )
             trained = _learner(plan, model.to(args.device), schedules, [] if checkpoint else first, say)
-            if not checkpoint:
-                _say_damage(model, schedules, measured, "before training", say)
+            before = [] if checkpoint else _say_damage(model, schedules, measured, "before training", say)
         if plan.lora_rank:
             from peft import LoraConfig, get_peft_model
 
@@ -143,7 +142,9 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         )
         _run(trainer, plan, folder, checkpoint, say)
         if plan.adapters:
-            _say_damage(model, schedules, measured, "now", say)
+            now = _say_damage(model, schedules, measured, "now", say)
+            if any(then.kl <= here.kl for then, here in zip(before, now, strict=False)):
+                say("a speed-up is no nearer than before training: so few steps do not pay, give it more")
         say(f"saved to {plan.output}")
 
 
@@ -340,14 +341,15 @@ def _say_damage(
     batches: Sequence[Mapping[str, Any]],
     when: str,
     say: Callable[[str], object],
-) -> None:
-    """Say how far each speed-up is from full depth on the texts that are held out, if there are any."""
-    measured = damage((TextPasses(model, batch) for batch in batches), [*schedules.values()]) if batches else ()
+) -> list[Damage]:
+    """Say, and return, how far each speed-up is from full depth on the texts that are held out, if there are any."""
+    measured = damage((TextPasses(model, batch) for batch in batches), [*schedules.values()]) if batches else []
     for speedup, found in zip(schedules, measured, strict=False):
         say(
             f"{speedup:g}x {when}: {found.kl:.3f} nats per token from full depth, "
             f"{found.agreement:.1%} of its most likely tokens"
         )
+    return measured
 
 
 def _record(

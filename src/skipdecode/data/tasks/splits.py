@@ -10,9 +10,10 @@ from typing import Any
 from ...errors import MissingExtra, TaskError
 from ..rows import read_rows
 
+SUFFIXES = (".jsonl", ".csv")
 #: Possible file names of each split; the first that exists is read.
 FILES = {
-    split: tuple(f"{name}{suffix}" for name in names for suffix in (".jsonl", ".csv"))
+    split: tuple(f"{name}{suffix}" for name in names for suffix in SUFFIXES)
     for split, names in {"train": ["train"], "validation": ["validation", "valid", "dev"], "test": ["test"]}.items()
 }
 
@@ -48,6 +49,8 @@ def file_rows(path: Path, text_column: str) -> Iterator[tuple[str, Mapping[str, 
 
 def find(folder: Path, files: Sequence[str]) -> Path:
     """Return the first of ``files`` that exists in ``folder``. Raises TaskError if none does."""
+    if not folder.exists() and folder.suffix in SUFFIXES:
+        raise TaskError(f"there is no file {folder}")
     if not folder.is_dir():
         raise TaskError(f"there is no folder {folder}: give the one that holds {' or '.join(files)}")
     for name in files:
