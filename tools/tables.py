@@ -79,7 +79,8 @@ def own_texts(folder: str, up: str = "") -> None:
             for row in rows
         ],
     )
-    print(f"{saved['about']['rows'].replace(' of jsonl', '')}; {saved['about']['machine']}. [All figures]({up}results/{folder}/table.md).")
+    inputs = saved["about"]["rows"].replace(" of jsonl", "")
+    print(f"{inputs}; {saved['about']['machine']}. [All figures]({up}results/{folder}/table.md).")
 
 
 def frontier(folder: str = "frontier") -> None:
