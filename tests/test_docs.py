@@ -43,7 +43,7 @@ OTHERS = set(
 OTHERS |= set(
     "--rounds --ways --smoke --forms --serving --servers --kv-gib --goodput --from".split()
 )  # benchmarks/serving
-OTHERS |= VLLM
+OTHERS |= VLLM | {"--gguf"}  # benchmarks/frontier.py
 
 
 def name_of(path: Path) -> str:
