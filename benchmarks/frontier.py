@@ -81,7 +81,7 @@ def ways(args: argparse.Namespace) -> dict[str, Way]:
     lookup = Engine("transformers", options={"prompt_lookup": 10})
     found["prompt lookup, bfloat16"] = Way("lookup", lookup, alone=True)
     if args.gguf:
-        options = {"gguf": str(args.gguf.resolve()), "forbidden": args.ends}
+        options = {"gguf": str(args.gguf.resolve()), "forbidden": args.ends, "plain": True}
         found["llama.cpp, the GGUF file"] = Way("llamacpp", Engine("llamacpp", "llamacpp", "GGUF", options))
     return found
 
@@ -93,14 +93,14 @@ def main() -> None:
     ends = model.generation_config.eos_token_id
     args.ends = ends if isinstance(ends, list) else [ends]
     items = [item for item in read_items(str(args.prompts), get_task("jsonl")) if item.error is None]
-    prompts = encode_prompts(tokenizer, [item.prompt for item in items])
+    prompts = encode_prompts(tokenizer, [item.prompt for item in items[: args.limit]])
     reference = written(model, tokenizer, prompts, args.new_tokens)
     # Rows of one length: each prompt goes on with what full depth writes.
     equal = [(prompt + text)[: args.prompt_tokens] for prompt, text in zip(prompts, reference, strict=True)]
     known = ways(args)
     clock = timed(known, prompts, equal, args)
     rows_of_table = []
-    for name in known:
+    for name in [name for name in known if len(clock.texts.get(name, ())) == len(prompts)]:
         row: dict[str, Any] = {"way": name, "peak_rss": clock.memory[name], "failed": clock.failed.get(name)}
         row |= judged(model, tokenizer, prompts, clock.texts[name], reference)
         for batch in args.batch:
@@ -117,6 +117,7 @@ def main() -> None:
         "ways in turn, medians; decoding is a call's time less that of the same call with one new token",
         "command": f"python benchmarks/frontier.py MODEL ADAPTER --batch {','.join(map(str, args.batch))} --new-tokens "
         f"{args.new_tokens} --prompt-tokens {args.prompt_tokens} --rounds {args.rounds}"
+        + f" --limit {args.limit}" * bool(args.limit)
         + " --gguf FILE" * bool(args.gguf)
         + " --pruned FOLDER" * bool(args.pruned),
     }
@@ -147,31 +148,32 @@ def timed(
                 running[way.process] = stack.enter_context(_start(way.engine, args))
                 clock.versions |= running[way.process].versions
 
-        def ask(name: str, rows: Sequence[list[int]], warm: bool = True) -> list[list[int]]:
+        def ask(name: str, rows: Sequence[list[int]], warm: bool = True) -> None:
             """Time a call beside the same prompts with one new token: what is left between them is decoding."""
             process, call = running[known[name].process], dict(known[name].call)
-            prompt = process.ask(rows, 1, call)
-            job = process.ask(rows, args.new_tokens, call)
+            try:
+                prompt = process.ask(rows, 1, call)
+                job = process.ask(rows, args.new_tokens, call)
+            except EngineFailed as error:
+                print(f"{name}: {error}", flush=True)
+                clock.failed[name] = str(error)
+                return
             if warm:
                 clock.seconds.setdefault((name, len(rows)), []).append(job["seconds"] - prompt["seconds"])
                 clock.memory[name] = max(clock.memory.get(name, 0), job["peak_rss"])
-            return [*job["tokens"]]
+                clock.texts.setdefault(name, []).extend(job["tokens"] if len(rows) == 1 else [])
 
         for number, prompt in enumerate([prompts[0], *prompts]):
             print(f"prompt {number} of {len(prompts)}", flush=True)
             for name in known:
-                text = ask(name, [prompt], warm=number > 0)
-                if number:
-                    clock.texts.setdefault(name, []).extend(text)
+                if name not in clock.failed:
+                    ask(name, [prompt], warm=number > 0)
         for batch in [each for each in args.batch if each > 1]:
             rows = [equal[i % len(equal)] for i in range(batch)]
             for number in range(args.rounds + 1):
                 print(f"batch {batch}, round {number}", flush=True)
                 for name in [name for name, way in known.items() if not way.alone and name not in clock.failed]:
-                    try:
-                        ask(name, rows, warm=number > 0)
-                    except EngineFailed as error:
-                        clock.failed[name] = str(error)
+                    ask(name, rows, warm=number > 0)
     return clock
 
 
@@ -236,7 +238,7 @@ def save(rows: Sequence[Mapping[str, Any]], about: Mapping[str, str], batches: S
             panel.annotate(row["way"], (row[f"ratio_{batch}"], row["nats"]), (4, 4), textcoords="offset points", size=7)
         panel.set(xlabel="tokens per second, times full depth's in bfloat16", ylabel="nats of its texts, to full depth")
         panel.set_title(f"batch {batch}")
-        panel.margins(x=0.2)
+        panel.margins(x=0.4, y=0.1)
     figure.savefig(folder / "frontier.png", dpi=110)
 
 
@@ -248,6 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pruned", type=Path, help="a smaller checkpoint made of it")
     parser.add_argument("--without", default="", help="int8: this CPU cannot")
     parser.add_argument("--prompts", type=Path, default=ROOT / "results" / "smollm2" / "prompts.jsonl")
+    parser.add_argument("--limit", type=int, help="take so many prompts")
     parser.add_argument("--batch", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32])
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)

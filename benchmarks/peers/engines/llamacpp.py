@@ -18,13 +18,16 @@ KINDS = {"bfloat16": "bf16", "float32": "f32"}
 def load(job: Job) -> Generate:
     """Convert the checkpoint once, and load it. The precision is that of the matrices.
 
-    Options: ``gguf``, a file in the place of the checkpoint; ``forbidden``, tokens that are never chosen.
+    Options: ``gguf``, a file in the place of the checkpoint; ``forbidden``, tokens that are never chosen;
+    ``plain``, no weights in the layouts of AMX, whose kernels crashed with Q4_1.
     """
     llama_cpp.llama_backend_init()
     kind = KINDS.get(job["precision"], str(job["precision"]))
     given, forbidden = job["options"].get("gguf"), job["options"].get("forbidden", [])
     file = given or write_gguf(Path(job["checkpoint"]), Path(job["converted"] + ".gguf"), kind)
-    model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
+    loading = llama_cpp.llama_model_default_params()
+    loading.use_extra_bufts = not job["options"].get("plain")
+    model = llama_cpp.llama_model_load_from_file(str(file).encode(), loading)
     words = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     length = job["prompt_tokens"] + job["new_tokens"]
 
