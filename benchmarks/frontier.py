@@ -81,8 +81,8 @@ def ways(args: argparse.Namespace) -> dict[str, Way]:
     lookup = Engine("transformers", options={"prompt_lookup": 10})
     found["prompt lookup, bfloat16"] = Way("lookup", lookup, alone=True)
     if args.gguf:
-        options = {"gguf": str(args.gguf.resolve()), "forbidden": args.ends, "plain": True}
-        found["llama.cpp, the GGUF file"] = Way("llamacpp", Engine("llamacpp", "llamacpp", "GGUF", options))
+        llama: dict[str, Any] = {"gguf": str(args.gguf.resolve()), "forbidden": args.ends, "plain": True}
+        found["llama.cpp, the GGUF file"] = Way("llamacpp", Engine("llamacpp", "llamacpp", "GGUF", llama))
     return found
 
 
