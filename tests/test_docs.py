@@ -43,7 +43,7 @@ OTHERS = set(
 OTHERS |= set(
     "--rounds --ways --smoke --forms --serving --servers --kv-gib --goodput --from".split()
 )  # benchmarks/serving
-OTHERS |= VLLM | {"--gguf"}  # benchmarks/frontier.py
+OTHERS |= VLLM | set("--gguf --pruned --family --width --vocab --count".split())  # frontier.py and faster.py
 
 
 def name_of(path: Path) -> str:

@@ -938,7 +938,7 @@ def test_scores_have_two_decimals_or_are_said_to_be_missing(
     monkeypatch.setattr(type(job.task), "score", missing)
     said: list[str] = []
     assert "rouge" not in job.run(say=said.append).summary
-    assert ["skipdecode[eval]" in each for each in said] == [True]
+    assert sum("skipdecode[eval]" in each for each in said) == 1
 
 
 def test_a_profile_counts_only_where_there_is_work(rope: Path) -> None:
