@@ -80,7 +80,7 @@ class AdapterLearner(nn.Module):
         corrected = corrected_positions(schedule, full.learned) if self.training else {}
         with hidden_states(full.passes, [layer + 1 for layer in corrected]) as here:
             logits = full.passes.logits(schedule).float()
-        # Not kl_div: of some hundred megabytes of logits it would make six copies.
+        # Not kl_div, which copies the logits, hundreds of megabytes, more often.
         loss = (_cross_entropy(logits, full.target) - full.entropy)[full.learned].sum()
         for layer, where in corrected.items():
             loss = loss + hidden_error(here[layer + 1][where], full.hidden[layer + 1][where]) / len(corrected)
