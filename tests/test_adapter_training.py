@@ -32,6 +32,7 @@ from skipdecode.data.tokenization import encode_prompts
 from skipdecode.errors import FileError, ScheduleError, UsageError
 from skipdecode.serving import server
 from skipdecode.serving.settings import Serving
+from skipdecode.training import adapting
 from skipdecode.training import run as training
 from skipdecode.training.plan import TrainingPlan
 from skipdecode.training.trainer import AdapterTrainer
@@ -151,7 +152,7 @@ def test_training_comes_nearer_to_full_depth(checkpoint: Path, prompts: Path, tm
         return train(self, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "fit_stand_ins", lambda adapter, passes: None)
+        patch.setattr(adapting, "fit_stand_ins", lambda adapter, passes: None)
         patch.setattr(AdapterTrainer, "evaluate", noted)
         patch.setattr(AdapterTrainer, "train", after_evaluating)
         done = run("train", tmp_path / "model", *options, "--output", tmp_path / "out")
@@ -180,6 +181,23 @@ def test_speeds_learn_from_one_full_pass_as_from_their_own(checkpoint: Path) -> 
     assert len(results[0]) > len(results[1]) > 1
     for together, alone in zip(results[:2], results[2:], strict=True):
         assert all(map(torch.equal, together, alone))
+
+
+def test_the_whole_time_is_told_before_anything_long(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+    """Before the first text is written; not where the texts are there. It leaves nothing in the model."""
+    words = ["train", checkpoint, "--own-texts", 20, "--max-new-tokens", 6, "--max-steps", 2, "--eval-steps", 0]
+    words += ["--prompts", prompts, "--on-policy", 0.5, "--output", tmp_path / "out"]
+    first = run(*words)
+    assert first.returncode == 0, first.stderr
+    assert "for 20 texts" in (told := first.stderr[: first.stderr.index("own texts:")])
+    assert "for 2 steps" in told
+    again = run(*words, "--no-resume")
+    assert again.returncode == 0, again.stderr
+    assert "at most" not in again.stderr
+    weights = [load_file(tmp_path / "out" / WEIGHTS)]
+    assert run(*words[:-1], tmp_path / "other", "--max-steps", 2).returncode == 0
+    weights.append(load_file(tmp_path / "other" / WEIGHTS))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_own_texts_are_as_sure_as_asked(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:

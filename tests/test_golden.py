@@ -86,6 +86,23 @@ def test_a_narrow_terminal_cuts_nothing(monkeypatch: pytest.MonkeyPatch, capsys:
         assert text in printed
 
 
+def test_without_references_distances_stand_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the place of the differences, which say nothing that the scores do not."""
+    row = FULL | {"kl": 9.245, "top_1": 100.0, "text_loss": 12.25, "peak_kv_bytes": 198.4e6}
+    for name in ("agreement", "repetition"):
+        row |= {name: 100.0, f"{name}_difference": -100.0, f"{name}_interval": [-100.0, -50.0]}
+    monkeypatch.setattr(console, "out", Console(width=80))
+    console.print_table(*brief([row, row], [("agreement", "agreement"), ("repetition", "repetition")]))
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "198.4 MB" in printed
+    assert "9.245" in printed
+    assert "…" not in printed
+    assert "-50.00" not in printed
+
+
 def test_bold_cells_take_no_more_room(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The marks of the best rows are no letters: no column is pushed out of a narrow terminal."""
     cells = [["[bold]1.5x", *["[bold]126.46"] * 7], ["2x", *["1,234.5"] * 7]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,10 +24,11 @@ from ..errors import UsageError
 from ..files import write
 from ..generation.generate import max_positions
 from ..generation.jobs import GenerationJob
-from ..weights.device import synchronize
 from ..weights.loading import load, refuse_adapter
 from .closed_form import fit_stand_ins
 from .damage import Damage, damage
+from .forecast import learning_seconds
+from .form import flat_schedule, warmup_layers
 from .learner import AdapterLearner
 from .own_prompts import prompts_for
 from .own_texts import SAMPLED, own_texts
@@ -74,20 +74,29 @@ class Probe:
 
     @property
     def advice(self) -> str:
-        """Return a sentence on which speed-ups are worth training for, how, and how long a million tokens take."""
-        worth = [each for each in self.best if each.stand_ins.agreement >= WORTH and not each.schedule.is_full]
+        """Return which speed-ups are worth training for, how, and how long a million tokens take."""
+        best = [each for each in self.best if not each.schedule.is_full]
+        kept = ", ".join(f"{each.speedup:g}x {each.stand_ins.agreement:.0%}" for each in best)
+        worth = [each for each in best if each.stand_ins.agreement >= WORTH]
+        told = f"Before training, linear maps keep of the most likely tokens: {kept}.\n" if kept else ""
         if not worth:
-            return "no speed-up keeps half of the most likely tokens before training: expect little from these"
-        last = worth[-1]
-        hours = 1e6 / last.tokens_per_second / 3600
-        speeds = ",".join(f"{each.speedup:g}" for each in worth)
-        warmup = f" --warmup-layers {last.schedule.warmup}" if last.schedule.order == "top" else ""
+            return f"{told}No speed-up keeps half of them: expect little from training these."
+        hours = sum(1e6 / each.tokens_per_second for each in worth) / 3600
         return (
-            f"worth training: {speeds}x, where maps alone keep at least {WORTH:.0%} of the most likely tokens. A "
-            f"million tokens take {hours:.1f} hours here at {last.speedup:g}x:\n"
-            f"skipdecode train {self.model} --own-texts 10000 --speedups {speeds} "
-            f"--order {last.schedule.order}{warmup} --decay constant"
+            f"{told}Training is worth its time where they keep half or more. A million tokens take {hours:.1f} hours "
+            f"here:\n{self.command(worth)}"
         )
+
+    def command(self, worth: Sequence[Tried]) -> str:
+        """Return the command that learns some of the speed-ups."""
+        speedups = ",".join(f"{each.speedup:g}" for each in worth)
+        schedule, layers = worth[-1].schedule, worth[-1].schedule.num_layers
+        words = ["skipdecode", "train", self.model, "--own-texts", "10000", "--speedups", speedups]
+        if schedule.order != "top":
+            words += ["--order", str(schedule.order)]
+        elif schedule.warmup != warmup_layers(layers, worth[-1].speedup):
+            words += ["--warmup-layers", str(schedule.warmup)]
+        return " ".join([*words, "--output", "fast"])
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as values for JSON."""
@@ -95,12 +104,11 @@ class Probe:
 
 
 def candidates(num_layers: int, speedup: float) -> Iterator[Schedule]:
-    """Yield choices of layers: ``even``, and ``top`` with 1 warm-up layer, a sixth of all, a third or half of depth."""
-    depth, full = flat_depth(speedup, num_layers), Schedule.full(num_layers)
-    for warmup in sorted({1, max(num_layers // 6, 1), max(depth // 3, 1), max(depth // 2, 1)}):
-        if warmup <= depth:
-            yield full.replace(order="top", warmup=warmup).flat(depth)
-    yield full.replace(order="even").flat(depth)
+    """Yield choices of layers: ``even``, and ``top`` with 1 warm-up layer, the default's, a third or half of depth."""
+    depth = flat_depth(speedup, num_layers)
+    for warmup in sorted({1, warmup_layers(num_layers, speedup), max(depth // 3, 1), max(depth // 2, 1)}):
+        yield flat_schedule(num_layers, speedup, warmup)
+    yield Schedule.full(num_layers).replace(order="even").flat(depth)
 
 
 def probe_model(
@@ -192,19 +200,14 @@ def probe(
         put_adapter(model, adapter)
         fit_stand_ins(adapter, fitted_to)
         (mapped,) = damage(measured, [schedule])
-        speed = _training_speed(model, adapter, schedule, measured[0].batch)
+        speed = 0.0 if schedule.is_full else _tokens_per_second(AdapterLearner(model, adapter), schedule, measured[0])
         results.append(Tried(speedup, schedule, bare, mapped, speed))
         put_adapter(model, None)
     on_progress("choices of layers", len(chosen), len(chosen))
     return results
 
 
-def _training_speed(model: PreTrainedModel, adapter: Adapter, schedule: Schedule, batch: Mapping[str, Any]) -> float:
-    """Return how many of a batch's text tokens a second of training learns from; 0 if nothing is learnt."""
-    if schedule.is_full:
-        return 0.0
-    learner = AdapterLearner(model, adapter)
-    start = time.perf_counter()
-    learner(learner.full_depth(batch, [schedule]), schedule).backward()
-    synchronize(model.device)
-    return int((batch["labels"][:, 2:] != -100).sum()) / (time.perf_counter() - start)
+def _tokens_per_second(learner: AdapterLearner, schedule: Schedule, texts: TextPasses) -> float:
+    """Return how many of a batch's text tokens a second of training learns from."""
+    learnt = int((texts.batch["labels"][:, 2:] != -100).sum())
+    return learnt / learning_seconds(learner, [schedule], texts.batch)

@@ -45,7 +45,8 @@ def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[li
         for name, _ in metrics:
             low, high = row[f"{name}_interval"]
             line += [f"{row[name]:.2f}", f"{row[f'{name}_difference']:+.2f} ({low:+.2f} to {high:+.2f})"]
-        line += [f"{row[name]:.3f}" if name in row else "" for name in (*distances, "loss")]
+        digits = {name: 1 if name == "top_1" else 3 for name in (*distances, "loss")}
+        line += [f"{row[name]:.{count}f}" if name in row else "" for name, count in digits.items()]
         line += [
             f"{row['job_seconds_per_1k_tokens']:.2f}",
             f"{row['timed_step_layer_ratio']:.2f}x",
@@ -58,14 +59,19 @@ def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[li
 
 
 def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and cells of a table for 80 columns; below a score stand its difference and interval."""
+    """Return heads and cells of a table for 80 columns; below a score stand its difference and interval.
+
+    Rows without references have distances from full depth in the place of these.
+    """
     heads, cells = columns(rows, metrics)
-    for line in cells:
-        for i, head in enumerate(heads):
-            if head == "vs full (95%)":
-                line[i - 1] += "\n" + line[i].replace(" (", "\n").rstrip(")")
+    distances = [DISTANCES[name] for name in ("kl", "top_1") if DISTANCES[name] in heads]
+    if not distances:
+        for line in cells:
+            for i, head in enumerate(heads):
+                if head == "vs full (95%)":
+                    line[i - 1] += "\n" + line[i].replace(" (", "\n").rstrip(")")
     labels = [label for _, label in metrics]
-    shown = ("method", "target", "step layers", *labels, "step clock", "job clock", "peak KV")
+    shown = ("method", "target", "step layers", *labels, *distances, "step clock", "job clock", "peak KV")
     return [*shown], [[line[heads.index(head)] for head in shown] for line in cells]
 
 

@@ -13,26 +13,18 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from ..adapters.closed_form import fit_stand_ins
-from ..adapters.damage import Damage, damage
-from ..adapters.learner import AdapterLearner, TextCollator
-from ..adapters.own_prompts import prompts_for
-from ..adapters.own_texts import SAMPLED, hold_out, own_texts
-from ..core.adapter import Adapter
+from ..adapters.form import warmup_layers
+from ..adapters.learner import TextCollator
 from ..core.adapter_folder import save_adapter
 from ..core.attach import attach
 from ..core.checkpoint_config import layer_count, schedules_of, set_entry, to_config_entry
 from ..core.schedule import Schedule
-from ..core.stack import text_config
-from ..core.text_passes import TextPasses
 from ..data.collation import Collator, batches_of, encode
 from ..data.tasks import Example, Task, task_from
 from ..errors import TaskError, UsageError
 from ..generation.generate import max_positions
-from ..generation.jobs import GenerationJob
 from ..hub.custom_generate import write_custom_generate
 from ..methods import get_method
 from ..methods.objectives import Distillation
@@ -40,6 +32,7 @@ from ..planning.fitting import batch_lengths
 from ..planning.resolve import method_schedule, new_schedule
 from ..provenance import fingerprint
 from ..weights import loading
+from .adapting import OWN_TEXTS, forecast, make_learner, say_damage, write_own_texts
 from .callbacks import StopBySignal
 from .checkpoints import STAGING, RunFolder, run_folder, writing
 from .plan import TrainingPlan
@@ -49,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 #: Number of training responses that schedules are fitted to, and of texts that stand-ins are.
 MEASURED, FITTED = 5000, 64
-#: Own texts that are written at a time, at least: writing takes less memory than learning.
-WRITTEN = 32
 
 
 def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], object] = logger.warning) -> None:
@@ -83,7 +74,9 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         plan.check(config)
         args = make_args(plan)
         if plan.own_texts:
-            training, validation = _write(plan, task, folder, say)
+            if plan.adapters and not (folder.folder / OWN_TEXTS).exists():
+                say(forecast(plan, task, *_load(plan, config, ()), args.device))
+            training, validation = write_own_texts(plan, task, folder, say)
         model, tokenizer = _load(plan, config, training)
         limit = max_positions(model.config) or sys.maxsize
         rows = encode(training, tokenizer, limit)
@@ -117,8 +110,8 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
                 batches_of(part, tokenizer, 8, max_positions(model.config), args.device)
                 for part in (training[:FITTED], validation)
             )
-            trained = _learner(plan, model.to(args.device), schedules, [] if checkpoint else first, say)
-            before = [] if checkpoint else _say_damage(model, schedules, measured, "before training", say)
+            trained = make_learner(plan, model.to(args.device), schedules, [] if checkpoint else first, say)
+            before = [] if checkpoint else say_damage(model, schedules, measured, "before training", say)
         if plan.lora_rank:
             from peft import LoraConfig, get_peft_model
 
@@ -142,7 +135,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         )
         _run(trainer, plan, folder, checkpoint, say)
         if plan.adapters:
-            now = _say_damage(model, schedules, measured, "now", say)
+            now = say_damage(model, schedules, measured, "now", say)
             if any(then.kl <= here.kl for then, here in zip(before, now, strict=False)):
                 say("a speed-up is no nearer than before training: so few steps do not pay, give it more")
         say(f"saved to {plan.output}")
@@ -270,15 +263,13 @@ def _schedules(
 def _style(plan: TrainingPlan, config: Any) -> dict[str, Any]:
     """Return the fields of schedules that are not the defaults.
 
-    Adapters skip one stretch of layers, the same at every step: above a sixth of the layers, at most half of those that
-    the fastest speed-up runs (docs/experiments.md).
+    Adapters skip one stretch of layers, the same at every step.
     """
     if not plan.adapters or schedules_of(config, plan.method):
         return plan.style
     style: dict[str, Any] = {"decay": "constant"}
     if plan.order in (None, "top"):
-        layers = layer_count(config)
-        style["warmup"] = max(int(min(layers / 6, layers / max(plan.budgets) / 2)), 1)
+        style["warmup"] = warmup_layers(layer_count(config), max(plan.budgets))
     return style | plan.style
 
 
@@ -294,62 +285,6 @@ def _read(plan: TrainingPlan, task: Task) -> tuple[list[Example], list[Example]]
     if not training:
         raise TaskError(f"{data} holds no training rows")
     return training, task.read(data, "validation")[: plan.max_eval_samples] if plan.eval_steps else []
-
-
-def _write(
-    plan: TrainingPlan, task: Task, folder: RunFolder, say: Callable[[str], object]
-) -> tuple[list[Example], list[Example]]:
-    """Let the model write its own texts, in ``own_texts.jsonl``; return them as :func:`_read` does."""
-    options: dict[str, Any] = SAMPLED | {"temperature": plan.temperature}
-    options |= {} if plan.max_new_tokens is None else {"max_new_tokens": plan.max_new_tokens}
-    batch_size = max(plan.batch_size, WRITTEN)
-    dtype = "bfloat16" if plan.bf16 else "auto"
-    job = GenerationJob(str(plan.model), task=task, batch_size=batch_size, seed=plan.seed, options=options, dtype=dtype)
-    count = plan.own_texts or 0
-    with tqdm(desc="own texts", unit="text", file=sys.stderr) as bar:
-
-        def start(total: int, done: int) -> None:
-            bar.reset(total)
-            bar.update(done)
-
-        told: dict[str, Any] = {"on_start": start, "on_batch": lambda cost: bar.update(cost.rows), "say": say}
-        prompts = prompts_for(job, plan.prompts or plan.data, count, folder.folder, **told)
-        texts = own_texts(job, prompts, count, folder.folder / "own_texts.jsonl", **told)
-    return hold_out(texts, plan.max_eval_samples if plan.eval_steps else 0)
-
-
-def _learner(
-    plan: TrainingPlan,
-    model: PreTrainedModel,
-    schedules: Mapping[float, Schedule],
-    batches: Sequence[Mapping[str, Any]],
-    say: Callable[[str], object],
-) -> AdapterLearner:
-    """Return what learns the adapter of a frozen model, with stand-ins fitted in closed form to any ``batches``."""
-    model.eval().requires_grad_(False)
-    adapter = Adapter(text_config(model.config).hidden_size, plan.adapter_rank, schedules)
-    attach(model, adapter=adapter)
-    if batches:
-        fit_stand_ins(adapter, [TextPasses(model, batch) for batch in batches])
-    say(f"the adapter has {sum(weight.numel() for weight in adapter.parameters()):,} weights; the model stays as it is")
-    return AdapterLearner(model, adapter)
-
-
-def _say_damage(
-    model: PreTrainedModel,
-    schedules: Mapping[float, Schedule],
-    batches: Sequence[Mapping[str, Any]],
-    when: str,
-    say: Callable[[str], object],
-) -> list[Damage]:
-    """Say, and return, how far each speed-up is from full depth on the texts that are held out, if there are any."""
-    measured = damage((TextPasses(model, batch) for batch in batches), [*schedules.values()]) if batches else []
-    for speedup, found in zip(schedules, measured, strict=False):
-        say(
-            f"{speedup:g}x {when}: {found.kl:.3f} nats per token from full depth, "
-            f"{found.agreement:.1%} of its most likely tokens"
-        )
-    return measured
 
 
 def _record(

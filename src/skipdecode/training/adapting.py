@@ -1,0 +1,131 @@
+"""What ``train`` does only where a model learns from texts of its own: to foresee, write, learn and measure."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..adapters.closed_form import fit_stand_ins
+from ..adapters.damage import Damage, damage
+from ..adapters.forecast import learning_seconds, writing_seconds
+from ..adapters.form import flat_schedule, warmup_layers
+from ..adapters.learner import AdapterLearner, TextCollator
+from ..adapters.own_prompts import LONGEST, prompts_for
+from ..adapters.own_texts import SAMPLED, hold_out, own_texts
+from ..core.adapter import Adapter
+from ..core.attach import attach
+from ..core.checkpoint_config import layer_count
+from ..core.schedule import Schedule
+from ..core.stack import text_config
+from ..core.text_passes import TextPasses
+from ..data.tasks import Example, Task
+from ..generation.generate import max_positions
+from ..generation.jobs import GenerationJob
+from .checkpoints import RunFolder
+from .plan import TrainingPlan
+
+#: The texts, in the run's folder.
+OWN_TEXTS = "own_texts.jsonl"
+#: Texts that are written at a time, at least: writing takes less memory than learning.
+WRITTEN = 32
+
+
+def forecast(
+    plan: TrainingPlan, task: Task, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> str:
+    """Return how long own texts and training will take at most, measured with a few steps of each.
+
+    Args:
+        plan: the run, with adapters and own texts.
+        task: whose longest response is an own text's, unless the plan has another.
+        model, tokenizer: loaded, and the model without an adapter; it is of no use afterwards.
+        device: that the run will use.
+    """
+    count, longest = plan.own_texts or 0, plan.max_new_tokens or task.max_new_tokens
+    seconds = partial(writing_seconds, model.to(device), tokenizer)
+    at_once = max(plan.batch_size, WRITTEN)
+    asks = plan.prompts is None and plan.data is None and tokenizer.chat_template is not None
+    writing = seconds(count, longest + LONGEST * asks, at_once)
+
+    layers = layer_count(model.config)
+    warmup = warmup_layers(layers, max(plan.budgets))
+    schedules = {speedup: flat_schedule(layers, speedup, warmup) for speedup in plan.budgets}
+    learner = make_learner(plan, model, schedules, (), str)
+    collate = TextCollator(tokenizer.pad_token_id, max_length=max_positions(model.config))
+    for rows, tokens in ((1, 8), (plan.batch_size, longest)):  # the first is not counted
+        ids = {"prompt_ids": [tokenizer.pad_token_id] * 32, "response_ids": [tokenizer.pad_token_id] * tokens}
+        batch = collate([ids] * rows)
+        batch |= {name: value.to(device) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        batch_seconds = learning_seconds(learner, [*schedules.values()], batch)
+    batches = plan.gradient_accumulation_steps
+    steps = plan.max_steps or math.ceil(count * plan.num_train_epochs / (plan.batch_size * batches))
+    learning = steps * batches * batch_seconds
+    if plan.on_policy:
+        learning += plan.on_policy * steps * batches * seconds(plan.batch_size, longest, plan.batch_size)
+
+    whole, *parts = map(tqdm.format_interval, (writing + learning, writing, learning))
+    what = "questions and texts" if asks else "texts"
+    return f"this takes about {whole} at most: {parts[0]} for {count:,} {what}, {parts[1]} for {steps:,} steps"
+
+
+def write_own_texts(
+    plan: TrainingPlan, task: Task, folder: RunFolder, say: Callable[[str], object]
+) -> tuple[list[Example], list[Example]]:
+    """Let the model write its own texts, in ``own_texts.jsonl``; return them as :func:`_read` does."""
+    options: dict[str, Any] = SAMPLED | {"temperature": plan.temperature}
+    options |= {} if plan.max_new_tokens is None else {"max_new_tokens": plan.max_new_tokens}
+    batch_size = max(plan.batch_size, WRITTEN)
+    dtype = "bfloat16" if plan.bf16 else "auto"
+    job = GenerationJob(str(plan.model), task=task, batch_size=batch_size, seed=plan.seed, options=options, dtype=dtype)
+    count = plan.own_texts or 0
+    with tqdm(desc="own texts", unit="text", file=sys.stderr) as bar:
+
+        def start(total: int, done: int) -> None:
+            bar.reset(total)
+            bar.update(done)
+
+        told: dict[str, Any] = {"on_start": start, "on_batch": lambda cost: bar.update(cost.rows), "say": say}
+        prompts = prompts_for(job, plan.prompts or plan.data, count, folder.folder, **told)
+        texts = own_texts(job, prompts, count, folder.folder / OWN_TEXTS, **told)
+    return hold_out(texts, plan.max_eval_samples if plan.eval_steps else 0)
+
+
+def make_learner(
+    plan: TrainingPlan,
+    model: PreTrainedModel,
+    schedules: Mapping[float, Schedule],
+    batches: Sequence[Mapping[str, Any]],
+    say: Callable[[str], object],
+) -> AdapterLearner:
+    """Return what learns the adapter of a frozen model, with stand-ins fitted in closed form to any ``batches``."""
+    model.eval().requires_grad_(False)
+    adapter = Adapter(text_config(model.config).hidden_size, plan.adapter_rank, schedules)
+    attach(model, adapter=adapter)
+    if batches:
+        fit_stand_ins(adapter, [TextPasses(model, batch) for batch in batches])
+    say(f"the adapter has {sum(weight.numel() for weight in adapter.parameters()):,} weights; the model stays as it is")
+    return AdapterLearner(model, adapter)
+
+
+def say_damage(
+    model: PreTrainedModel,
+    schedules: Mapping[float, Schedule],
+    batches: Sequence[Mapping[str, Any]],
+    when: str,
+    say: Callable[[str], object],
+) -> list[Damage]:
+    """Say, and return, how far each speed-up is from full depth on the texts that are held out, if there are any."""
+    measured = damage((TextPasses(model, batch) for batch in batches), [*schedules.values()]) if batches else []
+    for speedup, found in zip(schedules, measured, strict=False):
+        say(
+            f"{speedup:g}x {when}: {found.kl:.3f} nats per token from full depth, "
+            f"{found.agreement:.1%} of its most likely tokens"
+        )
+    return measured
