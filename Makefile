@@ -13,7 +13,7 @@ LOWEST_TORCH ?= 2.7.0
 # Whose tables are written from results/*/table.json, between their cog marks.
 TABLES := README.md docs/index.md docs/frontier.md docs/serving_results.md results/README.md src/skipdecode/demo/README.md
 
-.PHONY: demo serve-demo check test test-fast test-lowest test-vllm test-vllm-v2 torture lint format lock mutants \
+.PHONY: demo serve-demo check test test-fast test-lowest test-vllm test-vllm-v2 soak torture lint format lock mutants \
 	clean distclean results-smoke results-e2e results-tldr bench-smoke bench dist docs
 
 $(VENV)/installed: pyproject.toml requirements.txt
@@ -83,6 +83,10 @@ test-vllm: $(VLLM)/installed
 test-vllm-v2: $(VLLM)/installed
 	TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 OMP_NUM_THREADS=1 \
 		$(VLLM)/bin/python -m pytest tests/inside_vllm/test_exact.py tests/inside_vllm/test_compiled.py $(V2)
+
+# An hour against one server: mixed speeds, seeds, bad requests, clients killed; then the engine. SOAK="--minutes 5".
+soak: $(VLLM)/installed
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:benchmarks $(VLLM)/bin/python tests/torture/soak.py $(SOAK)
 
 # All of what `make test` tests in small, for a quarter of an hour: kills, full disks, fuzz, threads, families, habits.
 # TORTURE="kills fuzz/options --seconds 60 --seed 7" chooses.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
@@ -11,12 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
+from openai import APIError, AsyncOpenAI
+
 from helpers.engine import Reference, Request
-from helpers.server import Server, ask, together
+from helpers.server import Server, ask, serve, together
 
 pytest_plugins = ["helpers.served"]
 NEW = 32
@@ -290,3 +294,21 @@ def _up(server: Server) -> Iterator[None]:
     """Whatever was asked, the server goes on."""
     yield
     assert server.process.poll() is None
+
+
+def test_a_dead_engine_ends_the_server(tmp_path: Path) -> None:
+    """SIGKILL: the client that waits gets an error, and the server ends with a code that has it restarted."""
+    with serve(tmp_path, "--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(40 << 20)) as made:
+        client = AsyncOpenAI(base_url=f"{made.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+        async def waits() -> None:
+            with pytest.raises(APIError):
+                await ask(client, "a", 1, new=200)
+
+        async def kills() -> None:
+            await asyncio.sleep(0.2)
+            children = psutil.Process(made.process.pid).children(recursive=True)
+            next(each for each in children if "EngineCore" in " ".join(each.cmdline())).kill()
+
+        together(waits(), kills())
+        assert made.process.wait(60) not in (0, None)

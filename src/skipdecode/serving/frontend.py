@@ -62,6 +62,7 @@ class Frontend:
         self._names: dict[str, float] = {}
         #: By vLLM's request id: the output processor's state, the speed-up, and whether the load policy raised it.
         self._followed: dict[str, tuple[Any, float, bool]] = {}
+        self._died: bool | None = None  # whether the engine had, when it was first shut down
 
     def requests(self) -> tuple[int, int]:
         """Return how many requests wait for their first token, and how many have it."""
@@ -81,6 +82,7 @@ class Frontend:
         patch(processor, "add_request", self._add_request)
         patch(processor, "_update_stats_from_finished", self._update_stats_from_finished)
         patch(processor, "abort_requests", self._abort_requests)
+        patch(client, "shutdown", functools.partial(self._shutdown, client))
         for request in (CompletionRequest, ChatCompletionRequest, ResponsesRequest):
             patch(request, "to_sampling_params", _to_sampling_params)
         patch(models.OpenAIServingModels, "__init__", self._init_models)
@@ -115,6 +117,14 @@ class Frontend:
         for name in aborted:
             self._end(name, "abort")
         return aborted
+
+    def _shutdown(self, client: Any, original: Any, *args: Any, **kwargs: Any) -> None:
+        """Do as vLLM does; after an engine that died, end with code 1: with vLLM's 0, nobody would restart it."""
+        if self._died is None:
+            self._died = client.errored
+        original(*args, **kwargs)
+        if self._died:
+            raise SystemExit(1)
 
     @_logged_once
     def _begin(self, request: Any) -> None:

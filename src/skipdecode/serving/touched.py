@@ -49,6 +49,7 @@ FUNCTIONS = {
     ),
     "vllm.v1.engine.async_llm.AsyncLLM.__init__": "self vllm_config stat_loggers",
     "vllm.v1.engine.async_llm.AsyncLLM.generate": "self prompt sampling_params",
+    "vllm.v1.engine.async_llm.AsyncLLM.shutdown": "self timeout",
     "vllm.v1.engine.input_processor.InputProcessor.process_inputs": "self",
     "vllm.v1.engine.output_processor.OutputProcessor._update_stats_from_finished": (
         "self req_state finish_reason iteration_stats"
@@ -94,7 +95,7 @@ ATTRIBUTES = {
     "vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager": (
         "req_to_blocks block_size kv_cache_spec _null_block"
     ),
-    "vllm.v1.engine.async_llm.AsyncLLM": "input_processor output_processor",
+    "vllm.v1.engine.async_llm.AsyncLLM": "input_processor output_processor errored",
     "vllm.v1.engine.output_processor.OutputProcessor": "request_states",
     "vllm.v1.engine.output_processor.RequestState": (
         "request_id is_prefilling prompt_len num_cached_tokens detokenizer stats"
