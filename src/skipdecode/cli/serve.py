@@ -18,7 +18,9 @@ def serve(
     ] = None,
     speedups: Annotated[
         str | None,
-        Option(help="What requests may ask for: 1,2,3 (default: 1 and those trained for; of a stock model 1,2,3,5)."),
+        Option(
+            help="What requests may ask for: 1,2,3 (default: those trained for, without 1; of a stock model 1,2,3,5)."
+        ),
     ] = None,
     speedup: Annotated[
         float | None,

@@ -36,8 +36,8 @@ class Serving:
         config: the model's config, as transformers reads it, with any ``--hf-overrides``.
         options: each may be missing or None.
 
-            - ``speedups``: the list that requests may choose from. Default: 1 and the trained speed-ups (1, 2, 3 and 5
-              for a model without schedules), and the values of ``speedup`` and ``load_speedup``.
+            - ``speedups``: the list that requests may choose from. Default: the trained speed-ups above 1 (1, 2, 3 and
+              5 for a model without any), and the values of ``speedup`` and ``load_speedup``.
             - ``speedup``: for requests that name none. Default: the highest trained one in the list, else the lowest.
             - ``prompt_layers``: how many layers every prompt runs, instead of the schedules' values: a number (a
               schedule whose first step runs more uses that depth), or ``"max"``, the depth of the first step.
@@ -112,7 +112,9 @@ class Serving:
         """Return the speed-ups that the server offers, lowest first."""
         if (listed := options.get("speedups")) is None:
             named = [options[name] for name in ("speedup", "load_speedup") if name in options]
-            usual = [1.0, *stored] if stored else [speedup for speedup in USUAL if speedup <= self.num_layers]
+            # One row at full depth makes every step as deep: it is offered where it is asked for.
+            faster = [speedup for speedup in stored if speedup > 1]
+            usual = faster or [speedup for speedup in USUAL if speedup <= self.num_layers]
             listed = [*usual, *named]
         elif not isinstance(listed, list) or not listed:
             raise ScheduleError(f"speedups must be a list of numbers, as in [1, 2, 3], not {repr(listed)[:100]}")
