@@ -18,9 +18,7 @@ def serve(
     ] = None,
     speedups: Annotated[
         str | None,
-        Option(
-            help="What requests may ask for: 1,2,3 (default: those trained for, without 1; of a stock model 1,2,3,5)."
-        ),
+        Option(help="What requests may ask for: 1,2,3 (default: those trained for but 1; of a stock model 1,2,3,5)."),
     ] = None,
     speedup: Annotated[
         float | None,
