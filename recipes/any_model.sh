@@ -21,12 +21,14 @@ train() { # NAME SPEEDUPS OPTIONS…
 }
 
 train adapters "$speedups" --adapters "${layers[@]}"
+# Where training begins: maps in closed form.
+train closed-form "$speedups" --adapters "${layers[@]}" --max-steps 1 --learning-rate 1e-12
 train shared "$speedups" --distill-weight 1 --teacher "$model" --learning-rate 3e-4 "${layers[@]}"
 for method in multi_exit unified d3 hsd; do train $method "$speedups" --method $method --learning-rate 3e-4; done
 for speedup in ${speedups//,/ }; do
     train static-$speedup "$speedup" --method static --learning-rate 3e-4
 done
-rows=skipdecode=$out/adapters,skipdecode=$out/shared,static=$out/static-{speedup}
+rows=skipdecode=$out/adapters,skipdecode=$out/closed-form,skipdecode=$out/shared,static=$out/static-{speedup}
 for method in multi_exit unified d3 hsd; do rows+=,$method=$out/$method; done
 "$skipdecode" evaluate "$model" --data "$out/data/test.jsonl" --methods "full=$model,skipdecode,$rows" --speedups "$speedups" \
     --max-new-tokens "$tokens" --limit "${LIMIT:-64}" --batch-size 32 --output "$out/table"

@@ -29,7 +29,7 @@ def main(model: str, folder: Path, prompts: str = "", count: int = 5000, max_new
     task = get_task("jsonl")
     folder.mkdir(parents=True, exist_ok=True)
     options = SAMPLED | {"temperature": 1.0, "max_new_tokens": max_new_tokens}
-    job = GenerationJob(model, task=task, batch_size=32, options=options)
+    job = GenerationJob(model, task=task, batch_size=128, options=options)
     texts = own_texts(job, read_prompts(prompts or None, task), count, folder / "own_texts.jsonl", say=typer.echo)
     rows: list[tuple[object, str]] = [(each.prompt, each.references[0]) for each in texts]
     if not prompts:
