@@ -57,7 +57,7 @@ def own_texts(folder: str, up: str = "") -> None:
             "target, of layers",
             f"layers per step, of {rows[0]['step_layers']:g}",
             "KL",
-            "same likeliest token",
+            "same token",
             "agreement",
             "nats of its texts",
             "repeated 4-grams",

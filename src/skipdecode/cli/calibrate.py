@@ -122,7 +122,7 @@ def _show(calibration: Calibration) -> None:
     print_table(["", "full depth", "before", "after", "after - before (95%)"], rows)
     if calibration.trials:
         print_table(
-            ["found by the search", "order", "step layers", "KL", "same likeliest token"],
+            ["found by the search", "order", "step layers", "KL", "same token"],
             [
                 [
                     f"{each.schedule.max_depth} to {each.schedule.min_depth}, {each.schedule.decay}",

@@ -45,7 +45,7 @@ def probe(
     The model writes texts. On them, each speed-up is tried with several choices of layers: bare, and with small linear
     maps in the place of the skipped layers, computed from the texts. An adapter's training starts there.
 
-    skipdecode probe HuggingFaceTB/SmolLM2-135M-Instruct --prompts prompts.txt
+    skipdecode probe HuggingFaceTB/SmolLM2-135M-Instruct --prompts prompts.jsonl
     """
     from ..adapters.probe import probe_model
 
@@ -84,6 +84,7 @@ def _show(found: Probe) -> None:
         cells += [f"{each.bare.kl:.2f}", f"{each.bare.agreement:.0%}"]
         cells += [f"{each.stand_ins.kl:.2f}", f"{each.stand_ins.agreement:.0%}", f"{each.tokens_per_second:,.0f}"]
         rows.append([f"{best}{cell}" for cell in cells])
-    heads = ["speed-up", "layers", "order", "KL bare", "agrees bare", "KL mapped", "agrees mapped", "training tokens/s"]
+    heads = ["speed-up", "layers", "order", "KL bare", "same token bare", "KL mapped", "same token mapped"]
+    heads += ["training tokens/s"]
     print_table(heads, rows)
     out.print(found.advice, highlight=False)

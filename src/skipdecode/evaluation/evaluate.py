@@ -177,7 +177,7 @@ def _read(plan: EvaluationPlan, say: Say) -> tuple[list[Example], list[Example]]
         raise UsageError(f"{plan.data} holds no test rows")
     count = min(plan.limit or HELD_OUT_ROWS, HELD_OUT_ROWS)
     held_out = [] if plan.data.is_file() else subsample(plan.task.read(plan.data, "validation"), count)
-    if not held_out:
+    if not held_out and any(example.references for example in examples):
         say("there is no other split to hold out: lengths and thresholds come from the scored rows")
     return examples, held_out or subsample(examples, count)
 
@@ -200,7 +200,7 @@ def _select(plan: EvaluationPlan) -> list[Variant]:
 def _metrics(examples: Sequence[Example], say: Say) -> list[Metric]:
     """Return the metrics: against references if every example has one, else against the full model's texts."""
     scored = all(example.references for example in examples)
-    if not scored:
+    if not scored and any(example.references for example in examples):
         say("not every row has a reference: texts are compared with the full model's own (agreement)")
     metrics: list[Metric] = [*DEFAULT] if scored else [Agreement(), Repetition()]
     for metric in metrics:  # raises before a model is loaded if a library is missing

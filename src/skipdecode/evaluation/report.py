@@ -12,7 +12,7 @@ from ..clock.timing import remarks, shown
 
 Row = Mapping[str, Any]
 #: Columns of rows without references: their names in JSON, and their heads.
-DISTANCES = {"kl": "KL", "top_1": "top-1", "text_loss": "nats of its texts"}
+DISTANCES = {"kl": "KL", "top_1": "same token", "text_loss": "nats of its texts"}
 
 
 def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:

