@@ -14,4 +14,4 @@ mkdir -p "$out"
     --temperature 0.5 --max-new-tokens 96 --max-steps 800 --batch-size 8 --bf16 --on-policy 0.06 --save-steps 100 \
     --output "$out/adapter"
 "$skipdecode" evaluate smollm2 --data results/smollm2/prompts.jsonl --methods "skipdecode=$out/adapter" --speedups 1.5,2 \
-    --batch-size 24 --max-new-tokens 96 --timing-rows 24 --repeats 3 --output "$out/table"
+    --batch-size 24 --max-new-tokens 96 --output "$out/table"

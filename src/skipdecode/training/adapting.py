@@ -72,7 +72,8 @@ def forecast(
 
     whole, *parts = map(tqdm.format_interval, (writing + learning, writing, learning))
     what = "questions and texts" if asks else "texts"
-    return f"this takes about {whole} at most: {parts[0]} for {count:,} {what}, {parts[1]} for {steps:,} steps"
+    each = f"{parts[0]} for {count:,} {what}, {parts[1]} for {steps:,} steps"
+    return f"this takes about {whole}, less if texts end early: {each}"
 
 
 def write_own_texts(
