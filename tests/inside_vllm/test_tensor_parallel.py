@@ -30,6 +30,7 @@ def test_tensor_parallel_texts_are_those_of_generate(monkeypatch: pytest.MonkeyP
         max_num_seqs=16,
         kv_cache_memory_bytes=KV_BYTES,
         tensor_parallel_size=2,
+        additional_config={"skipdecode": {"speedups": [1, 2, 3, 5]}},
     )
     try:
         asked = [SamplingParams(temperature=0, max_tokens=r.new, extra_args={"speedup": r.speedup}) for r in requests]
