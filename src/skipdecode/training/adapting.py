@@ -40,7 +40,7 @@ WRITTEN = 32
 def forecast(
     plan: TrainingPlan, task: Task, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> str:
-    """Return how long own texts and training will take at most, measured with a few steps of each.
+    """Return how long own texts and training will take, by a few steps of each, for short prompts and long texts.
 
     Args:
         plan: the run, with adapters and own texts.
@@ -73,7 +73,7 @@ def forecast(
     whole, *parts = map(tqdm.format_interval, (writing + learning, writing, learning))
     what = "questions and texts" if asks else "texts"
     each = f"{parts[0]} for {count:,} {what}, {parts[1]} for {steps:,} steps"
-    return f"this takes about {whole}, less if texts end early: {each}"
+    return f"this takes about {whole}, less if texts end early, more if prompts are long: {each}"
 
 
 def write_own_texts(
