@@ -79,7 +79,7 @@ def forecast(
 def write_own_texts(
     plan: TrainingPlan, task: Task, folder: RunFolder, say: Callable[[str], object]
 ) -> tuple[list[Example], list[Example]]:
-    """Let the model write its own texts, in ``own_texts.jsonl``; return them as :func:`_read` does."""
+    """Let the model write its own texts, in ``own_texts.jsonl``; return those to learn from, and those held out."""
     options: dict[str, Any] = SAMPLED | {"temperature": plan.temperature}
     options |= {} if plan.max_new_tokens is None else {"max_new_tokens": plan.max_new_tokens}
     batch_size = max(plan.batch_size, WRITTEN)
