@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,6 +51,18 @@ def serve(folder: Path, *options: str, model: str = "demo") -> Iterator[Server]:
     command = [sys.executable, "-m", "skipdecode", "serve", model, *options]
     with running(command, folder / "server.log", ENVIRONMENT) as one:
         yield Server(one.url, one.process, one.log)
+
+
+def post(server: Server, path: str, body: str) -> tuple[int, str]:
+    """Status and text of an answer to raw JSON, or what Python takes for it."""
+    request = urllib.request.Request(
+        server.url + path, body.encode(), {"content-type": "application/json"}, method="POST"
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
 
 
 #: Of all tests of a process: clients keep connections, which belong to a loop.

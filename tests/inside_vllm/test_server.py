@@ -6,8 +6,6 @@ import asyncio
 import json
 import re
 import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,23 +18,11 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from openai import APIError, AsyncOpenAI
 
 from helpers.engine import Reference, Request
-from helpers.server import Server, ask, serve, together
+from helpers.server import Server, ask, post, serve, together
 
 pytest_plugins = ["helpers.served"]
 NEW = 32
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
-
-
-def post(server: Server, path: str, body: str) -> tuple[int, str]:
-    """Status and text of an answer to raw JSON, or what Python takes for it."""
-    request = urllib.request.Request(
-        server.url + path, body.encode(), {"content-type": "application/json"}, method="POST"
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 @pytest.mark.parametrize("stream", [False, True])
