@@ -58,6 +58,24 @@ def load(folder: str = "demo-32") -> None:
     )
 
 
+def soak() -> None:
+    """What an hour of random requests came to."""
+    found = json.loads((RESULTS / "soak.json").read_text("utf-8"))
+    asked, memory, end = found["requests"], found["memory_mib"], found["engine_killed"]
+    rows = [
+        ("requests", f"{sum(asked.values()):,}"),
+        ("of clients that left, or were killed", f"{asked['leave'] + asked['leave stream']:,}, {asked['killed']:,}"),
+        ("sampled with a seed", f"{asked['seed']:,}"),
+        ("bad, and refused as they should be", f"{asked['bad']:,}"),
+        ("wrong answers", f"{len(found['wrong'])}"),
+        ("requests and blocks held at the end", "none" if found["idle_at_the_end"] else "some"),
+        ("memory after a quarter, at the end", f"{memory['after a quarter']:,.0f} MiB, {memory['at the end']:,.0f} MiB"),
+        ("engine killed: errors of its clients", f"{end['errors']} of {end['clients']}"),
+        ("… the server's exit code, and when", f"{end['exit_code']}, after {end['seconds']} s"),
+    ]
+    _print(("what", f"in {found['minutes']:g} minutes"), rows, words=1)
+
+
 def _rows(folder: str) -> list[dict[str, Any]]:
     """None before it is measured."""
     file = RESULTS / folder / "table.json"
