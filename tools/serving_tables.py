@@ -69,7 +69,7 @@ def soak() -> None:
         ("bad, and refused as they should be", f"{asked['bad']:,}"),
         ("wrong answers", f"{len(found['wrong'])}"),
         ("requests and blocks held at the end", "none" if found["idle_at_the_end"] else "some"),
-        ("memory after a quarter, at the end", f"{memory['after a quarter']:,.0f} MiB, {memory['at the end']:,.0f} MiB"),
+        ("MiB of memory after a quarter, at the end", ", ".join(f"{each:,.0f}" for each in memory.values())),
         ("engine killed: errors of its clients", f"{end['errors']} of {end['clients']}"),
         ("… the server's exit code, and when", f"{end['exit_code']}, after {end['seconds']} s"),
     ]
