@@ -28,7 +28,8 @@ pytest_plugins = ["helpers.served"]
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 URL = "http://127.0.0.1:8000"  # Ray Serve's own
 OPTIONS = "--dtype float32 --enforce-eager --kv-cache-memory-bytes 41943040 --max-num-seqs 16 --speedups 1,3,5"
-NEW, PATIENCE = 32, 240
+NEW, PATIENCE = 32, 300
+pytestmark = pytest.mark.timeout(1200)
 
 
 def named(word: str) -> list[psutil.Process]:
