@@ -44,7 +44,9 @@ class Replica:
             port = str(free.getsockname()[1])
         command = [sys.executable, "-m", "skipdecode", "serve", model, *options, "--host", "127.0.0.1", "--port", port]
         self.process = subprocess.Popen(["setpriv", "--pdeathsig", "TERM", *command])
-        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None)
+        # A connection for each request: as many as come, and none that the server may just be closing.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None, limits=limits)
         while not await self._healthy():
             await asyncio.sleep(0.5)
 
@@ -52,7 +54,8 @@ class Replica:
         """Pass a request on, and its answer back as it is written."""
         headers = {name: value for name, value in request.headers.items() if name not in HOP}
         body = await request.body()
-        asked = self.client.build_request(request.method, str(request.url.path), headers=headers, content=body)
+        url = httpx.URL(path=request.url.path, query=request.url.query.encode())
+        asked = self.client.build_request(request.method, url, headers=headers, content=body)
         try:
             answer = await self.client.send(asked, stream=True)
         except httpx.TransportError as error:
