@@ -32,13 +32,21 @@ NEW, PATIENCE = 32, 300
 pytestmark = pytest.mark.timeout(1200)
 
 
-def named(word: str) -> list[psutil.Process]:
-    """Processes whose command has the word."""
-    found = []
-    for each in psutil.process_iter(["cmdline"]):
-        if word in " ".join(each.info["cmdline"] or ()):
-            found.append(each)
+def replicas() -> dict[psutil.Process, list[psutil.Process]]:
+    """Each replica, and the engines below it: other servers may run beside."""
+    found = {}
+    for each in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess):
+            if "ServeReplica" in " ".join(each.cmdline()):
+                found[each] = [
+                    below for below in each.children(recursive=True) if "EngineCore" in "".join(below.cmdline())
+                ]
     return found
+
+
+def two() -> bool:
+    """Whether two replicas have an engine each."""
+    return sorted(map(len, replicas().values())) == [1, 1]
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -75,11 +83,12 @@ def deployed(tmp_path: Path) -> Iterator[None]:
         assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
         yield
     finally:
+        below = psutil.Process(process.pid).children(recursive=True)  # its Ray, and no other
         process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(60)
-        process.kill()
-        subprocess.run(["ray", "stop", "--force"], env=os.environ | {"PATH": path}, check=True, capture_output=True)
+        psutil.wait_procs([*below, process], timeout=60)
+        for each in (process, *below):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 def test_two_replicas(deployed: None, solo: Reference, inputs: list[str]) -> None:
@@ -95,10 +104,10 @@ def test_two_replicas(deployed: None, solo: Reference, inputs: list[str]) -> Non
             for number, each in enumerate(requests)
         ]
 
-    until(lambda: len(named("VLLM::EngineCore")) == 2)
+    until(two)
     assert [tuple(answer.tokens) for answer in together(*asked())] == texts
 
-    replica, *_ = named("ServeReplica")
+    replica, *_ = replicas()
     (server,) = replica.children()
 
     async def killed() -> list[Any]:
@@ -112,6 +121,6 @@ def test_two_replicas(deployed: None, solo: Reference, inputs: list[str]) -> Non
         assert isinstance(answer, APIError) or (isinstance(answer, Answer) and tuple(answer.tokens) == text)
     assert sum(isinstance(answer, Answer) for answer in answers) > 0
     until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)  # it ends with its replica
-    until(lambda: len(named("VLLM::EngineCore")) == 2)
+    until(two)
     until(healthy)
     assert [tuple(answer.tokens) for answer in together(*asked())] == texts
