@@ -9,7 +9,7 @@ VLLM := .venv-vllm
 # as below, or LOWEST_TORCH=2.13.0 to try the rest.
 LOWEST := .venv-lowest
 DIST := .venv-dist
-LOWEST_TORCH ?= 2.7.0
+LOWEST_TORCH ?= 2.9.0
 # Whose tables are written from results/*/table.json, between their cog marks.
 TABLES := README.md docs/index.md docs/frontier.md docs/serving_results.md results/README.md src/skipdecode/demo/README.md
 

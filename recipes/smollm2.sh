@@ -10,8 +10,8 @@ skipdecode=${SKIPDECODE:-.venv/bin/skipdecode} python=${PYTHON:-.venv/bin/python
 mkdir -p "$out"
 "$python" recipes/smollm2.py smollm2
 [ -f "$out/prompts.jsonl" ] || "$python" recipes/prompts.py smollm2 "$out/prompts.jsonl" --posts "$posts"
-"$skipdecode" train smollm2 --own-texts 4000 --prompts "$out/prompts.jsonl" --speedups 1.5,2 --learning-rate 2e-3 \
-    --temperature 0.5 --max-new-tokens 96 --max-steps 800 --batch-size 8 --bf16 --on-policy 0.06 --save-steps 100 \
+"$skipdecode" train smollm2 --own-texts 4000 --prompts "$out/prompts.jsonl" --speedups 1.5,2 \
+    --temperature 0.5 --max-new-tokens 96 --max-steps 800 --batch-size 8 --bf16 --save-steps 100 \
     --output "$out/adapter"
 "$skipdecode" evaluate smollm2 --data results/smollm2/prompts.jsonl --methods "skipdecode=$out/adapter" --speedups 1.5,2 \
     --batch-size 24 --max-new-tokens 96 --output "$out/table"

@@ -359,6 +359,7 @@ def test_verbs_that_cannot_use_an_adapter_refuse_it(verb: str, trained: Path, tm
         ({"speedups": (1, 2)}, "1x is the model itself"),
         ({"own_texts": None, "prompts": "x"}, "go with --own-texts"),
         ({"adapters": False, "on_policy": 0.1}, "goes with --adapters"),
+        ({"adam_beta2": 0.98}, "learn with Muon"),
     ],
 )
 def test_what_does_not_go_with_adapters_is_refused(values: dict[str, Any], said: str) -> None:

@@ -40,7 +40,9 @@ class AdapterLearner(nn.Module):
 
     def __init__(self, model: nn.Module, adapter: Adapter) -> None:
         super().__init__()
-        self.adapter = adapter.requires_grad_(True)
+        self.adapter = adapter
+        for weight in adapter.parameters():  # biases stay as they are fitted: the optimizer, Muon, takes matrices alone
+            weight.requires_grad_(weight.ndim == 2)
         self.config = model.config  # the Trainer reads it
         self._model = (model.eval().requires_grad_(False),)
 

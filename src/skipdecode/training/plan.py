@@ -23,8 +23,8 @@ LONGEST = 100_000
 #: Options that exclude each other: one on the command line removes its whole group from the file's options.
 EITHER_OR = (("speedup", "speedups"), ("model", "from_config"), ("max_steps", "num_train_epochs"))
 
-#: Learning rates of all weights, and of adapters, which begin at nothing.
-RATE, ADAPTER_RATE = 5e-5, 3e-3
+#: Learning rates of all weights with AdamW, and of adapters with Muon.
+RATE, ADAPTER_RATE = 5e-5, 5e-3
 #: Options that name files or folders of the user's, or where a run reports to.
 OWN = frozenset("model output data prompts teacher from_config tokenizer schedule report_to".split())
 
@@ -70,7 +70,7 @@ class TrainingPlan:
     max_steps: int | None = option(None, "Stop after N optimizer steps instead.", least=1, most=10**9)
     batch_size: int = option(32, "Rows per process and batch.", least=1, most=MANY)
     gradient_accumulation_steps: int = option(1, "Batches per optimizer step.", least=1, most=MANY)
-    learning_rate: float | None = option(None, "Peak learning rate of AdamW (default: 5e-5; 3e-3 with --adapters).")
+    learning_rate: float | None = option(None, "Peak learning rate (default: 5e-5; 5e-3 with --adapters).")
     seed: int = option(0, "Seed of new weights, data order, budgets and dropout.")
 
     task: Literal["jsonl", "e2e", "reddit_tldr", "cnn_dm"] = option(
@@ -169,8 +169,8 @@ class TrainingPlan:
     warmup_steps: float = option(
         0.03, "Warm-up steps of the learning rate; below 1: a share of all steps.", OPTIMIZER, most=10**9
     )
-    weight_decay: float = option(0.01, "Weight decay of AdamW.", OPTIMIZER)
-    adam_beta2: float = option(0.999, "Second beta of AdamW.", OPTIMIZER, most=1)
+    weight_decay: float = option(0.01, "Weight decay.", OPTIMIZER)
+    adam_beta2: float = option(0.999, "Second beta of AdamW, which trains all weights.", OPTIMIZER, most=1)
 
     lora_rank: int = option(
         0, "Rank of LoRA adapters, merged at the end and kept in OUTPUT/adapter too; 0: none.", MEMORY, most=10_000
@@ -278,6 +278,8 @@ class TrainingPlan:
         prompt = self.schedule.prompt_layers is not None or self.schedule.prompt_decay if self.schedule else False
         if self.prompt_layers is not None or self.prompt_decay or prompt:
             raise UsageError("adapters leave the prompt to the full model: no --prompt-layers, no --prompt-decay")
+        if self.adam_beta2 != TrainingPlan.adam_beta2:
+            raise UsageError("--adam-beta2 is AdamW's, and adapters learn with Muon: leave it out")
         if min(self.budgets) <= 1:
             raise UsageError("with adapters 1x is the model itself: --speedups above 1")
 

@@ -314,4 +314,5 @@ def _record(
         "budgets": [[k, schedule.to_dict()] for k, schedule in schedules.items()],  # the draw depends on the order
         "teacher": teacher,
         "number of processes": args.world_size,
+        "optimizer": "Muon" if plan.adapters else "AdamW",
     } | {name: getattr(plan, name) for name in DECISIVE}
