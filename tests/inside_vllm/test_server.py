@@ -66,6 +66,18 @@ def test_responses(server: Server, client: Any, solo: Reference, inputs: list[st
     assert server.total("skipdecode_requests_total", speedup="3") == before + 4
 
 
+@pytest.mark.parametrize("how", [{"model": "demo:3x"}, {"model": "demo", "vllm_xargs": {"speedup": 3}}])
+def test_messages(server: Server, solo: Reference, inputs: list[str], how: dict[str, Any]) -> None:
+    """Anthropic's API, by the model's name and by the argument."""
+    requests = [Request(tuple(solo.tokenizer(text)["input_ids"]), 3.0, NEW) for text in inputs[:4]]
+    for text, expected in zip(inputs, solo.texts(requests), strict=False):
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": NEW, "temperature": 0} | how
+        status, answer = post(server, "/v1/messages", json.dumps(body))
+        assert status == 200
+        written = [block["text"] for block in json.loads(answer)["content"]]
+        assert written == [solo.tokenizer.decode(expected, skip_special_tokens=True)]
+
+
 def test_speeds_are_models(server: Server, client: Any, solo: Reference, inputs: list[str]) -> None:
     """Every client can ask by the model's name alone: each speed is listed, and writes what the argument would."""
     listed = [model["id"] for model in json.loads(server.get("/v1/models"))["data"]]
