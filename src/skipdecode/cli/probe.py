@@ -31,7 +31,7 @@ def probe(
     prompts: PromptFile = None,
     texts: Texts = 64,
     max_new_tokens: Tokens = 96,
-    adapter_rank: Rank = 64,
+    adapter_rank: Rank = 256,
     output: Folder = None,
     batch_size: o.BatchSize = 8,
     seed: o.SamplingSeed = 0,

@@ -1,4 +1,4 @@
-"""What a model learns in order to skip layers well: maps in the place of skipped layers, bottlenecks before the others.
+"""What a model learns in order to skip layers well: maps in the place of skipped layers, bottlenecks before some others.
 
 It changes only positions that skip layers, so that full depth, and a prompt that runs all layers, stay the model's own.
 """
@@ -16,8 +16,8 @@ from torch.nn.functional import silu
 from ..errors import ScheduleError
 from .schedule import Schedule
 
-#: Maps have so many times the rank of bottlenecks: a depth has one map per gap, and a bottleneck per layer it runs.
-WIDER = 4
+#: A bottleneck stands before every fourth layer: few wide ones cost a step less than many narrow ones, and do as well.
+EVERY = 4
 
 
 class Gap(NamedTuple):
@@ -82,20 +82,19 @@ class Adapter(nn.Module):
 
     Args:
         size: width of the hidden states.
-        rank: of each bottleneck, at most ``size``.
+        rank: of each map and bottleneck, at most ``size``.
         schedules: by target speed-up.
-        map_rank: of each map, at most ``size``; None: four times ``rank``.
     """
 
-    def __init__(self, size: int, rank: int, schedules: Mapping[float, Schedule], map_rank: int | None = None) -> None:
+    def __init__(self, size: int, rank: int, schedules: Mapping[float, Schedule]) -> None:
         super().__init__()
-        self.rank, self.map_rank = min(rank, size), min(map_rank or WIDER * rank, size)
+        self.rank = min(rank, size)
         self.schedules = dict(schedules)
         runs = set().union(*map(runs_of, schedules.values()))
         total = next(iter(schedules.values())).num_layers
         gaps = {gap for layers in runs for gap in gaps_between(layers, total)}
-        running = {layer for layers in runs if len(layers) < total for layer in layers}
-        self.stand_ins = nn.ModuleDict({str(gap): StandIn(size, self.map_rank) for gap in sorted(gaps)})
+        running = {layer for layers in runs if len(layers) < total for layer in layers if (layer + 1) % EVERY == 0}
+        self.stand_ins = nn.ModuleDict({str(gap): StandIn(size, self.rank) for gap in sorted(gaps)})
         self.bottlenecks = nn.ModuleDict({str(layer): Bottleneck(size, self.rank) for layer in sorted(running)})
 
     def apply_before(self, layer: int, hidden: Tensor, axis: int, counts: Sequence[int]) -> Tensor:
@@ -117,9 +116,11 @@ class Adapter(nn.Module):
 
     def _stretches(self, layer: int, counts: Sequence[int], width: int) -> Iterator[tuple[int, nn.Module | None]]:
         """Yield, for each stretch of positions, where it ends and what changes it."""
-        yield min(counts), None
-        if counts[layer] > min(counts):
+        if str(layer) in self.bottlenecks:
+            yield min(counts), None
             yield counts[layer], self.bottlenecks[str(layer)]
+        else:
+            yield counts[layer], None
         done, entered = counts[layer], counts[layer - 1] if layer else width
         for stop in range(layer + 1, len(counts) + 1):
             if done >= entered:
@@ -137,7 +138,7 @@ class Adapter(nn.Module):
         if len(layers) == total:
             return {}
         found: dict[int, Any] = {gap.start: self.stand_ins[str(gap)] for gap in gaps_between(layers, total)}
-        return found | {layer: self.bottlenecks[str(layer)] for layer in layers}
+        return found | {layer: self.bottlenecks[str(layer)] for layer in layers if str(layer) in self.bottlenecks}
 
     def flops(self, layers: Sequence[int]) -> int:
         """Return the FLOPs at one position that runs ``layers``, which are in network order."""

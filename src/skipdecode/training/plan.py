@@ -116,7 +116,7 @@ class TrainingPlan:
         "Learn small maps in the place of skipped layers, and leave the model as it is (default: with --own-texts).",
         ADAPTERS,
     )
-    adapter_rank: int = option(64, "Rank of these maps.", ADAPTERS, least=1, most=10_000)
+    adapter_rank: int = option(256, "Rank of these maps.", ADAPTERS, least=1, most=10_000)
     on_policy: float = option(
         0.0, "Share of an adapter's steps, the last ones, whose texts the skipping model writes.", ADAPTERS, most=1
     )
