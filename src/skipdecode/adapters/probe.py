@@ -119,7 +119,7 @@ def probe_model(
     prompts: Path | None = None,
     count: int = 64,
     max_new_tokens: int = 96,
-    rank: int = 64,
+    rank: int = 256,
     folder: Path | None = None,
     batch_size: int = 8,
     seed: int = 0,

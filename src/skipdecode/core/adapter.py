@@ -1,4 +1,4 @@
-"""What a model learns in order to skip layers well: maps in the place of skipped layers, bottlenecks before some others.
+"""What a model learns in order to skip layers well: maps in place of skipped layers, bottlenecks before some others.
 
 It changes only positions that skip layers, so that full depth, and a prompt that runs all layers, stay the model's own.
 """
