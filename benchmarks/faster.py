@@ -158,7 +158,7 @@ def adapter(args: argparse.Namespace) -> None:
         for speedup in (1.5, 2)
     }
     learnt, bare = deepcopy(model), attach(model)
-    attach(learnt, adapter=Adapter(args.width, 64, schedules))
+    attach(learnt, adapter=Adapter(args.width, 256, schedules))
     print(json.dumps({"command": shlex.join(["python", *sys.argv]), "machine": machine()}), flush=True)
     for batch in args.batch:
         for speedup, plan in schedules.items():
