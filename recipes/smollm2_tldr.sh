@@ -20,7 +20,7 @@ train() { # NAME START OPTIONS…
 }
 
 train full "$out/base" --method full --speedup 1 --learning-rate 1e-4 --eval-steps 0
-train adapter "$out/full" --own-texts 3000 --speedups 1.5,2,3 --temperature 0.5 --learning-rate 2e-3
+train adapter "$out/full" --own-texts 3000 --speedups 1.5,2,3 --temperature 0.5
 train pruned-3 "$out/base" --method static --speedup 3 --learning-rate 3e-4 --eval-steps 0
 judge() { "$skipdecode" evaluate "$out/full" "${task[@]}" --batch-size 32 "$@"; }
 judge --speedups 1.5,2,3 --methods "skipdecode=$out/adapter" --output "$results/smollm2-tldr"

@@ -24,7 +24,7 @@ LONGEST = 100_000
 EITHER_OR = (("speedup", "speedups"), ("model", "from_config"), ("max_steps", "num_train_epochs"))
 
 #: Learning rates of all weights with AdamW, and of adapters with Muon.
-RATE, ADAPTER_RATE = 5e-5, 5e-3
+RATE, ADAPTER_RATE = 5e-5, 1.5e-3
 #: Options that name files or folders of the user's, or where a run reports to.
 OWN = frozenset("model output data prompts teacher from_config tokenizer schedule report_to".split())
 
@@ -70,7 +70,7 @@ class TrainingPlan:
     max_steps: int | None = option(None, "Stop after N optimizer steps instead.", least=1, most=10**9)
     batch_size: int = option(32, "Rows per process and batch.", least=1, most=MANY)
     gradient_accumulation_steps: int = option(1, "Batches per optimizer step.", least=1, most=MANY)
-    learning_rate: float | None = option(None, "Peak learning rate (default: 5e-5; 5e-3 with --adapters).")
+    learning_rate: float | None = option(None, "Peak learning rate (default: 5e-5; 1.5e-3 with --adapters).")
     seed: int = option(0, "Seed of new weights, data order, budgets and dropout.")
 
     task: Literal["jsonl", "e2e", "reddit_tldr", "cnn_dm"] = option(
