@@ -132,6 +132,18 @@ def saved(tmp_path: Path) -> tuple[Any, Path, Adapter]:
     return model, tmp_path / "adapter", adapter
 
 
+def test_a_folder_of_the_first_form_is_read(tmp_path: Path) -> None:
+    """It had a bottleneck before each layer that runs, and one rank; its file does not say so."""
+    model = build("llama")
+    adapter = Adapter(text_config(model.config).hidden_size, 4, {TOP.target: TOP}, every=1)
+    save_adapter(tmp_path, adapter, model, "some/model")
+    about = json.loads((tmp_path / ABOUT).read_text("utf-8"))
+    (tmp_path / ABOUT).write_text(json.dumps({k: v for k, v in about.items() if k not in ("map_rank", "every")}))
+    again = load_adapter(tmp_path, model)
+    assert all(map(torch.equal, again.parameters(), adapter.parameters()))
+    assert len(again.bottlenecks) > len(Adapter(64, 4, {TOP.target: TOP}).bottlenecks)
+
+
 def test_a_folder_brings_the_adapter_back(saved: tuple[Any, Path, Adapter]) -> None:
     """The same schedules and weights; ``attach`` takes the folder, and the speed-up is known."""
     model, folder, adapter = saved
