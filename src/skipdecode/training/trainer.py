@@ -171,7 +171,7 @@ class AdapterTrainer(SkipTrainer):
     """
 
     def __init__(self, *args: Any, on_policy: float = 0.0, temperature: float = 1.0, **kwargs: Any) -> None:
-        # Of equal steps Muon's bring an adapter nearer to full depth than AdamW's (docs/experiments.md).
+        # In short runs Muon brings an adapter nearer to full depth than AdamW (docs/experiments.md).
         options = {"lr": kwargs["args"].learning_rate, "adjust_lr_fn": "match_rms_adamw"}
         super().__init__(*args, optimizer_cls_and_kwargs=(torch.optim.Muon, options), **kwargs)
         self.on_policy, self.temperature = on_policy, temperature
