@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The adapter and the table of results/smollm2, from nothing, on two CPU cores with bfloat16 in two to three hours:
+# The adapter and the table of results/smollm2, from nothing, on two CPU cores with bfloat16 in two hours:
 #   recipes/smollm2.sh POSTS OUTPUT_DIR
 # POSTS: train.jsonl of Reddit TL;DR. The same command goes on after an interruption.
 set -euo pipefail

@@ -26,7 +26,7 @@ from helpers.tiny import TEXTS
 from skipdecode import Schedule, ScheduleError, SkipCache, attach, detach, teacher_forced
 from skipdecode.adapters.probe import candidates, probe_model
 from skipdecode.core.adapter import Adapter, gaps_between, runs_of
-from skipdecode.core.adapter_folder import ABOUT, WEIGHTS, check_base_files, load_adapter, save_adapter
+from skipdecode.core.adapter_folder import ABOUT, WEIGHTS, check_base_files, load_adapter, read_schedules, save_adapter
 from skipdecode.core.cache_name import CACHE
 from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.stack import text_config
@@ -132,18 +132,6 @@ def saved(tmp_path: Path) -> tuple[Any, Path, Adapter]:
     return model, tmp_path / "adapter", adapter
 
 
-def test_a_folder_of_the_first_form_is_read(tmp_path: Path) -> None:
-    """It had a bottleneck before each layer that runs, and one rank; its file does not say so."""
-    model = build("llama")
-    adapter = Adapter(text_config(model.config).hidden_size, 4, {TOP.target: TOP}, every=1)
-    save_adapter(tmp_path, adapter, model, "some/model")
-    about = json.loads((tmp_path / ABOUT).read_text("utf-8"))
-    (tmp_path / ABOUT).write_text(json.dumps({k: v for k, v in about.items() if k not in ("map_rank", "every")}))
-    again = load_adapter(tmp_path, model)
-    assert all(map(torch.equal, again.parameters(), adapter.parameters()))
-    assert len(again.bottlenecks) > len(Adapter(64, 4, {TOP.target: TOP}).bottlenecks)
-
-
 def test_a_folder_brings_the_adapter_back(saved: tuple[Any, Path, Adapter]) -> None:
     """The same schedules and weights; ``attach`` takes the folder, and the speed-up is known."""
     model, folder, adapter = saved
@@ -203,6 +191,15 @@ def test_a_damaged_folder_is_named(saved: tuple[Any, Path, Adapter], file: str) 
     (folder / file).unlink()
     with pytest.raises(FileError, match="adapter"):
         attach(model, adapter=folder)
+
+
+def test_a_folder_of_another_version_is_refused(saved: tuple[Any, Path, Adapter]) -> None:
+    """Its modules may stand elsewhere: it is not read as something else."""
+    _, folder, _ = saved
+    about = json.loads((folder / ABOUT).read_text("utf-8"))
+    (folder / ABOUT).write_text(json.dumps(about | {"skipdecode_adapter": about["skipdecode_adapter"] - 1}))
+    with pytest.raises(FileError, match="another version"):
+        read_schedules(folder)
 
 
 def test_what_was_not_learnt_is_refused(saved: tuple[Any, Path, Adapter]) -> None:

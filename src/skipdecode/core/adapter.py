@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 from ..errors import ScheduleError
 from .schedule import Schedule
 
-#: A bottleneck stands before every fourth layer: few wide ones cost a step less than many narrow ones, and do as well.
+#: A bottleneck stands before every fourth layer: few wide ones cost a step less than many narrow ones.
 EVERY = 4
 
 
@@ -82,28 +82,19 @@ class Adapter(nn.Module):
 
     Args:
         size: width of the hidden states.
-        rank: of each bottleneck, at most ``size``.
+        rank: of each map and bottleneck, at most ``size``.
         schedules: by target speed-up.
-        map_rank: of each map; None: ``rank``.
-        every: a bottleneck stands before every so manieth layer.
     """
 
-    def __init__(
-        self,
-        size: int,
-        rank: int,
-        schedules: Mapping[float, Schedule],
-        map_rank: int | None = None,
-        every: int = EVERY,
-    ) -> None:
+    def __init__(self, size: int, rank: int, schedules: Mapping[float, Schedule]) -> None:
         super().__init__()
-        self.rank, self.map_rank, self.every = min(rank, size), min(map_rank or rank, size), every
+        self.rank = min(rank, size)
         self.schedules = dict(schedules)
         runs = set().union(*map(runs_of, schedules.values()))
         total = next(iter(schedules.values())).num_layers
         gaps = {gap for layers in runs for gap in gaps_between(layers, total)}
-        running = {layer for layers in runs if len(layers) < total for layer in layers if (layer + 1) % every == 0}
-        self.stand_ins = nn.ModuleDict({str(gap): StandIn(size, self.map_rank) for gap in sorted(gaps)})
+        running = {layer for layers in runs if len(layers) < total for layer in layers if (layer + 1) % EVERY == 0}
+        self.stand_ins = nn.ModuleDict({str(gap): StandIn(size, self.rank) for gap in sorted(gaps)})
         self.bottlenecks = nn.ModuleDict({str(layer): Bottleneck(size, self.rank) for layer in sorted(running)})
 
     def apply_before(self, layer: int, hidden: Tensor, axis: int, counts: Sequence[int]) -> Tensor:

@@ -20,6 +20,8 @@ from .schedule import Schedule
 
 #: The folder's files.
 ABOUT, WEIGHTS = ADAPTER_FILE, "adapter.safetensors"
+#: Grows when an adapter's modules change.
+FORMAT = 2
 #: Values of each weight of the base model that its hash is made from.
 SAMPLED = 256
 
@@ -38,11 +40,9 @@ def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str, fi
     """
     folder.mkdir(parents=True, exist_ok=True)
     about = {
-        "skipdecode_adapter": 1,
+        "skipdecode_adapter": FORMAT,
         "base_model": base,
         "rank": adapter.rank,
-        "map_rank": adapter.map_rank,
-        "every": adapter.every,
         "schedules": {f"{speedup:g}": schedule.to_dict() for speedup, schedule in adapter.schedules.items()},
         "base_hashes": hashes(model),
         "base_files": hash_of_files(files) if files else None,
@@ -94,7 +94,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     if not (folder / ABOUT).exists():
         raise FileError(f"{folder} holds no adapter: there is no {ABOUT}")
     about = read_json(folder / ABOUT)
-    if not isinstance(about, dict) or about.get("skipdecode_adapter") != 1:
+    if not isinstance(about, dict) or about.get("skipdecode_adapter") != FORMAT:
         raise FileError(f"{folder / ABOUT} was written by another version of skipdecode")
     return about
 
@@ -116,9 +116,7 @@ def read_adapter(folder: Path) -> Adapter:
     schedules = read_schedules(folder)
     try:
         weights = load((folder / WEIGHTS).read_bytes())
-        # The first adapters had one rank, and a bottleneck before each layer that runs.
-        form = {"map_rank": about.get("map_rank"), "every": about.get("every", 1)}
-        adapter = Adapter(weights_size(weights), about["rank"], schedules, **form)
+        adapter = Adapter(weights_size(weights), about["rank"], schedules)
         adapter.load_state_dict(weights)
     except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError, OSError) as error:
         raise FileError(f"the adapter in {folder} is damaged: {' '.join(str(error).split())[:300]}") from error
