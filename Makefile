@@ -93,7 +93,8 @@ test-vllm-next:
 # And on vLLM's model runner V2, which GPUs have: its Triton kernels are interpreted, line by line. V2="-k name".
 test-vllm-v2: $(VLLM)/installed
 	TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 OMP_NUM_THREADS=1 \
-		$(VLLM)/bin/python -m pytest tests/inside_vllm/test_exact.py tests/inside_vllm/test_compiled.py $(V2)
+		$(VLLM)/bin/python -m pytest tests/inside_vllm/test_exact.py tests/inside_vllm/test_compiled.py \
+		tests/inside_vllm/test_graphs.py $(V2)
 
 # An hour against one server: mixed speeds, seeds, bad requests, clients killed; then the engine. SOAK="--minutes 5".
 soak: $(VLLM)/installed

@@ -36,12 +36,12 @@ VERBS: dict[str, set[str]] = {
 VLLM = set("--port --dtype --max-num-seqs --max-model-len --api-key --enforce-eager --served-model-name".split())
 VLLM |= set("--enable-per-request-metrics --additional-config --kv-sharing-fast-prefill --hf-overrides".split())
 VLLM |= set("--disable-hybrid-kv-cache-manager --kv-offloading-size --enable-return-routed-experts".split())
-VLLM |= set("--api-server-count --headless --grpc --shutdown-timeout".split())
+VLLM |= set("--api-server-count --headless --grpc --shutdown-timeout --compilation-config".split())
 OTHERS = set(
     "--from --update-golden --seconds --include --tasks --model --together --precision --work --environments".split()
 )
 OTHERS |= set(
-    "--rounds --ways --smoke --forms --serving --servers --kv-gib --goodput --from".split()
+    "--rounds --ways --smoke --forms --serving --servers --kv-gib --goodput --from --engine".split()
 )  # benchmarks/serving
 OTHERS |= VLLM | set("--gguf --pruned --family --width --vocab --count".split())  # frontier.py and faster.py
 

@@ -91,6 +91,21 @@ def test_layers_of_the_same_tokens_share_their_part() -> None:
     assert len({id(step.part(layer)) for layer in partial}) == 1
 
 
+@given(st.lists(REQUEST, min_size=1, max_size=4), st.booleans())
+def test_graphs_are_kept_for_steps_whose_tokens_run_the_same_layers(
+    requests: list[tuple[float, int, int, int]], decoding: bool
+) -> None:
+    """A step of a kind runs that kind's layers; a decode step whose rows run the same layers is of a kind."""
+    if decoding:
+        requests = [(speedup, prompt, prompt + computed, 1) for speedup, prompt, computed, _ in requests]
+    step = plan(requests)
+    if step.kind is not None:
+        assert (Tables(SCHEDULES).alike(step.kind, step.tokens).runs == step.runs).all()
+    assert (step.kind == 0) == step.is_full
+    if decoding:
+        assert (step.kind is not None) == (step.runs == step.runs[0]).all()
+
+
 class Native(nn.Module):
     """A layer as vLLM's own: positions first, a residual beside the hidden states."""
 

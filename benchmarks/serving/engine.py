@@ -2,7 +2,8 @@
 
 First line in: ``{"model", "options"}``; then ``{"requests": [[prompt tokens, new tokens, speed-up], …]}``, all waiting
 at the start. Each is answered by ``{"seconds", "steps": [[seconds, seconds of the forward pass, tokens, requests that
-got a token], …], "requests": [[seconds to the first token, seconds to the last], …], "layers"}``.
+got a token], …], "requests": [[seconds to the first token, seconds to the last], …], "layers"}``. Only on a CPU is a
+forward pass done when it returns: elsewhere its seconds are null.
 """
 
 from __future__ import annotations
@@ -27,24 +28,31 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 
 class Engine:
-    """A loaded engine whose forward passes are timed."""
+    """A loaded engine whose steps are timed."""
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         self.engine = LLMEngine.from_engine_args(EngineArgs(model=model, **options))
         self.runner = self.engine.model_executor.driver_worker.worker.model_runner
         self.plugin = hasattr(self.runner, "skip_plan")
         self.count = 0
-        self.forward = 0.0
+        self.forward: float | None = None
         self.tokens = 0
-        found = self.runner._model_forward
+        execute = self.runner.execute_model
+        forward: Any = getattr(self.runner, "_model_forward", None)
 
-        def timed(input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def executed(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            self.tokens = scheduled.total_num_scheduled_tokens
+            return execute(scheduled, *args, **kwargs)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
-            output = found(input_ids, positions, *args, **kwargs)
-            self.forward, self.tokens = time.perf_counter() - start, positions.shape[-1]
+            output = forward(*args, **kwargs)
+            self.forward = time.perf_counter() - start
             return output
 
-        self.runner._model_forward = timed
+        self.runner.execute_model = executed
+        if self.runner.device.type == "cpu" and forward is not None:
+            self.runner._model_forward = timed
 
     def run(self, requests: list[list[float]]) -> dict[str, Any]:
         """Serve the requests to their end."""

@@ -36,6 +36,7 @@ def options(program: str, doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--new-tokens", type=int, default=64, help="of a request, on average")
     parser.add_argument("--kv-gib", type=int, default=2, help="for keys and values, of each engine")
     parser.add_argument("--eager", action="store_true", help="no torch.compile: loads faster")
+    parser.add_argument("--engine", type=json.loads, default={}, help='options of both: \'{"quantization": "fp8"}\'')
     parser.add_argument("--serving", type=json.loads, default={}, help="the plugin's: '{\"int8_head\": true}'")
     parser.add_argument("--smoke", action="store_true", help="in a minute or two, whether it works: no figures")
     parser.add_argument("--python", default=".venv-vllm/bin/python", help="of the environment that has vLLM")
@@ -70,7 +71,8 @@ def longest(given: argparse.Namespace) -> int:
 def settings(given: argparse.Namespace) -> dict[str, Any]:
     """What rounds must share to be rounds of the same thing."""
     names = ("prompt_tokens", "new_tokens", "slots", "kv_gib", "eager")
-    return {"model": label(given), "machine": machine()} | {name: getattr(given, name) for name in names}
+    engine = {"engine": json.dumps(given.engine)} if given.engine else {}
+    return {"model": label(given), "machine": machine()} | {name: getattr(given, name) for name in names} | engine
 
 
 def label(given: argparse.Namespace) -> str:

@@ -72,6 +72,7 @@ def engines(
         "enable_prefix_caching": False,  # the same prompts come in every round
         "enforce_eager": given.eager,
         "disable_log_stats": True,
+        **given.engine,
     }
     entry = {"schedules": {f"{key:g}": schedule.to_dict() for key, schedule in made.items()}}
     own = {
@@ -112,7 +113,8 @@ def summary(answer: dict[str, Any], slots: int) -> Row:
     if plain:
         # Means: steps of a falling depth differ, and the layers they are compared with are a mean too.
         values["step_ms"] = 1e3 * statistics.mean(step[0] for step in plain)
-        values["forward_ms"] = 1e3 * statistics.mean(step[1] for step in plain)
+        if plain[0][1] is not None:
+            values["forward_ms"] = 1e3 * statistics.mean(step[1] for step in plain)
     if layers := answer["layers"]:
         values |= {f"layers_{name}": layers[name] / layers["full"] for name in ("needed", "run")}
     return values

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+#: Whether there is a GPU, whose Triton compiles.
+GPU = Path("/dev/nvidia0").exists()
 #: Whether vLLM is told to take model runner V2, as make test-vllm-v2 does.
 V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 

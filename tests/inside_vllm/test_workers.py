@@ -19,7 +19,7 @@ from helpers.engine import engine
 from skipdecode.errors import UnsupportedModel
 from skipdecode.serving import frontend as frontend_module
 from skipdecode.serving import plugin, runner
-from skipdecode.serving.configure import WORKERS, _without_graphs
+from skipdecode.serving.configure import WORKERS, _choose_graphs
 from skipdecode.serving.frontend import Frontend
 from skipdecode.serving.plugin import _process_inputs
 from skipdecode.serving.settings import Serving
@@ -133,8 +133,10 @@ def test_connectors_are_refused_where_vllm_adds_them_late() -> None:
         worker.init_device()
 
 
-def test_gpus_run_without_graphs() -> None:
-    """A graph holds the depth at which it was captured."""
-    config = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL, max_cudagraph_capture_size=8)
-    _without_graphs(config)
+def test_gpus_keep_graphs_of_whole_decode_steps_alone() -> None:
+    """A graph holds the layers at which it was captured: runner V2 is told of which kind a step is."""
+    config = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, cudagraph_capture_sizes=[8])
+    _choose_graphs(config, is_v2=True)
+    assert (config.cudagraph_mode, config.cudagraph_capture_sizes) == (CUDAGraphMode.FULL_DECODE_ONLY, [8])
+    _choose_graphs(config, is_v2=False)
     assert (config.cudagraph_mode, config.cudagraph_capture_sizes) == (CUDAGraphMode.NONE, [])

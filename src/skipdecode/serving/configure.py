@@ -49,7 +49,7 @@ def choose_worker(vllm_config: Any) -> None:
         _warn(vllm_config.model_config, serving)
     parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
     if parallel.worker_cls == GPU:
-        _without_graphs(vllm_config.compilation_config)
+        _choose_graphs(vllm_config.compilation_config, vllm_config.use_v2_model_runner)
 
 
 def refuse(vllm_config: Any, serving: Serving) -> None:
@@ -62,7 +62,7 @@ def refuse(vllm_config: Any, serving: Serving) -> None:
         (worker not in WORKERS.values(), f"there is no adapter for the worker {worker}"),
         (
             worker == GPU and not os.environ.get(ALLOW_GPU),
-            f"GPUs were never tried: {ALLOW_GPU}=1 lets you (without CUDA graphs); compare the texts yourself",
+            f"GPUs were never tried, nor CUDA graphs: {ALLOW_GPU}=1 lets you; compare the texts yourself",
         ),
         (
             os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"),
@@ -122,9 +122,15 @@ def _warn(model: Any, serving: Serving) -> None:
         logger.warning("skipdecode: %s", serving.untrained)
 
 
-def _without_graphs(compilation: Any) -> None:
-    """Turn CUDA graphs off in vLLM's compilation config: a graph replays the layers that its capture ran."""
+def _choose_graphs(compilation: Any, is_v2: bool) -> None:
+    """Leave of vLLM's CUDA graphs those of whole decode steps, which runner V2 keeps by the layers that they run.
+
+    Others replay the layers of their capture: runner V1's, and those of pieces of a step.
+    """
     from vllm.config import CUDAGraphMode
 
-    compilation.cudagraph_mode = CUDAGraphMode.NONE
-    compilation.max_cudagraph_capture_size, compilation.cudagraph_capture_sizes = 0, []
+    if is_v2 and compilation.cudagraph_mode.has_full_cudagraphs():
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    else:
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        compilation.max_cudagraph_capture_size, compilation.cudagraph_capture_sizes = 0, []

@@ -5,7 +5,7 @@ Imports no vLLM and uses no device: requests, counts and positions are numpy arr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +62,11 @@ class Tables:
             table.first, first = first, first + len(table.runs)
         self._tables = tables
         self._runs: Flags = np.concatenate([table.runs for table in tables.values()])
+        known = {row.tobytes(): kind for kind, row in enumerate(kinds(tables.values()))}
+        #: (rows,), which of :func:`kinds` the row is; -1: none.
+        self._kinds: Whole = np.array([known.get(row.tobytes(), -1) for row in self._runs])
+        #: How many kinds there are.
+        self.kinds = len(known)
         self._modules: list[LowRank] = []
         #: (rows, layers): 1 + the place in ``_modules`` of what acts before the layer; 0: nothing acts.
         self._changes: Whole | None = None
@@ -94,11 +99,32 @@ class Tables:
         rows = computed - prompts + shift  # of each request's first token
         # If a request's last token runs all layers, its earlier ones do too.
         if (np.minimum(np.maximum(rows + counts - 1, 0), last) < full).all():
-            return Step(np.broadcast_to(np.True_, (int(starts[-1]), tables[0].runs.shape[1])), starts, is_full=True)
+            return Step(np.broadcast_to(np.True_, (int(starts[-1]), tables[0].runs.shape[1])), starts, kind=0)
         rows = np.arange(starts[-1]) + np.repeat(rows - starts[:-1], counts)
-        rows = np.minimum(np.maximum(rows, 0), np.repeat(last, counts)) + np.repeat(first, counts)
+        return self._step(np.minimum(np.maximum(rows, 0), np.repeat(last, counts)) + np.repeat(first, counts), starts)
+
+    def alike(self, kind: int, tokens: int) -> Step:
+        """Return the plan of a step in which each of so many requests has one token, all of this kind."""
+        return self._step(np.full(tokens, np.flatnonzero(self._kinds == kind)[0]), np.arange(tokens + 1))
+
+    def _step(self, rows: Whole, starts: Whole) -> Step:
         changes = None if self._changes is None else Changes(self._changes[rows], self._modules)
-        return Step(self._runs[rows], starts, changes=changes)
+        kind = int(self._kinds[rows[0]])
+        alike = kind >= 0 and bool((self._kinds[rows] == kind).all())
+        return Step(self._runs[rows], starts, kind if alike else None, changes)
+
+
+def kinds(tables: Iterable[Table]) -> list[Flags]:
+    """Return which layers a step may run if all its tokens run the same: all of them, then those of each decode step.
+
+    A CUDA graph can be kept for each, whatever the speed-up of its rows.
+    """
+    made: dict[bytes, Flags] = {}
+    for table in tables:
+        steps = table.runs[min(table.shift, len(table.runs) - 1) :]
+        for row in steps if made else table.runs[:1]:  # the first table is full depth's
+            made.setdefault(row.tobytes(), row)
+    return list(made.values())
 
 
 @dataclass(frozen=True)
@@ -140,18 +166,19 @@ class Step:
     Args:
         runs: (tokens, layers), True where the token runs the layer.
         starts: (requests + 1,), index of each request's first token, then the total.
-        is_full: the caller knows that every token runs every layer.
+        kind: the place in :func:`kinds` of the layers that all its tokens run, 0 being all layers; None: there is none.
         changes: those of the server's adapter, if there is one.
     """
 
-    def __init__(self, runs: Flags, starts: Whole, is_full: bool = False, changes: Changes | None = None) -> None:
+    def __init__(self, runs: Flags, starts: Whole, kind: int | None = None, changes: Changes | None = None) -> None:
         self.runs = runs
         self.starts = starts
+        self.kind = kind
         self.changes = changes
         self.tokens, layers = runs.shape
         #: How many tokens run each layer.
-        self.counts: list[int] = [self.tokens] * layers if is_full else runs.sum(axis=0).tolist()
-        self.is_full = is_full or self.counts == [self.tokens] * layers
+        self.counts: list[int] = [self.tokens] * layers if kind == 0 else runs.sum(axis=0).tolist()
+        self.is_full = self.counts == [self.tokens] * layers
         self._parts: dict[bytes, Part] = {}
 
     def part(self, layer: int) -> Part:

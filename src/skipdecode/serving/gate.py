@@ -31,7 +31,7 @@ class Plan:
         self.adds_residual = True  # a layer's input is the sum of hidden states and residual, where it takes one
         self.extras: int | None = None  # values after hidden states in a layer's tuple; None: it returns a tensor
         #: Since the start: steps, and layer-tokens (one token in one layer) at full depth, needed, and run.
-        self.steps, self.full_tokens, self.needed_tokens, self.run_tokens = 0, 0, 0, 0
+        self.steps = self.full_tokens = self.needed_tokens = self.run_tokens = 0
 
     @contextmanager
     def following(self, step: Step, narrowed: Narrowed | None) -> Iterator[None]:
@@ -44,12 +44,8 @@ class Plan:
         Raises:
             RuntimeError: the step did not run as planned, as a compiled graph would silently bypass the gates.
         """
-        needed = sum(step.counts)
-        planned = self.run_tokens + needed
-        self.full_tokens += step.tokens * len(step.counts)
-        self.needed_tokens += needed
-        self.run_tokens += step.is_full * needed  # counted here: a compiled graph does not call the gates' counters
-        self.steps += 1
+        planned = self.run_tokens + sum(step.counts)
+        self.count(step, step.is_full)  # a compiled graph does not call the gates' counters
         self.step, self.narrowed = step, narrowed
         try:
             yield
@@ -60,6 +56,18 @@ class Plan:
                 f"{self.run_tokens} tokens times layers have gone through the gates where {planned} were planned: "
                 "something calls layers past them, or twice"
             )
+
+    def count(self, step: Step, has_run: bool) -> None:
+        """Count a step; ``has_run``: gates will not count the layers that it runs."""
+        needed = sum(step.counts)
+        self.full_tokens += step.tokens * len(step.counts)
+        self.needed_tokens += needed
+        self.run_tokens += has_run * needed
+        self.steps += 1
+
+    def forget(self) -> None:
+        """Set the counters to 0."""
+        self.steps = self.full_tokens = self.needed_tokens = self.run_tokens = 0
 
 
 class Gate:

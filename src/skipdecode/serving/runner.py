@@ -19,7 +19,7 @@ from ..core.adapter_folder import check_base_files, read_adapter
 from ..errors import UnsupportedModel
 from ..weights.loading import checkpoint_files
 from .blocks import in_buckets
-from .depths import Table, Tables
+from .depths import Step, Table, Tables
 from .gate import add_gates, layers_of
 from .head import quantize_head
 from .narrow import Narrowing, Prepared
@@ -84,19 +84,19 @@ class Skipping(Runner):
                     f"attention by {name} reads blocks of {group.kernel_block_size} tokens: give that --block-size"
                 )
 
+    def planned(self, tables: Sequence[Table], counts: Any, computed: Any, prompts: Any) -> Step:
+        """Return a step's plan; the arguments are those of :meth:`Tables.step`, of any integer type."""
+        return self.skip_tables.step(tables, *(each.astype(np.int64) for each in (counts, computed, prompts)))
+
     @contextmanager
-    def following(
-        self, tables: Sequence[Table], requests: Sequence[Any], positions: Any, prepared: Callable[[], Prepared]
-    ) -> Iterator[None]:
-        """Return a context within which the model runs as planned; needs vLLM's forward context.
+    def following(self, step: Step, positions: Any, prepared: Callable[[], Prepared]) -> Iterator[None]:
+        """Return a context within which the model runs a step as planned; needs vLLM's forward context.
 
         Args:
-            tables: each request's table.
-            requests: the other arguments of :meth:`Tables.step`: numbers of each request.
+            step: the plan.
             positions: (…, tokens), each token's position in its text. RuntimeError if these are not as many as planned.
-            prepared: returns the runner's inputs of the step.
+            prepared: returns the runner's inputs of the step; not called if all its tokens run the same layers.
         """
-        step = self.skip_tables.step(tables, *(numbers.astype(np.int64) for numbers in requests))
         if positions.shape[-1] != step.tokens:
             raise RuntimeError(f"the step has {positions.shape[-1]} tokens where {step.tokens} were planned")
         # A compiled graph was traced with all layers, so only steps at full depth may use it.
@@ -106,6 +106,6 @@ class Skipping(Runner):
             context.skip_compiled = True
             context.cudagraph_runtime_mode = CUDAGraphMode.NONE
             context.all_moe_layers = None  # vLLM then finds MoE layers by name, not by call order
-            narrowing = Narrowing(prepared(), context)
+            narrowing = Narrowing(prepared(), context) if step.kind is None else None
         with self.skip_plan.following(step, narrowing):
             yield

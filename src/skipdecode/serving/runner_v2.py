@@ -1,7 +1,10 @@
-"""Adapts vLLM's model runner V2: reads its prepared inputs where it passes them to its model state.
+"""Adapts vLLM's model runner V2, which GPUs have: plans a step where the runner gathers its requests.
 
-The runner calls the model, or replays a CUDA graph of it, so the plan starts in the model's ``forward``. A replayed
-graph would ignore depths without calling ``forward``: that is an error (configure.py turns graphs off).
+The runner then calls the model, whose ``forward`` follows the plan, or replays a CUDA graph of it. A graph replays the
+layers of its capture. So one is captured for each kind of step in which all tokens run the same layers, and each batch
+size, by vLLM's own manager: of LoRA adapters, which schedules refuse, it keeps a graph for each number that may be
+active, and that number says here of which kind the graph is. Other steps run without a graph. Graphs were never
+captured on a GPU: on a CPU the tests call the model again where a graph would be replayed.
 """
 
 from __future__ import annotations
@@ -9,8 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-from .depths import Table
+from ..errors import UnsupportedModel
+from .depths import Step, Table
 from .narrow import Prepared
 from .patch import patch
 from .requests import speedup_of
@@ -24,18 +30,48 @@ class SkippingV2(Skipping):
         """Load the model with gates, and hook the model state to learn of requests and steps."""
         super().load_model(*args, **kwargs)
         self.skip_requests: dict[str, Table] = {}
-        self.skip_batch: tuple[Any, Any] | None = None  # (batch, block tables) of the step that the model runs next
+        self.skip_step: Step | None = None  # the plan of the step that the model runs next; None: a dry run
+        self.skip_batch: tuple[Any, Any] = (None, None)  # its batch and block tables
+        self.skip_captured: Step | None = None  # the plan of the graph that is captured
+        self.lora_capture_cases = list(range(self.skip_tables.kinds))
         state = self.model_state
         patch(state, "add_request", self._add_table)
         patch(state, "remove_request", self._remove_table)
-        patch(state, "preprocess_state", self._keep)  # dry runs do not call it
+        patch(state, "preprocess_state", self._keep)
         patch(self.model, "forward", self._planned_forward)
 
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Initialize the cache, and hook the graphs' manager, which is made with it.
+
+        Raises UnsupportedModel if the model's attention takes no CUDA graph of a whole step.
+        """
+        super().initialize_kv_cache(*args, **kwargs)
+        if self.cudagraph_manager.cudagraph_mode.has_piecewise_cudagraphs():
+            raise UnsupportedModel("this model's attention takes no CUDA graph of a whole step: --enforce-eager")
+        self.hook_graphs()
+
+    def hook_graphs(self) -> None:
+        """Let the graphs' manager keep a graph for each kind of step, and take the one of the next step."""
+        patch(self.cudagraph_manager, "capture", self._capture)
+        patch(self.cudagraph_manager, "dispatch", self._dispatch)
+        patch(self.cudagraph_manager, "run_fullgraph", self._replay)
+
+    def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather the requests of a step, and plan it."""
+        batch, uniform = super().gather_batch_req_state(*args, **kwargs)
+        self.skip_step = None
+        if batch is not None:
+            tables = [self.skip_requests[name] for name in batch.req_ids]
+            computed, prompts = self.req_states.num_computed_tokens_np, self.req_states.prompt_len.np
+            places = batch.idx_mapping_np
+            self.skip_step = self.planned(tables, batch.num_scheduled_tokens, computed[places], prompts[places])
+        return batch, uniform
+
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step. Raises RuntimeError if it did not call the model's ``forward``, which follows the plan."""
+        """Run a step. Raises RuntimeError if neither the model's ``forward`` nor a graph followed its plan."""
         output = super().execute_model(*args, **kwargs)
-        if self.skip_batch is not None:
-            raise RuntimeError("the step did not call the model: depths need --compilation-config.cudagraph_mode=NONE")
+        if self.skip_step is not None:
+            raise RuntimeError("the step ran neither the model nor a graph of its layers")
         return output
 
     def _add_table(self, original: Any, index: int, request: Any) -> None:
@@ -51,16 +87,44 @@ class SkippingV2(Skipping):
         return original(batch, block_tables, *args)
 
     def _planned_forward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.skip_batch is None:
+        step = self.skip_captured or self._taken()
+        if step is None:
             return original(*args, **kwargs)
-        (batch, block_tables), self.skip_batch = self.skip_batch, None
-        tables = [self.skip_requests[name] for name in batch.req_ids]
-        prompts = self.req_states.prompt_len.np[batch.idx_mapping_np]
-        requests = batch.num_scheduled_tokens, batch.num_computed_tokens_np, prompts
-        with self.following(tables, requests, batch.positions, lambda: self._prepared(batch, block_tables)):
+        with self.following(step, kwargs["positions"], self._prepared):
             return original(*args, **kwargs)
 
-    def _prepared(self, batch: Any, block_tables: Any) -> Prepared:
+    def _taken(self) -> Step | None:
+        step, self.skip_step = self.skip_step, None
+        return step
+
+    def _capture(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        def of_kind(kind: int, requests: int, tokens: int) -> None:
+            self.skip_captured = self.skip_tables.alike(kind, tokens)
+
+        try:
+            original(*args, **kwargs | {"lora_capture_hook": of_kind})
+        finally:
+            self.skip_captured = None
+            self.skip_plan.forget()
+
+    def _dispatch(
+        self, original: Any, num_reqs: int, num_tokens: int, uniform: int | None, num_active_loras: int, **kwargs: Any
+    ) -> Any:
+        kind = self.skip_step.kind if self.skip_step is not None else 0
+        if kind is None:
+            return BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=num_tokens, num_reqs=num_reqs)
+        return original(num_reqs, num_tokens, uniform, num_active_loras=kind, **kwargs)
+
+    def _replay(self, original: Any, graph: Any) -> Any:
+        step = self._taken()
+        if step is not None:
+            if step.kind != graph.num_active_loras:
+                raise RuntimeError(f"a graph of kind {graph.num_active_loras} for a step of kind {step.kind}")
+            self.skip_plan.count(step, has_run=True)
+        return original(graph)
+
+    def _prepared(self) -> Prepared:
+        batch, block_tables = self.skip_batch
         count = batch.num_reqs
         return Prepared(
             groups=self.attn_groups,

@@ -65,7 +65,13 @@ FUNCTIONS = {
     "vllm.v1.metrics.loggers.StatLoggerBase.log_engine_initialized": "self",
     "vllm.v1.metrics.loggers.StatLoggerBase.record": "self scheduler_stats iteration_stats",
     "vllm.v1.worker.cpu_worker.CPUWorker.init_device": "self",
+    "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager.dispatch": (
+        "self num_reqs num_tokens uniform_token_count num_active_loras"
+    ),
+    "vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager.capture": "self lora_capture_hook",
+    "vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager.run_fullgraph": "self desc",
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner.execute_model": "self",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.gather_batch_req_state": "self",
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner.get_kv_cache_spec": "self",
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner.initialize_kv_cache": "self",
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner.load_model": "self",
@@ -104,11 +110,15 @@ ATTRIBUTES = {
     "vllm.v1.request.Request": (
         "sampling_params num_prompt_tokens num_computed_tokens num_in_flight_tokens request_id status"
     ),
+    "vllm.v1.worker.gpu.cudagraph_utils.BatchExecutionDescriptor": "cg_mode num_tokens num_reqs num_active_loras",
     "vllm.v1.worker.gpu.input_batch.InputBatch": (
-        "req_ids idx_mapping_np num_scheduled_tokens num_computed_tokens_np positions seq_lens "
-        "seq_lens_cpu_upper_bound is_prefilling_np"
+        "num_reqs positions seq_lens seq_lens_cpu_upper_bound is_prefilling_np"
     ),
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": "model_state req_states attn_groups model vllm_config",
+    "vllm.v1.worker.gpu.model_runner.BatchReqState": "req_ids idx_mapping_np num_scheduled_tokens",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": (
+        "model_state req_states attn_groups model vllm_config lora_capture_cases cudagraph_manager"
+    ),
+    "vllm.v1.worker.gpu.states.RequestState": "num_computed_tokens_np prompt_len",
     "vllm.v1.worker.gpu_input_batch.InputBatch": (
         "num_reqs req_ids num_computed_tokens_cpu num_computed_tokens_cpu_tensor num_prompt_tokens "
         "num_prompt_tokens_cpu_tensor block_table generators"

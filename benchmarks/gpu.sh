@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Speeds in vLLM on one GPU: compares texts, then measures; planned for half an hour on a GPU of 80 GB.
+#   benchmarks/gpu.sh OUTPUT_DIR
+# NEVER RUN: no GPU was at hand. Of the plugin on GPUs these parts ran nowhere yet: keys and values narrowed for FlashAttention,
+# CUDA graphs of steps that skip, FP8 weights. The same command goes on after an interruption, with another round.
+set -euo pipefail
+out=$(realpath -m "$1")
+cd "$(dirname "$0")/.."
+export SKIPDECODE_ALLOW_UNTRIED_GPU=1 VLLM_USE_V2_MODEL_RUNNER=1
+python=${PYTHON:-.venv-gpu/bin/python} # of an environment that has vLLM 0.32.0 for GPUs, the package and its test extra
+
+if [ ! -x "$python" ]; then
+    python3 -m venv .venv-gpu
+    .venv-gpu/bin/pip install --quiet --disable-pip-version-check vllm==0.32.0 -e '.[cli,test]' openai gguf
+fi
+
+# Texts against transformers' in float32, eager and from graphs. A failure ends the script: figures of wrong texts are none.
+[ -f "$out/exact" ] || "$python" -m pytest tests/inside_vllm/test_exact.py tests/inside_vllm/test_graphs.py \
+    tests/inside_vllm/test_adapters.py --quiet
+mkdir -p "$out" && touch "$out/exact"
+[ -d smollm2 ] || "$python" recipes/smollm2.py smollm2
+
+# Stock, 1x, 2x and 3x with constant depths; both engines share the GPU's memory and take turns.
+measure() { # FOLDER ENGINE_OPTIONS OPTIONS…
+    for slots in 32 128; do
+        "$python" benchmarks/serving --python "$python" --loads lockstep,continuous --forms flat --speedups 1.33,2,3 \
+            --slots $slots --prompt-tokens 128 --new-tokens 128 --rounds 2 --kv-gib 12 \
+            --engine "{\"gpu_memory_utilization\": 0.45$2}" --work "$out/work" --output "$out/$1" "${@:3}"
+    done
+}
+measure smollm2 "" --model smollm2
+measure 8b-bfloat16 "" --shape llama-3.1-8b
+measure 8b-fp8 ', "quantization": "fp8"' --shape llama-3.1-8b
+find "$out" -name table.md -exec cat {} +

@@ -1,0 +1,167 @@
+"""CUDA graphs of steps that skip. On a CPU the model is called again where a GPU replays a graph.
+
+Which graph a step takes, the layers at its capture, and what is counted are the plugin's, and tested so. Real graphs
+were never run: benchmarks/gpu.sh runs this file on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm-v2")
+
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import set_forward_context
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager, ModelCudaGraphManager
+
+from helpers.engine import Reference, Request, engine, runner, serve
+from helpers.interpreted import GPU, V2
+from skipdecode.weights.loading import DEMO
+
+pytestmark = pytest.mark.skipif(not V2, reason="model runner V2's: make test-vllm-v2")
+
+SPEEDUPS = (1.0, 3.0, 5.0)
+LINES = (
+    "name Zizzi, food English",
+    "name Aromi, area riverside",
+    "name Strada",
+    "name Cotto, price range cheap, near Ranch",
+)
+
+
+@dataclass
+class Graph:
+    """What a graph holds: the layers and the number of tokens of its capture."""
+
+    runner: Any
+    kind: int
+    tokens: int
+    replays: int = 0
+
+    def replay(self) -> None:
+        """Run these layers on what lies in the runner's buffers now."""
+        self.replays += 1
+        ours, buffers = self.runner, self.runner.input_buffers
+        ours.skip_captured = ours.skip_tables.alike(self.kind, self.tokens)
+        metadata, slots = ours.prepared_attention
+        with set_forward_context(metadata, ours.vllm_config, num_tokens=self.tokens, slot_mapping=slots):
+            hidden = ours.model(
+                input_ids=buffers.input_ids[: self.tokens],
+                positions=buffers.positions[: self.tokens],
+                inputs_embeds=None,
+                intermediate_tensors=None,
+            )
+        ours.skip_captured = None
+        ours.cudagraph_manager.hidden_states[: self.tokens] = hidden
+
+
+@dataclass
+class Counted:
+    """A CUDA graph, and how often it was replayed."""
+
+    graph: Any
+    replays: int = 0
+
+    def replay(self) -> None:
+        """The graph's."""
+        self.replays += 1
+        self.graph.replay()
+
+
+@pytest.fixture(scope="module")
+def graphs() -> Iterator[tuple[Any, dict[Any, Graph]]]:
+    """An engine with graphs for each kind of step, and the graphs."""
+    if GPU:
+        with engine(DEMO, max_num_seqs=4, max_num_batched_tokens=256, enforce_eager=False) as made:
+            yield made, counted(runner(made).cudagraph_manager)
+        return
+    with engine(DEMO, max_num_seqs=4, max_num_batched_tokens=256) as made, pytest.MonkeyPatch.context() as patch:
+        ours = runner(made)
+        patch.setattr(type(current_platform), "get_global_graph_pool", lambda self: None, raising=False)
+        patch.setattr(CudaGraphManager, "capture", capture)
+        config = ours.vllm_config.compilation_config
+        config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = [1, 2, 4], 4
+        manager = ModelCudaGraphManager(
+            ours.vllm_config, ours.device, CUDAGraphMode.FULL_DECODE_ONLY, 1, ours.lora_capture_cases
+        )
+        manager.runner = ours
+        ours.cudagraph_manager = manager
+        ours.hook_graphs()
+        keep_attention(ours, patch)
+        manager.capture(
+            ours.model,
+            ours.model_state,
+            ours.input_buffers,
+            None,
+            ours.block_tables,
+            ours.attn_groups,
+            ours.kv_cache_config,
+        )
+        yield made, manager.graphs
+
+
+def counted(manager: Any) -> dict[Any, Any]:
+    """Of a GPU: its graphs, which count how often they are replayed."""
+    assert manager.graphs
+    manager.graphs = {desc: Counted(graph) for desc, graph in manager.graphs.items()}
+    kept: dict[Any, Any] = manager.graphs
+    return kept
+
+
+def capture(self: Any, create: Callable[..., Callable[[Any], None]], progress_bar_desc: str = "") -> None:
+    """vLLM's, with :class:`Graph` for a CUDA graph."""
+    for desc in self._capture_descs[CUDAGraphMode.FULL]:
+        create(desc, warmup=True)(CUDAGraphMode.NONE)
+        create(desc, warmup=False)(CUDAGraphMode.NONE)
+        self.graphs[desc] = Graph(self.runner, desc.num_active_loras, desc.num_tokens)
+    self._graphs_captured = True
+
+
+def keep_attention(ours: Any, patch: pytest.MonkeyPatch) -> None:
+    """Keep what attention is given in a step: on a GPU it lies in buffers that graphs read."""
+    prepare = ours.model_state.prepare_attn
+
+    def keep(batch: Any, mode: Any, tables: Any, slots: Any, groups: Any, config: Any, **kwargs: Any) -> Any:
+        made = prepare(batch, mode, tables, slots, groups, config, **kwargs)
+        ours.prepared_attention = made, build_slot_mappings_by_layer(slots, config)
+        return made
+
+    patch.setattr(ours.model_state, "prepare_attn", keep)
+
+
+def test_texts_are_those_of_generate(graphs: tuple[Any, dict[Any, Graph]]) -> None:
+    """Of rows of one speed, which graphs write, and of several, which they do not; with prompts between them."""
+    made, kept = graphs
+    reference = Reference("demo")
+    ids = [tuple(reference.tokenizer(f"{line} ->")["input_ids"]) for line in LINES]
+    alike = [Request(each, speedup, 12) for speedup in SPEEDUPS for each in ids[:3]]
+    mixed = [Request(each, speedup, 8) for each, speedup in zip(ids, (1.0, 5.0, 3.0, 5.0), strict=True)]
+    plan = runner(made).skip_plan
+    for requests in (alike[:3], alike[3:6], alike[6:], mixed):
+        served = serve(made, requests, arrive=lambda step: 1 + step % 2)
+        assert [served.tokens[place] for place in range(len(requests))] == reference.texts(requests)
+    assert plan.run_tokens == plan.needed_tokens < plan.full_tokens
+    replayed = {desc.num_active_loras for desc, graph in kept.items() if graph.replays}
+    assert len(replayed) > 3  # full depth's, and those of the depths between which speeds fall
+
+
+def test_a_graph_of_other_layers_is_an_error(
+    graphs: tuple[Any, dict[Any, Graph]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If vLLM took another graph than it was told to: nothing is written."""
+    made, kept = graphs
+    manager = runner(made).cudagraph_manager
+    full = next(desc for desc in kept if desc.num_active_loras == 0 and desc.num_tokens == 1)
+
+    def dispatch(requests: int, tokens: int, *_: Any, **__: Any) -> BatchExecutionDescriptor:
+        return full if tokens == 1 else BatchExecutionDescriptor(CUDAGraphMode.NONE, tokens, requests)
+
+    monkeypatch.setattr(manager, "dispatch", dispatch)
+    with pytest.raises(RuntimeError, match="a graph of kind 0 for a step of kind"):
+        serve(made, [Request((5, 6, 7), 5.0, 4)])
