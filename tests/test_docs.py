@@ -36,7 +36,7 @@ VERBS: dict[str, set[str]] = {
 VLLM = set("--port --dtype --max-num-seqs --max-model-len --api-key --enforce-eager --served-model-name".split())
 VLLM |= set("--enable-per-request-metrics --additional-config --kv-sharing-fast-prefill --hf-overrides".split())
 VLLM |= set("--disable-hybrid-kv-cache-manager --kv-offloading-size --enable-return-routed-experts".split())
-VLLM |= set("--api-server-count --headless --grpc --shutdown-timeout --compilation-config".split())
+VLLM |= set("--api-server-count --headless --grpc --shutdown-timeout --compilation-config --data-parallel-size".split())
 OTHERS = set(
     "--from --update-golden --seconds --include --tasks --model --together --precision --work --environments".split()
 )

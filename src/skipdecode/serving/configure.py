@@ -71,7 +71,10 @@ def refuse(vllm_config: Any, serving: Serving) -> None:
         (mode == "STOCK_TORCH_COMPILE", "stock torch.compile would compile the depth of its first step for good"),
         (vllm_config.speculative_config is not None, "speculation verifies at several depths: turn one of them off"),
         (parallel.pipeline_parallel_size > 1, "stages would wait for layers that none runs: no pipeline parallelism"),
-        (parallel.data_parallel_size > 1, "data parallel ranks were not tried: start servers side by side"),
+        (
+            parallel.data_parallel_size > 1 and model.is_moe,
+            "data parallel ranks of a model with experts run every step together: start servers side by side",
+        ),
         (
             max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
             "context parallelism is not supported",
