@@ -2,13 +2,14 @@
 # Adapters beside every method that trains all weights: the same start, the same texts of the model's own, the same steps.
 #   recipes/any_model.sh MODEL PROMPTS OUTPUT_DIR
 # PROMPTS: JSONL with `prompt` or `messages`; "" for the begin-of-text token alone. The same command resumes a killed run.
-# SEEDS of training share the texts, and have a folder and a table each. Other TEXTS, TOKENS, SPEEDUPS, STEPS, BATCH or
-# LAYERS (options that choose layers) need another OUTPUT_DIR.
+# SEEDS of training share the texts, and have a folder and a table each. METHODS: those beside ours and static pruning.
+# Other TEXTS, TOKENS, SPEEDUPS, STEPS, BATCH or LAYERS (options that choose layers) need another OUTPUT_DIR.
 set -euo pipefail
 model=$(realpath "$1") prompts=${2:+$(realpath "$2")} out=$(realpath -m "$3")
 cd "$(dirname "$0")/.."
 skipdecode=${SKIPDECODE:-.venv/bin/skipdecode} python=${PYTHON:-.venv/bin/python}
 speedups=${SPEEDUPS:-2,3,4} steps=${STEPS:-320} batch=${BATCH:-16} tokens=${TOKENS:-200}
+methods=${METHODS:-hsd unified d3 multi_exit}
 read -ra layers <<<"${LAYERS:---order top --warmup-layers 1 --decay constant}"
 
 mkdir -p "$out"
@@ -27,12 +28,12 @@ for seed in ${SEEDS:-0 1 2}; do
     # Where training begins: maps in closed form.
     train closed-form "$speedups" --adapters "${layers[@]}" --max-steps 1 --learning-rate 1e-12
     train shared "$speedups" --distill-weight 1 --teacher "$model" --learning-rate 3e-4 "${layers[@]}"
-    for method in multi_exit unified d3 hsd; do train $method "$speedups" --method $method --learning-rate 3e-4; done
     for speedup in ${speedups//,/ }; do
         train static-$speedup "$speedup" --method static --learning-rate 3e-4
     done
+    for method in $methods; do train $method "$speedups" --method $method --learning-rate 3e-4; done
     rows=skipdecode=$run/adapters,skipdecode=$run/closed-form,skipdecode=$run/shared,static=$run/static-{speedup}
-    for method in multi_exit unified d3 hsd; do rows+=,$method=$run/$method; done
+    for method in $methods; do rows+=,$method=$run/$method; done
     "$skipdecode" evaluate "$model" --data "$out/data/test.jsonl" --methods "full=$model,skipdecode,$rows" \
         --speedups "$speedups" --max-new-tokens "$tokens" --limit "${LIMIT:-64}" --batch-size 32 --output "$run/table"
 done
