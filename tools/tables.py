@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -81,6 +82,38 @@ def own_texts(folder: str, up: str = "") -> None:
     )
     inputs = saved["about"]["rows"].replace(" of jsonl", "")
     print(f"{inputs}; {saved['about']['machine']}. [All figures]({up}results/{folder}/table.md).")
+
+
+#: What rows of our own method are called, by their checkpoint's folder.
+OURS = {"adapters": "**adapter**", "closed-form": "maps in closed form", "shared": "all weights, SkipDecode, distilled"}
+
+
+def seeds(folder: str) -> None:
+    """Methods after the same steps on the same texts: means over seeds of training, and their extremes."""
+    tables = [_saved(str(path.parent.relative_to(RESULTS))) for path in sorted(RESULTS.glob(f"{folder}/*/table.json"))]
+    found: dict[str, dict[float, list[Row]]] = {}
+    for table in tables:
+        for row in table["rows"]:
+            if row["method"] != "full":
+                ours = OURS.get(row["model"], "untrained")
+                name = ours if row["method"] == "skipdecode" else row["label"]
+                found.setdefault(name, {}).setdefault(row["target"], []).append(row)
+
+    def cell(rows: Sequence[Row]) -> str:
+        kl, same = [row["kl"] for row in rows], mean(row["top_1"] for row in rows)
+        spread = f" ({min(kl):.2f} to {max(kl):.2f})" if len(kl) > 1 else ""
+        return f"{mean(kl):.2f}{spread}, {same:.0f}%, {mean(row['step_layer_ratio'] for row in rows):.2f}x"
+
+    targets = sorted({target for by_target in found.values() for target in by_target})
+    _print(
+        ("KL (seeds), same token, layers saved", "seeds", *(f"{target:g}x" for target in targets)),
+        [
+            (name, str(len(by_target[targets[0]])), *(cell(by_target[target]) for target in targets))
+            for name, by_target in found.items()
+        ],
+        words=1,
+    )
+    print(f"{tables[0]['about']['rows'].replace(' of jsonl', '')}; {tables[0]['about']['machine']}.")
 
 
 def frontier(folder: str = "frontier") -> None:

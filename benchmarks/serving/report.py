@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from skipdecode.clock.tables import save_tables
 
+from .processes import PLUGIN
 from .rounds import STOCK, Rounds, Row, shown
 
 #: What is compared, and whether less is better.
@@ -24,7 +25,8 @@ ABOUT = {
 def rows_of(rounds: Rounds) -> list[Row]:
     """A row for each engine and schedule."""
     rows = rounds.medians(["engine", "form", "speedup", "serving"], RATIOS)
-    rows.sort(key=lambda row: (row["engine"] != STOCK, row["serving"], row["speedup"], row["form"]))
+    keys = ("serving", "speedup", "form", "engine")
+    rows.sort(key=lambda row: (row["engine"] != STOCK, *(row[key] for key in keys)))
     names = ("model", "slots", "load")
     return [{name: rounds.settings[name] for name in names} | row for row in rows]
 
@@ -40,7 +42,8 @@ def schedule_name(row: Row) -> str:
     if row["engine"] == STOCK:
         return "stock"
     form = FORMS.get(row["form"], row["form"])
-    return ", ".join(filter(None, (f"{row['speedup']:g}x {form}".strip(), row["serving"])))
+    adapter = row["engine"] * (row["engine"] not in (STOCK, PLUGIN))
+    return ", ".join(filter(None, (f"{row['speedup']:g}x {form}".strip(), adapter, row["serving"])))
 
 
 def _cells(row: Row) -> list[str]:

@@ -2,11 +2,13 @@
 
     python benchmarks/serving --slots 32 --rounds 2                      # OPT-1.3B's shape, bfloat16
     python benchmarks/serving --precision w8a8 --loads lockstep          # int8, one load alone
+    python benchmarks/serving --model smollm2 --adapter results/smollm2/adapter    # what an adapter costs a step
 
 Lockstep: as many requests as slots, all of one length, start together; the mean step of those without a prompt
 counts. Continuous: three requests per slot, all waiting, of random lengths, so that prompts come in while others write.
-Every budget runs in one engine: a request's schedule is its own. Each round is saved when it is done, and a later call
-adds to it; medians count, and ratios are to stock vLLM in the same round.
+Every budget runs in one engine: a request's schedule is its own. With --adapter the schedules are those of the adapter,
+and run in one engine without and in one with what it learnt. Each round is saved when it is done, and a later call adds
+to it; medians count, and ratios are to stock vLLM in the same round.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ import argparse
 import random
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from skipdecode import Schedule
+from skipdecode.core.adapter_folder import read_schedules
 from skipdecode.core.checkpoint_config import layer_count
 from skipdecode.errors import SkipDecodeError, UsageError
 
@@ -38,6 +41,8 @@ FORMS: dict[str, tuple[float, dict[str, Any]]] = {
     "prompt": (0.02, {"decay": "constant", "prompt_layers": "max"}),  # the prompt at the steps' depth too
 }
 LOADS = ("lockstep", "continuous")
+#: The engine with the adapter.
+ADAPTER = "adapter"
 #: What is asked of the engines in a round: (engine, form, speed-up) -> key of its schedule.
 Asked = dict[tuple[str, str, float], float]
 
@@ -46,6 +51,13 @@ def asked(forms: Sequence[str], speedups: Sequence[float]) -> Asked:
     """Both engines at full depth, and the plugin in each form at each speed-up."""
     found = {(STOCK, "", 1.0): 1.0, (PLUGIN, "", 1.0): 1.0}
     return found | {(PLUGIN, form, s): round(s + FORMS[form][0], 2) for s in speedups for form in forms}
+
+
+def with_adapter(given: argparse.Namespace) -> tuple[Asked, dict[float, Schedule]]:
+    """Stock, then each of the adapter's schedules without it and with it; and these schedules."""
+    made = read_schedules(given.adapter)
+    wanted: Asked = {(STOCK, "", 1.0): 1.0}
+    return wanted | {(engine, "", key): key for key in made for engine in (PLUGIN, ADAPTER)}, made
 
 
 def schedules(wanted: Asked, num_layers: int, horizon: int) -> dict[float, Schedule]:
@@ -59,9 +71,9 @@ def schedules(wanted: Asked, num_layers: int, horizon: int) -> dict[float, Sched
 
 @contextmanager
 def engines(
-    given: argparse.Namespace, made: dict[float, Schedule], names: Sequence[str] = (STOCK, PLUGIN)
+    given: argparse.Namespace, made: dict[float, Schedule], names: Iterable[str]
 ) -> Iterator[tuple[dict[str, Talking], str]]:
-    """Stock and plugin, or one of them, all loaded, and their versions."""
+    """Those of these names, all loaded, and their versions."""
     common: dict[str, Any] = {
         "dtype": "bfloat16",
         "skip_tokenizer_init": True,
@@ -75,19 +87,21 @@ def engines(
         **given.engine,
     }
     entry = {"schedules": {f"{key:g}": schedule.to_dict() for key, schedule in made.items()}}
+    serving = given.serving | {"speedups": [*made]}
     own = {
-        "hf_overrides": {"skipdecode": entry},
-        "additional_config": {"skipdecode": given.serving | {"speedups": [*made]}},
+        STOCK: {},
+        PLUGIN: {"hf_overrides": {"skipdecode": entry}, "additional_config": {"skipdecode": serving}},
+        ADAPTER: {"additional_config": {"skipdecode": serving | {"adapter": str(given.adapter)}}},
     }
     job = {"model": str(prepare(given))}
     with ExitStack() as stack:
         running, versions = {}, ""
         for name in names:
-            plugins, its = ("", common) if name == STOCK else (PLUGIN, common | own)
+            plugins = "" if name == STOCK else PLUGIN
             print(f"loading {name}", flush=True)
             command = [given.python, str(FOLDER / "engine.py")]
             one = stack.enter_context(Talking(command, given.work / "logs" / f"{name}.log", plugins))
-            answer = one.ask(job | {"options": its})
+            answer = one.ask(job | {"options": common | own[name]})
             if answer["plugin"] != bool(plugins):
                 raise RuntimeError(f"the plugin is {'there' if answer['plugin'] else 'not there'}: see {one.log}")
             running[name], versions = one, answer["versions"]
@@ -122,10 +136,14 @@ def summary(answer: dict[str, Any], slots: int) -> Row:
 
 def measure(given: argparse.Namespace, loads: dict[str, Rounds], num_layers: int) -> Iterator[Rounds]:
     """What has one more round, after each."""
-    wanted = asked(given.forms, given.speedups)
-    made = schedules(wanted, num_layers, given.new_tokens)
+    if given.adapter:
+        wanted, made = with_adapter(given)
+    else:
+        wanted = asked(given.forms, given.speedups)
+        made = schedules(wanted, num_layers, given.new_tokens)
+    full = Schedule.full(num_layers)
     serving = ", ".join(f"{name} {value}" for name, value in given.serving.items())
-    with engines(given, made) as (running, versions):
+    with engines(given, made, dict.fromkeys(engine for engine, *_ in wanted)) as (running, versions):
 
         def serve(engine: str, key: float, requests: list[list[int]]) -> dict[str, Any]:
             return running[engine].ask({"requests": [[*lengths, key] for lengths in requests]})
@@ -140,8 +158,8 @@ def measure(given: argparse.Namespace, loads: dict[str, Rounds], num_layers: int
                     done = f"{load}, round {number + 1}, {engine} {speedup:g}x {form}"
                     print(f"{done}: {answer['seconds']:.1f} s", flush=True)
                     row: Row = {"engine": engine, "form": form, "speedup": speedup}
-                    row["step_layer_ratio"] = num_layers / made[key].average_depth(given.new_tokens - 1)
-                    rows.append(row | {"serving": serving if engine == PLUGIN else ""} | summary(answer, given.slots))
+                    row["step_layer_ratio"] = num_layers / made.get(key, full).average_depth(given.new_tokens - 1)
+                    rows.append(row | {"serving": serving if engine != STOCK else ""} | summary(answer, given.slots))
                 rounds.add(rows, versions=versions, command=given.command)
                 yield rounds
 
@@ -152,6 +170,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--loads", default="lockstep,continuous", type=lambda text: text.split(","))
     parser.add_argument("--forms", default="flat,falling,prompt", type=lambda text: text.split(","))
     parser.add_argument("--speedups", default="2,3,5", type=lambda text: [float(part) for part in text.split(",")])
+    parser.add_argument("--adapter", type=Path, help="folder of an adapter: its speeds, without and with it")
     parser.add_argument("--rounds", type=int, default=3, help="so many more than there are")
     small = {"shape": "opt-125m", "layers": 4, "speedups": [2.0], "slots": 2, "prompt_tokens": 8, "new_tokens": 6}
     try:
@@ -160,7 +179,7 @@ def main(arguments: Sequence[str]) -> int:
             if unknown := set(getattr(given, name)) - set(known):
                 raise UsageError(f"--{name}: there is no {', '.join(sorted(unknown))}; known are {', '.join(known)}")
         num_layers = layer_count(config_of(given))
-        name = f"{label(given)}-{given.slots}"
+        name = f"{label(given)}-{given.slots}" + "-adapter" * bool(given.adapter)
         loads = {load: Rounds(given.output / name / load, settings(given) | {"load": load}) for load in given.loads}
         for rounds in measure(given, loads, num_layers):
             save(rounds)
