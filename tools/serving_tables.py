@@ -39,6 +39,19 @@ def engines() -> None:
     _print(heads, lines, words=2)
 
 
+def adapters(folder: str = "smollm2-32-adapter") -> None:
+    """A decode step at each of an adapter's speeds, without what it learnt and with it."""
+    rows = {(row["engine"], row["speedup"]): row for row in _rows(f"{folder}/lockstep")}
+    lines = []
+    for (engine, speedup), row in rows.items():
+        if engine == "adapter":
+            bare = rows["skipdecode", speedup]
+            ratios = [each["step_ms_ratio"] for each in (bare, row)]
+            cells = [f"{row['step_layer_ratio']:.2f}x", *(f"{each:.2f}x" for each in ratios)]
+            lines.append([f"{speedup:g}x", *cells, f"{ratios[0] / ratios[1] - 1:+.1%}"])
+    _print(("asked", "fewer layers", "step, bare", "step, adapter", "a step costs"), lines, words=1)
+
+
 def load(folder: str = "demo-32") -> None:
     """Servers at fixed rates of arrivals and at saturation, with and without the load policy."""
     rows = [
