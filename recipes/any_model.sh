@@ -5,15 +5,14 @@
 # SEEDS of training share the texts, and have a folder and a table each. METHODS: those beside ours and static pruning.
 # Other TEXTS, TOKENS, SPEEDUPS, STEPS, BATCH or LAYERS (options that choose layers) need another OUTPUT_DIR.
 set -euo pipefail
-model=$(realpath "$1") prompts=${2:+$(realpath "$2")} out=$(realpath -m "$3")
-cd "$(dirname "$0")/.."
-skipdecode=${SKIPDECODE:-.venv/bin/skipdecode} python=${PYTHON:-.venv/bin/python}
+model=$1 prompts=$2 out=$3 root=$(realpath "$(dirname "$0")/..")
+skipdecode=${SKIPDECODE:-$root/.venv/bin/skipdecode} python=${PYTHON:-$root/.venv/bin/python}
 speedups=${SPEEDUPS:-2,3,4} steps=${STEPS:-320} batch=${BATCH:-16} tokens=${TOKENS:-200}
 methods=${METHODS:-hsd unified d3 multi_exit}
 read -ra layers <<<"${LAYERS:---order top --warmup-layers 1 --decay constant}"
 
 mkdir -p "$out"
-[ -f "$out/data/test.jsonl" ] || "$python" recipes/own_data.py "$model" "$out/data" --prompts "$prompts" \
+[ -f "$out/data/test.jsonl" ] || "$python" "$root/recipes/own_data.py" "$model" "$out/data" --prompts "$prompts" \
     --count "${TEXTS:-5000}" --max-new-tokens "$tokens"
 
 train() { # NAME SPEEDUPS OPTIONS…
