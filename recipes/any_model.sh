@@ -34,6 +34,6 @@ for seed in ${SEEDS:-0 1 2}; do
     rows=skipdecode=$run/adapters,skipdecode=$run/closed-form,skipdecode=$run/shared,static=$run/static-{speedup}
     for method in $methods; do rows+=,$method=$run/$method; done
     "$skipdecode" evaluate "$model" --data "$out/data/test.jsonl" --methods "full=$model,skipdecode,$rows" \
-        --speedups "$speedups" --max-new-tokens "$tokens" --limit "${LIMIT:-128}" --batch-size 32 --output "$run/table" \
+        --speedups "$speedups" --max-new-tokens "$tokens" --limit "${LIMIT:-64}" --batch-size 32 --output "$run/table" \
         --timing-rows 8 --repeats 1 # seconds are not what this table is for
 done

@@ -40,16 +40,15 @@ def engines() -> None:
 
 
 def adapters(folder: str = "smollm2-32-adapter") -> None:
-    """A decode step at each of an adapter's speeds, without what it learnt and with it."""
-    rows = {(row["engine"], row["speedup"]): row for row in _rows(f"{folder}/lockstep")}
+    """A decode step in ms, stock and at each of an adapter's speeds, without what it learnt and with it."""
     lines = []
-    for (engine, speedup), row in rows.items():
-        if engine == "adapter":
-            bare = rows["skipdecode", speedup]
-            ratios = [each["step_ms_ratio"] for each in (bare, row)]
-            cells = [f"{row['step_layer_ratio']:.2f}x", *(f"{each:.2f}x" for each in ratios)]
-            lines.append([f"{speedup:g}x", *cells, f"{ratios[0] / ratios[1] - 1:+.1%}"])
-    _print(("asked", "fewer layers", "step, bare", "step, adapter", "a step costs"), lines, words=1)
+    for name, at in (("compiled", folder), ("`--enforce-eager`", f"{folder}-eager")):
+        rows = {(row["engine"], row["speedup"]): row["step_ms"] for row in _rows(f"{at}/lockstep")}
+        lines.append([name, "1x", f"{rows.pop(('stock', 1.0)):.1f}", "", ""])
+        for speedup in sorted({speedup for _, speedup in rows}):
+            bare, adapter = rows["skipdecode", speedup], rows["adapter", speedup]
+            lines.append(["", f"{speedup:g}x", f"{bare:.1f}", f"{adapter:.1f}", f"{adapter / bare - 1:+.0%}"])
+    _print(("server", "asked", "step, ms", "with the adapter, ms", "costs"), lines, words=2)
 
 
 def load(folder: str = "demo-32") -> None:
