@@ -102,6 +102,8 @@ def test_options_that_exclude_each_other_are_refused(tmp_path: Path, capsys: pyt
     assert run.main(["--python", str(tmp_path / "nothing")]) == 2
     assert run.main([*python, "--forms", "flat,steep"]) == 2
     assert "steep; known are flat, falling, prompt" in capsys.readouterr().err
+    assert run.main([*python, "--adapter", "an-adapter"]) == 2
+    assert "--adapter is of a --model" in capsys.readouterr().err
     assert load.main([*python, "--servers", "1-5,fast"]) == 2
     with pytest.raises(SystemExit):
         load.main([*python, "--arrivals", "0.5,-1"])

@@ -178,6 +178,8 @@ def main(arguments: Sequence[str]) -> int:
         for name, known in (("loads", LOADS), ("forms", FORMS)):
             if unknown := set(getattr(given, name)) - set(known):
                 raise UsageError(f"--{name}: there is no {', '.join(sorted(unknown))}; known are {', '.join(known)}")
+        if given.adapter and not given.model:
+            raise UsageError("--adapter is of a --model: name the one that it was trained on")
         num_layers = layer_count(config_of(given))
         name = f"{label(given)}-{given.slots}" + "-adapter" * bool(given.adapter)
         loads = {load: Rounds(given.output / name / load, settings(given) | {"load": load}) for load in given.loads}
