@@ -103,10 +103,12 @@ def requests_of(count: int, seed: int) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3 compiled"])
 def test_every_request_gets_its_own_speeds_adapter(name: str, cases: dict[str, Case]) -> None:
     """Speeds mixed in one step, prompts that come in meanwhile: the tokens of ``generate``, layer for layer."""
-    case, source, options = cases[name], random.Random(1), {"model_impl": FAMILIES[name][1]}
+    family, compiled = name.removesuffix(" compiled"), name.endswith("compiled")
+    case, source = cases[family], random.Random(1)
+    options: dict[str, Any] = {"model_impl": FAMILIES[family][1], "enforce_eager": not compiled}
     with served_by(case.base, case.folder, **options) as made:
         served = serve(made, case.requests, arrive=lambda step: source.choice((0, 1, 2)))
         plan = runner(made).skip_plan

@@ -59,7 +59,7 @@ def teacher(reference: Reference, request: Request, text: tuple[int, ...]) -> to
     return logprobs.gather(1, torch.tensor(text)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "mixtral compiled"])
+@pytest.mark.parametrize("name", [*FAMILIES, "mixtral compiled", "gemma3_text compiled"])
 def test_texts_and_log_probabilities_are_those_of_generate_and_of_teacher_forcing(
     name: str, cases: dict[str, Case]
 ) -> None:

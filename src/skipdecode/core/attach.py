@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from torch import nn
 
 from ..errors import ModelError
@@ -65,7 +64,7 @@ def attach(
         check_kind(model)
     layers = decoder_layers(model)
     if isinstance(adapter, (str, Path)):
-        adapter = load_adapter(locate_adapter(adapter), model)
+        adapter = load_adapter(locate_adapter(adapter), model).to(model.dtype)
     if gates is None:
         gates = GateState(lenders(model.config))
     if adapter is not None:
@@ -100,8 +99,7 @@ def put_adapter(model: nn.Module, adapter: Adapter | None, gates: GateState | No
         gates.entry_before = entry = getattr(config, CONFIG_KEY, None)
     gates.adapter = adapter
     if adapter is not None:
-        # In float32 whatever the model's dtype: products this small take no longer, on CPUs less.
-        adapter.to(next(model.parameters()).device, torch.float32)
+        adapter.to(next(model.parameters()).device)
         entry = to_config_entry(adapter.schedules)
     set_entry(config, entry)
 

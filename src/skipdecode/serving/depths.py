@@ -108,9 +108,11 @@ class Tables:
         return self._step(np.full(tokens, np.flatnonzero(self._kinds == kind)[0]), np.arange(tokens + 1))
 
     def _step(self, rows: Whole, starts: Whole) -> Step:
-        changes = None if self._changes is None else Changes(self._changes[rows], self._modules)
         kind = int(self._kinds[rows[0]])
         alike = kind >= 0 and bool((self._kinds[rows] == kind).all())
+        changes = None
+        if self._changes is not None:
+            changes = Changes(self._changes[rows[:1] if alike else rows], self._modules)
         return Step(self._runs[rows], starts, kind if alike else None, changes)
 
 
@@ -145,7 +147,8 @@ class Changes:
     """What an adapter changes in one step.
 
     Args:
-        places: (tokens, layers), 1 + the index of the module that acts on a token before a layer; 0: none.
+        places: (tokens, layers), 1 + the index of the module that acts on a token before a layer; 0: none. One row: it
+            is every token's.
         modules: the adapter's.
     """
 
@@ -155,7 +158,7 @@ class Changes:
     def before(self, layer: int) -> list[tuple[LowRank, Whole | None]]:
         """Return the modules that act before a layer, each with the indices of its tokens; None: it acts on all."""
         column = self._places[:, layer]
-        if (column == column[0]).all():
+        if len(column) == 1 or (column == column[0]).all():
             return [(self._modules[column[0] - 1], None)] if column[0] else []
         return [(self._modules[place - 1], np.flatnonzero(column == place)) for place in np.unique(column) if place]
 

@@ -7,9 +7,9 @@ Transformers backend. Like the gate for transformers, this one replaces ``forwar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,13 @@ from .depths import Part, Step
 Narrowed = Callable[[Part], AbstractContextManager[Tensor]]
 
 
+class Layers(Protocol):
+    """Another way to run a layer."""
+
+    def run(self, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: int) -> Any:
+        """Return what ``forward``, a layer's bound method, returns for ``tokens`` tokens."""
+
+
 class Plan:
     """The state that all gates of a model share: the current step, how to narrow attention to a part, and counters."""
 
@@ -30,6 +37,7 @@ class Plan:
         self.narrowed: Narrowed | None = None
         self.adds_residual = True  # a layer's input is the sum of hidden states and residual, where it takes one
         self.extras: int | None = None  # values after hidden states in a layer's tuple; None: it returns a tensor
+        self.layers: Layers | None = None  # runs a layer in another way than by its ``forward``
         #: Since the start: steps, and layer-tokens (one token in one layer) at full depth, needed, and run.
         self.steps = self.full_tokens = self.needed_tokens = self.run_tokens = 0
 
@@ -91,7 +99,7 @@ class Gate:
         count = plan.step.counts[self.index]
         plan.run_tokens += 0 if plan.step.is_full else count
         if count == plan.step.tokens:
-            output = self.original(*args, **kwargs)
+            output = self._run(self.original, args, kwargs, count)
             plan.extras = len(output) - 1 if isinstance(output, tuple) else None
             return output
         hidden = self._given("hidden_states", args, kwargs)
@@ -100,13 +108,18 @@ class Gate:
             return (hidden, residual) if self.has_residual else self._like_output(hidden)
         return self._run_part(plan.step, hidden, residual, args, kwargs)
 
+    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> Any:
+        layers = self.plan.layers
+        return forward(*args, **kwargs) if layers is None else layers.run(forward, args, kwargs, tokens)
+
     def _run_part(
         self, step: Step, hidden: Tensor, residual: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         part = step.part(self.index)
         assert self.plan.narrowed is not None
         with self.plan.narrowed(part) as tokens:
-            output = self.original(*cut(args, tokens, step.tokens), **cut(kwargs, tokens, step.tokens))
+            args, kwargs = cut(args, tokens, step.tokens), cut(kwargs, tokens, step.tokens)
+            output = self._run(self.original, args, kwargs, len(tokens))
         axis = hidden.ndim - 2
         if not self.has_residual:
             ran = output[0] if isinstance(output, tuple) else output
@@ -129,10 +142,12 @@ class Gate:
             residual = self._given("residual", args, kwargs) if is_sum else None
             whole = hidden if residual is None else hidden + residual
             if where is None:
-                hidden, residual = module(whole), None if residual is None else torch.zeros_like(residual)
+                hidden = self._run(module.forward, (whole,), {}, step.tokens)
+                residual = None if residual is None else torch.zeros_like(residual)
             else:
                 tokens, axis = torch.from_numpy(where).to(hidden.device), hidden.ndim - 2
-                hidden = hidden.index_copy(axis, tokens, module(whole.index_select(axis, tokens)))
+                changed = self._run(module.forward, (whole.index_select(axis, tokens),), {}, len(tokens))
+                hidden = hidden.index_copy(axis, tokens, changed)
                 residual = None if residual is None else residual.index_fill(axis, tokens, 0)
             args, kwargs = self._put("hidden_states", hidden, args, kwargs)
             if residual is not None:
@@ -171,9 +186,16 @@ def cut(value: Any, tokens: Tensor, count: int) -> Any:
         return {name: cut(item, tokens, count) for name, item in value.items()}
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value
-    # Tokens are the last axis of positions (integers or 1-D), the second to last of hidden states and rotations.
-    axis = value.ndim - 1 if value.ndim == 1 or not value.is_floating_point() else value.ndim - 2
+    axis = token_axis(value)
     return value.index_select(axis, tokens) if value.shape[axis] == count else value
+
+
+def token_axis(value: Tensor) -> int:
+    """Return which axis of a tensor has an entry per token, if one has.
+
+    It is the last of positions (integers or 1-D), the second to last of hidden states and rotations.
+    """
+    return value.ndim - 1 if value.ndim == 1 or not value.is_floating_point() else value.ndim - 2
 
 
 def layers_of(model: nn.Module, num_layers: int) -> Sequence[nn.Module]:

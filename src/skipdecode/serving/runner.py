@@ -5,6 +5,8 @@ An adapter is a mixin before vLLM's class, so each serves every runner of its in
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +21,7 @@ from ..core.adapter_folder import check_base_files, read_adapter
 from ..errors import UnsupportedModel
 from ..weights.loading import checkpoint_files
 from .blocks import in_buckets
+from .compiled import CompiledLayers, is_compiled
 from .depths import Step, Table, Tables
 from .gate import add_gates, layers_of
 from .head import quantize_head
@@ -27,6 +30,11 @@ from .residual import adds_residual
 from .settings import Serving
 
 Runner: Any = object
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+#: Of the dry runs in which layers are compiled.
+TOKENS = 8
 
 #: Attention backends that keep a step's state in its metadata only, so that more metadata can be built in the step.
 ATTENTION = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
@@ -46,6 +54,9 @@ class Skipping(Runner):
         sums = self.skip_serving.adapter is None or adds_residual(layer, self.vllm_config, self.device)
         self.skip_plan = add_gates(self.model, self.skip_serving.num_layers)
         self.skip_plan.adds_residual = sums
+        config = self.vllm_config.compilation_config
+        if config.backend == "inductor" and is_compiled(self.model):
+            self.skip_plan.layers = CompiledLayers(config.inductor_compile_config)
         if self.skip_serving.int8_head:
             quantize_head(self.model)
 
@@ -54,7 +65,7 @@ class Skipping(Runner):
         if (folder := self.skip_serving.adapter) is None:
             return None
         check_base_files(folder, checkpoint_files(self.model_config.model, self.model_config.revision))
-        return read_adapter(folder).to(self.device).float().requires_grad_(False)
+        return read_adapter(folder).to(self.device, self.model_config.dtype).requires_grad_(False)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Reload the weights, and quantize the LM head again."""
@@ -87,6 +98,40 @@ class Skipping(Runner):
     def planned(self, tables: Sequence[Table], counts: Any, computed: Any, prompts: Any) -> Step:
         """Return a step's plan; the arguments are those of :meth:`Tables.step`, of any integer type."""
         return self.skip_tables.step(tables, *(each.astype(np.int64) for each in (counts, computed, prompts)))
+
+    def compile_layers(self) -> None:
+        """Compile the layers for steps that skip, if vLLM compiles the model: run each kind of step once."""
+        layers = self.skip_plan.layers
+        if not isinstance(layers, CompiledLayers):
+            return
+        start = time.perf_counter()
+        try:
+            for kind in range(self.skip_tables.kinds):
+                self._rehearse(self.skip_tables.alike(kind, min(TOKENS, self.max_num_tokens)), layers)
+        except Exception as error:  # the compiler has many
+            self.skip_plan.layers = None
+            logger.warning("skipdecode: steps that skip run without compiled layers: %s", f"{error!r}"[:500])
+        self.skip_plan.forget()
+        logger.info("skipdecode: compiled layers for steps that skip in %.1f s", time.perf_counter() - start)
+
+    def _rehearse(self, step: Step, layers: CompiledLayers) -> None:
+        """Run a step of no text, and compile the layers that it runs."""
+        forward = self.model.forward
+
+        def planned(*args: Any, **kwargs: Any) -> Any:
+            get_forward_context().skip_compiled = True
+            with self.following(step, kwargs["positions"], lambda: None), layers.compiling():
+                return forward(*args, **kwargs)
+
+        self.model.forward = planned
+        try:
+            self.dry_run(step.tokens)
+        finally:
+            self.model.forward = forward
+
+    def dry_run(self, tokens: int) -> None:
+        """Run the model on as many tokens of no text."""
+        raise NotImplementedError
 
     @contextmanager
     def following(self, step: Step, positions: Any, prepared: Callable[[], Prepared]) -> Iterator[None]:

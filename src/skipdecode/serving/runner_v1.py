@@ -26,6 +26,10 @@ class SkippingV1(Skipping):
         with self.following(step, positions, self._prepared):
             return super()._model_forward(input_ids, positions, *args, **kwargs)
 
+    def dry_run(self, tokens: int) -> None:
+        """Run the model on as many tokens of no text."""
+        self._dummy_run(tokens)
+
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         """Sample as vLLM does, but without the random generators of requests whose prompt is not complete.
 

@@ -56,6 +56,10 @@ class SkippingV2(Skipping):
         patch(self.cudagraph_manager, "dispatch", self._dispatch)
         patch(self.cudagraph_manager, "run_fullgraph", self._replay)
 
+    def dry_run(self, tokens: int) -> None:
+        """Run the model on as many tokens of no text."""
+        self._dummy_run(tokens, skip_attn=True, is_profile=True)
+
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the requests of a step, and plan it."""
         batch, uniform = super().gather_batch_req_state(*args, **kwargs)

@@ -64,12 +64,14 @@ FUNCTIONS = {
     "vllm.v1.metrics.loggers.StatLoggerBase.__init__": "self vllm_config engine_index",
     "vllm.v1.metrics.loggers.StatLoggerBase.log_engine_initialized": "self",
     "vllm.v1.metrics.loggers.StatLoggerBase.record": "self scheduler_stats iteration_stats",
+    "vllm.v1.worker.cpu_worker.CPUWorker.compile_or_warm_up_model": "self",
     "vllm.v1.worker.cpu_worker.CPUWorker.init_device": "self",
     "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager.dispatch": (
         "self num_reqs num_tokens uniform_token_count num_active_loras"
     ),
     "vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager.capture": "self lora_capture_hook",
     "vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager.run_fullgraph": "self desc",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner._dummy_run": "self num_tokens skip_attn is_profile",
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner.execute_model": "self",
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner.gather_batch_req_state": "self",
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner.get_kv_cache_spec": "self",
@@ -79,16 +81,19 @@ FUNCTIONS = {
     "vllm.v1.worker.gpu.model_states.default.DefaultModelState.preprocess_state": "self input_batch block_tables",
     "vllm.v1.worker.gpu.model_states.default.DefaultModelState.remove_request": "self req_id",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner._bookkeeping_sync": "self",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner._dummy_run": "self num_tokens",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner._model_forward": "self input_ids positions",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner._sample": "self",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner.get_kv_cache_spec": "self",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner.initialize_kv_cache": "self",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner.load_model": "self",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner.reload_weights": "self",
+    "vllm.v1.worker.gpu_worker.Worker.compile_or_warm_up_model": "self",
     "vllm.v1.worker.gpu_worker.Worker.init_device": "self",
 }
 #: Class -> attributes of its instances that are read or written.
 ATTRIBUTES = {
+    "vllm.config.CompilationConfig": "backend inductor_compile_config",
     "vllm.forward_context.ForwardContext": (
         "attn_metadata slot_mapping skip_compiled cudagraph_runtime_mode all_moe_layers"
     ),
@@ -116,7 +121,7 @@ ATTRIBUTES = {
     ),
     "vllm.v1.worker.gpu.model_runner.BatchReqState": "req_ids idx_mapping_np num_scheduled_tokens",
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner": (
-        "model_state req_states attn_groups model vllm_config lora_capture_cases cudagraph_manager"
+        "model_state req_states attn_groups model vllm_config lora_capture_cases cudagraph_manager max_num_tokens"
     ),
     "vllm.v1.worker.gpu.states.RequestState": "num_computed_tokens_np prompt_len",
     "vllm.v1.worker.gpu_input_batch.InputBatch": (
@@ -125,7 +130,7 @@ ATTRIBUTES = {
     ),
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": (
         "input_batch requests query_start_loc attn_groups seq_lens optimistic_seq_lens_cpu positions "
-        "discard_request_mask model_config vllm_config device model"
+        "discard_request_mask model_config vllm_config device model max_num_tokens"
     ),
     "vllm.v1.worker.utils.AttentionGroup": "backend layer_names kernel_block_size",
 }

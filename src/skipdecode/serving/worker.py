@@ -30,6 +30,11 @@ class SkipWorker(Worker):
         runner.__class__ = type(f"Skipping{type(runner).__name__}", (adapter, type(runner)), {})
         runner.skip_serving = serving
 
+    def compile_or_warm_up_model(self) -> Any:
+        """Compile the layers for steps that skip, and then do what vLLM does."""
+        self.model_runner.compile_layers()
+        return super().compile_or_warm_up_model()
+
     def skipdecode_layers(self) -> dict[str, int]:
         """Return tokens times layers since the start: those at full depth, those that schedules need, those run."""
         plan = self.model_runner.skip_plan
