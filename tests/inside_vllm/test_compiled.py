@@ -91,7 +91,7 @@ def test_steps_run_the_layers_of_their_plan_alone(compiled: Any, monkeypatch: py
     assert 0 < called[0] < len(attentions) * (plan.steps - steps) / 3
 
 
-def test_every_layer_is_compiled_and_they_share_a_graph(compiled: Any) -> None:
+def test_every_layer_is_compiled_once_for_all(compiled: Any) -> None:
     """Else steps that skip would be as slow as plain Python, and the start as slow as one compilation a layer."""
     ours = runner(compiled)
     layers = ours.skip_plan.layers

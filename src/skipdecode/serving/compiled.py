@@ -75,12 +75,11 @@ class CompiledLayers:
         """Compile a layer's graph, once for all layers that have the same: names and weights are among its inputs."""
         if any(node.op == "get_attr" for node in graph.graph.nodes):
             return compile_fx(graph, inputs, config_patches=self._options)
-        key = graph.code, *(
-            (value.dtype, value.device, str(value.shape), str(value.stride()))
-            if isinstance(value, Tensor)
-            else type(value)
+        looks = [
+            (value.dtype, value.device, str(value.shape), str(value.stride())) if isinstance(value, Tensor) else type(value)
             for value in inputs
-        )
+        ]
+        key = graph.code, *looks
         if key not in self.graphs:
             self.graphs[key] = compile_fx(graph, inputs, config_patches=self._options)
         return self.graphs[key]
