@@ -75,14 +75,17 @@ class CompiledLayers:
         """Compile a layer's graph, once for all layers that have the same: names and weights are among its inputs."""
         if any(node.op == "get_attr" for node in graph.graph.nodes):
             return compile_fx(graph, inputs, config_patches=self._options)
-        looks = [
-            (value.dtype, value.device, str(value.shape), str(value.stride())) if isinstance(value, Tensor) else type(value)
-            for value in inputs
-        ]
-        key = graph.code, *looks
+        key = graph.code, *map(_input_look, inputs)
         if key not in self.graphs:
             self.graphs[key] = compile_fx(graph, inputs, config_patches=self._options)
         return self.graphs[key]
+
+
+def _input_look(value: Any) -> Hashable:
+    """Return what a graph takes for granted about an input, whose number of tokens is a symbol."""
+    if not isinstance(value, Tensor):
+        return type(value)
+    return value.dtype, value.device, str(value.shape), str(value.stride())
 
 
 def look_of(value: Any, tokens: int) -> Hashable:
