@@ -64,7 +64,7 @@ def attach(
         check_kind(model)
     layers = decoder_layers(model)
     if isinstance(adapter, (str, Path)):
-        adapter = load_adapter(locate_adapter(adapter), model).to(model.dtype)
+        adapter = load_adapter(locate_adapter(adapter), model).to(dtype=next(model.parameters()).dtype)
     if gates is None:
         gates = GateState(lenders(model.config))
     if adapter is not None:

@@ -35,7 +35,7 @@ class CompiledLayers:
         #: By layer, and by what :func:`look_of` its arguments says.
         self.made: dict[tuple[Any, Hashable], Callable[..., Any]] = {}
         #: By their code and what their inputs look like.
-        self.graphs: dict[Hashable, Callable[..., Any]] = {}
+        self.graphs: dict[Hashable, Any] = {}
         self._compiles = False
 
     @contextmanager
@@ -81,10 +81,10 @@ class CompiledLayers:
         return self.graphs[key]
 
 
-def _input_look(value: Any) -> Hashable:
+def _input_look(value: Any) -> tuple[Any, ...]:
     """Return what a graph takes for granted about an input, whose number of tokens is a symbol."""
     if not isinstance(value, Tensor):
-        return type(value)
+        return (type(value),)
     return value.dtype, value.device, str(value.shape), str(value.stride())
 
 

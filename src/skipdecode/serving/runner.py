@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from ..core.adapter import Adapter
@@ -38,6 +38,13 @@ TOKENS = 8
 
 #: Attention backends that keep a step's state in its metadata only, so that more metadata can be built in the step.
 ATTENTION = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+
+
+def leave_graphs(context: ForwardContext) -> None:
+    """Let vLLM run a step without its graphs of the model, which were made with all layers."""
+    context.skip_compiled = True
+    context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+    context.all_moe_layers = None  # vLLM then finds MoE layers by name, not by call order
 
 
 class Skipping(Runner):
@@ -119,8 +126,8 @@ class Skipping(Runner):
         forward = self.model.forward
 
         def planned(*args: Any, **kwargs: Any) -> Any:
-            get_forward_context().skip_compiled = True
-            with self.following(step, kwargs["positions"], lambda: None), layers.compiling():
+            leave_graphs(get_forward_context())
+            with self.skip_plan.following(step, None), layers.compiling():
                 return forward(*args, **kwargs)
 
         self.model.forward = planned
@@ -144,13 +151,10 @@ class Skipping(Runner):
         """
         if positions.shape[-1] != step.tokens:
             raise RuntimeError(f"the step has {positions.shape[-1]} tokens where {step.tokens} were planned")
-        # A compiled graph was traced with all layers, so only steps at full depth may use it.
         narrowing = None
         if not step.is_full:
             context = get_forward_context()
-            context.skip_compiled = True
-            context.cudagraph_runtime_mode = CUDAGraphMode.NONE
-            context.all_moe_layers = None  # vLLM then finds MoE layers by name, not by call order
+            leave_graphs(context)
             narrowing = Narrowing(prepared(), context) if step.kind is None else None
         with self.skip_plan.following(step, narrowing):
             yield
