@@ -75,9 +75,9 @@ test-fast: $(VENV)/installed       # without the slow ones: a few minutes
 test-lowest: $(LOWEST)/installed   # the same with the oldest versions that pyproject.toml allows
 	$(LOWEST)/bin/python -m pytest --numprocesses auto --dist worksteal -m 'not slow'
 
-# Inside vLLM. One thread: a second one only spins while it waits for the next tiny kernel.
+# Inside vLLM, two files at once. One thread: a second one only spins while it waits for the next tiny kernel.
 test-vllm: $(VLLM)/installed
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/inside_vllm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --numprocesses 2 --dist loadfile tests/inside_vllm
 
 # The tests above on the newest release that the registry has, after a list of what has changed of all that the plugin touches.
 # NEXT="-k touched" chooses tests.
@@ -93,7 +93,7 @@ test-vllm-next:
 # And on vLLM's model runner V2, which GPUs have: its Triton kernels are interpreted, line by line. V2="-k name".
 test-vllm-v2: $(VLLM)/installed
 	TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 OMP_NUM_THREADS=1 \
-		$(VLLM)/bin/python -m pytest tests/inside_vllm/test_exact.py tests/inside_vllm/test_compiled.py \
+		$(VLLM)/bin/python -m pytest --numprocesses 2 --dist loadfile tests/inside_vllm/test_exact.py tests/inside_vllm/test_compiled.py \
 		tests/inside_vllm/test_graphs.py $(V2)
 
 # An hour against one server: mixed speeds, seeds, bad requests, clients killed; then the engine. SOAK="--minutes 5".
