@@ -26,7 +26,6 @@ from .demo import demo
 from .evaluate import evaluate
 from .generate import generate
 from .inspect import check, schedule
-from .malloc import keep_memory
 from .play import play
 from .probe import probe
 from .push import push
@@ -75,18 +74,13 @@ class Stopped(BaseException):
 
 
 def _run(verb: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command: refuse NaN, infinities and numbers from 2**31; note in Stopped whether the command can resume.
-
-    Commands that compute the logits of whole texts keep their memory.
-    """
+    """Wrap a command: refuse NaN, infinities and numbers from 2**31; note in Stopped whether the command can resume."""
 
     @wraps(verb)
     def checked(**values: Any) -> None:
         for name, value in values.items():
             if isinstance(value, (int, float)) and not abs(value) < 2**31:
                 raise UsageError(f"--{name.replace('_', '-')} must be a number between -2**31 and 2**31, not {value}")
-        if verb in (train, evaluate, calibrate, probe):
-            keep_memory()
         try:
             verb(**values)
         except Stopped as stop:
