@@ -29,9 +29,11 @@ from skipdecode.core.adapter import Adapter, gaps_between, runs_of
 from skipdecode.core.adapter_folder import ABOUT, WEIGHTS, check_base_files, load_adapter, read_schedules, save_adapter
 from skipdecode.core.cache_name import CACHE
 from skipdecode.core.checkpoint_config import CONFIG_KEY
+from skipdecode.core.patch import gate_state
 from skipdecode.core.stack import text_config
 from skipdecode.core.text_passes import TextPasses
 from skipdecode.errors import FileError, ModelError, TaskError
+from skipdecode.evaluation.check import run_checks
 
 FULL = Schedule.full(LAYERS)
 TOLERANCE = 1e-5
@@ -141,6 +143,24 @@ def test_a_folder_brings_the_adapter_back(saved: tuple[Any, Path, Adapter]) -> N
     attach(model, adapter=folder, speedup=TOP.target)
     output = model.generate(**prompts(), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
     assert output[CACHE].schedule == TOP
+
+
+def test_check_takes_an_adapter_along_to_float64(
+    saved: tuple[Any, Path, Adapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computes in the model's dtype, bfloat16 here; in float64 nothing but a fault would be left."""
+    model, folder, _ = saved
+    attach(model.bfloat16(), adapter=folder)
+    adapter = vars(gate_state(model))["adapter"]
+    before = {name: weight.clone() for name, weight in adapter.state_dict().items()}
+    monkeypatch.setattr("skipdecode.evaluation.check.TOLERANCE", 1e-6)
+    monkeypatch.setattr("skipdecode.evaluation.check.TIMES_STOCK", 0)
+    findings = list(run_checks(model, TOP))
+    assert [finding for finding in findings if not finding.held] == []
+    assert any("in float64" in finding.detail for finding in findings)
+    for name, weight in adapter.state_dict().items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, before[name])
 
 
 def test_another_model_is_refused(saved: tuple[Any, Path, Adapter]) -> None:

@@ -143,7 +143,7 @@ def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
         try:
             held, detail = check(model, schedule, batch)
             if not held and model.dtype != torch.float64:
-                with in_float64(model):
+                with in_float64(model, batch.adapter):
                     held, exact = check(model, schedule, batch)
                 detail += f"; in float64: {exact}"
         except SkipDecodeError as error:
@@ -285,15 +285,18 @@ CHECKS: dict[str, Callable[[PreTrainedModel, Schedule, Batch], tuple[bool, str]]
 
 
 @contextmanager
-def in_float64(model: PreTrainedModel) -> Iterator[None]:
-    """Convert the weights to float64 inside the context, and restore their dtypes and exact values after it."""
-    types = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    model.double()
+def in_float64(model: PreTrainedModel, adapter: Adapter | None = None) -> Iterator[None]:
+    """Convert weights, the adapter's too, to float64 in the context; restore their dtypes and exact values after it."""
+    tensors = [*model.parameters(), *model.buffers(), *(adapter.parameters() if adapter else ())]
+    types = [tensor.dtype for tensor in tensors]
+    for module in (model, adapter):
+        if module is not None:
+            module.double()
     try:
         yield
     finally:
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            tensor.data = tensor.data.to(types[name])
+        for tensor, dtype in zip(tensors, types, strict=True):
+            tensor.data = tensor.data.to(dtype)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
