@@ -153,11 +153,15 @@ def test_check_takes_an_adapter_along_to_float64(
     attach(model.bfloat16(), adapter=folder)
     adapter = vars(gate_state(model))["adapter"]
     before = {name: weight.clone() for name, weight in adapter.state_dict().items()}
+    seen = set()
+    for module in (*adapter.stand_ins.values(), *adapter.bottlenecks.values()):
+        module.register_forward_pre_hook(lambda module, args: seen.add((args[0].dtype, module.down.dtype)))
     monkeypatch.setattr("skipdecode.evaluation.check.TOLERANCE", 1e-6)
     monkeypatch.setattr("skipdecode.evaluation.check.TIMES_STOCK", 0)
     findings = list(run_checks(model, TOP))
     assert [finding for finding in findings if not finding.held] == []
     assert any("in float64" in finding.detail for finding in findings)
+    assert seen == {(torch.bfloat16, torch.bfloat16), (torch.float64, torch.float64)}
     for name, weight in adapter.state_dict().items():
         assert weight.dtype == torch.bfloat16
         assert torch.equal(weight, before[name])
