@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 
 from .gate import token_axis
@@ -59,9 +60,9 @@ class CompiledLayers:
         return forward(*args, **kwargs) if made is None else made(forward.__self__, *args, **kwargs)
 
     def _compile(self, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: int) -> Any:
-        for tensor in tensors_of((args, kwargs)):
-            if tensor.shape[axis := token_axis(tensor)] == tokens:
-                torch._dynamo.mark_dynamic(tensor, axis)
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor) and value.ndim and value.shape[axis := token_axis(value)] == tokens:
+                torch._dynamo.mark_dynamic(value, axis)
         traced: Any = torch.compile(
             forward,
             fullgraph=True,
@@ -108,16 +109,6 @@ def look_of(value: Any, tokens: int) -> Hashable:
     if value is None or isinstance(value, bool | int | float | str):
         return type(value), value
     raise Unknown(type(value).__name__)
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors among arguments that have axes."""
-    if isinstance(value, Tensor):
-        if value.ndim:
-            yield value
-    elif isinstance(value, Mapping | tuple | list):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_of(item)
 
 
 def is_compiled(model: nn.Module) -> bool:
