@@ -62,7 +62,7 @@ class Skipping(Runner):
         self.skip_plan = add_gates(self.model, self.skip_serving.num_layers)
         self.skip_plan.adds_residual = sums
         config = self.vllm_config.compilation_config
-        if config.backend == "inductor" and is_compiled(self.model):
+        if self.skip_tables.kinds > 1 and config.backend == "inductor" and is_compiled(self.model):
             self.skip_plan.layers = CompiledLayers(config.inductor_compile_config)
         if self.skip_serving.int8_head:
             quantize_head(self.model)
