@@ -33,9 +33,9 @@ def test_a_load_run_measures_what_the_policy_did(server: Server, tmp_path: Path)
         assert found["completed"] == 24
         assert found["request_goodput"] == found["request_throughput"] > 0
         assert 0 < found["median_ttft_ms"] <= found["p99_ttft_ms"]
-        assert 0 < found["median_tpot_ms"] <= found["p99_tpot_ms"]
+        assert 0 <= found["median_tpot_ms"] <= found["p99_tpot_ms"]
         assert 0 < found["moved"] < 24
         assert found["mean_speedup"] == pytest.approx(1 + 4 * found["moved"] / 24)
         assert 1 < found["decode_layer_ratio"] < 5
-        slow = client.ask(asked, 100.0, "--goodput", "tpot:0")
+        slow = client.ask(asked, 100.0, "--goodput", "ttft:0")
         assert (slow["completed"], slow["request_goodput"]) == (24, 0)
