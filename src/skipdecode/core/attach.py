@@ -40,7 +40,7 @@ def attach(
         schedule: what later ``generate`` calls follow; it replaces the one of an earlier ``attach``.
         speedup: target for which to take the schedule of the adapter or the model's config, or to make one.
         adapter: an adapter, or the folder or hub name of one, that acts on positions that skip layers; its schedules
-            take the place of those in the model's config until :func:`detach`.
+            take the place of those in the model's config until :func:`detach`. From a folder it gets the model's dtype.
 
     Raises:
         FileError: the adapter's folder is missing or damaged.

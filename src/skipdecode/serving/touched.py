@@ -12,6 +12,7 @@ from typing import Any
 
 #: Function or method -> the parameters that are passed to it or read from its calls, in order.
 FUNCTIONS = {
+    "vllm.compilation.wrapper.TorchCompileWithNoGuardsWrapper.__init__": "self",
     "vllm.config.set_current_vllm_config": "vllm_config",
     "vllm.distributed.cleanup_dist_env_and_memory": "",
     "vllm.entrypoints.generate.beam_search.offline.BeamSearchOfflineMixin.beam_search": "self",
