@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,15 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
+import torch
 from openai import APIError, AsyncOpenAI
 
+import skipdecode
 from helpers.engine import Reference, Request
 from helpers.server import Server, ask, post, serve, together
+from skipdecode.core.checkpoint_config import schedule_for
+from skipdecode.core.text_passes import TextPasses
+from skipdecode.evaluation.canary import Distance, metrics_text
 
 pytest_plugins = ["helpers.served"]
 NEW = 32
@@ -94,10 +100,53 @@ def test_speeds_are_models(server: Server, client: Any, solo: Reference, inputs:
     assert [answer.summary["speedup"] for answer in answers] == [r.speedup for r in requests]
 
 
+def test_canary(server: Server, solo: Reference, inputs: list[str], tmp_path: Path) -> None:
+    """Its figures are those of the stock model in transformers on the texts that generate writes."""
+    speedups, (rows, figures) = (1.0, 2.0, 5.0), (tmp_path / "rows.jsonl", tmp_path / "canary.prom")
+    rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in inputs[:6]), encoding="utf-8")
+    command = [sys.executable, "-m", "skipdecode", "canary", f"{server.url}/v1", "--data", str(rows)]
+    command += ["--speedups", "1,2,5", "--max-new-tokens", "24", "--json"]
+    done = subprocess.run([*command, "--metrics", str(figures)], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    for each, speedup in zip(found, speedups, strict=True):
+        wanted = distances(solo, [tuple(solo.tokenizer(text)["input_ids"]) for text in inputs[:6]], speedup)
+        kl, same_token, nats = wanted.mean(1).tolist()
+        assert each["tokens"] == wanted.shape[1]
+        assert each["same_token"] == pytest.approx(same_token, abs=1e-6)
+        assert each["nats"] == pytest.approx(nats, abs=1e-3)
+        assert kl * 0.9 - 1e-4 < each["kl"] < kl + 1e-4
+    assert found[0]["kl"] < 1e-4 < found[2]["kl"]
+    written = re.findall(r'_kl{model_name="demo",speedup="5"} (\S+)', figures.read_text("utf-8"))
+    assert [float(value) for value in written] == pytest.approx([found[2]["kl"]], rel=1e-3)
+    far = subprocess.run([*command, "--max-kl", "1e-4"], capture_output=True, text=True, check=False)
+    assert far.returncode == 1
+    assert "demo:5x" in far.stderr
+    assert "demo:1x" not in far.stderr
+
+
+def distances(solo: Reference, prompts: list[tuple[int, ...]], speedup: float) -> torch.Tensor:
+    """(3, tokens), of each token but the first of a text: KL, whether it is full depth's, its nats there."""
+    stock, _ = skipdecode.load("demo")
+    texts, found = solo.texts([Request(prompt, speedup, 24) for prompt in prompts]), []
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = torch.tensor([prompt + text])
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "prompt_length": len(prompt)}
+        batch["position_ids"] = torch.arange(ids.shape[1])[None]
+        with torch.no_grad():
+            full = stock(ids).logits[0, len(prompt) : -1].log_softmax(-1)
+            here = (
+                TextPasses(solo.model, batch).logits(schedule_for(solo.model.config, speedup))[0, :-1].log_softmax(-1)
+            )
+        wanted = torch.tensor(text[1:])
+        nats = -full.gather(1, wanted[:, None])[:, 0]
+        found.append(torch.stack([(full.exp() * (full - here)).sum(-1), full.argmax(-1) == wanted, nats]))
+    return torch.cat(found, 1)
+
+
 def test_the_dashboard_and_alerts_ask_for_what_there_is(server: Server, client: Any) -> None:
     """Every metric that they name, with the labels that they name."""
     together(ask(client, "a", 5, new=4))
-    lines = server.get("/metrics")
+    lines = server.get("/metrics") + metrics_text([Distance("demo:5x", 5, 1, 1, 0, 1, 0)], 0)
     known: dict[str, set[str]] = {name: set() for name in re.findall(r"^# TYPE ([a-z0-9_:]+) ", lines, re.MULTILINE)}
     for name, labels in re.findall(r"^([a-z][a-z0-9_:]*)(?:{(.*)})? ", lines, re.MULTILINE):
         known.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))

@@ -19,6 +19,7 @@ import typer  # transformers requires it
 from .. import __version__
 from ..errors import SkipDecodeError, UntrainedWarning, UsageError
 from .calibrate import calibrate
+from .canary import canary
 from .chat import chat
 from .clock import bench, plan, profile
 from .console import drop_output
@@ -105,6 +106,7 @@ for verb in (
     profile,
     plan,
     bench,
+    canary,
     push,
 ):
     app.command()(_run(verb))
