@@ -35,6 +35,7 @@ VERBS: dict[str, set[str]] = {
 #: benchmarks/peers.
 VLLM = set("--port --dtype --max-num-seqs --max-model-len --api-key --enforce-eager --served-model-name".split())
 VLLM |= set("--enable-per-request-metrics --additional-config --kv-sharing-fast-prefill --hf-overrides".split())
+VLLM |= set("--reasoning-parser --tool-call-parser".split())
 VLLM |= set("--disable-hybrid-kv-cache-manager --kv-offloading-size --enable-return-routed-experts".split())
 VLLM |= set("--api-server-count --headless --grpc --shutdown-timeout --compilation-config --data-parallel-size".split())
 OTHERS = set(
