@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.tiny import run
-from skipdecode.evaluation.canary import Distance, divergence, metrics_text
+from skipdecode.evaluation.canary import divergence
 
 logits = st.lists(st.floats(-15, 15), min_size=8, max_size=8)
 
@@ -117,11 +117,8 @@ def test_no_server(rows: Path, url: str) -> None:
     assert f"{url}/v1/models does not answer" in done.stderr
 
 
-def test_metrics_are_read_by_prometheus() -> None:
-    """Its own parser, where it is installed."""
-    parser = pytest.importorskip("prometheus_client.parser", reason="needs prometheus-client")
-    found = [Distance('a"b\\c:1.5x', 1.5, 2, 10, 0.25, 0.8, 1.5)]
-    samples = [s for family in parser.text_string_to_metric_families(metrics_text(found, 5.0)) for s in family.samples]
-    values = {sample.name.removeprefix("skipdecode_canary_"): sample.value for sample in samples}
-    assert values == {"kl": 0.25, "same_token_ratio": 0.8, "nats": 1.5, "tokens": 10, "timestamp_seconds": 5}
-    assert samples[0].labels == {"model_name": 'a"b\\c', "speedup": "1.5"}
+def test_another_file_is_not_replaced(rows: Path) -> None:
+    """Said before the server is asked."""
+    done = run("canary", "nowhere", "--data", rows, "--metrics", rows)
+    assert done.returncode == 2
+    assert "was not written by skipdecode" in done.stderr

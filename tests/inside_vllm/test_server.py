@@ -18,6 +18,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import torch
 from openai import APIError, AsyncOpenAI
+from prometheus_client.parser import text_string_to_metric_families
 
 import skipdecode
 from helpers.engine import Reference, Request
@@ -116,8 +117,11 @@ def test_canary(server: Server, solo: Reference, inputs: list[str], tmp_path: Pa
         assert each["nats"] == pytest.approx(nats, abs=1e-3)
         assert kl * 0.9 - 1e-4 < each["kl"] < kl + 1e-4
     assert found[0]["kl"] < 1e-4 < found[2]["kl"]
-    written = re.findall(r'_kl{model_name="demo",speedup="5"} (\S+)', figures.read_text("utf-8"))
-    assert [float(value) for value in written] == pytest.approx([found[2]["kl"]], rel=1e-3)
+    families = text_string_to_metric_families(figures.read_text("utf-8"))
+    samples = {(s.name, s.labels.get("speedup")): s for family in families for s in family.samples}
+    assert samples["skipdecode_canary_kl", "5"].value == pytest.approx(found[2]["kl"], rel=1e-3)
+    assert samples["skipdecode_canary_tokens", "1"].labels["model_name"] == "demo"
+    assert ("skipdecode_canary_timestamp_seconds", None) in samples
     far = subprocess.run([*command, "--max-kl", "1e-4"], capture_output=True, text=True, check=False)
     assert far.returncode == 1
     assert "demo:5x" in far.stderr

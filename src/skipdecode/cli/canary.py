@@ -48,11 +48,11 @@ def canary(
     from ..data.chat import Message
     from ..data.inputs import read_examples
     from ..data.tasks import get_task
-    from ..evaluation.canary import Server, canary, metrics_text
+    from ..evaluation.canary import Server, canary, is_metrics, metrics_text
     from ..files import check_target, write
 
     if metrics:
-        check_target(metrics)
+        check_target(metrics, may_replace=is_metrics)
     examples = read_examples(get_task(task, prompt_column=prompt_column), data, "test", say)[:limit]
     prompts = [each.prompt for each in examples]
     if chat:
@@ -74,7 +74,7 @@ def canary(
         rows.append([each.name, str(each.texts), f"{each.tokens:,}", *figures])
     print_table(["model", "texts", "tokens", "KL", "same token", "nats of its texts"], rows)
     if metrics:
-        write(metrics, metrics_text(found, time.time()))
+        write(metrics, metrics_text(found, time.time()), may_replace=is_metrics)
     if as_json:
         print(json.dumps([asdict(each) for each in found]))
     if max_kl is not None and (far := [each.name for each in found if not each.kl <= max_kl]):

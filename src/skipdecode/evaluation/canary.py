@@ -174,21 +174,26 @@ def canary(
         raise UsageError(f"{server.url} offers {offered} alone: there is nothing to compare")
     if missing := ", ".join(f"{speedup:g}x" for speedup in chosen if speedup not in names):
         raise UsageError(f"{server.url} offers {offered}, not {missing}")
-    work = [(speedup, prompt) for prompt in prompts for speedup in chosen]
     done: list[list[_Position]] = []
 
-    def one(unit: tuple[float, Prompt]) -> list[_Position]:
-        speedup, prompt = unit
-        return _compare(server, names[speedup], names.get(1.0, names[speedup]), prompt, max_new_tokens)
+    def one(unit: tuple[list[int], float]) -> list[_Position]:
+        tokens, speedup = unit
+        return _compare(server, names[speedup], names.get(1.0, names[speedup]), tokens, max_new_tokens)
 
     pool = ThreadPoolExecutor(concurrency)
     try:
+        work = [(tokens, speedup) for tokens in pool.map(server.tokens, prompts) for speedup in chosen]
         for positions in pool.map(one, work):
             done.append(positions)
             on_text(len(done), len(work))
     finally:
         pool.shutdown(cancel_futures=True)
     return [_distance(names[s], s, done[index :: len(chosen)]) for index, s in enumerate(chosen)]
+
+
+def is_metrics(content: bytes) -> bool:
+    """Tell whether a file is what :func:`metrics_text` wrote."""
+    return content.startswith(b"# HELP skipdecode_canary_")
 
 
 def metrics_text(found: Sequence[Distance], at: float) -> str:
@@ -210,9 +215,8 @@ def metrics_text(found: Sequence[Distance], at: float) -> str:
     return "\n".join([*lines, f"# HELP {name} {about}", f"# TYPE {name} gauge", f"{name} {at:.0f}", ""])
 
 
-def _compare(server: Server, name: str, full_name: str, prompt: Prompt, count: int) -> list[_Position]:
-    """Compare one text by ``name`` with the prompts of ``full_name``, after its first token."""
-    tokens = server.tokens(prompt)
+def _compare(server: Server, name: str, full_name: str, tokens: Sequence[int], count: int) -> list[_Position]:
+    """Compare the text that ``name`` writes for a prompt with the prompts of ``full_name``, after its first token."""
     text, likeliest = server.write(name, tokens, count)
     if len(text) < 2:
         return []
