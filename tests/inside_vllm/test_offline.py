@@ -167,3 +167,24 @@ def test_another_engines_journal_is_refused(tmp_path: Path) -> None:
         GenerationJob("demo", prompts(6), target, **options).run(on_batch=stop)
     with pytest.raises(JobError, match="another input, model or options"):
         GenerationJob("demo", prompts(6), target, engine=VllmEngine(), **options).run()
+
+
+@pytest.mark.slow
+def test_an_adapter_learns_from_its_texts(tmp_path: Path) -> None:
+    """``train --engine vllm``: almost without temperature the own texts are the greedy ones.
+
+    Once they are there, vLLM is not asked for.
+    """
+    pytest.importorskip("accelerate", reason="needs skipdecode[train]")
+    file = write_jsonl(tmp_path / "prompts.jsonl", ({"prompt": text} for text in prompts(20)))
+    words = ["train", "demo", "--own-texts", 20, "--prompts", file, "--max-new-tokens", 12, "--temperature", 0.01]
+    words += ["--speedup", 2, "--max-steps", 1, "--eval-steps", 0, "--output", tmp_path / "out"]
+    done = run(*words, "--engine", "vllm")
+    assert done.returncode == 0, done.stderr
+    texts = [json.loads(line)["response"] for line in (tmp_path / "out" / "own_texts.jsonl").read_text().splitlines()]
+    greedy = GenerationJob("demo", prompts(20), full=True, options={"max_new_tokens": 12}).run().texts
+    assert texts == greedy
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offline, "require_vllm", pytest.fail)
+        again = run(*words, "--no-resume", "--engine", "vllm")
+    assert again.returncode == 0, again.stderr

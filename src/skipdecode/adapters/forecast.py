@@ -46,7 +46,7 @@ def learning_seconds(learner: AdapterLearner, schedules: Sequence[Schedule], bat
         batch: as :class:`~skipdecode.data.collation.Collator` makes it.
     """
     start = time.perf_counter()
-    full = learner.full_depth(batch, schedules)
+    full = learner.full_depth(batch)
     for schedule in schedules:
         learner(full, schedule).backward()
     synchronize(batch["input_ids"].device)

@@ -86,7 +86,7 @@ def own_texts(
         text = result.completions[index].text if index in result.completions else None
         if text is None:
             left_out["refused"] += 1
-        elif not text.strip() or loop_start(text) is not None:
+        elif not text.strip() or ends_in_loop(text):
             left_out["looping" if text.strip() else "empty"] += 1
         elif ended and result.completions[index].finish_reason != "stop":
             left_out["cut off"] += 1
@@ -118,20 +118,15 @@ def hold_out(texts: Sequence[Example], most: int) -> tuple[list[Example], list[E
     return [each for each in texts if each.prompt not in held], [each for each in texts if each.prompt in held][:most]
 
 
-def loop_start(text: Sequence[Any], least: int = REPEATED) -> int | None:
-    """Return where the second round of a loop at the end of a text begins; None if it does not end in one.
-
-    Args:
-        text: characters or tokens.
-        least: length of the rounds of a loop together; there are at least ``REPEATS``.
-    """
+def ends_in_loop(text: str) -> bool:
+    """Return whether a text ends in a repetition: ``REPEATS`` rounds at least, and ``REPEATED`` characters."""
     for period in range(1, len(text) // REPEATS + 1):
         same = period
         while same < len(text) and text[-same - 1] == text[-same - 1 + period]:
             same += 1
-        if same >= max(REPEATS * period, least):
-            return len(text) - same + period
-    return None
+        if same >= max(REPEATS * period, REPEATED):
+            return True
+    return False
 
 
 def _plain(prompt: Prompt) -> Any:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from typer import Exit
 
@@ -99,7 +99,7 @@ def _job(given: Mapping[str, Any]) -> GenerationJob:
     """Return the job that the command's options describe. Raises SkipDecodeError if they contradict each other."""
     from ..core.schedule import Schedule
     from ..data.tasks import task_from
-    from ..generation.engine import Engine, Transformers
+    from ..engines import get_engine
     from ..generation.jobs import GenerationJob
 
     output, schedule, stop = given["output"], given["schedule"], given["stop"]
@@ -107,17 +107,14 @@ def _job(given: Mapping[str, Any]) -> GenerationJob:
         raise UsageError("give one of --prompt and --input")
     if output == "-" and sys.stdout is None:
         raise UsageError("standard output is closed: give --output FILE")
-    offload, engine = None, cast(Engine, Transformers())
+    offload = None
     if given["offload"] or given["max_memory"] is not None:
         from ..weights.offload import Offload
 
         offload = Offload(given["offload"] or "auto", given["max_memory"], given["offload_folder"])
     elif given["offload_folder"]:
         raise UsageError("--offload-folder goes with --offload or --max-memory")
-    if given["engine"] == "vllm":
-        from ..engines.vllm import VllmEngine
-
-        engine = VllmEngine()
+    engine = get_engine(given["engine"])
     if given["ray"]:
         from ..engines.ray import RayEngine
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..core.text_passes import TextPasses
 from ..data.tasks import Example, Task
+from ..generation.engine import Engine
 from ..generation.generate import max_positions
 from ..generation.jobs import GenerationJob
 from .checkpoints import RunFolder
@@ -49,10 +49,9 @@ def forecast(
         device: that the run will use.
     """
     count, longest = plan.own_texts or 0, plan.max_new_tokens or task.max_new_tokens
-    seconds = partial(writing_seconds, model.to(device), tokenizer)
-    at_once = max(plan.batch_size, WRITTEN)
     asks = plan.prompts is None and plan.data is None and tokenizer.chat_template is not None
-    writing = seconds(count, longest + LONGEST * asks, at_once)
+    at_once = max(plan.batch_size, WRITTEN)
+    writing = writing_seconds(model.to(device), tokenizer, count, longest + LONGEST * asks, at_once)
 
     layers = layer_count(model.config)
     warmup = warmup_layers(layers, max(plan.budgets))
@@ -67,24 +66,31 @@ def forecast(
     batches = plan.gradient_accumulation_steps
     steps = plan.max_steps or math.ceil(count * plan.num_train_epochs / (plan.batch_size * batches))
     learning = steps * batches * batch_seconds
-    if plan.on_policy:
-        learning += plan.on_policy * steps * batches * seconds(plan.batch_size, longest, plan.batch_size)
 
     whole, *parts = map(tqdm.format_interval, (writing + learning, writing, learning))
     what = "questions and texts" if asks else "texts"
+    what += " at the pace of transformers" if plan.engine != "transformers" else ""
     each = f"{parts[0]} for {count:,} {what}, {parts[1]} for {steps:,} steps"
     return f"this takes about {whole}, less if texts end early, more if prompts are long: {each}"
 
 
 def write_own_texts(
-    plan: TrainingPlan, task: Task, folder: RunFolder, say: Callable[[str], object]
+    plan: TrainingPlan, task: Task, folder: RunFolder, engine: Engine, say: Callable[[str], object]
 ) -> tuple[list[Example], list[Example]]:
     """Let the model write its own texts, in ``own_texts.jsonl``; return those to learn from, and those held out."""
     options: dict[str, Any] = SAMPLED | {"temperature": plan.temperature}
     options |= {} if plan.max_new_tokens is None else {"max_new_tokens": plan.max_new_tokens}
     batch_size = max(plan.batch_size, WRITTEN)
     dtype = "bfloat16" if plan.bf16 else "auto"
-    job = GenerationJob(str(plan.model), task=task, batch_size=batch_size, seed=plan.seed, options=options, dtype=dtype)
+    job = GenerationJob(
+        str(plan.model),
+        task=task,
+        batch_size=batch_size,
+        seed=plan.seed,
+        options=options,
+        dtype=dtype,
+        engine=engine,
+    )
     count = plan.own_texts or 0
     with tqdm(desc="own texts", unit="text", file=sys.stderr) as bar:
 

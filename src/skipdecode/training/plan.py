@@ -111,15 +111,13 @@ class TrainingPlan:
         ADAPTERS,
         most=10,
     )
+    engine: Literal["transformers", "vllm"] = option("transformers", "Writes the own texts.", ADAPTERS)
     adapters: bool | None = option(
         None,
         "Learn small maps in the place of skipped layers, and leave the model as it is (default: with --own-texts).",
         ADAPTERS,
     )
     adapter_rank: int = option(256, "Rank of these maps.", ADAPTERS, least=1, most=10_000)
-    on_policy: float = option(
-        0.0, "Share of an adapter's steps, the last ones, whose texts the skipping model writes.", ADAPTERS, most=1
-    )
 
     method: MethodName = option("skipdecode", "SkipDecode, or a baseline to compare it with.", BUDGETS)
     weights: tuple[float, ...] | None = option(
@@ -256,14 +254,13 @@ class TrainingPlan:
             raise UsageError(f"{name} makes a model per budget: give --speedup")
 
     def _check_adapters(self) -> None:
-        if (self.prompts or self.max_new_tokens) and not self.own_texts:
-            raise UsageError("--prompts and --max-new-tokens go with --own-texts")
+        writing = ("prompts", "max_new_tokens", "engine")
+        if not self.own_texts and (wrong := [n for n in writing if getattr(self, n) != getattr(TrainingPlan, n)]):
+            raise UsageError(f"{option_name(wrong[0])} goes with --own-texts")
         if not self.temperature:
             raise UsageError("--temperature must be above 0: own texts are sampled")
         if self.own_texts and self.from_config:
             raise UsageError("--own-texts needs a model that can write, not --from-config")
-        if self.on_policy and not self.adapters:
-            raise UsageError("--on-policy goes with --adapters")
         if not self.adapters:
             return
         changing = ("lora_rank", "distill_weight", "teacher", "from_config")

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from ..core.checkpoint_config import layer_count, schedules_of, set_entry, to_co
 from ..core.schedule import Schedule
 from ..data.collation import Collator, batches_of, encode
 from ..data.tasks import Example, Task, task_from
+from ..engines import get_engine
 from ..errors import TaskError, UsageError
+from ..generation.engine import Transformers
 from ..generation.generate import max_positions
 from ..hub.custom_generate import write_custom_generate
 from ..methods import get_method
@@ -75,10 +77,12 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         plan.check(config)
         args = make_args(plan)
         if plan.own_texts:
-            if plan.adapters and not (folder.folder / OWN_TEXTS).exists():
+            written = (folder.folder / OWN_TEXTS).exists()  # then vLLM need not be installed here
+            engine = Transformers() if written else get_engine(plan.engine)
+            if plan.adapters and not written:
                 say(forecast(plan, task, *_load(plan, config, ()), args.device))
                 gc.collect()  # gates and layers hold each other: this model is not to stay beside the next
-            training, validation = write_own_texts(plan, task, folder, say)
+            training, validation = write_own_texts(plan, task, folder, engine, say)
         model, tokenizer = _load(plan, config, training)
         limit = max_positions(model.config) or sys.maxsize
         rows = encode(training, tokenizer, limit)
@@ -119,9 +123,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
 
             lora = LoraConfig(r=plan.lora_rank, lora_alpha=2 * plan.lora_rank, target_modules="all-linear")
             trained = get_peft_model(model, lora)
-        kind: Any = SkipTrainer
-        if plan.adapters:
-            kind = partial(AdapterTrainer, on_policy=plan.on_policy, temperature=plan.temperature)
+        kind: Any = AdapterTrainer if plan.adapters else SkipTrainer
         trainer = kind(
             model=trained,
             args=args,
@@ -195,7 +197,7 @@ SAME = (
 #: Options that a resumed run must share. Others may differ, or show in what :func:`_record` adds.
 DECISIVE = (
     "method weights distill_weight batch_size gradient_accumulation_steps learning_rate lr_scheduler_type warmup_steps "
-    "weight_decay adam_beta2 lora_rank adapters adapter_rank on_policy temperature bf16 attn_implementation seed"
+    "weight_decay adam_beta2 lora_rank adapters adapter_rank bf16 attn_implementation seed"
 ).split()
 
 

@@ -14,10 +14,8 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
 from ..adapters.learner import FullDepth
-from ..adapters.on_policy import rewrite
 from ..core.schedule import Schedule
 from ..errors import DivergedError, JobError
-from ..generation.sampling import stable_hash
 from ..methods.objectives import Objective
 from .callbacks import StepSeed, TrainingBar
 from .checkpoints import STAGING, RunFolder, writing
@@ -164,35 +162,16 @@ class AdapterTrainer(SkipTrainer):
     """Trains an :class:`~skipdecode.adapters.learner.AdapterLearner`; evaluation reports its loss at each speed-up.
 
     Each step learns from its texts at every speed-up, so that their prompts and full depth are computed once.
-
-    Args:
-        on_policy: share of the steps, the last ones, whose texts the skipping model writes, at a speed-up drawn.
-        temperature: at which it samples them.
     """
 
-    def __init__(self, *args: Any, on_policy: float = 0.0, temperature: float = 1.0, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         # In short runs Muon brings an adapter nearer to full depth than AdamW (docs/experiments.md).
         options = {"lr": kwargs["args"].learning_rate, "adjust_lr_fn": "match_rms_adamw"}
         super().__init__(*args, optimizer_cls_and_kwargs=(torch.optim.Muon, options), **kwargs)
-        self.on_policy, self.temperature = on_policy, temperature
         self._learning: tuple[FullDepth, Schedule, float] | None = None
 
     def _attach(self) -> None:
         """Do nothing: the learner's model has gates."""
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a step's batches, with texts of the skipping model's own in the last steps."""
-        batches, count = super().get_batch_samples(*args, **kwargs)
-        if batches and self.state.global_step >= (1 - self.on_policy) * self.state.max_steps:
-            place = (self.args.seed, self.state.global_step, self.args.process_index)
-            schedule = self.skipping.drawn(self.state.global_step)
-            write = partial(rewrite, self.model.model, schedule=schedule, temperature=self.temperature)
-            batches = [
-                write(batch=batch, collate=self.data_collator, seed=stable_hash(*place, number))
-                for number, batch in enumerate(batches)
-            ]
-            count = self._get_num_items_in_batch(batches, self.args.device)
-        return batches, count
 
     def compute_loss(
         self,
@@ -206,14 +185,14 @@ class AdapterTrainer(SkipTrainer):
             full, schedule, share = self._learning
             return share * model(full, schedule, num_items_in_batch)
         learner = self.accelerator.unwrap_model(model)
-        loss = model(learner.full_depth(inputs, ()), self._evaluated, num_items_in_batch)
+        loss = model(learner.full_depth(inputs), self._evaluated, num_items_in_batch)
         return (loss, {"loss": loss}) if return_outputs else loss
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """Run full depth once; then forward and back with one schedule after another, to hold one graph at a time."""
         model.train()
         learner, schedules = self.accelerator.unwrap_model(model), self.skipping.schedules.values()
-        full = learner.full_depth(self._prepare_inputs(inputs), schedules)
+        full = learner.full_depth(self._prepare_inputs(inputs))
         weights = self.skipping.weights or [1.0] * len(schedules)
         losses = []
         for schedule, weight in zip(schedules, weights, strict=True):
