@@ -171,19 +171,16 @@ def test_another_engines_journal_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_adapter_learns_from_its_texts(tmp_path: Path) -> None:
-    """``train --engine vllm``: almost without temperature the own texts are the greedy ones.
-
-    Once they are there, vLLM is not asked for.
-    """
+    """``train --engine vllm``: the own texts are those of a job at full depth. Once there, they need no vLLM."""
     pytest.importorskip("accelerate", reason="needs skipdecode[train]")
     file = write_jsonl(tmp_path / "prompts.jsonl", ({"prompt": text} for text in prompts(20)))
-    words = ["train", "demo", "--own-texts", 20, "--prompts", file, "--max-new-tokens", 12, "--temperature", 0.01]
+    words = ["train", "demo", "--own-texts", 20, "--prompts", file, "--max-new-tokens", 12, "--temperature", 0.3]
     words += ["--speedup", 2, "--max-steps", 1, "--eval-steps", 0, "--output", tmp_path / "out"]
     done = run(*words, "--engine", "vllm")
     assert done.returncode == 0, done.stderr
     texts = [json.loads(line)["response"] for line in (tmp_path / "out" / "own_texts.jsonl").read_text().splitlines()]
-    greedy = GenerationJob("demo", prompts(20), full=True, options={"max_new_tokens": 12}).run().texts
-    assert texts == greedy
+    options = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.3, "top_p": 1.0, "top_k": 0}
+    assert texts == GenerationJob("demo", prompts(20), full=True, engine=VllmEngine(), options=options).run().texts
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offline, "require_vllm", pytest.fail)
         again = run(*words, "--no-resume", "--engine", "vllm")
