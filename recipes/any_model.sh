@@ -3,21 +3,23 @@
 #   recipes/any_model.sh MODEL PROMPTS OUTPUT_DIR
 # PROMPTS: JSONL with `prompt` or `messages`; "" for the begin-of-text token alone. The same command resumes a killed run.
 # SEEDS of training share the texts, and have a folder and a table each. METHODS: those beside ours and static pruning.
-# Other TEXTS, TOKENS, SPEEDUPS, STEPS, BATCH or LAYERS (options that choose layers) need another OUTPUT_DIR.
+# Other TEXTS, TOKENS, SPEEDUPS, STEPS, BATCH, LAYERS (options that choose layers), WRITING (own_data.py's options) or
+# TRAINING (train's) need another OUTPUT_DIR.
 set -euo pipefail
 model=$1 prompts=$2 out=$3 root=$(realpath "$(dirname "$0")/..")
 skipdecode=${SKIPDECODE:-$root/.venv/bin/skipdecode} python=${PYTHON:-$root/.venv/bin/python}
 speedups=${SPEEDUPS:-2,3,4} steps=${STEPS:-320} batch=${BATCH:-16} tokens=${TOKENS:-200}
 methods=${METHODS:-hsd unified d3 multi_exit}
 read -ra layers <<<"${LAYERS:---order top --warmup-layers 1 --decay constant}"
+read -ra writing <<<"${WRITING:-}" && read -ra training <<<"${TRAINING:-}"
 
 mkdir -p "$out"
 [ -f "$out/data/test.jsonl" ] || "$python" "$root/recipes/own_data.py" "$model" "$out/data" --prompts "$prompts" \
-    --count "${TEXTS:-5000}" --max-new-tokens "$tokens"
+    --count "${TEXTS:-5000}" --max-new-tokens "$tokens" "${writing[@]}"
 
 train() { # NAME SPEEDUPS OPTIONS…
     [ -f "$run/$1/done" ] || "$skipdecode" train "$model" --data "$out/data" --output "$run/$1" --speedups "$2" \
-        --max-steps "$steps" --batch-size "$batch" --eval-steps 0 --save-steps 100 --seed "$seed" "${@:3}"
+        --max-steps "$steps" --batch-size "$batch" --eval-steps 0 --save-steps 100 --seed "$seed" "${training[@]}" "${@:3}"
     touch "$run/$1/done"
 }
 

@@ -1,6 +1,7 @@
 """A data set of a model's own texts: train.jsonl and validation.jsonl with responses, test.jsonl with prompts alone.
 
-    python recipes/own_data.py MODEL FOLDER [--prompts FILE] [--count 5000] [--max-new-tokens 200]
+    python recipes/own_data.py MODEL FOLDER [--prompts FILE] [--count 5000] [--max-new-tokens 200] [--temperature 1]
+        [--dtype bfloat16] [--engine vllm]
 
 Without prompts the texts follow the begin-of-text token, and each is cut into a prompt and its response. The same
 command goes on after an interruption.
@@ -16,6 +17,7 @@ import typer
 
 from skipdecode.adapters.own_texts import SAMPLED, own_texts, read_prompts
 from skipdecode.data.tasks import get_task
+from skipdecode.engines import get_engine
 from skipdecode.generation.jobs import GenerationJob
 
 #: Texts that are held out for validation, and as many for tests.
@@ -24,12 +26,21 @@ HELD_OUT = 128
 BEGINNING = 8
 
 
-def main(model: str, folder: Path, prompts: str = "", count: int = 5000, max_new_tokens: int = 200) -> None:
+def main(
+    model: str,
+    folder: Path,
+    prompts: str = "",
+    count: int = 5000,
+    max_new_tokens: int = 200,
+    temperature: float = 1.0,
+    dtype: str = "auto",
+    engine: str = "transformers",
+) -> None:
     """Let MODEL write the texts, and write FOLDER."""
     task = get_task("jsonl")
     folder.mkdir(parents=True, exist_ok=True)
-    options = SAMPLED | {"temperature": 1.0, "max_new_tokens": max_new_tokens}
-    job = GenerationJob(model, task=task, batch_size=128, options=options)
+    options = SAMPLED | {"temperature": temperature, "max_new_tokens": max_new_tokens}
+    job = GenerationJob(model, task=task, batch_size=128, options=options, dtype=dtype, engine=get_engine(engine))
     texts = own_texts(job, read_prompts(prompts or None, task), count, folder / "own_texts.jsonl", say=typer.echo)
     rows: list[tuple[object, str]] = [(each.prompt, each.references[0]) for each in texts]
     if not prompts:

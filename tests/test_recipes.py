@@ -139,7 +139,8 @@ def test_the_scripts_options_and_files_are_there(path: Path) -> None:
     """bash can read it; options are those of a verb, of shuf, or of a recipe it runs; every file of recipes exists."""
     subprocess.run(["bash", "-n", path], check=True)
     line: Any = typer.main.get_command(app)
-    options = {name for verb in line.commands.values() for parameter in verb.params for name in parameter.opts}
+    every = [each for verb in line.commands.values() for each in verb.params]
+    options = {name for each in every for name in (*each.opts, *each.secondary_opts)}
     text = re.sub(r"^\s*#.*", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= {*options, "--random-source", "--count", "--posts"}
     for name in re.findall(r"recipes/[\w/.-]+\.(?:yaml|json|py|sh)", text):
