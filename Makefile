@@ -14,7 +14,7 @@ LOWEST_TORCH ?= 2.9.0
 TABLES := README.md docs/index.md docs/experiments.md docs/frontier.md docs/serving_results.md results/README.md src/skipdecode/demo/README.md
 
 .PHONY: demo serve-demo check test test-fast test-lowest test-vllm test-vllm-v2 test-vllm-next soak torture lint format lock \
-	mutants clean distclean results-smoke results-e2e results-tldr bench-smoke bench dist docs
+	mutants clean distclean results-smoke results-e2e bench-smoke bench dist docs
 
 $(VENV)/installed: pyproject.toml requirements.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "SkipDecode needs Python 3.10 or newer"'
@@ -120,9 +120,8 @@ docs: $(VENV)/installed            # the documentation site, in build/site
 mutants: $(VENV)/installed         # hours: which small faults would the tests not notice? MUTANTS="--minutes 60" goes on later
 	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py $(MUTANTS)
 
-# Tables and plots. E2E and TLDR are the folders of the data sets (docs/training.md), RUNS where models go.
+# Tables and plots. E2E is the folder of the data set (docs/training.md), RUNS where models go.
 E2E ?= e2e
-TLDR ?= reddit_tldr
 RUNS ?= runs
 
 results-smoke: $(VENV)/installed   # minutes
@@ -131,9 +130,6 @@ results-smoke: $(VENV)/installed   # minutes
 
 results-e2e: $(VENV)/installed     # many hours, from random weights
 	recipes/results-e2e.sh $(E2E) $(RUNS)/e2e results
-
-results-tldr: $(VENV)/installed    # hours
-	recipes/results-tldr.sh $(TLDR) $(RUNS)/tldr results
 
 # Speed, with nothing else computing. The peers' environments are made by benchmarks/peers/environments.sh.
 bench-smoke: $(VENV)/installed     # minutes: profile, plan, bench and the peers in small

@@ -47,6 +47,9 @@ def main(
         cut = (re.match(rf"((?:\S+\s+){{{BEGINNING - 1}}}\S+)(.+)", text.lstrip(), re.DOTALL) for _, text in rows)
         rows = [(match[1], match[2]) for match in cut if match]
     test, validation, train = rows[:HELD_OUT], rows[HELD_OUT : 2 * HELD_OUT], rows[2 * HELD_OUT :]
+    if prompts:  # which come again when all had their turn: what is held out is the prompt
+        known = {repr(prompt) for prompt, _ in test + validation}
+        train = [row for row in train if repr(row[0]) not in known]
     write(folder / "train.jsonl", [as_row(prompt) | {"response": text} for prompt, text in train])
     write(folder / "validation.jsonl", [as_row(prompt) | {"response": text} for prompt, text in validation])
     write(folder / "test.jsonl", [as_row(prompt) for prompt, _ in test])

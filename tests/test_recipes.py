@@ -93,31 +93,19 @@ def test_own_texts_of_jsonl_can_be_trained_on(prompt: Any, tmp_path: Path) -> No
     run("own_texts.py", *files, "ref", "no.jsonl", "0", "1", code=2)
 
 
-def test_whole_posts_lose_no_word(tmp_path: Path) -> None:
-    """What the task's prompt leaves out becomes a row of its own."""
-    post = {"title": "Help", "post": "one two\nthree four", "summary": "short"}
-    (tmp_path / "train.jsonl").write_text(json.dumps(post) + "\n", encoding="utf-8")
-    run("whole_posts.py", tmp_path / "train.jsonl", tmp_path / "posts.jsonl", 3)
-    rows = [json.loads(line) for line in (tmp_path / "posts.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [row["response"] for row in rows] == ["Help. one two three TL;DR: short", "four"]
-
-
-def test_what_stands_after_the_tldr_of_a_copy_stands_before_it(tmp_path: Path) -> None:
-    """Copying can be learnt from every row; titles stand beside summaries."""
-    posts = [
-        {"title": f"Title\n{i}", "post": " ".join(f"w{j}" for j in range(1, 10 * i)), "summary": "s"} for i in range(5)
-    ]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(post) + "\n" for post in posts), encoding="utf-8")
-    run("copies.py", tmp_path / "train.jsonl", tmp_path / "copies.jsonl", tmp_path / "titles.jsonl", 2)
-    titles = [json.loads(line) for line in (tmp_path / "titles.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert titles == [post | {"summary": post[key]} for post in posts for key in ("summary", "title")]
-    rows = [
-        json.loads(line)["response"] for line in (tmp_path / "copies.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    assert len(rows) == len(posts) * 3 * 2
-    for row in rows:
-        shown, again = row.split(" TL;DR:")
-        assert f"{shown} ".startswith(f"{again.strip()} ") or shown.startswith(f"{again.strip()}. ")
+def test_no_prompt_that_is_held_out_is_learnt_from(checkpoint: Path, tmp_path: Path) -> None:
+    """Prompts come again when all had their turn; their later texts are left out too."""
+    prompts = [{"prompt": f"name[{i}]"} for i in range(300)]
+    write_jsonl(tmp_path / "prompts.jsonl", prompts)
+    options = ("--prompts", tmp_path / "prompts.jsonl", "--count", 700, "--max-new-tokens", 4)
+    run("own_data.py", checkpoint, tmp_path / "data", *options)
+    splits = {
+        split: [json.loads(line)["prompt"] for line in (tmp_path / "data" / f"{split}.jsonl").read_text().splitlines()]
+        for split in ("train", "validation", "test")
+    }
+    assert len(splits["test"]) == len(splits["validation"]) == 128
+    assert len(splits["train"]) > len(set(splits["train"])) > 0
+    assert not set(splits["train"]) & {*splits["validation"], *splits["test"]}
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in RECIPES.glob("*.py")))
@@ -142,6 +130,7 @@ def test_the_scripts_options_and_files_are_there(path: Path) -> None:
     every = [each for verb in line.commands.values() for each in verb.params]
     options = {name for each in every for name in (*each.opts, *each.secondary_opts)}
     text = re.sub(r"^\s*#.*", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= {*options, "--random-source", "--count", "--posts"}
+    options |= {"--random-source", "--count", "--posts", "--questions", "--summaries"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= options
     for name in re.findall(r"recipes/[\w/.-]+\.(?:yaml|json|py|sh)", text):
         assert (RECIPES.parent / name).is_file(), name

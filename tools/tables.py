@@ -188,19 +188,6 @@ def differences(folder: str = "e2e") -> None:
     )
 
 
-def kept(folder: str = "tldr") -> None:
-    """ROUGE-L at each speed, and the share of full depth's that it is."""
-    full, *rest = rows = _saved(folder)["rows"]
-    _print(
-        ("TL;DR, achieved layer ratio", *(f"{row['step_layer_ratio']:.2f}x" for row in rows)),
-        [
-            ("ROUGE-L", *(f"{row['rouge_l']:.2f}" for row in rows)),
-            ("share of full depth's", "100%", *(f"{row['rouge_l'] / full['rouge_l']:.1%}" for row in rest)),
-        ],
-        words=1,
-    )
-
-
 def methods(folder: str, *speedups: int) -> None:
     """BLEU of every method at each target, the achieved ratio where it is off, and the clock at the last target."""
 
