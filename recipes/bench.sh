@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything under results/clock: recipes/bench.sh OUTPUT. An hour or two on two cores, with nothing else computing.
+# Tables like those under results/clock: recipes/bench.sh OUTPUT. An hour or two on two cores, with nothing else computing.
 # Shapes with random weights: speed does not depend on their values. What is there is kept: delete a folder to measure
 # it again. Weights are laid out once (--prepack), as docs/faster.md says for CPUs; plain ones are what this is beside.
 set -euo pipefail

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # A task with a real model: SmolLM2 fine-tuned at full depth, then an adapter for three speeds, learnt from what the
-# fine-tuned model writes itself, beside a model of a third of the layers that had the same steps:
+# fine-tuned model writes itself, beside a model of a third of the layers with as many steps as the fine-tuning had:
 #   recipes/smollm2_task.sh TASK DATA OUTPUT_DIR [RESULTS]
-# TASK: reddit_tldr, e2e or cnn_dm; DATA: its folder (docs/training.md). Of cnn_dm 300 validation articles suffice: nothing
-# is fine-tuned, the model answers a request for a summary; texts for two thirds of them are learnt from, also by the third
-# of the layers, and the last third is scored.
+# TASK: reddit_tldr, e2e or cnn_dm; DATA: its folder (docs/training.md). For cnn_dm nothing is fine-tuned: the model
+# answers requests for a summary. Of its 300 validation articles 200 train the adapter and the third of the layers, and
+# 100 are scored. LIMIT scores only so many inputs.
 # The same command goes on after an interruption; TL;DR takes about four hours on a CPU core with bfloat16. Other STEPS,
 # TEXTS or SPEEDUPS need another OUTPUT_DIR. ENGINE=vllm writes the own texts with vLLM.
 set -euo pipefail

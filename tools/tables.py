@@ -116,6 +116,16 @@ def seeds(folder: str) -> None:
     print(f"{tables[0]['about']['rows'].replace(' of jsonl', '')}; {tables[0]['about']['machine']}.")
 
 
+def answer(folder: str, *rows: str) -> None:
+    """What each row wrote to the first prompt."""
+    prompt = json.loads((RESULTS / folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    print(f"\n> {prompt['messages'][0]['content']}\n")
+    for name in rows:
+        row = json.loads((RESULTS / folder / "rows" / f"{name}.json").read_text(encoding="utf-8"))
+        print(f"- **{_target(row)}**: {' '.join(row['texts'][0].split())}")
+    print()
+
+
 def frontier(folder: str = "frontier") -> None:
     """Quality, tokens per second and memory of each way, and how they were measured."""
     saved = _saved(folder)
@@ -318,4 +328,4 @@ def _label(row: Row) -> str:
     name = str(row["label"])
     if name.endswith("-job.json"):
         return f"planned for {name.removesuffix('-job.json')}x of the job's clock"
-    return "full depth" if row["target"] == 1 else f"trained for {_target(row)} of a step's layers"
+    return "full depth" if row["target"] == 1 else f"{_target(row)} of a step's layers"
