@@ -116,36 +116,6 @@ def seeds(folder: str) -> None:
     print(f"{tables[0]['about']['rows'].replace(' of jsonl', '')}; {tables[0]['about']['machine']}.")
 
 
-def task(folder: str) -> None:
-    """A fine-tuned model, its adapter at every speed, and a model of a third of its layers, on a task with references."""
-    saved = _saved(folder)
-    rows = [*saved["rows"], *_saved(f"{folder}/pruned")["rows"][1:]]
-    count = int(saved["about"]["rows"].split()[0])
-    names = {"full": "full depth", "skipdecode": "adapter", "static": "these layers alone, fine-tuned"}
-
-    def difference(row: Row) -> str:
-        low, high = row["rouge_l_interval"]
-        return f"{row['rouge_l_difference']:+.2f} ({low:+.2f} to {high:+.2f})" if row["method"] != "full" else ""
-
-    _print(
-        ("", "layers", "ROUGE-L", "from full depth (95%)", "BLEU", "tokens of a text", "a step is faster"),
-        [
-            (
-                names[row["method"]] + f", {_target(row)}" * (row["method"] != "full"),
-                f"{row['step_layers']:g}",
-                f"{row['rouge_l']:.2f}",
-                difference(row),
-                f"{row['bleu']:.2f}",
-                f"{row['tokens'] / count:.0f}",
-                f"{row['step_clock_ratio']:.2f}x",
-            )
-            for row in rows
-        ],
-        words=1,
-    )
-    print(f"{saved['about']['rows']}; {saved['about']['machine']}.")
-
-
 def answer(folder: str, *rows: str) -> None:
     """What each row wrote to the first prompt."""
     prompt = json.loads((RESULTS / folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0])
