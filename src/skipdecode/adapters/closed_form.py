@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.adapter import Adapter, Gap, gaps_between
+from ..core.patch import gate_state
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from ..core.text_passes import TextPasses
-from .hidden import hidden_states
 
 #: Ridge penalty, as a share of the mean variance of the hidden states.
 RIDGE = 0.01
@@ -90,13 +91,48 @@ def _moments(gaps: Mapping[Gap, Schedule], passes: Sequence[TextPasses], below: 
     found: dict[Gap, Moments] = {}
     for each in passes if gaps else ():
         wanted = each.batch["labels"][:, 2:] != -100
-        with hidden_states(each, {end for gap in gaps for end in gap}) as full:
+        with _hidden_states(each, {end for gap in gaps for end in gap}) as full:
             each.logits(Schedule.full(len(decoder_layers(each.model))), logits_to_keep=1)
         for gap, schedule in gaps.items():
             given = full[gap.start]
             if below:
-                with hidden_states(each, {gap.start}) as here:
+                with _hidden_states(each, {gap.start}) as here:
                     each.logits(schedule, logits_to_keep=1)
                 given = here[gap.start]
             found.setdefault(gap, Moments(given.shape[-1])).add(given[wanted], (full[gap.stop] - given)[wanted])
     return found
+
+
+@contextmanager
+def _hidden_states(passes: TextPasses, before: Collection[int]) -> Iterator[dict[int, Tensor]]:
+    """Return a context within which the newest pass over the texts leaves what layers are given, (batch, R, size).
+
+    A layer that a position skips passes on what the position was given, so each place holds all R positions.
+
+    Args:
+        passes: whose model and batch, with R positions of texts.
+        before: indices of layers; the number of layers means what the last one returns.
+    """
+    layers, seen = decoder_layers(passes.model), dict[int, Tensor]()
+    rows, width = passes.batch["input_ids"].shape[0], passes.batch["input_ids"].shape[1] - passes.prompt
+    state = gate_state(passes.model)
+
+    def keep(index: int, hidden: Tensor) -> None:
+        axis = state.axis(hidden, (rows, width))
+        hidden = hidden.movedim((axis - 1, axis), (0, 1))[:, -width:]
+        seen[index] = hidden.reshape(rows, width, -1)
+
+    def given(index: int) -> Callable[..., None]:
+        return lambda module, args, kwargs: keep(index, args[0] if args else kwargs["hidden_states"])
+
+    def returned(module: nn.Module, args: Any, output: Any) -> None:
+        keep(len(layers), output[0] if isinstance(output, tuple) else output)
+
+    hooks = [layers[i].register_forward_pre_hook(given(i), with_kwargs=True) for i in before if i < len(layers)]
+    if len(layers) in before:
+        hooks.append(layers[-1].register_forward_hook(returned))
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()

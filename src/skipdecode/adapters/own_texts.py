@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..data.chat import Prompt, parse_messages
+from ..data.chat import Prompt, as_json, parse_messages
 from ..data.inputs import Item, read_items
 from ..data.tasks import Example, Task
 from ..data.tasks.base import subsample
@@ -97,7 +97,7 @@ def own_texts(
     if any(left_out.values()):
         say("left out of the own texts: " + ", ".join(f"{n:,} {what}" for what, n in left_out.items() if n))
     if file and about and raw:
-        lines = ({"prompt": _plain(each.prompt), "response": each.references[0]} for each in texts)
+        lines = ({"prompt": as_json(each.prompt), "response": each.references[0]} for each in texts)
         write(file, "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines))
         write(about, json.dumps({"job": key, "texts": len(texts), "left_out": left_out}, indent=1) + "\n")
         raw.unlink()
@@ -127,10 +127,6 @@ def ends_in_loop(text: str) -> bool:
         if same >= max(REPEATS * period, REPEATED):
             return True
     return False
-
-
-def _plain(prompt: Prompt) -> Any:
-    return prompt if isinstance(prompt, str) else [message._asdict() for message in prompt]
 
 
 def _read(file: Path) -> list[Example]:

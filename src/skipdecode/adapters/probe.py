@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.adapter import Adapter
 from ..core.attach import attach, put_adapter
@@ -20,7 +19,7 @@ from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..core.text_passes import TextPasses
 from ..data.collation import batches_of
-from ..data.tasks import Example, get_task
+from ..data.tasks import get_task
 from ..errors import UsageError
 from ..files import write
 from ..generation.generate import max_positions
@@ -165,26 +164,6 @@ def probe_model(
     if len(texts) < 4:
         raise UsageError(f"probing needs at least four texts; {len(texts)} of {count} can be used")
     model, tokenizer = load(name, **where)
-    found = Probe(name, probe(model, tokenizer, texts, speedups, rank, batch_size, on_progress, say))
-    if folder is not None:
-        write(folder / "probe.json", json.dumps(found.to_dict(), indent=1) + "\n")
-    return found
-
-
-def probe(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[Example],
-    speedups: Sequence[float],
-    rank: int,
-    batch_size: int,
-    on_progress: Callable[[str, int, int], object] = lambda what, done, total: None,
-    say: Callable[[str], object] = lambda message: None,
-) -> list[Tried]:
-    """Measure :func:`candidates` on half of ``texts``, with stand-ins fitted to the other half.
-
-    ``model`` has no adapter, before and after. The other arguments are those of :func:`probe_model`.
-    """
     config, limit = model.config, max_positions(model.config)
     half = len(texts) // 2
     attach(model).requires_grad_(False)
@@ -194,7 +173,7 @@ def probe(
             for part in (texts[:half], texts[half:])
         )
     chosen = [(speedup, schedule) for speedup in speedups for schedule in candidates(layer_count(config), speedup)]
-    results = []
+    tried = []
     start = time.perf_counter()
     for done, (speedup, schedule) in enumerate(chosen):
         on_progress("choices of layers", done, len(chosen))
@@ -207,10 +186,13 @@ def probe(
         fit_stand_ins(adapter, fitted_to)
         (mapped,) = damage(measured, [schedule])
         speed = 0.0 if schedule.is_full else _tokens_per_second(AdapterLearner(model, adapter), schedule, measured[0])
-        results.append(Tried(speedup, schedule, bare, mapped, speed))
+        tried.append(Tried(speedup, schedule, bare, mapped, speed))
         put_adapter(model, None)
     on_progress("choices of layers", len(chosen), len(chosen))
-    return results
+    found = Probe(name, tried)
+    if folder is not None:
+        write(folder / "probe.json", json.dumps(found.to_dict(), indent=1) + "\n")
+    return found
 
 
 def _tokens_per_second(learner: AdapterLearner, schedule: Schedule, texts: TextPasses) -> float:

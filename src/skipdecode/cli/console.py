@@ -64,15 +64,15 @@ class Bar:
         if self._progress.task_ids:
             self._progress.stop()
 
-    def show(self, what: str, done: int, total: int, rate: str = "") -> None:
-        """Show the name of the current work, how many of ``total`` units are done, and the text ``rate``."""
+    def show(self, what: str, done: int, total: int) -> None:
+        """Show the name of the current work, and how many of ``total`` units are done."""
         if not self._progress.task_ids:
             self._progress.start()
-            self._progress.add_task(what, rate=rate)
+            self._progress.add_task(what, rate="")
         task = self._progress.task_ids[0]
         if self._progress.tasks[0].description != what:
             self._progress.reset(task)
-        self._progress.update(task, description=what, completed=done, total=total, rate=rate)
+        self._progress.update(task, description=what, completed=done, total=total)
 
     def advance(self, count: int = 1, rate: str = "") -> None:
         """Add ``count`` to the units done, and show the text ``rate``."""

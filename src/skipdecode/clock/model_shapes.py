@@ -46,11 +46,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "opt-125m": _opt(12, 768, 12),
     "opt-1.3b": _opt(24, 2048, 32),
     "opt-6.7b": _opt(32, 4096, 32),
-    "llama-160m": _llama(12, 768, 3072, 12, 12, vocab_size=32000),
     "llama-3.2-1b": _llama(16, 2048, 8192, 32, 8, head_dim=64, tie_word_embeddings=True),
-    "llama-3.2-3b": _llama(28, 3072, 8192, 24, 8, head_dim=128, tie_word_embeddings=True),
     "llama-3.1-8b": _llama(32, 4096, 14336, 32, 8, head_dim=128),
-    "qwen2.5-0.5b": _llama(24, 896, 4864, 14, 2, model_type="qwen2", vocab_size=151936, tie_word_embeddings=True),
     "tiny": _opt(8, 64, 4, vocab_size=4096),
 }
 

@@ -24,6 +24,7 @@ from ..core.schedule import Schedule
 from ..core.stack import decoder_layers, text_config, with_lenders_first
 from ..errors import ModelError, UsageError
 from ..generation.batch import Decoding, Passes, generate_batch
+from ..generation.generate import max_positions
 from ..planning.profile import Pass, Profile, shape_of
 from ..weights.device import machine, synchronize
 
@@ -222,7 +223,7 @@ def layer_kinds(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[int, ...
 
 def check_positions(config: Any, tokens: int) -> None:
     """Raise UsageError if a model of this config has fewer positions than ``tokens``."""
-    room = getattr(text_config(config), "max_position_embeddings", None)
+    room = max_positions(config)
     if room is not None and tokens > room:
         raise UsageError(f"prompt and new tokens are {tokens} together: the model has {room} positions")
 

@@ -42,6 +42,13 @@ def parse_messages(value: Any) -> Chat:
     return tuple(chat)
 
 
+def as_json(value: Any) -> Any:
+    """Return a column's value for JSON, with messages as objects that :func:`parse_messages` reads again."""
+    if isinstance(value, (list, tuple)):
+        return [each._asdict() if isinstance(each, Message) else each for each in value]
+    return value
+
+
 def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, answer: str | None = None) -> str:
     """Return the conversation in the format of the tokenizer's chat template, with special tokens.
 

@@ -21,6 +21,8 @@ from ..errors import UsageError
 
 #: Log-probabilities that are asked for at each position; vLLM's default limit (``--max-logprobs``).
 LIKELIEST = 20
+#: Seconds to wait for an answer.
+TIMEOUT = 600
 #: Least probability of the tokens that are taken as one: less is rounding.
 LEAST = 1e-6
 
@@ -66,12 +68,11 @@ class Server:
     Args:
         url: its address, with or without ``/v1``.
         api_key: what ``--api-key`` of the server named, if it did.
-        seconds: how long to wait for an answer.
     """
 
-    def __init__(self, url: str, api_key: str | None = None, seconds: float = 600) -> None:
+    def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._client = httpx.Client(headers={"authorization": f"Bearer {api_key}"} if api_key else {}, timeout=seconds)
+        self._client = httpx.Client(headers={"authorization": f"Bearer {api_key}"} if api_key else {}, timeout=TIMEOUT)
 
     def speeds(self) -> dict[float, str]:
         """Return the model's name at each speed-up, as ``/v1/models`` lists them. Raises UsageError without any."""

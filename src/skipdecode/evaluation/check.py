@@ -86,11 +86,10 @@ class Batch:
         return model(text, attention_mask=mask, use_cache=False, **_positions(model, mask)).logits[:, width - 1 :]
 
 
-def sample_batch(
-    model: PreTrainedModel, lengths: tuple[int, ...] = (12, 5, 9), new_tokens: int = 12, seed: int = 0
-) -> Batch:
-    """Return prompts of random token ids, one of each length in ``lengths``; ``seed`` determines them."""
-    generator = torch.Generator().manual_seed(seed)
+def sample_batch(model: PreTrainedModel) -> Batch:
+    """Return prompts of random token ids, always the same, of different lengths."""
+    lengths, new_tokens = (12, 5, 9), 12
+    generator = torch.Generator().manual_seed(0)
     vocabulary = min(text_config(model.config).vocab_size, 1000)  # image and audio tokens have the largest ids
     ids = torch.randint(0, vocabulary, (len(lengths), max(lengths)), generator=generator)
     mask = torch.stack([(torch.arange(max(lengths)) >= max(lengths) - n).long() for n in lengths])

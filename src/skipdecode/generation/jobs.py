@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.checkpoint_config import layer_count, schedule_for, untrained_warning
 from ..core.schedule import Schedule, parse_prompt_layers
-from ..data.chat import Message, Prompt, render, texts_for_a_chat_model
+from ..data.chat import Message, Prompt, as_json, render, texts_for_a_chat_model
 from ..data.inputs import Item, read_items, to_item
 from ..data.tasks import Task, get_task
 from ..data.tokenization import encode_prompts
@@ -63,7 +63,7 @@ class JobResult:
     def jsonl(self) -> str:
         """Return the output: one line per item, in the order of the input, with the item's own columns."""
         made = [
-            {column: _plain(value) for column, value in item.columns.items()}
+            {column: as_json(value) for column, value in item.columns.items()}
             | ({"error": f"line {item.line}: {item.error}"} if item.error else asdict(self.completions[index]))
             for index, item in enumerate(self.items)
         ]
@@ -273,13 +273,6 @@ class GenerationJob(EngineConfig):
             say("the input has references; pip install 'skipdecode[eval]' to see the score")
             return {}
         return {name: round(value, 2) for name, value in scores.items()}
-
-
-def _plain(value: Any) -> Any:
-    """Return a column's value for JSON, with messages as objects that can be read again."""
-    if isinstance(value, (list, tuple)):
-        return [each._asdict() if isinstance(each, Message) else each for each in value]
-    return value
 
 
 def encode_items(

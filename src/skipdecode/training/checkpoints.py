@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -70,7 +69,7 @@ class RunFolder:
         found = [path for path in self.folder.glob("checkpoint-*") if NAME.fullmatch(path.name)]
         return sorted((path for path in found if (path / SEAL).exists()), key=_step)
 
-    def newest(self, run: Mapping[str, Any], say: Callable[[str], object] = warnings.warn) -> Path | None:
+    def newest(self, run: Mapping[str, Any], say: Callable[[str], object]) -> Path | None:
         """Return the newest undamaged checkpoint, None if there is none; ``say`` reports each damaged one.
 
         Raises JobError if that checkpoint's run has another identity than ``run``, and names what differs.

@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from ..core.checkpoint_config import DEFAULT_HORIZON, DEFAULT_METHOD, DEFAULT_SPEEDUP
+from ..core.checkpoint_config import DEFAULT_HORIZON, DEFAULT_METHOD, DEFAULT_SPEEDUP, layer_count
 from ..core.schedule import Schedule, parse_prompt_layers
-from ..errors import ScheduleError, UsageError
+from ..errors import UsageError
 from ..methods import MethodName, get_method
 from .options import convert_value, option, option_name, read_order, read_run_file, read_schedule
 
@@ -289,10 +289,9 @@ class TrainingPlan:
         """
         from transformers.integrations import get_available_reporting_integrations
 
-        layers = config.get_text_config(decoder=True).num_hidden_layers
+        layers = layer_count(config)
         if self.schedule:
-            if self.schedule.num_layers != layers:
-                raise ScheduleError(f"--schedule is for {self.schedule.num_layers} layers, the model has {layers}")
+            self.schedule.check_layers(layers)
         else:
             for speedup in self.budgets:
                 Schedule.for_speedup(speedup, layers, self.horizon or DEFAULT_HORIZON, **self.style)

@@ -21,8 +21,7 @@ def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tupl
     the config says bfloat16 and the CPU multiplies it in hardware; elsewhere it stays ``auto``.
     """
     if device is None:
-        # (From torch 2.7 on, current_accelerator can check by itself that there is one.)
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = "cpu" if accelerator is None else accelerator.type
     check_device(device)
     check_dtype(dtype)
