@@ -345,7 +345,8 @@ def test_rows_stay_with_a_methods_own_cache() -> None:
     """CALM's knows which of its rows have left a layer."""
     model = attach(build("opt"))
     method: Any = get_method("calm")
-    decoder = method.decoder(model, 0.5, NEW, eos_token_id=END)
+    model.generation_config.eos_token_id = END
+    decoder = method.decoder(model, 0.5, NEW)
     with passes(model) as rows:
         write(model, decoder)
     assert set(rows) == {len(LENGTHS)}

@@ -80,7 +80,6 @@ class Calm(MultiExit):
         speedup: float,
         lengths: Callable[[], Sequence[int]],
         decode: Callable[[Any], Any],
-        **options: Any,
     ) -> tuple[Callable[[PreTrainedModel], DynamicCache], dict[str, Any]]:
         """Return the :meth:`decoder` at which held-out tokens run ``speedup`` times fewer layers, and notes on it.
 
@@ -91,16 +90,16 @@ class Calm(MultiExit):
         for _ in range(9):
             nines = (low + high) / 2
             threshold = 1 - 10**-nines
-            cost = decode(self.decoder(model, threshold, horizon, **options))
+            cost = decode(self.decoder(model, threshold, horizon))
             ratio = cost.num_layers / cost.row_depth
             trials.append((abs(ratio / speedup - 1), threshold, ratio))
             low, high = (low, nines) if ratio < speedup else (nines, high)
         _, threshold, ratio = min(trials)
         notes = {"threshold": threshold, "threshold_horizon": horizon, "held_out_token_ratio": round(ratio, 3)}
-        return self.decoder(model, threshold, horizon, **options), notes
+        return self.decoder(model, threshold, horizon), notes
 
     def decoder(
-        self, model: PreTrainedModel, threshold: float, horizon: int, **options: Any
+        self, model: PreTrainedModel, threshold: float, horizon: int
     ) -> Callable[[PreTrainedModel], DynamicCache]:
         """Return a function that makes a ConfidenceCache for each batch.
 
@@ -109,7 +108,6 @@ class Calm(MultiExit):
             threshold: the paper's lambda, 0 to 1. The margin of step t must exceed 0.9 lambda + 0.1 exp(-4 t / horizon)
                 (equation 5).
             horizon: in tokens, at least 1.
-            options: keyword arguments of ``model.generate``; ``eos_token_id`` replaces the model's own.
 
         Raises:
             ModelError: a layer is recurrent, or :func:`read_out` fails.
@@ -119,7 +117,7 @@ class Calm(MultiExit):
                 f"{type(model).__name__} has recurrent layers: one that a token leaves out keeps no state for the next"
             )
         install_exits(model)
-        ends = options.get("eos_token_id", model.generation_config.eos_token_id)
+        ends = model.generation_config.eos_token_id
         stops = ends if isinstance(ends, list) else [] if ends is None else [ends]
         return partial(ConfidenceCache, reader=read_out(model), threshold=threshold, horizon=horizon, stops=stops)
 

@@ -355,7 +355,6 @@ class Evaluation:
                 variant.speedup,
                 self.held_out_lengths,
                 lambda decoding: self.generate(variant.model, some, decoding).cost,
-                do_sample=False,
             )
         result = self.generate(variant.model, self.examples, decoding)
         cost, texts = result.cost, [completion.text for completion in result.completions]

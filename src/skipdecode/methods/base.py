@@ -62,7 +62,6 @@ class Method:
         speedup: float,
         lengths: Callable[[], Sequence[int]],
         decode: Callable[[Any], Any],
-        **options: Any,
     ) -> tuple[Schedule | Callable[[PreTrainedModel], Any] | None, dict[str, Any]]:
         """Return how to decode at ``speedup`` (an argument of ``generate_ids``), and details of it to report.
 
@@ -71,7 +70,6 @@ class Method:
             speedup: target.
             lengths: measures the full model's decode steps on held-out prompts.
             decode: generates texts for held-out prompts with the decoding it is given, and returns their cost.
-            options: keyword arguments of ``model.generate``.
         """
         if not self.skips:
             return None, {}

@@ -11,7 +11,6 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from ..core.attach import attach, teacher_forced
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
-from ..errors import UsageError
 
 
 def token_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
@@ -48,14 +47,12 @@ class Distillation(Objective):
     """``(1 - weight)`` times cross-entropy, ``weight`` times the KL divergence from a model that runs all its layers.
 
     Args:
-        weight: 0 to 1.
+        weight: above 0, at most 1.
         teacher: another model of the same vocabulary; None: the trained model itself at full depth, without dropout.
             A step whose schedule is full then uses cross-entropy alone.
     """
 
     def __init__(self, weight: float, teacher: nn.Module | None = None) -> None:
-        if not 0 < weight <= 1:
-            raise UsageError(f"a distillation weight is above 0 and at most 1, not {weight}")
         self.weight = weight
         self.teacher = None if teacher is None else attach(teacher.eval())
         self._target: Tensor | None = None
