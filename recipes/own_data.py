@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 
-from skipdecode.adapters.own_texts import SAMPLED, own_texts, read_prompts
-from skipdecode.data.tasks import get_task
+from skipdecode.adapters.own_texts import SAMPLED, hold_out, own_texts, read_prompts
+from skipdecode.data.chat import Prompt, as_json
+from skipdecode.data.tasks import Example, get_task
 from skipdecode.engines import get_engine
 from skipdecode.generation.jobs import GenerationJob
 
@@ -42,24 +44,27 @@ def main(
     options = SAMPLED | {"temperature": temperature, "max_new_tokens": max_new_tokens}
     job = GenerationJob(model, task=task, batch_size=128, options=options, dtype=dtype, engine=get_engine(engine))
     texts = own_texts(job, read_prompts(prompts or None, task), count, folder / "own_texts.jsonl", say=typer.echo)
-    rows: list[tuple[object, str]] = [(each.prompt, each.references[0]) for each in texts]
-    if not prompts:
-        cut = (re.match(rf"((?:\S+\s+){{{BEGINNING - 1}}}\S+)(.+)", text.lstrip(), re.DOTALL) for _, text in rows)
-        rows = [(match[1], match[2]) for match in cut if match]
-    test, validation, train = rows[:HELD_OUT], rows[HELD_OUT : 2 * HELD_OUT], rows[2 * HELD_OUT :]
-    if prompts:  # which come again when all had their turn: what is held out is the prompt
-        known = {repr(prompt) for prompt, _ in test + validation}
-        train = [row for row in train if repr(row[0]) not in known]
+    learned, held = hold_out(texts, 2 * HELD_OUT)
+    train, others = (_rows(part, cut=not prompts) for part in (learned, held))
+    test, validation = others[: len(others) // 2], others[len(others) // 2 :]
     write(folder / "train.jsonl", [as_row(prompt) | {"response": text} for prompt, text in train])
     write(folder / "validation.jsonl", [as_row(prompt) | {"response": text} for prompt, text in validation])
     write(folder / "test.jsonl", [as_row(prompt) for prompt, _ in test])
 
 
-def as_row(prompt: object) -> dict[str, object]:
+def _rows(texts: Sequence[Example], cut: bool) -> list[tuple[Prompt, str]]:
+    """Return prompts and responses; ``cut`` makes both of a text that has no prompt."""
+    if not cut:
+        return [(each.prompt, each.references[0]) for each in texts]
+    found = (
+        re.match(rf"((?:\S+\s+){{{BEGINNING - 1}}}\S+)(.+)", each.references[0].lstrip(), re.DOTALL) for each in texts
+    )
+    return [(match[1], match[2]) for match in found if match]
+
+
+def as_row(prompt: Prompt) -> dict[str, object]:
     """Return the columns of a prompt: a text, or messages."""
-    if isinstance(prompt, str):
-        return {"prompt": prompt}
-    return {"messages": [message._asdict() for message in prompt]}  # type: ignore[attr-defined]
+    return {"prompt" if isinstance(prompt, str) else "messages": as_json(prompt)}
 
 
 def write(file: Path, rows: list[dict[str, object]]) -> None:

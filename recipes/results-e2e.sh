@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything under results/ that is about E2E, from random weights: recipes/results-e2e.sh DATA RUNS [RESULTS]
-# Many hours on two cores; never run as a whole. The same command resumes a killed run: finished models, rows and tables are kept. After a change
-# of a recipe give other RUNS: what is finished there is not looked at again.
+# Many hours on two cores; never run as a whole. The same command resumes a killed run: finished models, rows and tables
+# are kept. After a change of a recipe give other RUNS: what is finished there is not looked at again.
 set -euo pipefail
 data=$(realpath "$1") runs=$(realpath -m "$2") results=$(realpath -m "${3:-results}")
 cd "$(dirname "$0")/.."

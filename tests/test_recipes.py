@@ -103,7 +103,7 @@ def test_no_prompt_that_is_held_out_is_learnt_from(checkpoint: Path, tmp_path: P
         split: [json.loads(line)["prompt"] for line in (tmp_path / "data" / f"{split}.jsonl").read_text().splitlines()]
         for split in ("train", "validation", "test")
     }
-    assert len(splits["test"]) == len(splits["validation"]) == 128
+    assert min(map(len, splits.values())) > 0
     assert len(splits["train"]) > len(set(splits["train"])) > 0
     assert not set(splits["train"]) & {*splits["validation"], *splits["test"]}
 
