@@ -309,21 +309,11 @@ def test_an_interrupted_evaluation_leaves_training_as_it_was(
 def test_the_guides_python_runs(checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """H: docs/training.md, on a smaller model and for fewer steps; what it trains carries its schedule."""
     guide = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    assert len(blocks) == 2
+    [block] = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     shutil.copy(data, "rows.jsonl")
-    names: dict[str, Any] = {}
-    for block in blocks:
-        for long, short in (
-            ('"demo"', repr(str(checkpoint))),
-            ("max_steps=20", "max_steps=1"),
-            ("length=256", "length=96"),
-        ):
-            block = block.replace(long, short)
-        exec(block, names)
+    exec(block.replace('"demo"', repr(str(checkpoint))).replace("max_steps=20", "max_steps=1"), {})
     assert 2 in trained_schedules(AutoModelForCausalLM.from_pretrained("trained").config)
-    assert names["trainer"].state.global_step == 1
 
 
 @pytest.mark.slow
