@@ -25,7 +25,7 @@ from skipdecode.core.schedule import Schedule
 from skipdecode.core.stack import text_config
 from skipdecode.data.collation import batches_of
 from skipdecode.data.tasks import Example
-from skipdecode.errors import FileError, ScheduleError, UsageError
+from skipdecode.errors import FileError, ModelError, ScheduleError, UsageError
 from skipdecode.serving import server
 from skipdecode.serving.settings import Serving
 from skipdecode.training import adapting
@@ -307,7 +307,52 @@ def test_own_texts_train_all_weights_too(checkpoint: Path, prompts: Path, tmp_pa
     assert json.loads((tmp_path / "out" / "config.json").read_text())["skipdecode"]["schedules"].keys() == {"2", "4"}
 
 
-@pytest.mark.parametrize("verb", ["train", "probe", "bench", "profile", "calibrate"])
+def test_training_goes_on_from_an_adapter(trained: Path, checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+    """Its own model's, or that of the model it was fine-tuned from: what it knew of a speed-up is where it begins."""
+    still = ["--max-steps", 1, "--learning-rate", 1e-30, "--own-texts", 20, "--max-new-tokens", 6, "--prompts", prompts]
+    start = load_file(trained / WEIGHTS)
+    done = run("train", trained, *still, "--output", tmp_path / "more")
+    assert done.returncode == 0, done.stderr
+    more = load_file(tmp_path / "more" / WEIGHTS)
+    assert more.keys() == start.keys()
+    assert all(torch.equal(more[name], start[name]) for name in start)
+
+    model, tokenizer = load(str(checkpoint), dtype="float32")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.1)
+    for each in (model, tokenizer):
+        each.save_pretrained(tmp_path / "tuned")
+    done = run("train", tmp_path / "tuned", *still, "--adapter", trained, "--speedup", 2, "--output", tmp_path / "two")
+    assert done.returncode == 0, done.stderr
+    assert read_schedules(tmp_path / "two") == {2.0: read_schedules(trained)[2.0]}
+    two = load_file(tmp_path / "two" / WEIGHTS)
+    assert 0 < len(two) < len(start)
+    assert all(torch.equal(two[name], start[name]) for name in two)
+    assert load(str(tmp_path / "tuned"), adapter=tmp_path / "two")
+    with pytest.raises(ModelError, match="another model"):
+        load(str(checkpoint), adapter=tmp_path / "two")
+
+
+def test_an_adapter_that_training_cannot_begin_with_is_refused(trained: Path, tmp_path: Path) -> None:
+    """Before a model is loaded, and it stays as it is."""
+    before = (trained / WEIGHTS).read_bytes()
+    for words, said in (
+        ([trained, "--speedup", 3], "has no speed-up 3 to begin with: it has 2, 4"),
+        ([trained, "--order", "even"], "brings its layers"),
+        ([trained, "--adapter-rank", 8], "brings its layers and its rank"),
+        ([trained, "--no-adapters"], "does not go with --no-adapters"),
+        ([trained, "--own-texts", 20, "--output", trained], "holds what is to be trained"),
+        (["demo", "--own-texts", 20, "--adapter", trained], "for 8 layers of width"),
+        (["demo", "--own-texts", 20, "--adapter", tmp_path], "holds no adapter"),
+    ):
+        done = run("train", *words, *["--output", tmp_path / "out"] * ("--output" not in words))
+        assert done.returncode == 2, said
+        assert said in done.stderr
+    assert (trained / WEIGHTS).read_bytes() == before
+
+
+@pytest.mark.parametrize("verb", ["probe", "bench", "profile", "calibrate"])
 def test_verbs_that_cannot_use_an_adapter_refuse_it(verb: str, trained: Path, tmp_path: Path) -> None:
     """Rather than run its bare model."""
     data = ["--data", trained] if verb == "calibrate" else []

@@ -179,7 +179,7 @@ def test_another_models_folder_is_not_written_into(checkpoint: Path, data: Path,
     before = contents(output)
     refused(trained(checkpoint, data, output), str(output), "another --output")
     refused(trained(checkpoint, data, output, "--no-resume"), str(output))
-    refused(trained(output, data, f"{output}/../theirs"), "model to be trained", "another --output")
+    refused(trained(output, data, f"{output}/../theirs"), "what is to be trained", "another --output")
     assert contents(output) == before
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / RECORD).write_text('{"lr": 1}')

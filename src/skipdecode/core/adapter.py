@@ -88,6 +88,7 @@ class Adapter(nn.Module):
 
     def __init__(self, size: int, rank: int, schedules: Mapping[float, Schedule]) -> None:
         super().__init__()
+        self.size = size
         self.rank = min(rank, size)
         self.schedules = dict(schedules)
         runs = set().union(*map(runs_of, schedules.values()))

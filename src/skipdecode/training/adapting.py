@@ -19,6 +19,7 @@ from ..adapters.learner import AdapterLearner, TextCollator
 from ..adapters.own_prompts import LONGEST, prompts_for
 from ..adapters.own_texts import SAMPLED, hold_out, own_texts
 from ..core.adapter import Adapter
+from ..core.adapter_folder import locate_adapter, read_adapter
 from ..core.attach import attach
 from ..core.checkpoint_config import layer_count
 from ..core.schedule import Schedule
@@ -55,7 +56,8 @@ def forecast(
 
     layers = layer_count(model.config)
     warmup = warmup_layers(layers, max(plan.budgets))
-    schedules = {speedup: flat_schedule(layers, speedup, warmup) for speedup in plan.budgets}
+    flat = {speedup: flat_schedule(layers, speedup, warmup) for speedup in plan.budgets}
+    schedules = {speedup: plan.begun.get(speedup, flat[speedup]) for speedup in flat}
     learner = make_learner(plan, model, schedules, (), str)
     collate = TextCollator(tokenizer.pad_token_id, max_length=max_positions(model.config))
     for rows, tokens in ((1, 8), (plan.batch_size, longest)):  # the first is not counted
@@ -111,11 +113,20 @@ def make_learner(
     batches: Sequence[Mapping[str, Any]],
     say: Callable[[str], object],
 ) -> AdapterLearner:
-    """Return what learns the adapter of a frozen model, with stand-ins fitted in closed form to any ``batches``."""
+    """Return what learns the adapter of a frozen model.
+
+    Its weights are those of ``plan.adapter``; without one, its stand-ins are fitted in closed form to any ``batches``.
+    """
     model.eval().requires_grad_(False)
-    adapter = Adapter(text_config(model.config).hidden_size, plan.adapter_rank, schedules)
+    begun = read_adapter(locate_adapter(plan.adapter)) if plan.adapter else None
+    rank = begun.rank if begun else plan.adapter_rank
+    adapter = Adapter(text_config(model.config).hidden_size, rank, schedules)
     attach(model, adapter=adapter)
-    if batches:
+    if begun:
+        known = begun.state_dict()  # of more speed-ups, it may be
+        adapter.load_state_dict({name: known[name] for name in adapter.state_dict()})
+        say(f"training begins with the adapter in {plan.adapter}")
+    elif batches:
         fit_stand_ins(adapter, [TextPasses(model, batch) for batch in batches])
     say(f"the adapter has {sum(weight.numel() for weight in adapter.parameters()):,} weights; the model stays as it is")
     return AdapterLearner(model, adapter)

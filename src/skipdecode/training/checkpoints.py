@@ -44,10 +44,10 @@ class RunFolder:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
-    def claim(self, model: str | None = None) -> None:
-        """Raise FileError if the folder is ``model``'s own, or holds files that no training run wrote."""
-        if model and Path(model).is_dir() and Path(model).resolve() == self.folder.resolve():
-            raise FileError(f"{self.folder} holds the model to be trained: give another --output")
+    def claim(self, *starts: str | None) -> None:
+        """Raise FileError if the folder is one of those that training starts from, or holds files of other origin."""
+        if any(each and Path(each).is_dir() and Path(each).resolve() == self.folder.resolve() for each in starts):
+            raise FileError(f"{self.folder} holds what is to be trained: give another --output")
         path, theirs = self.folder / RECORD, []
         if path.exists():
             try:
@@ -141,11 +141,11 @@ class RunFolder:
 
 
 @contextmanager
-def run_folder(folder: str | Path, model: str | None = None) -> Iterator[RunFolder]:
+def run_folder(folder: str | Path, *starts: str | None) -> Iterator[RunFolder]:
     """Create ``folder``, lock it for a training run (in the first of its processes), and yield it.
 
     Args:
-        model: the model to train, which may not be in ``folder``.
+        starts: the model to train, and what else training starts from: none may be in ``folder``.
 
     Raises:
         JobError: another process trains there.
@@ -159,7 +159,7 @@ def run_folder(folder: str | Path, model: str | None = None) -> Iterator[RunFold
     try:
         first = os.environ.get("RANK", "0") == "0"
         with locked(run.folder / RECORD, str(folder)) if first else nullcontext():
-            run.claim(model)
+            run.claim(*starts)
             yield run
     finally:
         with suppress(OSError):  # succeeds only if the folder is empty

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from ..core.checkpoint_config import DEFAULT_HORIZON, DEFAULT_METHOD, DEFAULT_SPEEDUP, layer_count
+from ..core.checkpoint_config import ADAPTER_FILE, DEFAULT_HORIZON, DEFAULT_METHOD, DEFAULT_SPEEDUP, layer_count
 from ..core.schedule import Schedule, parse_prompt_layers
 from ..errors import UsageError
 from ..methods import MethodName, get_method
@@ -26,7 +26,7 @@ EITHER_OR = (("speedup", "speedups"), ("model", "from_config"), ("max_steps", "n
 #: Learning rates of all weights with AdamW, and of adapters with Muon.
 RATE, ADAPTER_RATE = 5e-5, 1.5e-3
 #: Options that name files or folders of the user's, or where a run reports to.
-OWN = frozenset("model output data prompts teacher from_config tokenizer schedule report_to".split())
+OWN = frozenset("model output data prompts adapter teacher from_config tokenizer schedule report_to".split())
 
 DATA = "Data"
 ADAPTERS = "Adapters and own texts"
@@ -118,6 +118,12 @@ class TrainingPlan:
         ADAPTERS,
     )
     adapter_rank: int = option(256, "Rank of these maps.", ADAPTERS, least=1, most=10_000)
+    adapter: str | None = option(
+        None,
+        "Begin with this adapter of MODEL, or of the model that MODEL was fine-tuned from: its layers, rank and "
+        "weights, and all its speed-ups unless you name some. MODEL may be the adapter's folder itself.",
+        ADAPTERS,
+    )
 
     method: MethodName = option("skipdecode", "SkipDecode, or a baseline to compare it with.", BUDGETS)
     weights: tuple[float, ...] | None = option(
@@ -197,8 +203,13 @@ class TrainingPlan:
             convert = {"order": read_order, "schedule": read_schedule, "prompt_layers": parse_prompt_layers}.get(name)
             value = getattr(self, name)
             object.__setattr__(self, name, convert(value) if convert else convert_value(name, kind, value, about))
+        if self.model and not self.adapter and (Path(self.model) / ADAPTER_FILE).is_file():
+            from ..weights.loading import resolve  # not above: the command line's help needs no torch
+
+            object.__setattr__(self, "adapter", self.model)
+            object.__setattr__(self, "model", resolve(self.model))
         if self.adapters is None:
-            object.__setattr__(self, "adapters", self.own_texts is not None)
+            object.__setattr__(self, "adapters", self.own_texts is not None or self.adapter is not None)
         if self.learning_rate is None:
             object.__setattr__(self, "learning_rate", ADAPTER_RATE if self.adapters else RATE)
         self._check_combinations()
@@ -210,7 +221,18 @@ class TrainingPlan:
             return self.speedups
         if self.speedup is not None:
             return (self.speedup,)
+        if self.adapter:
+            return tuple(self.begun)
         return (self.schedule.target,) if self.schedule else (DEFAULT_SPEEDUP,)
+
+    @property
+    def begun(self) -> dict[float, Schedule]:
+        """Return the schedules of the adapter to begin with; none without one. Raises FileError if it is damaged."""
+        if self.adapter is None:
+            return {}
+        from ..core.adapter_folder import locate_adapter, read_schedules  # not above: help needs no torch
+
+        return read_schedules(locate_adapter(self.adapter))
 
     @property
     def style(self) -> dict[str, Any]:
@@ -262,7 +284,16 @@ class TrainingPlan:
         if self.own_texts and self.from_config:
             raise UsageError("--own-texts needs a model that can write, not --from-config")
         if not self.adapters:
+            if self.adapter:
+                raise UsageError("--adapter begins an adapter with another: it does not go with --no-adapters")
             return
+        if self.adapter:
+            own = ("schedule", "horizon", "lengths")
+            if self.style or any(getattr(self, n) for n in own) or self.adapter_rank != TrainingPlan.adapter_rank:
+                raise UsageError("--adapter brings its layers and its rank: no option that chooses them goes with it")
+            if other := [f"{each:g}" for each in self.budgets if each not in self.begun]:
+                known = ", ".join(f"{each:g}" for each in self.begun)
+                raise UsageError(f"{self.adapter} has no speed-up {other[0]} to begin with: it has {known}")
         changing = ("lora_rank", "distill_weight", "teacher", "from_config")
         if wrong := [option_name(name) for name in changing if getattr(self, name)]:
             raise UsageError(
@@ -290,7 +321,18 @@ class TrainingPlan:
         from transformers.integrations import get_available_reporting_integrations
 
         layers = layer_count(config)
-        if self.schedule:
+        if self.adapter:
+            from ..core.adapter_folder import locate_adapter, read_adapter
+            from ..core.stack import text_config
+
+            size, width = read_adapter(locate_adapter(self.adapter)).size, text_config(config).hidden_size
+            there = next(iter(self.begun.values())).num_layers
+            if (size, there) != (width, layers):
+                raise UsageError(
+                    f"the adapter in {self.adapter} is for {there} layers of width {size}: this model has {layers} "
+                    f"of width {width}"
+                )
+        elif self.schedule:
             self.schedule.check_layers(layers)
         else:
             for speedup in self.budgets:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from ..adapters.form import warmup_layers
 from ..adapters.learner import TextCollator
-from ..core.adapter_folder import save_adapter
+from ..core.adapter_folder import locate_adapter, save_adapter
 from ..core.attach import attach
 from ..core.checkpoint_config import layer_count, schedules_of, set_entry, to_config_entry
 from ..core.schedule import Schedule
@@ -33,7 +33,7 @@ from ..methods import get_method
 from ..methods.objectives import Distillation
 from ..planning.fitting import batch_lengths
 from ..planning.resolve import method_schedule, new_schedule
-from ..provenance import fingerprint
+from ..provenance import fingerprint, identity
 from ..weights import loading
 from .adapting import OWN_TEXTS, forecast, make_learner, say_damage, write_own_texts
 from .callbacks import StopBySignal
@@ -68,9 +68,8 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
     if os.environ.get("RANK", "0") != "0":
         say = str  # only the first process prints
     task = task_from(vars(plan))
-    loading.refuse_adapter(str(plan.model), "train")
     training, validation = ([], []) if plan.own_texts else _read(plan, task)
-    with run_folder(plan.output, plan.model) as folder:
+    with run_folder(plan.output, plan.model, plan.adapter) as folder:
         # Check before loading weights, so that a wrong option fails at once.
         path = Path(plan.from_config) if plan.from_config else None
         config = loading.new_config(path) if path else loading.read_config(str(plan.model))
@@ -249,6 +248,8 @@ def _schedules(
     style = _style(plan, config)
 
     def schedule(speedup: float) -> Schedule:
+        if plan.adapter:
+            return plan.begun[speedup]
         if plan.schedule is not None:
             return plan.schedule.check_layers(layer_count(config))
         if plan.lengths is None and plan.horizon is None:
@@ -301,6 +302,7 @@ def _record(
 ) -> dict[str, Any]:
     """Return the run's identity: a checkpoint is resumed only by a run in which all of it is equal."""
     teacher = plan.teacher and fingerprint(loading.identity_of(plan.teacher))
+    adapter = plan.adapter and fingerprint(identity(str(locate_adapter(plan.adapter))))
     fast = getattr(tokenizer, "backend_tokenizer", None)
     words = tokenizer.get_vocab() if fast is None else fast.to_str()
     if plan.from_config:
@@ -315,6 +317,7 @@ def _record(
         "data": fingerprint(*map(asdict, training)),
         "budgets": [[k, schedule.to_dict()] for k, schedule in schedules.items()],  # the draw depends on the order
         "teacher": teacher,
+        "adapter": adapter,
         "number of processes": args.world_size,
         "optimizer": "Muon" if plan.adapters else "AdamW",
     } | {name: getattr(plan, name) for name in DECISIVE}
