@@ -6,13 +6,15 @@
 # answers requests for a summary. Of its 300 validation articles 200 train the adapter and the third of the layers, and
 # 100 are scored. LIMIT scores only so many inputs.
 # The same command goes on after an interruption; TL;DR takes about four hours on a CPU core with bfloat16. Other STEPS,
-# TEXTS or SPEEDUPS need another OUTPUT_DIR. ENGINE=vllm writes the own texts with vLLM.
+# TEXTS, SPEEDUPS or ADAPTER need another OUTPUT_DIR. ENGINE=vllm writes the own texts with vLLM. ADAPTER: SmolLM2's own,
+# with which the fine-tuned model's begins; SPEEDUPS are then among its.
 set -euo pipefail
 name=$1 data=$(realpath "$2") out=$(realpath -m "$3") results=$(realpath -m "${4:-results}")
+adapter=${ADAPTER:+$(realpath "$ADAPTER")}
 cd "$(dirname "$0")/.."
 skipdecode=${SKIPDECODE:-.venv/bin/skipdecode} python=${PYTHON:-.venv/bin/python}
 speedups=${SPEEDUPS:-1.5,2,3} task=(--task "$name" --data "$data") full=$out/full
-steps=(--max-steps "${STEPS:-400}" --batch-size 16 --bf16 --attn-implementation eager --save-steps 50)
+steps=(--max-steps "${STEPS:-400}" --batch-size "${BATCH:-16}" --bf16 --attn-implementation eager --save-steps 50)
 own=(--own-texts "${TEXTS:-3000}" --temperature 0.5 --engine "${ENGINE:-transformers}")
 third=(--eval-steps 0) judged=("${task[@]}")
 
@@ -31,7 +33,7 @@ if [ "$name" = cnn_dm ]; then
 else
     train full "$out/base" --method full --speedup 1 --learning-rate 1e-4 --eval-steps 0
 fi
-train adapter "$full" "${own[@]}" --speedups "$speedups"
+train adapter "$full" "${own[@]}" --speedups "$speedups" ${adapter:+--adapter "$adapter"}
 if [ "$name" = cnn_dm ]; then mkdir -p "$out/pruned-3" && cp -n "$out"/adapter/own_texts.json* "$out/pruned-3"; fi
 train pruned-3 "$out/base" "${third[@]}" --method static --speedup 3 --learning-rate 3e-4
 judge() { "$skipdecode" evaluate "$full" "${judged[@]}" --batch-size 32 ${LIMIT:+--limit "$LIMIT"} "$@"; }
