@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule, ScheduleError
 from skipdecode.core.decays import share_of_max
-from skipdecode.planning.fitting import LONGEST, Lengths, achieved, batch_lengths, bisect_ratio, fit, refit
+from skipdecode.planning.fitting import LONGEST, Lengths, batch_lengths, bisect_ratio, fit, refit
 
 TOLERANCE, NEAR = 0.01, 0.05  # what the docs promise
 FALLING = ["linear", "cosine", "exponential", "power", "step"]
@@ -22,7 +22,7 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(lambda len
 
 def off(schedule: Schedule, speedup: float, lengths: list[int]) -> float:
     """How far the achieved ratio is from the one asked for."""
-    return abs(achieved(schedule, lengths) / speedup - 1)
+    return abs(Lengths(lengths).ratio(schedule) / speedup - 1)
 
 
 @st.composite
@@ -160,8 +160,8 @@ def test_refitting_moves_the_horizon_alone(
 @pytest.mark.parametrize("plan", [Schedule(8, 4, 4, 1), Schedule.from_depths(8, [6, 4, 2])])
 def test_what_has_no_horizon_to_move_is_kept_or_given_up(plan: Schedule) -> None:
     """A constant depth and a list are right as they are, or not at all."""
-    assert refit(plan, achieved(plan, [3, 2]), [3, 2]) is plan
-    assert refit(plan, 1.1 * achieved(plan, [3, 2]), [3, 2]) is None
+    assert refit(plan, Lengths([3, 2]).ratio(plan), [3, 2]) is plan
+    assert refit(plan, 1.1 * Lengths([3, 2]).ratio(plan), [3, 2]) is None
 
 
 @settings(max_examples=50)
@@ -171,9 +171,9 @@ def test_achieved_is_what_the_steps_add_up_to(wish: tuple[int, float, list[int],
     layers, speedup, lengths, style = wish
     plan = fit(layers, speedup, lengths, **style)
     ran = sum(plan.depth(g) for length in lengths for g in range(length))
-    assert achieved(plan, lengths) == pytest.approx(layers * sum(lengths) / ran)
+    assert Lengths(lengths).ratio(plan) == pytest.approx(layers * sum(lengths) / ran)
     listed = Schedule.from_depths(layers, [plan.depth(g) for g in range(max(lengths))])
-    assert achieved(listed, lengths) == pytest.approx(achieved(plan, lengths))
+    assert Lengths(lengths).ratio(listed) == pytest.approx(Lengths(lengths).ratio(plan))
 
 
 @given(LENGTHS)

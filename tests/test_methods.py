@@ -25,7 +25,7 @@ from skipdecode.generation.generate import generate_ids
 from skipdecode.generation.results import Cost
 from skipdecode.methods import METHODS, get_method
 from skipdecode.methods.objectives import Distillation, Objective
-from skipdecode.planning.fitting import achieved, batch_lengths, fit
+from skipdecode.planning.fitting import Lengths, batch_lengths, fit
 
 LENGTHS = [44, 39, 40, 36, 35, 32, 25]
 FITTED = ("skipdecode", "multi_exit", "calm", "d3", "hsd")
@@ -44,7 +44,7 @@ def model(checkpoint: Path) -> Any:
 @pytest.mark.parametrize("name", FITTED)
 def test_what_a_method_achieves_is_what_was_asked_for(name: str, speedup: int, layers: int) -> None:
     plan = get_method(name).schedule(layers, speedup, LENGTHS)
-    assert achieved(plan, LENGTHS) == pytest.approx(speedup, rel=0.03)
+    assert Lengths(LENGTHS).ratio(plan) == pytest.approx(speedup, rel=0.03)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -56,7 +56,7 @@ def test_constant_depth_is_as_near_as_whole_layers_come() -> None:
     for speedup in (2, 3, 4, 5):
         plan = get_method("unified").schedule(24, speedup, LENGTHS)
         others = [abs(24 / depth - speedup) for depth in range(1, 25)]
-        assert abs(achieved(plan, LENGTHS) - speedup) <= min(others) + 1e-9
+        assert abs(Lengths(LENGTHS).ratio(plan) - speedup) <= min(others) + 1e-9
         assert {0, 23} <= set(plan.layers(plan.depth(0)))
 
 
@@ -85,7 +85,7 @@ def test_fitted_depths_achieve_what_generation_reports(model: tuple[Any, Any]) -
     ids = encode_prompts(tokenizer, TEXTS[:5])
     plan = Schedule.for_speedup(3, 8, horizon=6)
     result = generate_ids(network, tokenizer, ids, plan, 2, max_new_tokens=12, do_sample=False)
-    assert achieved(plan, result.lengths) == pytest.approx(result.cost.layer_ratio)
+    assert Lengths(result.lengths).ratio(plan) == pytest.approx(result.cost.layer_ratio)
 
 
 # --- reading a layer's states

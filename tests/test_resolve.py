@@ -31,7 +31,7 @@ from skipdecode.core.schedule import Schedule
 from skipdecode.errors import FileError, ScheduleError, UsageError
 from skipdecode.generation.jobs import GenerationJob
 from skipdecode.methods import METHODS, get_method
-from skipdecode.planning.fitting import achieved, fit
+from skipdecode.planning.fitting import Lengths, fit
 from skipdecode.planning.planner import Predictor, Workload
 from skipdecode.planning.resolve import method_schedule, new_schedule
 
@@ -141,7 +141,7 @@ def test_a_fitted_method_keeps_the_style_it_was_trained_in() -> None:
     trained = Schedule(8, 4, 2, 12, order="bottom", decay="cosine")
     new = new_schedule(config_of({2.0: trained}, "multi_exit"), 4, LENGTHS, method=method)
     assert new.style == trained.style
-    assert achieved(new, LENGTHS) == pytest.approx(4, rel=0.05)
+    assert Lengths(LENGTHS).ratio(new) == pytest.approx(4, rel=0.05)
     assert new_schedule(config_of(), 4, LENGTHS, method=method).order == "bottom"
 
 
@@ -272,8 +272,8 @@ def test_schedules_that_were_calibrated_alone_are_no_training() -> None:
 def test_what_a_rule_of_its_own_leaves_open() -> None:
     """A method that has one takes no wish, and cannot be planned on a clock; the config's fastest is the default."""
     config, unified = config_of({2.0: EVEN, 5.0: FAST}), get_method("unified")
-    assert achieved(new_schedule(config, None, LENGTHS), LENGTHS) == pytest.approx(5, rel=0.05)
-    assert achieved(new_schedule(config_of(), None, LENGTHS), LENGTHS) == pytest.approx(2, rel=0.05)
+    assert Lengths(LENGTHS).ratio(new_schedule(config, None, LENGTHS)) == pytest.approx(5, rel=0.05)
+    assert Lengths(LENGTHS).ratio(new_schedule(config_of(), None, LENGTHS)) == pytest.approx(2, rel=0.05)
     profile = made(layers=(0,) * 8)
     with pytest.raises(ScheduleError, match="none can be planned on the clock"):
         new_schedule(config, 2, Predictor(profile, [Workload(1, 8, 8)]), method=unified)

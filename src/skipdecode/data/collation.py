@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import MissingExtra
 from .tasks import Example
 from .tokenization import encode_prompts, encode_response
 
@@ -65,11 +64,9 @@ class Collator:
 
 
 def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> Dataset:
-    """Return :func:`encoded` rows as the data set that the Trainer takes. Raises MissingExtra without datasets."""
-    try:
-        from datasets import Dataset
-    except ImportError:
-        raise MissingExtra("training needs datasets: pip install 'skipdecode[train]'") from None
+    """Return :func:`encoded` rows as the data set that the Trainer takes."""
+    from datasets import Dataset
+
     return Dataset.from_list(encoded(examples, tokenizer, max_length))
 
 

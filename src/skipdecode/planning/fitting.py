@@ -90,11 +90,6 @@ def fall(schedule: Schedule, depth: int) -> int:
     return bisect_left(range(s.horizon), True, key=below)
 
 
-def achieved(schedule: Schedule, lengths: Sequence[int]) -> float:
-    """Return the speed-up in layers over batches that take ``lengths`` decode steps."""
-    return Lengths(lengths).ratio(schedule)
-
-
 def batch_lengths(tokens: Sequence[int], batch_size: int) -> list[int]:
     """Return the decode steps of each batch, if texts of these token counts (end-of-sequence too) are batched in order.
 
