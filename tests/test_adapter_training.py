@@ -17,7 +17,7 @@ from skipdecode import load
 from skipdecode.adapters.learner import AdapterLearner
 from skipdecode.adapters.own_texts import ends_in_loop, hold_out
 from skipdecode.core.adapter import Adapter
-from skipdecode.core.adapter_folder import WEIGHTS, read_schedules
+from skipdecode.core.adapter_folder import WEIGHTS, read_about, read_schedules
 from skipdecode.core.attach import attach
 from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.patch import gate_state
@@ -313,6 +313,7 @@ def test_training_goes_on_from_an_adapter(trained: Path, checkpoint: Path, promp
     start = load_file(trained / WEIGHTS)
     done = run("train", trained, *still, "--output", tmp_path / "more")
     assert done.returncode == 0, done.stderr
+    assert read_about(tmp_path / "more")["base_model"] == read_about(trained)["base_model"]
     more = load_file(tmp_path / "more" / WEIGHTS)
     assert more.keys() == start.keys()
     assert all(torch.equal(more[name], start[name]) for name in start)

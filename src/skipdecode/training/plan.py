@@ -203,11 +203,11 @@ class TrainingPlan:
             convert = {"order": read_order, "schedule": read_schedule, "prompt_layers": parse_prompt_layers}.get(name)
             value = getattr(self, name)
             object.__setattr__(self, name, convert(value) if convert else convert_value(name, kind, value, about))
-        if self.model and not self.adapter and (Path(self.model) / ADAPTER_FILE).is_file():
-            from ..weights.loading import resolve  # not above: the command line's help needs no torch
+        if self.model and (Path(self.model) / ADAPTER_FILE).is_file():
+            from ..core.adapter_folder import read_about  # not above: the command line's help needs no torch
 
-            object.__setattr__(self, "adapter", self.model)
-            object.__setattr__(self, "model", resolve(self.model))
+            object.__setattr__(self, "adapter", self.adapter or self.model)
+            object.__setattr__(self, "model", read_about(Path(self.model))["base_model"])
         if self.adapters is None:
             object.__setattr__(self, "adapters", self.own_texts is not None or self.adapter is not None)
         if self.learning_rate is None:
@@ -230,7 +230,7 @@ class TrainingPlan:
         """Return the schedules of the adapter to begin with; none without one. Raises FileError if it is damaged."""
         if self.adapter is None:
             return {}
-        from ..core.adapter_folder import locate_adapter, read_schedules  # not above: help needs no torch
+        from ..core.adapter_folder import locate_adapter, read_schedules
 
         return read_schedules(locate_adapter(self.adapter))
 
