@@ -16,7 +16,7 @@ skipdecode=${SKIPDECODE:-.venv/bin/skipdecode} python=${PYTHON:-.venv/bin/python
 speedups=${SPEEDUPS:-1.5,2,3} task=(--task "$name" --data "$data") full=$out/full
 steps=(--max-steps "${STEPS:-400}" --batch-size "${BATCH:-16}" --bf16 --attn-implementation eager --save-steps 50)
 own=(--own-texts "${TEXTS:-3000}" --temperature 0.5 --engine "${ENGINE:-transformers}")
-third=(--eval-steps 0) judged=("${task[@]}")
+third=(--eval-steps 0) judged=("${task[@]}") methods=skipdecode=$out/adapter
 
 mkdir -p "$out"
 [ -f "$out/base/config.json" ] || "$python" recipes/smollm2.py "$out/base"
@@ -30,6 +30,7 @@ if [ "$name" = cnn_dm ]; then
     [ -f "$out/data/test.jsonl" ] || "$python" recipes/articles.py "$data" "$out/data"
     task=() full=$out/base own+=(--prompts "$out/data/prompts.jsonl" --max-new-tokens 96)
     third=("${own[@]}" --no-adapters) judged=(--data "$out/data" --max-new-tokens 96)
+    methods+=${adapter:+,skipdecode=$adapter} # as it is: its model is this one
 else
     train full "$out/base" --method full --speedup 1 --learning-rate 1e-4 --eval-steps 0
 fi
@@ -37,5 +38,5 @@ train adapter "$full" "${own[@]}" --speedups "$speedups" ${adapter:+--adapter "$
 if [ "$name" = cnn_dm ]; then mkdir -p "$out/pruned-3" && cp -n "$out"/adapter/own_texts.json* "$out/pruned-3"; fi
 train pruned-3 "$out/base" "${third[@]}" --method static --speedup 3 --learning-rate 3e-4
 judge() { "$skipdecode" evaluate "$full" "${judged[@]}" --batch-size 32 ${LIMIT:+--limit "$LIMIT"} "$@"; }
-judge --speedups "$speedups" --methods "skipdecode=$out/adapter" --output "$results/smollm2-$name"
+judge --speedups "$speedups" --methods "$methods" --output "$results/smollm2-$name"
 judge --speedups 3 --methods "static=$out/pruned-{speedup}" --output "$results/smollm2-$name/pruned"
