@@ -1,7 +1,7 @@
 """Quality against tokens per second: one model at several speeds, and what people would take instead.
 
     benchmarks/peers/environments.sh llamacpp
-    python benchmarks/frontier.py MODEL ADAPTER --gguf FILE --pruned FOLDER --output results/frontier
+    python benchmarks/frontier.py MODEL ADAPTER --gguf FILE --pruned "pruned, 2x=FOLDER" --output results/frontier
 
 Run it alone on the machine. Every way has a process of its own, stopped while another is timed, and is asked in turn:
 row by row with the prompts as they are, then with batches of equal prompts. Ends of texts are suppressed, so that all
@@ -76,8 +76,12 @@ def ways(args: argparse.Namespace) -> dict[str, Way]:
             found |= {
                 f"{name}, {kind}": Way(kind, Engine("skipdecode", options=options), calls[name]) for name in calls
             }
-    if args.pruned:
-        found["pruned, bfloat16"] = Way("pruned", Engine("skipdecode", options={"checkpoint": str(args.pruned)}))
+    for name, adapter in args.also:
+        for speedup, schedule in read_schedules(Path(adapter)).items():
+            engine = Engine("skipdecode", options={"adapter": adapter})
+            found[f"{speedup:g}x, {name}"] = Way(name, engine, {"schedule": schedule.to_dict()})
+    for name, checkpoint in args.pruned:
+        found[name] = Way(name, Engine("skipdecode", options={"checkpoint": checkpoint}))
     lookup = Engine("transformers", options={"prompt_lookup": 10})
     found["prompt lookup, bfloat16"] = Way("lookup", lookup, alone=True)
     if args.gguf:
@@ -119,7 +123,8 @@ def main() -> None:
         f"{args.new_tokens} --prompt-tokens {args.prompt_tokens} --rounds {args.rounds}"
         + f" --limit {args.limit}" * bool(args.limit)
         + " --gguf FILE" * bool(args.gguf)
-        + " --pruned FOLDER" * bool(args.pruned),
+        + "".join(f' --also "{name}=FOLDER"' for name, _ in args.also)
+        + "".join(f' --pruned "{name}=FOLDER"' for name, _ in args.pruned),
     }
     save(rows_of_table, about, args.batch, args.output)
 
@@ -242,12 +247,22 @@ def save(rows: Sequence[Mapping[str, Any]], about: Mapping[str, str], batches: S
     figure.savefig(folder / "frontier.png", dpi=110)
 
 
+def _named(text: str) -> tuple[str, str]:
+    """Return the parts of NAME=FOLDER."""
+    name, given, folder = text.partition("=")
+    if not given:
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=FOLDER")
+    return name, folder
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder of the checkpoint")
     parser.add_argument("adapter", type=Path, help="folder of its adapter")
     parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
-    parser.add_argument("--pruned", type=Path, help="a smaller checkpoint made of it")
+    named: Any = {"type": _named, "default": [], "action": "append", "metavar": "NAME=FOLDER"}
+    parser.add_argument("--also", help="another adapter of it; may be repeated", **named)
+    parser.add_argument("--pruned", help="a smaller checkpoint made of it; may be repeated", **named)
     parser.add_argument("--without", default="", help="int8: this CPU cannot")
     parser.add_argument("--prompts", type=Path, default=ROOT / "results" / "smollm2" / "prompts.jsonl")
     parser.add_argument("--limit", type=int, help="take so many prompts")

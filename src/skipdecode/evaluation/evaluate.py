@@ -410,7 +410,7 @@ class Evaluation:
             written = [Example(prompt, (text,)) for prompt, text in zip(prompts, texts, strict=True)]
             batches = batches_of(written, tokenizer, size, max_positions(model.config), model.device)
             passes = (TextPasses(attach(model), batch) for batch in batches)
-            (here,) = damage(passes, [schedule], attach(full))
+            (here,) = damage(passes, [schedule], None if model is full else attach(full))
             found |= {"kl": here.kl, "top_1": 100 * here.agreement}
         return {name: round(value, 4) for name, value in found.items()}
 
