@@ -16,7 +16,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from skipdecode.data.chat import Message
-from skipdecode.data.collation import encode
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import TASKS, Example, Task, get_task
 from skipdecode.errors import MissingExtra, SkipDecodeError, TaskError
@@ -527,8 +526,6 @@ def test_whatever_an_input_holds_is_items_in_order_or_one_line(tmp_path: Path, f
 def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """G: "No module named 'datasets'" names no remedy."""
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'skipdecode\[train\]'"):
-        encode([], None)
     with pytest.raises(MissingExtra, match=r"pip install 'skipdecode\[train\]'"):
         get_task("cnn_dm").read(Path("owner/name"), "test")
 
