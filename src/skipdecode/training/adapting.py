@@ -56,8 +56,8 @@ def forecast(
 
     layers = layer_count(model.config)
     warmup = warmup_layers(layers, max(plan.budgets))
-    flat = {speedup: flat_schedule(layers, speedup, warmup) for speedup in plan.budgets}
-    schedules = {speedup: plan.begun.get(speedup, flat[speedup]) for speedup in flat}
+    schedules = plan.begun or {speedup: flat_schedule(layers, speedup, warmup) for speedup in plan.budgets}
+    schedules = {speedup: schedules[speedup] for speedup in plan.budgets}
     learner = make_learner(plan, model, schedules, (), str)
     collate = TextCollator(tokenizer.pad_token_id, max_length=max_positions(model.config))
     for rows, tokens in ((1, 8), (plan.batch_size, longest)):  # the first is not counted

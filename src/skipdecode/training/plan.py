@@ -49,6 +49,7 @@ class TrainingPlan:
     Raises:
         UsageError: a field cannot have its value, or fields contradict each other.
         ScheduleError: ``schedule`` or ``prompt_layers`` cannot be read.
+        FileError: ``adapter`` is missing or damaged.
 
     Example:
         >>> TrainingPlan(model="demo", data="rows.jsonl", speedups=(1, 2, 5)).budgets

@@ -62,7 +62,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         TaskError: the data is missing, does not fit the task, or is longer than the model's positions.
         ModelError: the model or teacher is missing, is damaged, or cannot skip layers.
         JobError: another process trains in the folder, or its checkpoints belong to another run.
-        FileError: the folder holds the model to be trained, or a model or checkpoints that no training run wrote.
+        FileError: the folder holds what is to be trained, or a model or checkpoints that no training run wrote.
         DivergedError: the loss or a weight is not finite; the last checkpoint and model stay.
     """
     if os.environ.get("RANK", "0") != "0":
