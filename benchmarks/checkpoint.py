@@ -50,11 +50,17 @@ def make(config: Any, folder: Path, dtype: torch.dtype, seed: int = 0) -> int:
         total += sum(value.nbytes for value in values.values())
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    describe(config, folder, dtype)
+    return total
+
+
+def describe(config: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Write all but the weights: the config and the tokenizer."""
+    with torch.device("meta"):
+        config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
     config.dtype = dtype
-    config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     load_tokenizer(str(DEMO)).save_pretrained(folder)
-    return total
 
 
 def main() -> None:

@@ -5,16 +5,18 @@
 # TASK: reddit_tldr, e2e or cnn_dm; DATA: its folder (docs/training.md). For cnn_dm nothing is fine-tuned: the model
 # answers requests for a summary. Of its 300 validation articles 200 train the adapter and the third of the layers, and
 # 100 are scored. LIMIT scores only so many inputs.
-# The same command goes on after an interruption; TL;DR takes about four hours on a CPU core with bfloat16. Other STEPS,
-# TEXTS, SPEEDUPS or ADAPTER need another OUTPUT_DIR. ENGINE=vllm writes the own texts with vLLM. ADAPTER: SmolLM2's own,
-# with which the fine-tuned model's begins; SPEEDUPS are then among its.
+# The same command goes on after an interruption; TL;DR takes about four hours on a CPU core with bfloat16. Other STEPS
+# (of fine-tuning), ADAPTER_STEPS, their BATCHes, TEXTS, SPEEDUPS or ADAPTER need another OUTPUT_DIR. ENGINE=vllm writes
+# the own texts with vLLM. ADAPTER: SmolLM2's own, with which the fine-tuned model's begins; SPEEDUPS are then among its.
 set -euo pipefail
 name=$1 data=$(realpath "$2") out=$(realpath -m "$3") results=$(realpath -m "${4:-results}")
 adapter=${ADAPTER:+$(realpath "$ADAPTER")}
 cd "$(dirname "$0")/.."
 skipdecode=${SKIPDECODE:-.venv/bin/skipdecode} python=${PYTHON:-.venv/bin/python}
 speedups=${SPEEDUPS:-1.5,2,3} task=(--task "$name" --data "$data") full=$out/full
-steps=(--max-steps "${STEPS:-400}" --batch-size "${BATCH:-16}" --bf16 --attn-implementation eager --save-steps 50)
+steps=(--max-steps "${STEPS:-400}" --batch-size "${BATCH:-16}")
+learnt=(--max-steps "${ADAPTER_STEPS:-${STEPS:-400}}" --batch-size "${ADAPTER_BATCH:-${BATCH:-16}}")
+common=(--bf16 --attn-implementation "${ATTENTION:-eager}" --save-steps "${SAVED:-50}")
 own=(--own-texts "${TEXTS:-3000}" --temperature 0.5 --engine "${ENGINE:-transformers}")
 third=(--eval-steps 0) judged=("${task[@]}") methods=skipdecode=$out/adapter
 
@@ -22,7 +24,7 @@ mkdir -p "$out"
 [ -f "$out/base/config.json" ] || "$python" recipes/smollm2.py "$out/base"
 
 train() { # NAME START OPTIONS…
-    [ -f "$out/$1/done" ] || "$skipdecode" train "$2" "${task[@]}" --output "$out/$1" "${steps[@]}" "${@:3}"
+    [ -f "$out/$1/done" ] || "$skipdecode" train "$2" "${task[@]}" --output "$out/$1" "${common[@]}" "${@:3}"
     touch "$out/$1/done"
 }
 
@@ -30,13 +32,15 @@ if [ "$name" = cnn_dm ]; then
     [ -f "$out/data/test.jsonl" ] || "$python" recipes/articles.py "$data" "$out/data"
     task=() full=$out/base own+=(--prompts "$out/data/prompts.jsonl" --max-new-tokens 96)
     third=("${own[@]}" --no-adapters) judged=(--data "$out/data" --max-new-tokens 96)
-    methods+=${adapter:+,skipdecode=$adapter} # as it is: its model is this one
+    if [ -n "$adapter" ]; then # as it is: its model is this one
+        ln -sfn "$adapter" "$out/before" && methods+=,skipdecode=$out/before
+    fi
 else
-    train full "$out/base" --method full --speedup 1 --learning-rate 1e-4 --eval-steps 0
+    train full "$out/base" "${steps[@]}" --method full --speedup 1 --learning-rate 1e-4 --eval-steps 0
 fi
-train adapter "$full" "${own[@]}" --speedups "$speedups" ${adapter:+--adapter "$adapter"}
+train adapter "$full" "${learnt[@]}" "${own[@]}" --speedups "$speedups" ${adapter:+--adapter "$adapter"}
 if [ "$name" = cnn_dm ]; then mkdir -p "$out/pruned-3" && cp -n "$out"/adapter/own_texts.json* "$out/pruned-3"; fi
-train pruned-3 "$out/base" "${third[@]}" --method static --speedup 3 --learning-rate 3e-4
-judge() { "$skipdecode" evaluate "$full" "${judged[@]}" --batch-size 32 ${LIMIT:+--limit "$LIMIT"} "$@"; }
+train pruned-3 "$out/base" "${steps[@]}" "${third[@]}" --method static --speedup 3 --learning-rate 3e-4
+judge() { "$skipdecode" evaluate "$full" "${judged[@]}" --batch-size "${JUDGED:-32}" ${LIMIT:+--limit "$LIMIT"} ${REPEATS:+--repeats "$REPEATS"} "$@"; }
 judge --speedups "$speedups" --methods "$methods" --output "$results/smollm2-$name"
 judge --speedups 3 --methods "static=$out/pruned-{speedup}" --output "$results/smollm2-$name/pruned"

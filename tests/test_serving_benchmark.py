@@ -26,7 +26,7 @@ def given(tmp_path: Path, *more: str) -> argparse.Namespace:
     """Options of the tiny shape; any interpreter will do."""
     (tmp_path / "python").touch()
     words = ["--work", str(tmp_path / "work"), "--output", str(tmp_path / "out"), "--python", str(tmp_path / "python")]
-    return parse(options("here", None), [*words, *more], {"shape": "tiny"}, {"slots": 2})
+    return parse(options("here", None), [*words, *more], {"shape": "tiny"}, {"kv_gib": 1})
 
 
 def row(engine: str, step: float, tokens: float, **more: Any) -> dict[str, Any]:
@@ -72,6 +72,13 @@ def test_every_form_has_a_schedule_of_its_own() -> None:
     assert (flat.prompt_layers, prompt.prompt_layers) == (None, 8)
 
 
+def test_weights_that_the_engine_makes_are_not_written(tmp_path: Path) -> None:
+    """Of a shape that would not fit on the disk, say."""
+    folder = prepare(given(tmp_path, "--engine", '{"load_format": "dummy"}'))
+    assert not [*folder.glob("*.safetensors*")]
+    assert json.loads((folder / "config.json").read_text("utf-8"))["architectures"] == ["OPTForCausalLM"]
+
+
 def test_int8_checkpoints_have_the_shape_and_its_tokenizer(tmp_path: Path) -> None:
     """Written once, from the same weights, with the tokenizer that a server needs."""
     plain = prepare(given(tmp_path, "--layers", "3"))
@@ -96,8 +103,8 @@ def test_options_that_exclude_each_other_are_refused(tmp_path: Path, capsys: pyt
     with pytest.raises(UsageError, match="of a --shape"):
         given(tmp_path, "--model", "demo", "--precision", "w8a8")
     assert given(tmp_path, "--model", "demo").shape is None
-    assert given(tmp_path, "--smoke").slots == 2
-    assert given(tmp_path, "--smoke", "--slots", "3").slots == 3
+    assert given(tmp_path, "--smoke").kv_gib == 1
+    assert given(tmp_path, "--smoke", "--kv-gib", "3").kv_gib == 3
     python = ["--python", str(tmp_path / "python"), "--output", str(tmp_path / "none")]
     assert run.main(["--python", str(tmp_path / "nothing")]) == 2
     assert run.main([*python, "--forms", "flat,steep"]) == 2

@@ -114,6 +114,7 @@ def limits(text: str) -> dict[str, float]:
 def main(arguments: Sequence[str]) -> int:
     """Measure, and write the tables after each round."""
     parser = options(PROGRAM, __doc__)
+    parser.add_argument("--slots", type=int, default=32, help="requests that write at once")
     parser.add_argument("--servers", default="1,1-5", type=lambda text: text.split(","), help="beside stock")
     parser.add_argument("--arrivals", default="0.5,0.9,1.5,inf", type=shares)
     parser.add_argument("--requests", type=int, default=128, help="of a rate")

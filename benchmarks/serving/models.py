@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from checkpoint import make
+from checkpoint import describe, make
 from peers.engines.vllm_int8 import write_int8
 from skipdecode.clock.model_shapes import shape_config
 from skipdecode.errors import UsageError
@@ -31,7 +31,6 @@ def options(program: str, doc: str | None) -> argparse.ArgumentParser:
     what.add_argument("--shape", help="random weights, as skipdecode bench --shape has them")
     parser.add_argument("--layers", type=int, help="of a shape: only so many")
     parser.add_argument("--precision", choices=PRECISIONS, default="bfloat16", help="of a shape")
-    parser.add_argument("--slots", type=int, default=32, help="requests that write at once")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64, help="of a request, on average")
     parser.add_argument("--kv-gib", type=int, default=2, help="for keys and values, of each engine")
@@ -97,6 +96,9 @@ def prepare(given: argparse.Namespace) -> Path:
     if given.model:
         return Path(resolve(given.model)).absolute()
     folder: Path = given.work / label(given)
+    if given.engine.get("load_format") == "dummy":  # the engine makes the weights
+        describe(config_of(given), folder, torch.bfloat16)
+        return folder.absolute()
     plain = folder.with_name(folder.name.removesuffix(given.precision) + "bfloat16")
     if not plain.exists():
         print(f"writing {plain}", flush=True)

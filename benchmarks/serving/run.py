@@ -17,8 +17,10 @@ import argparse
 import random
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +73,14 @@ def schedules(wanted: Asked, num_layers: int, horizon: int) -> dict[float, Sched
 
 @contextmanager
 def engines(
-    given: argparse.Namespace, made: dict[float, Schedule], names: Iterable[str]
+    given: argparse.Namespace, made: dict[float, Schedule], names: Collection[str]
 ) -> Iterator[tuple[dict[str, Talking], str]]:
     """Those of these names, all loaded, and their versions."""
     common: dict[str, Any] = {
         "dtype": "bfloat16",
         "skip_tokenizer_init": True,
         "max_model_len": longest(given),
-        "max_num_seqs": given.slots,
+        "max_num_seqs": max(given.slots),
         "max_num_batched_tokens": max(2048, longest(given)),
         "kv_cache_memory_bytes": given.kv_gib << 30,
         "enable_prefix_caching": False,  # the same prompts come in every round
@@ -94,26 +96,27 @@ def engines(
         ADAPTER: {"additional_config": {"skipdecode": serving | {"adapter": str(given.adapter)}}},
     }
     job = {"model": str(prepare(given))}
-    with ExitStack() as stack:
-        running, versions = {}, ""
+    print("loading", *names, flush=True)
+    with ExitStack() as stack, ThreadPoolExecutor() as at_once:
+        running, answers, versions = {}, {}, ""
         for name in names:
-            plugins = "" if name == STOCK else PLUGIN
-            print(f"loading {name}", flush=True)
-            command = [given.python, str(FOLDER / "engine.py")]
-            one = stack.enter_context(Talking(command, given.work / "logs" / f"{name}.log", plugins))
-            answer = one.ask(job | {"options": common | own[name]})
-            if answer["plugin"] != bool(plugins):
+            command, log = [given.python, str(FOLDER / "engine.py")], given.work / "logs" / f"{name}.log"
+            running[name] = stack.enter_context(Talking(command, log, "" if name == STOCK else PLUGIN))
+            answers[name] = at_once.submit(running[name].ask, job | {"options": common | own[name]})
+        for name, one in running.items():
+            answer = answers[name].result()
+            if answer["plugin"] != (name != STOCK):
                 raise RuntimeError(f"the plugin is {'there' if answer['plugin'] else 'not there'}: see {one.log}")
-            running[name], versions = one, answer["versions"]
+            versions = answer["versions"]
         yield running, versions
 
 
-def workload(given: argparse.Namespace, load: str) -> list[list[int]]:
+def workload(given: argparse.Namespace, load: str, slots: int) -> list[list[int]]:
     """Prompt and new tokens of each request."""
     if load == "lockstep":
-        return [[given.prompt_tokens, given.new_tokens]] * given.slots
+        return [[given.prompt_tokens, given.new_tokens]] * slots
     source = random.Random(0)
-    lengths = [source.randint(given.new_tokens // 2, given.new_tokens * 3 // 2) for _ in range(3 * given.slots)]
+    lengths = [source.randint(given.new_tokens // 2, given.new_tokens * 3 // 2) for _ in range(3 * slots)]
     return [[given.prompt_tokens, new] for new in lengths]
 
 
@@ -134,7 +137,9 @@ def summary(answer: dict[str, Any], slots: int) -> Row:
     return values
 
 
-def measure(given: argparse.Namespace, loads: dict[str, Rounds], num_layers: int) -> Iterator[Rounds]:
+def measure(
+    given: argparse.Namespace, loads: dict[tuple[int, str], Rounds], num_layers: int
+) -> Iterator[Rounds]:
     """What has one more round, after each."""
     if given.adapter:
         wanted, made = with_adapter(given)
@@ -149,17 +154,18 @@ def measure(given: argparse.Namespace, loads: dict[str, Rounds], num_layers: int
             return running[engine].ask({"requests": [[*lengths, key] for lengths in requests]})
 
         for (engine, _, _), key in wanted.items():
-            serve(engine, key, [[8, 4]] * given.slots)  # to warm up; prompts take longest
+            for slots in given.slots:
+                serve(engine, key, [[8, 4]] * slots)  # to warm up; prompts take longest
         for number in range(given.rounds):
-            for load, rounds in loads.items():
+            for (slots, load), rounds in loads.items():
                 rows = []
                 for (engine, form, speedup), key in wanted.items():
-                    answer = serve(engine, key, workload(given, load))
-                    done = f"{load}, round {number + 1}, {engine} {speedup:g}x {form}"
+                    answer = serve(engine, key, workload(given, load, slots))
+                    done = f"{slots} slots, {load}, round {number + 1}, {engine} {speedup:g}x {form}"
                     print(f"{done}: {answer['seconds']:.1f} s", flush=True)
                     row: Row = {"engine": engine, "form": form, "speedup": speedup}
                     row["step_layer_ratio"] = num_layers / made.get(key, full).average_depth(given.new_tokens - 1)
-                    rows.append(row | {"serving": serving if engine != STOCK else ""} | summary(answer, given.slots))
+                    rows.append(row | {"serving": serving if engine != STOCK else ""} | summary(answer, slots))
                 rounds.add(rows, versions=versions, command=given.command)
                 yield rounds
 
@@ -167,12 +173,14 @@ def measure(given: argparse.Namespace, loads: dict[str, Rounds], num_layers: int
 def main(arguments: Sequence[str]) -> int:
     """Measure, and write the tables after each round."""
     parser = options(PROGRAM, __doc__)
+    several = {"default": "32", "type": lambda text: [int(part) for part in text.split(",")]}
+    parser.add_argument("--slots", **several, help="requests that write at once; several numbers: in turn")
     parser.add_argument("--loads", default="lockstep,continuous", type=lambda text: text.split(","))
     parser.add_argument("--forms", default="flat,falling,prompt", type=lambda text: text.split(","))
     parser.add_argument("--speedups", default="2,3,5", type=lambda text: [float(part) for part in text.split(",")])
     parser.add_argument("--adapter", type=Path, help="folder of an adapter: its speeds, without and with it")
     parser.add_argument("--rounds", type=int, default=3, help="so many more than there are")
-    small = {"shape": "opt-125m", "layers": 4, "speedups": [2.0], "slots": 2, "prompt_tokens": 8, "new_tokens": 6}
+    small = {"shape": "opt-125m", "layers": 4, "speedups": [2.0], "slots": [2], "prompt_tokens": 8, "new_tokens": 6}
     try:
         given = parse(parser, arguments, {"shape": "opt-1.3b"}, small | {"rounds": 1, "kv_gib": 1, "eager": True})
         for name, known in (("loads", LOADS), ("forms", FORMS)):
@@ -181,8 +189,11 @@ def main(arguments: Sequence[str]) -> int:
         if given.adapter and not given.model:
             raise UsageError("--adapter is of a --model: name the one that it was trained on")
         num_layers = layer_count(config_of(given))
-        name = f"{label(given)}-{given.slots}" + "-adapter" * bool(given.adapter)
-        loads = {load: Rounds(given.output / name / load, settings(given) | {"load": load}) for load in given.loads}
+        loads = {}
+        several = {"max_num_seqs": max(given.slots)} if len(given.slots) > 1 else {}
+        for slots, load in product(given.slots, given.loads):
+            folder = given.output / (f"{label(given)}-{slots}" + "-adapter" * bool(given.adapter)) / load
+            loads[slots, load] = Rounds(folder, settings(given) | {"slots": slots, "load": load} | several)
         for rounds in measure(given, loads, num_layers):
             save(rounds)
     except SkipDecodeError as error:

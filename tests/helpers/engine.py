@@ -55,7 +55,7 @@ class Reference:
     """What our own ``generate`` writes: float32, greedy, prompts in left-padded batches; each text computed once."""
 
     def __init__(self, folder: str | Path, most_new: int = 64) -> None:
-        self.model, self.tokenizer = skipdecode.load(str(folder))
+        self.model, self.tokenizer = skipdecode.load(str(folder), device="cpu")
         attach(self.model)
         self.most_new = most_new
         self._known: dict[tuple[tuple[int, ...], Schedule], tuple[int, ...]] = {}
@@ -114,6 +114,7 @@ def engine(folder: str | Path, **options: Any) -> Iterator[Any]:
         "block_size": 32,
         "max_num_seqs": 16,
         "kv_cache_memory_bytes": KV_BYTES,
+        "gpu_memory_utilization": 0.1,  # a GPU may have other work
         "enable_prefix_caching": False,
         "disable_log_stats": True,
     }

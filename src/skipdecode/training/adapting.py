@@ -34,8 +34,9 @@ from .plan import TrainingPlan
 
 #: The texts, in the run's folder.
 OWN_TEXTS = "own_texts.jsonl"
-#: Texts that are written at a time, at least: writing takes less memory than learning.
-WRITTEN = 32
+#: Texts that are written at a time, for each that is learnt from at a time: keys and values take less memory than the
+#: probabilities of all tokens.
+WRITTEN = 8
 
 
 def forecast(
@@ -51,7 +52,7 @@ def forecast(
     """
     count, longest = plan.own_texts or 0, plan.max_new_tokens or task.max_new_tokens
     asks = plan.prompts is None and plan.data is None and tokenizer.chat_template is not None
-    at_once = max(plan.batch_size, WRITTEN)
+    at_once = WRITTEN * plan.batch_size
     writing = writing_seconds(model.to(device), tokenizer, count, longest + LONGEST * asks, at_once)
 
     layers = layer_count(model.config)
@@ -82,12 +83,11 @@ def write_own_texts(
     """Let the model write its own texts, in ``own_texts.jsonl``; return those to learn from, and those held out."""
     options: dict[str, Any] = SAMPLED | {"temperature": plan.temperature}
     options |= {} if plan.max_new_tokens is None else {"max_new_tokens": plan.max_new_tokens}
-    batch_size = max(plan.batch_size, WRITTEN)
     dtype = "bfloat16" if plan.bf16 else "auto"
     job = GenerationJob(
         str(plan.model),
         task=task,
-        batch_size=batch_size,
+        batch_size=WRITTEN * plan.batch_size,
         seed=plan.seed,
         options=options,
         dtype=dtype,
