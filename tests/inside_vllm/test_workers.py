@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +22,10 @@ from skipdecode.errors import UnsupportedModel
 from skipdecode.serving import frontend as frontend_module
 from skipdecode.serving import plugin, runner
 from skipdecode.serving.configure import WORKERS, _choose_graphs
+from skipdecode.serving.cpu_worker import SkipCPUWorker
 from skipdecode.serving.frontend import Frontend
 from skipdecode.serving.plugin import _process_inputs
 from skipdecode.serving.settings import Serving
-from skipdecode.serving.worker import SkipCPUWorker
 from skipdecode.weights.loading import DEMO, read_config
 
 
@@ -50,6 +52,13 @@ def test_our_workers_stand_before_vllms(name: str) -> None:
     ours, theirs = resolve_obj_by_qualname(WORKERS[name]), resolve_obj_by_qualname(name)
     assert issubclass(ours, theirs)
     assert ours.init_device is not theirs.init_device
+
+
+def test_a_gpus_worker_leaves_its_events_and_streams() -> None:
+    """vLLM's CPU runner puts placeholders in their place, for its whole process."""
+    before = "import torch; before = torch.Event, torch.cuda.Event, torch.cuda.Stream; "
+    after = "import skipdecode.serving.gpu_worker; assert before == (torch.Event, torch.cuda.Event, torch.cuda.Stream)"
+    subprocess.run([sys.executable, "-c", before + after], check=True)
 
 
 def test_a_release_without_our_places_leaves_stock_models_alone(monkeypatch: pytest.MonkeyPatch) -> None:

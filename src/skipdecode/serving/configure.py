@@ -11,10 +11,10 @@ from ..errors import UnsupportedModel
 from .release import ALLOW_GPU
 from .settings import Serving
 
-GPU = "skipdecode.serving.worker.SkipGPUWorker"
+GPU = "skipdecode.serving.gpu_worker.SkipGPUWorker"
 #: vLLM's worker class -> ours.
 WORKERS = {
-    "vllm.v1.worker.cpu_worker.CPUWorker": "skipdecode.serving.worker.SkipCPUWorker",
+    "vllm.v1.worker.cpu_worker.CPUWorker": "skipdecode.serving.cpu_worker.SkipCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": GPU,
 }
 
@@ -62,7 +62,7 @@ def refuse(vllm_config: Any, serving: Serving) -> None:
         (worker not in WORKERS.values(), f"there is no adapter for the worker {worker}"),
         (
             worker == GPU and not os.environ.get(ALLOW_GPU),
-            f"GPUs were never tried, nor CUDA graphs: {ALLOW_GPU}=1 lets you; compare the texts yourself",
+            f"GPUs were tried once, and in part (docs/serving.md): {ALLOW_GPU}=1 lets you; compare the texts yourself",
         ),
         (
             os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"),

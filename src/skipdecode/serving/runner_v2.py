@@ -3,8 +3,8 @@
 The runner then calls the model, whose ``forward`` follows the plan, or replays a CUDA graph of it. A graph replays the
 layers of its capture. So one is captured for each kind of step in which all tokens run the same layers, and each batch
 size, by vLLM's own manager: of LoRA adapters, which schedules refuse, it keeps a graph for each number that may be
-active, and that number says here of which kind the graph is. Other steps run without a graph. Graphs were never
-captured on a GPU: on a CPU the tests call the model again where a graph would be replayed.
+active, and that number says here of which kind the graph is. Other steps run without a graph. On a CPU the tests call
+the model again where a graph would be replayed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""vLLM's workers with a model runner that follows schedules. The GPU worker is untested, and refused by default."""
+"""What our workers add to vLLM's: a model runner that follows schedules."""
 
 from __future__ import annotations
 
 from typing import Any
-
-from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
 from .configure import refuse, serving_of
 from .runner_v1 import SkippingV1
@@ -39,11 +36,3 @@ class SkipWorker(Worker):
         """Return tokens times layers since the start: those at full depth, those that schedules need, those run."""
         plan = self.model_runner.skip_plan
         return {"full": plan.full_tokens, "needed": plan.needed_tokens, "run": plan.run_tokens}
-
-
-class SkipCPUWorker(SkipWorker, CPUWorker):
-    """vLLM's CPU worker with an adapted runner."""
-
-
-class SkipGPUWorker(SkipWorker, GPUWorker):
-    """vLLM's GPU worker with an adapted runner."""
