@@ -182,7 +182,7 @@ def test_early_exits_share_a_training(name: str, checkpoint: Path, data: Path, t
         (("--speedups", "inf"), "numbers"),
         (("--limit", 0), "limit"),
         (("--repeats", -1), "repeats"),
-        (("--max-source-words", 5), "goes with reddit_tldr, cnn_dm"),
+        (("--prompt-share", 0.5, "--task", "e2e"), "goes with jsonl"),
         (("--methods", "static"), "a checkpoint per speed-up"),
         (("--methods", "d3,d3"), "twice"),
         (("--speedups", "1,9"), "number of layers, 8"),

@@ -125,14 +125,9 @@ def test_summarization_prompts_are_cut_in_words() -> None:
     """Line breaks become spaces; words of links are cut."""
     row = {"title": "Weird  crash", "post": "GPU\nis fried \n\nand so am I", "summary": "x"}
     assert prompt("reddit_tldr", row) == "Post: Weird crash. GPU is fried and so am I TL;DR:"
-    assert prompt("reddit_tldr", row, max_source_words=3) == "Post: Weird crash. GPU is fried TL;DR:"
-    assert (
-        prompt("cnn_dm", {"article": "(CNN)Share,  and your gift"}, max_source_words=2) == "(CNN)Share, and\n\nTL;DR:"
-    )
+    assert prompt("cnn_dm", {"article": "(CNN)Share,  and"}) == "(CNN)Share, and\n\nTL;DR:"
     link = {"article": "see http://" + "long/" * 100}
-    assert (
-        len(prompt("cnn_dm", link, max_source_words=2)) < 60
-    )  # a path of hundreds of tokens would take a model's positions
+    assert len(prompt("cnn_dm", link)) < 60  # a path of hundreds of tokens would take a model's positions
     assert len(prompt("reddit_tldr", row | {"post": "w " * 500}).split()) == 120 + 4
     assert len(prompt("cnn_dm", {"article": "w " * 500}).split()) == 400 + 1
 
@@ -338,8 +333,6 @@ def test_a_row_that_does_not_fit_says_what_it_has(
         ("e2e", {"prompt_column": "x"}, "prompt_column goes with jsonl, not with e2e"),
         ("cnn_dm", {"response_column": "x"}, "response_column goes with jsonl, not with cnn_dm"),
         ("reddit_tldr", {"prompt_share": 0.5}, "prompt_share goes with jsonl, not with reddit_tldr"),
-        ("jsonl", {"max_source_words": 5}, "max_source_words goes with reddit_tldr, cnn_dm, not with jsonl"),
-        ("e2e", {"max_source_words": 5}, "max_source_words goes with reddit_tldr, cnn_dm, not with e2e"),
         ("jsonl", {"prompt_share": 1}, "at least 0 and below 1, not 1"),
         ("jsonl", {"prompt_share": -0.1}, "at least 0 and below 1"),
         ("jsonl", {"prompt_share": float("nan")}, "at least 0 and below 1"),
@@ -354,7 +347,7 @@ def test_an_option_that_does_not_fit_its_task_is_refused(name: str, option: dict
 
 def test_options_make_a_task_and_leave_the_others_alone() -> None:
     """`TASKS` holds the defaults."""
-    assert get_task("cnn_dm", max_source_words=5) != get_task("cnn_dm") == TASKS["cnn_dm"]
+    assert get_task("jsonl", prompt_share=0.5) != get_task("jsonl") == TASKS["jsonl"]
     assert prompt("jsonl", {"text": "the cat"}, prompt_share=0) == ""
 
 

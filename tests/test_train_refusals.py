@@ -88,7 +88,6 @@ def contents(folder: Path) -> dict[str, bytes]:
         ["--lora-rank", 10**6],
         ["--save-steps", 0],
         ["--seed", -1],
-        ["--max-source-words", 10**18],
         ["--horizon", 10**20],
         ["--horizon", 10**9],
         ["--lengths", "inf"],

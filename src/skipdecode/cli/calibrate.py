@@ -61,7 +61,6 @@ def calibrate(
     prompt_column: o.PromptColumn = None,
     response_column: o.ResponseColumn = None,
     prompt_share: o.PromptShare = None,
-    max_source_words: o.MaxSourceWords = None,
     device: o.Device = None,
     as_json: o.Json = False,
 ) -> None:

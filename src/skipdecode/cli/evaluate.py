@@ -53,7 +53,6 @@ def evaluate(
     prompt_column: o.PromptColumn = None,
     response_column: o.ResponseColumn = None,
     prompt_share: o.PromptShare = None,
-    max_source_words: o.MaxSourceWords = None,
     dtype: o.Dtype = "auto",
     device: o.Device = None,
     quantization: o.Quantization = None,

@@ -47,7 +47,6 @@ def generate(
     prompt_column: o.PromptColumn = None,
     response_column: o.ResponseColumn = None,
     prompt_share: o.PromptShare = None,
-    max_source_words: o.MaxSourceWords = None,
     chat: o.Chat = False,
     do_sample: o.DoSample = False,
     temperature: o.Temperature = None,

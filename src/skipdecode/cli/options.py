@@ -78,9 +78,6 @@ PromptShare = Annotated[
         rich_help_panel=DATA,
     ),
 ]
-MaxSourceWords = Annotated[
-    int | None, Option(min=1, max=MOST, help="Summaries: cut a source after so many words.", rich_help_panel=DATA)
-]
 Chat = Annotated[
     bool,
     Option(

@@ -34,9 +34,9 @@ from .plan import TrainingPlan
 
 #: The texts, in the run's folder.
 OWN_TEXTS = "own_texts.jsonl"
-#: Texts that are written at a time, for each that is learnt from at a time: keys and values take less memory than the
-#: probabilities of all tokens.
-WRITTEN = 8
+#: Texts that are written at a time on a CPU, at least; elsewhere, for each that is learnt from at a time: keys and
+#: values take less memory than the probabilities of all tokens.
+WRITTEN, TIMES = 32, 8
 
 
 def forecast(
@@ -52,7 +52,7 @@ def forecast(
     """
     count, longest = plan.own_texts or 0, plan.max_new_tokens or task.max_new_tokens
     asks = plan.prompts is None and plan.data is None and tokenizer.chat_template is not None
-    at_once = WRITTEN * plan.batch_size
+    at_once = _written_at_once(plan, device)
     writing = writing_seconds(model.to(device), tokenizer, count, longest + LONGEST * asks, at_once)
 
     layers = layer_count(model.config)
@@ -78,7 +78,12 @@ def forecast(
 
 
 def write_own_texts(
-    plan: TrainingPlan, task: Task, folder: RunFolder, engine: Engine, say: Callable[[str], object]
+    plan: TrainingPlan,
+    task: Task,
+    folder: RunFolder,
+    engine: Engine,
+    device: torch.device,
+    say: Callable[[str], object],
 ) -> tuple[list[Example], list[Example]]:
     """Let the model write its own texts, in ``own_texts.jsonl``; return those to learn from, and those held out."""
     options: dict[str, Any] = SAMPLED | {"temperature": plan.temperature}
@@ -87,7 +92,7 @@ def write_own_texts(
     job = GenerationJob(
         str(plan.model),
         task=task,
-        batch_size=WRITTEN * plan.batch_size,
+        batch_size=_written_at_once(plan, device),
         seed=plan.seed,
         options=options,
         dtype=dtype,
@@ -104,6 +109,11 @@ def write_own_texts(
         prompts = prompts_for(job, plan.prompts or plan.data, count, folder.folder, **told)
         texts = own_texts(job, prompts, count, folder.folder / OWN_TEXTS, **told)
     return hold_out(texts, plan.max_eval_samples if plan.eval_steps else 0)
+
+
+def _written_at_once(plan: TrainingPlan, device: torch.device) -> int:
+    """Return how many texts are written at a time; a killed run loses as many."""
+    return max(plan.batch_size, WRITTEN) if device.type == "cpu" else TIMES * plan.batch_size
 
 
 def make_learner(

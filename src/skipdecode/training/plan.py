@@ -85,9 +85,6 @@ class TrainingPlan:
         DATA,
         most=0.99,
     )
-    max_source_words: int | None = option(
-        None, "Summaries: cut a source after so many words.", DATA, least=1, most=MANY
-    )
     max_eval_samples: int = option(100, "Validation inputs used for the loss.", DATA)
 
     own_texts: int | None = option(

@@ -81,7 +81,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
             if plan.adapters and not written:
                 say(forecast(plan, task, *_load(plan, config, ()), args.device))
                 gc.collect()  # gates and layers hold each other: this model is not to stay beside the next
-            training, validation = write_own_texts(plan, task, folder, engine, say)
+            training, validation = write_own_texts(plan, task, folder, engine, args.device, say)
         model, tokenizer = _load(plan, config, training)
         limit = max_positions(model.config) or sys.maxsize
         rows = encode(training, tokenizer, limit)

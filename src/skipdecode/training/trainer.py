@@ -93,7 +93,7 @@ class SkipTrainer(Trainer):
         if not torch.isfinite(loss):
             raise DivergedError(
                 f"step {self.state.global_step + 1}: the loss is {loss.item()}; nothing was saved since the last "
-                "checkpoint. A lower --learning-rate may help"
+                "checkpoint. A lower --learning-rate may help, on a GPU --attn-implementation eager"
             )
         return loss
 

@@ -22,15 +22,13 @@ class DataSet(Task):
 
     Attributes:
         versions: for each published version, a mapping from its columns to our names of them.
-        write: makes a prompt of a row's texts (by our names) and ``max_source_words``.
-        max_source_words: upper limit of the source's words in a prompt; None: the source is never cut.
+        write: makes a prompt of a row's texts (by our names).
         files: possible file names of each split; the first that exists is read.
         hub_config: configuration name on the hub.
     """
 
     versions: Sequence[Mapping[str, str]]
-    write: Callable[[Mapping[str, str], int | None], str]
-    max_source_words: int | None = None
+    write: Callable[[Mapping[str, str]], str]
     files: Mapping[str, Sequence[str]] = field(default_factory=lambda: FILES)
     hub_config: str | None = None
 
@@ -50,7 +48,7 @@ class DataSet(Task):
         self.check_text(row, _prompt_columns(version))
         texts = {name: row[column] for column, name in version.items() if holds_text(row.get(column))}
         reference = texts.get(REFERENCE)
-        prompt = self.write(texts, self.max_source_words)
+        prompt = self.write(texts)
         return Example(prompt, () if reference is None else (normalize_whitespace(reference),))
 
     def check_reference(self, row: Mapping[str, Any]) -> None:
@@ -88,10 +86,13 @@ def normalize_whitespace(text: str, max_words: int | None = None) -> str:
     return " ".join(parts if max_words is None else [part[:30] for part in parts[:max_words]])
 
 
+#: Words of a post, and of an article, in a prompt.
+POST, ARTICLE = 120, 400
+
 ATTRIBUTE = re.compile(r"\s*([^\[\],]+)\[([^\]]*)\]\s*(?:,|$)")
 
 
-def _restaurant(texts: Mapping[str, str], max_words: int | None) -> str:
+def _restaurant(texts: Mapping[str, str]) -> str:
     """Turn ``name[Aromi], food[English]`` into ``name Aromi, food English ->``, which has a third fewer tokens."""
     mr = texts["mr"]
     attributes = ATTRIBUTE.findall(mr)
@@ -100,15 +101,15 @@ def _restaurant(texts: Mapping[str, str], max_words: int | None) -> str:
     return ", ".join(f"{key.strip()} {value.strip()}" for key, value in attributes) + " ->"
 
 
-def _post(texts: Mapping[str, str], max_words: int | None) -> str:
+def _post(texts: Mapping[str, str]) -> str:
     """Make ``Post: Weird crash. After installing my new GPU … TL;DR:``; line breaks become spaces."""
     title = f"{normalize_whitespace(texts['title'])}. " if "title" in texts else ""
-    return f"Post: {title}{normalize_whitespace(texts['post'], max_words)} TL;DR:"
+    return f"Post: {title}{normalize_whitespace(texts['post'], POST)} TL;DR:"
 
 
-def _article(texts: Mapping[str, str], max_words: int | None) -> str:
+def _article(texts: Mapping[str, str]) -> str:
     """Make a prompt like GPT-2's: the article's beginning, an empty line, and ``TL;DR:``."""
-    return f"{normalize_whitespace(texts['article'], max_words)}\n\nTL;DR:"
+    return f"{normalize_whitespace(texts['article'], ARTICLE)}\n\nTL;DR:"
 
 
 #: E2E NLG (Novikova et al., 2017): describe a restaurant by its attributes; ``tuetschek/e2e_nlg`` on the hub.
@@ -130,8 +131,6 @@ REDDIT_TLDR = DataSet(
     name="reddit_tldr",
     versions=({"title": "title", "post": "post", "summary": REFERENCE}, {"content": "post", "summary": REFERENCE}),
     write=_post,
-    options=("max_source_words",),
-    max_source_words=120,
     max_new_tokens=60,
 )
 #: CNN/DailyMail (See et al., 2017): summarize a news article by its highlights; ``abisee/cnn_dailymail`` on the hub.
@@ -139,8 +138,6 @@ CNN_DM = DataSet(
     name="cnn_dm",
     versions=({"article": "article", "highlights": REFERENCE},),
     write=_article,
-    options=("max_source_words",),
-    max_source_words=400,
     max_new_tokens=120,
     # validation_300.jsonl: the first 300 rows of the validation split.
     files=FILES | {"validation": (*FILES["validation"], "validation_300.jsonl")},
