@@ -137,9 +137,7 @@ def summary(answer: dict[str, Any], slots: int) -> Row:
     return values
 
 
-def measure(
-    given: argparse.Namespace, loads: dict[tuple[int, str], Rounds], num_layers: int
-) -> Iterator[Rounds]:
+def measure(given: argparse.Namespace, loads: dict[tuple[int, str], Rounds], num_layers: int) -> Iterator[Rounds]:
     """What has one more round, after each."""
     if given.adapter:
         wanted, made = with_adapter(given)
