@@ -168,11 +168,15 @@ def measure(given: argparse.Namespace, loads: dict[tuple[int, str], Rounds], num
                 yield rounds
 
 
+def numbers(text: str) -> list[int]:
+    """Of an option, with commas between."""
+    return [int(part) for part in text.split(",")]
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measure, and write the tables after each round."""
     parser = options(PROGRAM, __doc__)
-    several = {"default": "32", "type": lambda text: [int(part) for part in text.split(",")]}
-    parser.add_argument("--slots", **several, help="requests that write at once; several numbers: in turn")
+    parser.add_argument("--slots", default="32", type=numbers, help="requests that write at once; several: in turn")
     parser.add_argument("--loads", default="lockstep,continuous", type=lambda text: text.split(","))
     parser.add_argument("--forms", default="flat,falling,prompt", type=lambda text: text.split(","))
     parser.add_argument("--speedups", default="2,3,5", type=lambda text: [float(part) for part in text.split(",")])
