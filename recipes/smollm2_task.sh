@@ -4,7 +4,7 @@
 #   recipes/smollm2_task.sh TASK DATA OUTPUT_DIR [RESULTS]
 # TASK: reddit_tldr, e2e or cnn_dm; DATA: its folder (docs/training.md). For cnn_dm nothing is fine-tuned: the model
 # answers requests for a summary. Of its 300 validation articles 200 train the adapter and the third of the layers, and
-# 100 are scored. LIMIT scores only so many inputs, JUDGED at a time, in DTYPE.
+# 100 are scored. JUDGING: options of evaluate, such as "--limit 50".
 # The same command goes on after an interruption; TL;DR takes about four hours on a CPU core with bfloat16. Other STEPS
 # (of fine-tuning), ADAPTER_STEPS, their BATCHes, TEXTS, SPEEDUPS or ADAPTER need another OUTPUT_DIR. ENGINE=vllm writes
 # the own texts with vLLM. ADAPTER: SmolLM2's own, with which the fine-tuned model's begins; SPEEDUPS are then among its.
@@ -41,7 +41,7 @@ fi
 train adapter "$full" "${learnt[@]}" "${own[@]}" --speedups "$speedups" ${adapter:+--adapter "$adapter"}
 if [ "$name" = cnn_dm ]; then mkdir -p "$out/pruned-3" && cp -n "$out"/adapter/own_texts.json* "$out/pruned-3"; fi
 train pruned-3 "$out/base" "${steps[@]}" "${third[@]}" --method static --speedup 3 --learning-rate 3e-4
-judged+=(--batch-size "${JUDGED:-32}" --dtype "${DTYPE:-auto}" ${LIMIT:+--limit "$LIMIT"} ${REPEATS:+--repeats "$REPEATS"})
-judge() { "$skipdecode" evaluate "$full" "${judged[@]}" "$@"; }
+read -ra judging <<< "${JUDGING:---batch-size 32}"
+judge() { "$skipdecode" evaluate "$full" "${judged[@]}" "${judging[@]}" "$@"; }
 judge --speedups "$speedups" --methods "$methods" --output "$results/smollm2-$name"
 judge --speedups 3 --methods "static=$out/pruned-{speedup}" --output "$results/smollm2-$name/pruned"
