@@ -16,6 +16,7 @@ import json
 import random
 import sys
 import time
+import traceback
 from typing import Any
 
 import torch
@@ -104,4 +105,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # workers of compilers would keep the process, and who waits for its answer, for ever
