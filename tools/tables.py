@@ -84,6 +84,37 @@ def own_texts(folder: str, up: str = "") -> None:
     print(f"{inputs}; {saved['about']['machine']}. [All figures]({up}results/{folder}/table.md).")
 
 
+#: What a task's rows are called, by their checkpoint's folder; other rows are the full model's.
+OF_A_TASK = {
+    "adapter": "adapter",
+    "before": "the adapter of `results/smollm2`",
+    "pruned-3": "its ten layers alone, trained as long",
+}
+
+
+def task(folder: str) -> None:
+    """A model, its adapters at every speed, and a model of a third of its layers, on a task with references."""
+    saved = _saved(folder)
+    rows = [*saved["rows"], *_saved(f"{folder}/pruned")["rows"][1:]]
+    count = int(saved["about"]["rows"].split()[0])
+
+    def cells(row: Row) -> tuple[str, ...]:
+        low, high = row["rouge_l_interval"]
+        name = OF_A_TASK.get(Path(row["model"]).name)
+        return (
+            f"{name}, {_target(row)}" if name else "full depth",
+            f"{row['step_layers']:g}",
+            f"{row['rouge_l']:.2f}",
+            f"{row['rouge_l_difference']:+.2f} ({low:+.2f} to {high:+.2f})" if name else "",
+            f"{row['bleu']:.2f}",
+            f"{row['tokens'] / count:.0f}",
+        )
+
+    heads = ("", "layers", "ROUGE-L", "from full depth (95%)", "BLEU", "tokens of a text")
+    _print(heads, map(cells, rows), words=1)
+    print(f"{saved['about']['rows']}; {saved['about']['machine']}.")
+
+
 #: What rows of our own method are called, by their checkpoint's folder.
 OURS = {"adapters": "**adapter**", "closed-form": "maps in closed form", "shared": "all weights, SkipDecode, distilled"}
 
