@@ -26,6 +26,7 @@ from skipdecode.core.stack import text_config
 from skipdecode.data.collation import batches_of
 from skipdecode.data.tasks import Example
 from skipdecode.errors import FileError, ModelError, ScheduleError, UsageError
+from skipdecode.generation.engine import Transformers
 from skipdecode.serving import server
 from skipdecode.serving.settings import Serving
 from skipdecode.training import adapting
@@ -380,6 +381,22 @@ def test_what_does_not_go_with_adapters_is_refused(values: dict[str, Any], said:
     options: dict[str, Any] = {"model": "demo", "own_texts": 20, "adapters": True} | values
     with pytest.raises(UsageError, match=said):
         TrainingPlan(**options)
+
+
+def test_an_engine_that_refuses_does_so_before_a_model_is_loaded(
+    checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM where there is a GPU, say: not after minutes of trying how fast the model is."""
+
+    class Refusing(Transformers):
+        def check(self, *_: Any) -> None:
+            raise UsageError("not here")
+
+    monkeypatch.setattr(training, "get_engine", lambda name: Refusing())
+    monkeypatch.setattr(training.loading, "load", lambda *_, **__: pytest.fail("loaded"))
+    plan = TrainingPlan(model=str(checkpoint), own_texts=20, prompts=str(prompts), adapters=True, output=tmp_path / "a")
+    with pytest.raises(UsageError, match="not here"):
+        training.train(plan)
 
 
 @pytest.mark.parametrize(

@@ -39,21 +39,39 @@ OWN_TEXTS = "own_texts.jsonl"
 WRITTEN, TIMES = 32, 8
 
 
+def writing_job(plan: TrainingPlan, task: Task, engine: Engine, device: torch.device) -> GenerationJob:
+    """Return the job that writes own texts, whose engine can say whether it will. A killed run loses one batch."""
+    options: dict[str, Any] = SAMPLED | {"temperature": plan.temperature}
+    options |= {} if plan.max_new_tokens is None else {"max_new_tokens": plan.max_new_tokens}
+    return GenerationJob(
+        str(plan.model),
+        task=task,
+        batch_size=max(plan.batch_size, WRITTEN) if device.type == "cpu" else TIMES * plan.batch_size,
+        seed=plan.seed,
+        options=options,
+        dtype="bfloat16" if plan.bf16 else "auto",
+        engine=engine,
+    )
+
+
 def forecast(
-    plan: TrainingPlan, task: Task, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device
+    plan: TrainingPlan,
+    job: GenerationJob,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
 ) -> str:
     """Return how long own texts and training will take, by a few steps of each, for short prompts and long texts.
 
     Args:
         plan: the run, with adapters and own texts.
-        task: whose longest response is an own text's, unless the plan has another.
+        job: as :func:`writing_job` makes it.
         model, tokenizer: loaded, and the model without an adapter; it is of no use afterwards.
         device: that the run will use.
     """
-    count, longest = plan.own_texts or 0, plan.max_new_tokens or task.max_new_tokens
+    count, longest = plan.own_texts or 0, job.options["max_new_tokens"]
     asks = plan.prompts is None and plan.data is None and tokenizer.chat_template is not None
-    at_once = _written_at_once(plan, device)
-    writing = writing_seconds(model.to(device), tokenizer, count, longest + LONGEST * asks, at_once)
+    writing = writing_seconds(model.to(device), tokenizer, count, longest + LONGEST * asks, job.batch_size)
 
     layers = layer_count(model.config)
     warmup = warmup_layers(layers, max(plan.budgets))
@@ -78,26 +96,9 @@ def forecast(
 
 
 def write_own_texts(
-    plan: TrainingPlan,
-    task: Task,
-    folder: RunFolder,
-    engine: Engine,
-    device: torch.device,
-    say: Callable[[str], object],
+    plan: TrainingPlan, job: GenerationJob, folder: RunFolder, say: Callable[[str], object]
 ) -> tuple[list[Example], list[Example]]:
     """Let the model write its own texts, in ``own_texts.jsonl``; return those to learn from, and those held out."""
-    options: dict[str, Any] = SAMPLED | {"temperature": plan.temperature}
-    options |= {} if plan.max_new_tokens is None else {"max_new_tokens": plan.max_new_tokens}
-    dtype = "bfloat16" if plan.bf16 else "auto"
-    job = GenerationJob(
-        str(plan.model),
-        task=task,
-        batch_size=_written_at_once(plan, device),
-        seed=plan.seed,
-        options=options,
-        dtype=dtype,
-        engine=engine,
-    )
     count = plan.own_texts or 0
     with tqdm(desc="own texts", unit="text", file=sys.stderr) as bar:
 
@@ -109,11 +110,6 @@ def write_own_texts(
         prompts = prompts_for(job, plan.prompts or plan.data, count, folder.folder, **told)
         texts = own_texts(job, prompts, count, folder.folder / OWN_TEXTS, **told)
     return hold_out(texts, plan.max_eval_samples if plan.eval_steps else 0)
-
-
-def _written_at_once(plan: TrainingPlan, device: torch.device) -> int:
-    """Return how many texts are written at a time; a killed run loses as many."""
-    return max(plan.batch_size, WRITTEN) if device.type == "cpu" else TIMES * plan.batch_size
 
 
 def make_learner(

@@ -35,7 +35,7 @@ from ..planning.fitting import batch_lengths
 from ..planning.resolve import method_schedule, new_schedule
 from ..provenance import fingerprint, identity
 from ..weights import loading
-from .adapting import OWN_TEXTS, forecast, make_learner, say_damage, write_own_texts
+from .adapting import OWN_TEXTS, forecast, make_learner, say_damage, write_own_texts, writing_job
 from .callbacks import StopBySignal
 from .checkpoints import STAGING, RunFolder, run_folder, writing
 from .plan import TrainingPlan
@@ -77,11 +77,12 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         args = make_args(plan)
         if plan.own_texts:
             written = (folder.folder / OWN_TEXTS).exists()  # then vLLM need not be installed here
-            engine = Transformers() if written else get_engine(plan.engine)
+            job = writing_job(plan, task, Transformers() if written else get_engine(plan.engine), args.device)
+            job.engine.check(job, config, loading.read_generation_config(job.model))
             if plan.adapters and not written:
-                say(forecast(plan, task, *_load(plan, config, ()), args.device))
+                say(forecast(plan, job, *_load(plan, config, ()), args.device))
                 gc.collect()  # gates and layers hold each other: this model is not to stay beside the next
-            training, validation = write_own_texts(plan, task, folder, engine, args.device, say)
+            training, validation = write_own_texts(plan, job, folder, say)
         model, tokenizer = _load(plan, config, training)
         limit = max_positions(model.config) or sys.maxsize
         rows = encode(training, tokenizer, limit)
