@@ -393,8 +393,8 @@ def test_an_engine_that_refuses_does_so_before_a_model_is_loaded(
             raise UsageError("not here")
 
     monkeypatch.setattr(training, "get_engine", lambda name: Refusing())
-    monkeypatch.setattr(training.loading, "load", lambda *_, **__: pytest.fail("loaded"))
-    plan = TrainingPlan(model=str(checkpoint), own_texts=20, prompts=str(prompts), adapters=True, output=tmp_path / "a")
+    monkeypatch.setattr("skipdecode.weights.loading.load", lambda *_, **__: pytest.fail("loaded"))
+    plan = TrainingPlan(model=str(checkpoint), own_texts=20, prompts=str(prompts), adapters=True, output=str(tmp_path))
     with pytest.raises(UsageError, match="not here"):
         training.train(plan)
 
