@@ -212,6 +212,25 @@ def test_own_texts_are_as_sure_as_asked(checkpoint: Path, prompts: Path, tmp_pat
     assert "above 0" in bad.stderr
 
 
+@pytest.mark.parametrize(("given", "temperature"), [(True, 0.5), (False, 1)])
+def test_own_texts_are_surer_where_prompts_differ(
+    checkpoint: Path, prompts: Path, tmp_path: Path, given: bool, temperature: float
+) -> None:
+    """By default; from the begin-of-text token alone they are as the model's own distribution has them."""
+    model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.bos_token = tokenizer.eos_token
+    tokenizer.save_pretrained(model)
+    words = ["train", model, "--own-texts", 20, "--max-new-tokens", 6, "--max-steps", 1, "--eval-steps", 0]
+    words += ["--prompts", prompts] if given else []
+    texts = []
+    for name, options in (("default", []), ("asked", ["--temperature", temperature])):
+        done = run(*words, *options, "--output", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+        texts.append((tmp_path / name / "own_texts.jsonl").read_bytes())
+    assert texts[0] == texts[1]
+
+
 class Killed(BaseException):
     """What nothing catches."""
 

@@ -103,9 +103,10 @@ class TrainingPlan:
     max_new_tokens: int | None = option(
         None, "Longest own text, in tokens (default: the task's).", ADAPTERS, least=2, most=LONGEST
     )
-    temperature: float = option(
-        1.0,
-        "Of the sampling of own texts: 1 for the model's own distribution, less for texts as you will ask for.",
+    temperature: float | None = option(
+        None,
+        "Of the sampling of own texts, like the one you will write with (default: 0.5; without any prompts 1, the "
+        "model's own distribution).",
         ADAPTERS,
         most=10,
     )
@@ -277,7 +278,7 @@ class TrainingPlan:
         writing = ("prompts", "max_new_tokens", "engine")
         if not self.own_texts and (wrong := [n for n in writing if getattr(self, n) != getattr(TrainingPlan, n)]):
             raise UsageError(f"{option_name(wrong[0])} goes with --own-texts")
-        if not self.temperature:
+        if self.temperature == 0:
             raise UsageError("--temperature must be above 0: own texts are sampled")
         if self.own_texts and self.from_config:
             raise UsageError("--own-texts needs a model that can write, not --from-config")
