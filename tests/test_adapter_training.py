@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig
 
 from helpers.tiny import TEXTS, run, write_jsonl
@@ -91,6 +91,28 @@ def test_what_was_loaded_is_the_adapter(trained: Path, checkpoint: Path) -> None
     held = gate_state(model).adapter.state_dict()
     assert held.keys() == weights.keys()
     assert all(torch.equal(held[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("how", [{"dtype": "float16"}, {"prepack": True}, {"offload": "disk"}], ids=str)
+def test_weights_that_are_held_otherwise_are_compared_too(
+    trained: Path, checkpoint: Path, tmp_path: Path, how: dict[str, Any]
+) -> None:
+    """In another dtype or layout, or not in memory: the adapter's model is taken, and one with a changed matrix not."""
+    model, _ = load(str(trained), **how)
+    assert gate_state(model).adapter is not None
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    name = next(name for name in weights if name.endswith("fc1.weight"))
+    save_file(weights | {name: 1.1 * weights[name]}, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="trained on another model"):
+        load(str(other), adapter=trained, **how)
+
+
+def test_a_model_that_cannot_be_compared_is_refused(trained: Path, checkpoint: Path) -> None:
+    """In float16, say, without a look at its files."""
+    model, _ = load(str(checkpoint), dtype="float16")
+    with pytest.raises(ModelError, match="cannot be told"):
+        attach(model, adapter=trained)
 
 
 def test_the_depth_is_constant_unless_asked_otherwise(trained: Path) -> None:

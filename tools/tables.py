@@ -253,6 +253,21 @@ def methods(folder: str, *speedups: int) -> None:
     _print(("method", "one checkpoint", *targets, f"wall clock at {targets[-1]}"), lines, words=2)
 
 
+def by_position(folder: str) -> None:
+    """How far speeds are from full depth along its texts, and how many greedy texts are still the same."""
+    found = json.loads((RESULTS / folder / "by_position.json").read_text(encoding="utf-8"))
+    speeds, lines = found["speeds"], []
+    for parts in zip(*speeds.values(), strict=True):
+        if parts[0]["tokens"]:
+            cells = [f"{parts[0]['first']} to {parts[0]['last']}"]
+            for part in parts:
+                cells += [f"{100 * part['same'] / part['tokens']:.0f}%", f"{part['kl'] / part['tokens']:.2f}"]
+                cells.append(f"{part['still_same']} of {part['texts']}" if part["texts"] else "")
+            lines.append(cells)
+    heads = [f"{float(s):g}x: {what}" for s in speeds for what in ("same token", "KL", "greedy texts still the same")]
+    _print(("tokens", *heads), lines, words=1)
+
+
 def card() -> None:
     """The model card's table."""
     _print(

@@ -90,24 +90,29 @@ def _moments(gaps: Mapping[Gap, Schedule], passes: Sequence[TextPasses], below: 
     """
     found: dict[Gap, Moments] = {}
     for each in passes if gaps else ():
+        # Only the last position's logits, unless the model would then leave positions out of layers that borrow keys.
+        few = {} if getattr(gate_state(each.model), "lenders", None) else {"logits_to_keep": 1}
         wanted = each.batch["labels"][:, 2:] != -100
         with _hidden_states(each, {end for gap in gaps for end in gap}) as full:
-            each.logits(Schedule.full(len(decoder_layers(each.model))), logits_to_keep=1)
+            each.logits(Schedule.full(len(decoder_layers(each.model))), **few)
         for gap, schedule in gaps.items():
             given = full[gap.start]
             if below:
                 with _hidden_states(each, {gap.start}) as here:
-                    each.logits(schedule, logits_to_keep=1)
+                    each.logits(schedule, **few)
                 given = here[gap.start]
-            found.setdefault(gap, Moments(given.shape[-1])).add(given[wanted], (full[gap.stop] - given)[wanted])
+            size = given.shape[-1]
+            x, y = (states[wanted].reshape(-1, size) for states in (given, full[gap.stop] - given))
+            found.setdefault(gap, Moments(size)).add(x, y)
     return found
 
 
 @contextmanager
 def _hidden_states(passes: TextPasses, before: Collection[int]) -> Iterator[dict[int, Tensor]]:
-    """Return a context within which the newest pass over the texts leaves what layers are given, (batch, R, size).
+    """Return a context within which the newest pass over the texts leaves what layers are given, (batch, R, …, size).
 
-    A layer that a position skips passes on what the position was given, so each place holds all R positions.
+    A layer that a position skips passes on what the position was given, so each place holds all R positions. A position
+    of some models (Gemma 3n) has several hidden states.
 
     Args:
         passes: whose model and batch, with R positions of texts.
@@ -119,8 +124,7 @@ def _hidden_states(passes: TextPasses, before: Collection[int]) -> Iterator[dict
 
     def keep(index: int, hidden: Tensor) -> None:
         axis = state.axis(hidden, (rows, width))
-        hidden = hidden.movedim((axis - 1, axis), (0, 1))[:, -width:]
-        seen[index] = hidden.reshape(rows, width, -1)
+        seen[index] = hidden.movedim((axis - 1, axis), (0, 1))[:, -width:]
 
     def given(index: int) -> Callable[..., None]:
         return lambda module, args, kwargs: keep(index, args[0] if args else kwargs["hidden_states"])

@@ -48,7 +48,7 @@ def prompts_for(
     """
     tokenizer = load_tokenizer(job.model, job.revision)
     if source is not None or tokenizer.chat_template is None:
-        prompts = read_prompts(source, job.task)
+        prompts = read_prompts(source, job.task, say)
         if source is not None and (told := texts_for_a_chat_model(tokenizer, prompts)):
             say(told)
         return prompts

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..data.chat import Prompt, as_json, parse_messages
-from ..data.inputs import Item, read_items
+from ..data.inputs import Item, read_examples
 from ..data.tasks import Example, Task
 from ..data.tasks.base import subsample
 from ..errors import JobError, TaskError
 from ..files import read_json, write
 from ..generation.jobs import GenerationJob
+from ..generation.results import Completion
 from ..provenance import fingerprint
 from ..weights.loading import identity_of
 
@@ -24,17 +25,16 @@ REPEATS, REPEATED = 4, 24
 SAMPLED = {"do_sample": True, "top_p": 1.0, "top_k": 0}
 
 
-def read_prompts(source: str | Path | None, task: Task) -> list[Prompt]:
+def read_prompts(
+    source: str | Path | None, task: Task, say: Callable[[str], object] = lambda message: None
+) -> list[Prompt]:
     """Return the prompts of a file, or of a task's training split; None: one empty text, the begin-of-text token.
 
-    Raises TaskError if there are none.
+    ``say`` is called with a message about each bad line of a file. Raises TaskError if there are no prompts.
     """
     if source is None:
         return [""]
-    if Path(source).is_file():
-        prompts = [item.prompt for item in read_items(str(source), task) if item.error is None]
-    else:
-        prompts = [example.prompt for example in task.read(Path(source), "train")]
+    prompts = [example.prompt for example in read_examples(task, Path(source), "train", say)]
     if not prompts:
         raise TaskError(f"{source} holds no prompts")
     return list(dict.fromkeys(prompts))
@@ -64,31 +64,37 @@ def own_texts(
         The texts, without those that are empty, end in a loop, or were written before for the same prompt.
 
     Raises:
-        JobError: ``file`` holds texts of another model, or written with other prompts or options.
+        JobError: ``file`` holds texts of another model, or written with other prompts or options; or it is damaged.
         SkipDecodeError: as :meth:`GenerationJob.run` raises it.
     """
     chosen = [each.prompt for each in subsample([Example(prompt, ()) for prompt in prompts], count)]
     rows = [chosen[i % len(chosen)] for i in range(count)]
     key = fingerprint(identity_of(job.model, job.adapter), job.revision, rows, dict(job.options), job.seed)
     about = file and file.with_suffix(".json")
-    if file and about and about.exists():
-        if read_json(about).get("job") != key:
-            raise JobError(f"{file} was written by another model, or with other prompts or options: move it away")
-        return _read(file)
-    items = [Item(number, {}, prompt) for number, prompt in enumerate(rows, 1)]
     raw = file and file.with_suffix(".raw.jsonl")
-    run = replace(job, input=items, output=raw, overwrite=True, full=True)
-    result = run.run(on_start=on_start, on_batch=on_batch, say=say)
-    if not result.completions:
-        raise TaskError(f"nothing could be written: {items[0].error} (--prompts FILE gives other prompts)")
+    if file and about:
+        begun: Any = read_json(about) if about.exists() else {"job": key}
+        if begun.get("job") != key:
+            raise JobError(f"{file} was written by another model, or with other prompts or options: move it away")
+        if "texts" in begun:
+            return _read(file, begun["texts"])
+        write(about, json.dumps(begun) + "\n")
+    if raw and raw.exists() and not raw.with_name(raw.name + ".partial").exists():
+        made: Mapping[int, Completion] = _finished(raw)  # by a run that was killed before it chose from them
+    else:
+        items = [Item(number, {}, prompt) for number, prompt in enumerate(rows, 1)]
+        result = replace(job, input=items, output=raw, full=True).run(on_start=on_start, on_batch=on_batch, say=say)
+        made = result.completions
+        if not made:
+            raise TaskError(f"nothing could be written: {items[0].error} (--prompts FILE gives other prompts)")
     texts, left_out = dict[Example, None](), {"empty": 0, "looping": 0, "cut off": 0, "repeated": 0, "refused": 0}
     for index, row in enumerate(rows):
-        text = result.completions[index].text if index in result.completions else None
+        text = made[index].text if index in made else None
         if text is None:
             left_out["refused"] += 1
         elif not text.strip() or ends_in_loop(text):
             left_out["looping" if text.strip() else "empty"] += 1
-        elif ended and result.completions[index].finish_reason != "stop":
+        elif ended and made[index].finish_reason != "stop":
             left_out["cut off"] += 1
         elif (written := Example(row, (text,))) in texts:
             left_out["repeated"] += 1
@@ -129,8 +135,17 @@ def ends_in_loop(text: str) -> bool:
     return False
 
 
-def _read(file: Path) -> list[Example]:
-    rows = [json.loads(line) for line in file.read_text("utf-8").split("\n")[:-1]]
+def _finished(raw: Path) -> dict[int, Completion]:
+    """Return the completions of a job's output by row."""
+    rows = enumerate(map(json.loads, raw.read_text("utf-8").split("\n")[:-1]))
+    return {index: Completion(**row) for index, row in rows if "error" not in row}
+
+
+def _read(file: Path, count: int) -> list[Example]:
+    """Return the texts of a file. Raises JobError unless it holds ``count``."""
+    rows = [json.loads(line) for line in file.read_text("utf-8").split("\n")[:-1]] if file.exists() else []
+    if len(rows) != count:
+        raise JobError(f"{file} held {count:,} texts and has {len(rows):,}: remove it and {file.with_suffix('.json')}")
     return [
         Example(row["prompt"] if isinstance(row["prompt"], str) else parse_messages(row["prompt"]), (row["response"],))
         for row in rows

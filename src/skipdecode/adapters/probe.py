@@ -16,7 +16,7 @@ from ..core.attach import attach, put_adapter
 from ..core.checkpoint_config import layer_count
 from ..core.decays import flat_depth
 from ..core.schedule import Schedule
-from ..core.stack import text_config
+from ..core.stack import text_config, with_lenders_first
 from ..core.text_passes import TextPasses
 from ..data.collation import batches_of
 from ..data.tasks import get_task
@@ -169,7 +169,10 @@ def probe_model(
     attach(model).requires_grad_(False)
     with torch.no_grad():
         fitted_to, measured = (
-            [TextPasses(model, batch) for batch in batches_of(part, tokenizer, batch_size, limit, model.device)]
+            [
+                TextPasses(model, batch)
+                for batch in batches_of(part, tokenizer, batch_size, limit, model.device, as_written=True)
+            ]
             for part in (texts[:half], texts[half:])
         )
     chosen = [(speedup, schedule) for speedup in speedups for schedule in candidates(layer_count(config), speedup)]
@@ -181,7 +184,8 @@ def probe_model(
             left = (time.perf_counter() - start) * (len(chosen) - 1)
             say(f"{len(chosen)} choices of layers are tried: about {left / 60:.0f} minutes more")
         (bare,) = damage(measured, [schedule])
-        adapter = Adapter(text_config(config).hidden_size, rank, {speedup: schedule})
+        layers = with_lenders_first(schedule, config)
+        adapter = Adapter(text_config(config).hidden_size, rank, {speedup: layers})
         put_adapter(model, adapter)
         fit_stand_ins(adapter, fitted_to)
         (mapped,) = damage(measured, [schedule])

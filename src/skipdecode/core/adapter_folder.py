@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import FileError, ModelError
 from ..files import has_key, read_json, write
 from .adapter import Adapter, check_trained
-from .checkpoint_config import ADAPTER_FILE, schedule_for
+from .checkpoint_config import ADAPTER_FILE, schedule_for, speedup_key
 from .schedule import Schedule
 
 #: The folder's files.
@@ -43,13 +44,16 @@ def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str, fi
         "skipdecode_adapter": FORMAT,
         "base_model": base,
         "rank": adapter.rank,
-        "schedules": {f"{speedup:g}": schedule.to_dict() for speedup, schedule in adapter.schedules.items()},
+        "schedules": {speedup_key(speedup): schedule.to_dict() for speedup, schedule in adapter.schedules.items()},
         "base_hashes": hashes(model),
-        "base_files": hash_of_files(files) if files else None,
+        "base_files": hash_of_files(files, hashes(model)) if files else None,
     }
+    ours = is_adapter(folder) and has_key("skipdecode_adapter")((folder / ABOUT).read_bytes())
+    if not ours and (there := [name for name in (ABOUT, WEIGHTS) if (folder / name).exists()]):
+        raise FileError(f"{folder / there[0]} is there, and no adapter's: give another folder")
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.state_dict().items()}
     write(folder / WEIGHTS, save(weights))
-    write(folder / ABOUT, json.dumps(about, indent=1) + "\n", may_replace=has_key("skipdecode_adapter"))
+    write(folder / ABOUT, json.dumps(about, indent=1) + "\n")
 
 
 def locate_adapter(name: str | Path) -> Path:
@@ -96,17 +100,24 @@ def read_about(folder: Path) -> dict[str, Any]:
     about = read_json(folder / ABOUT)
     if not isinstance(about, dict) or about.get("skipdecode_adapter") != FORMAT:
         raise FileError(f"{folder / ABOUT} was written by another version of skipdecode")
+    if missing := [key for key in ("base_model", "rank", "schedules", "base_hashes") if not about.get(key)]:
+        raise FileError(f"the adapter in {folder} is damaged: {ABOUT} has no {missing[0]}")
     return about
 
 
-def load_adapter(folder: Path, model: nn.Module) -> Adapter:
+def load_adapter(folder: Path, model: nn.Module, files: Callable[[], Path] | None = None) -> Adapter:
     """Load the adapter of a folder for ``model``.
+
+    Args:
+        folder: of the adapter.
+        model: whose weights are compared with those that the adapter was trained on.
+        files: returns the folder of the model's checkpoint, for weights that cannot be compared in memory.
 
     Raises:
         FileError: the folder holds no adapter, or a damaged one.
-        ModelError: the adapter was trained on another model.
+        ModelError: the adapter was trained on another model, or that cannot be told.
     """
-    check_base(folder, hashes(model))
+    check_base(folder, model, files)
     return read_adapter(folder)
 
 
@@ -125,20 +136,29 @@ def read_adapter(folder: Path) -> Adapter:
 
 def weights_size(weights: dict[str, Tensor]) -> int:
     """Return the width of the hidden states that an adapter's weights are for."""
-    return next(tensor.shape[0] for name, tensor in weights.items() if name.endswith("down"))
+    return next((tensor.shape[0] for name, tensor in weights.items() if name.endswith("down")), 0)
 
 
-def check_base(folder: Path, here: dict[str, str]) -> None:
-    """Raise ModelError if the weights with these hashes are not those that the adapter was trained on."""
+def check_base(folder: Path, model: nn.Module, files: Callable[[], Path] | None = None) -> None:
+    """Raise ModelError if a model is not the one that the adapter was trained on; as :func:`load_adapter`."""
     about = read_about(folder)
-    known = about["base_hashes"]
-    other = [name for name in here if name in known and here[name] != known[name]]
-    # Weights in 8 bits or laid out for a CPU's kernels are no parameters any more: the others tell enough.
-    if other or not here.keys() <= known.keys() or not here:
-        which = other[0] if other else "its layers"
+    known, here = about["base_hashes"], dict(model.named_parameters())
+    # Weights in 8 bits or laid out for a CPU's kernels are no parameters, offloaded ones hold no values, and those in
+    # float16 are rounded otherwise.
+    told = {name: weight for name, weight in here.items() if not weight.is_meta and weight.dtype != torch.float16}
+    for name, weight in told.items():
+        if known.get(name) != hash_of(weight.detach()):
+            raise ModelError(
+                f"the adapter in {folder} was trained on another model ({about['base_model']}): {name} differs"
+            )
+    untold = sorted(known.keys() - told.keys())
+    if untold and files is None:
         raise ModelError(
-            f"the adapter in {folder} was trained on another model ({about['base_model']}): {which} differs"
+            f"whether the adapter in {folder} was trained on this model cannot be told: {untold[0]} is not there in "
+            "bfloat16 or float32. skipdecode.load(MODEL, adapter=…) compares the model's files"
         )
+    if untold and files is not None:
+        check_base_files(folder, files())
 
 
 def check_base_files(folder: Path, base: Path) -> None:
@@ -155,16 +175,26 @@ def check_base_files(folder: Path, base: Path) -> None:
         )
 
 
-def hash_of_files(base: Path) -> str | None:
-    """Return a hash of the weights in a folder's safetensors files; None if it has none.
+def hash_of_files(base: Path, loaded: Mapping[str, str] | None = None) -> str | None:
+    """Return a hash of the weights in a folder's safetensors files; None if it has none, or other ones than ``loaded``.
 
     Of each weight only the pages of the values that :func:`hash_of` takes are read.
     """
-    found: list[str] = []
-    for file in base.glob("*.safetensors"):
+    found: dict[str, str] = {}
+    for file in weights_files(base):
         with safe_open(file, framework="pt") as weights:
-            found += [f"{name} {hash_of(weights.get_tensor(name))}" for name in weights.keys()]  # noqa: SIM118
-    return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:16] if found else None
+            found |= {name: hash_of(weights.get_tensor(name)) for name in weights.keys()}  # noqa: SIM118
+    if not found or any(found.get(name, value) != value for name, value in (loaded or {}).items()):
+        return None
+    return hashlib.sha256("\n".join(sorted(map(" ".join, found.items()))).encode()).hexdigest()[:16]
+
+
+def weights_files(base: Path) -> list[Path]:
+    """Return the safetensors files in a folder that transformers reads: there may be others, of other formats."""
+    index = base / "model.safetensors.index.json"
+    if index.is_file():
+        return [base / name for name in sorted({*read_json(index)["weight_map"].values()})]
+    return [base / "model.safetensors"] if (base / "model.safetensors").is_file() else []
 
 
 def hashes(model: nn.Module) -> dict[str, str]:
@@ -173,7 +203,7 @@ def hashes(model: nn.Module) -> dict[str, str]:
 
 
 def hash_of(weight: Tensor) -> str:
-    """Return a hash of evenly spaced values of a weight, rounded to bfloat16, so that the dtype does not matter."""
+    """Return a hash of evenly spaced values of a weight, in bfloat16, so that float32 and bfloat16 weights agree."""
     flat = weight.flatten()
     some = flat[:: max(len(flat) // SAMPLED, 1)][:SAMPLED].to(torch.bfloat16).float().cpu()
     return hashlib.sha256(some.numpy().tobytes() + str(tuple(weight.shape)).encode()).hexdigest()[:8]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,7 +46,7 @@ def attach(
     Raises:
         FileError: the adapter's folder is missing or damaged.
         UnsupportedModel: the model cannot skip layers exactly; the message says why.
-        ScheduleError: the schedule does not fit the model.
+        ScheduleError: the schedule does not fit the model, or the adapter was not trained to skip its layers.
         UsageError: both a schedule and a speed-up are given.
         ModelError: one of them is given for a model that has no ``generate``; or the adapter was trained on another
             model.
@@ -67,13 +68,18 @@ def attach(
         adapter = load_adapter(locate_adapter(adapter), model).to(dtype=next(model.parameters()).dtype)
     if gates is None:
         gates = GateState(lenders(model.config))
-    if adapter is not None:
-        put_adapter(model, adapter, gates)
     if speedup is not None or schedule is not None:
         if not hasattr(model, "generate"):
             raise ModelError(f"{type(model).__name__} does not generate: attach a speed-up to the model with its head")
-        schedule = schedule_for(model.config, speedup, schedule)
-        warn_untrained(model.config, schedule)
+        config = copy(model.config)
+        if adapter is not None:
+            set_entry(config, to_config_entry(adapter.schedules))
+        schedule = schedule_for(config, speedup, schedule)
+        if (acting := adapter or gates.adapter) is not None:
+            check_trained(acting.schedules, with_lenders_first(schedule, config))
+        warn_untrained(config, schedule)
+    if adapter is not None:
+        put_adapter(model, adapter, gates)
     for index, layer in enumerate(layers):
         put(Gate, layer, "forward", gates, index)
     # A wrapper around an attached model (PEFT's) has a ``forward`` and ``generate`` of its own: patch those too.

@@ -39,7 +39,10 @@ def to_config_entry(schedules: Mapping[float, Schedule], method: str = DEFAULT_M
     """
     if method == UNTRAINED or (method == DEFAULT_METHOD and all(s.is_full for s in schedules.values())):
         return None
-    return {"method": method, "schedules": {_key(k): schedule.to_dict() for k, schedule in sorted(schedules.items())}}
+    return {
+        "method": method,
+        "schedules": {speedup_key(k): schedule.to_dict() for k, schedule in sorted(schedules.items())},
+    }
 
 
 def set_entry(config: Any, entry: dict[str, Any] | None) -> None:
@@ -72,7 +75,7 @@ def schedules_of(config: Any, method_name: str) -> dict[float, Schedule]:
     if trained_method(config) == method_name != UNTRAINED:
         return schedules
     methods = _entry(config).get("calibrated", {})  # speed-up -> method
-    return {k: schedule for k, schedule in schedules.items() if methods.get(_key(k)) == method_name}
+    return {k: schedule for k, schedule in schedules.items() if methods.get(speedup_key(k)) == method_name}
 
 
 def save_calibrated(folder: Path, speedup: float, schedule: Schedule, method_name: str) -> None:
@@ -95,8 +98,8 @@ def save_calibrated(folder: Path, speedup: float, schedule: Schedule, method_nam
         if before.get("method", method_name) != method_name:
             raise ScheduleError(f"{folder} was trained by {before['method']}: its schedules are not {method_name}'s")
         values[CONFIG_KEY] = before | {
-            "schedules": before.get("schedules", {}) | {_key(speedup): schedule.to_dict()},
-            "calibrated": before.get("calibrated", {}) | {_key(speedup): method_name},
+            "schedules": before.get("schedules", {}) | {speedup_key(speedup): schedule.to_dict()},
+            "calibrated": before.get("calibrated", {}) | {speedup_key(speedup): method_name},
         }
         write(path, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
@@ -183,8 +186,8 @@ def _warn(message: str) -> None:
     warnings.warn(message, UntrainedWarning, stacklevel=4)
 
 
-def _key(speedup: float) -> str:
-    """Format a speed-up as a config key, in as few digits as identify it: ``3``, ``2.5``."""
+def speedup_key(speedup: float) -> str:
+    """Format a speed-up as a key in JSON, in as few digits as identify it: ``3``, ``2.5``."""
     short = f"{speedup:g}"
     return short if float(short) == speedup else repr(float(speedup))
 

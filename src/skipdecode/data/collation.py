@@ -63,19 +63,32 @@ class Collator:
         }
 
 
-def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> Dataset:
+def encode(
+    examples: Sequence[Example],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None = None,
+    *,
+    as_written: bool = False,
+) -> Dataset:
     """Return :func:`encoded` rows as the data set that the Trainer takes."""
     from datasets import Dataset
 
-    return Dataset.from_list(encoded(examples, tokenizer, max_length))
+    return Dataset.from_list(encoded(examples, tokenizer, max_length, as_written=as_written))
 
 
 def encoded(
-    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
+    examples: Sequence[Example],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None = None,
+    *,
+    as_written: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return rows of prompt ids and first reference's ids, without those of more than ``max_length`` ids together."""
+    """Return rows of prompt ids and first reference's ids, without those of more than ``max_length`` ids together.
+
+    ``as_written`` tells that a model wrote the references, as :func:`encode_response` takes it.
+    """
     prompts = encode_prompts(tokenizer, [example.prompt for example in examples])
-    responses = encode_response(tokenizer, [(e.prompt, e.references[0]) for e in examples])
+    responses = encode_response(tokenizer, [(e.prompt, e.references[0]) for e in examples], as_written=as_written)
     return [
         # The sampler groups by "length": by the prompt's padded width first, then by the response's length.
         {"prompt_ids": p, "response_ids": r, "length": _round_up(len(p), 8) * 10_000 + len(r)}
@@ -90,14 +103,29 @@ def batches_of(
     batch_size: int,
     max_length: int | None = None,
     device: torch.device | str = "cpu",
+    *,
+    as_written: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return batches, on a device, of prompts and first references that have at most ``max_length`` ids together."""
-    rows = encoded(examples, tokenizer, max_length)
+    """Return batches of :func:`encoded` rows on a device."""
+    rows = encoded(examples, tokenizer, max_length, as_written=as_written)
+    return batches(rows, tokenizer, batch_size, max_length, device)
+
+
+def batches(
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int,
+    max_length: int | None = None,
+    device: torch.device | str = "cpu",
+) -> list[dict[str, Any]]:
+    """Return batches of encoded rows on a device."""
     collate = Collator(tokenizer.pad_token_id, max_length=max_length)
-    return [
-        {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in collate(rows[i : i + batch_size]).items()}
-        for i in range(0, len(rows), batch_size)
-    ]
+    return [to_device(collate(rows[i : i + batch_size]), device) for i in range(0, len(rows), batch_size)]
+
+
+def to_device(batch: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """Return a batch with its tensors on a device."""
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -39,11 +39,14 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], prompts: S
     return [row if text else begin for text, row in zip(texts, ids, strict=True)]
 
 
-def encode_response(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[Prompt, str]]) -> list[list[int]]:
+def encode_response(
+    tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[Prompt, str]], *, as_written: bool = False
+) -> list[list[int]]:
     """Return the token ids of each pair's response, with end-of-sequence at the end.
 
     A space separates prompt and response, unless the prompt is empty or either has white space there. A conversation's
-    response is the text that the chat template adds after the prompt, up to its end-of-sequence.
+    response is the text that the chat template adds after the prompt, up to its end-of-sequence. Templates of models
+    that think write an answer's thoughts otherwise, or drop them; ``as_written`` leaves what a model wrote as it is.
 
     The response's ids are those of the whole text without the prompt's ids. If the whole text's ids do not begin with
     the prompt's (a prompt's last space may be in a token with the next word), the response is encoded separately;
@@ -62,7 +65,7 @@ def encode_response(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[Pr
             "give the prompt a share, or set tokenizer.bos_token"
         )
     texts = [prompt if isinstance(prompt, str) else render(tokenizer, prompt) for prompt in prompts]
-    rests = [_rest_of(tokenizer, *pair, text) for pair, text in zip(pairs, texts, strict=True)]
+    rests = [_rest_of(tokenizer, *pair, text, as_written) for pair, text in zip(pairs, texts, strict=True)]
     before = _encode(tokenizer, texts, prompts)
     whole = _encode(tokenizer, [text + rest for text, rest in zip(texts, rests, strict=True)], prompts)
     rows = []
@@ -75,11 +78,13 @@ def encode_response(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[Pr
     return rows
 
 
-def _rest_of(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str, text: str) -> str:
+def _rest_of(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str, text: str, as_written: bool) -> str:
     """Return the response as it follows ``text``, the rendered prompt: behind a space, or as the template has it."""
     if isinstance(prompt, str):
         return response if not prompt or prompt[-1].isspace() or response[:1].isspace() else f" {response}"
     whole = render(tokenizer, prompt, response)
+    if as_written and not (whole.startswith(text) and whole[len(text) :].lstrip().startswith(response)):
+        return response
     if not whole.startswith(text):
         raise ModelError(
             "the tokenizer's chat template writes a prompt otherwise once it is answered, so the answer cannot be told "

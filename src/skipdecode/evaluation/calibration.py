@@ -332,7 +332,8 @@ def calibrate(
     start, found = trained, list[Trial]()
     if plan.search:
         rows = subsample([each for each in own_texts if each.references[0].strip()], SEARCH_ROWS)
-        batches = batches_of(rows, tokenizer, SEARCH_BATCH, max_positions(model.config), model.device)
+        limit = max_positions(model.config)
+        batches = batches_of(rows, tokenizer, SEARCH_BATCH, limit, model.device, as_written=True)
         if not batches:
             raise UsageError(f"{plan.model} writes nothing after these prompts: there is nothing to search by")
         weights = [part for part in identity_of(plan.model) if part[0] != "config.json"]  # --save changes it

@@ -408,7 +408,8 @@ class Evaluation:
         ):
             texts = self._reference_texts or [completion.text for completion in completions]
             written = [Example(prompt, (text,)) for prompt, text in zip(prompts, texts, strict=True)]
-            batches = batches_of(written, tokenizer, size, max_positions(model.config), model.device)
+            limit = max_positions(model.config)
+            batches = batches_of(written, tokenizer, size, limit, model.device, as_written=True)
             passes = (TextPasses(attach(model), batch) for batch in batches)
             (here,) = damage(passes, [schedule], None if model is full else attach(full))
             found |= {"kl": here.kl, "top_1": 100 * here.agreement}

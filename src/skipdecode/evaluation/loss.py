@@ -13,17 +13,17 @@ from ..core.attach import attach, teacher_forced
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from ..data.chat import Prompt
-from ..data.collation import Collator, encoded
+from ..data.collation import batches, encoded
 from ..data.tasks import Example
 from ..generation.results import Completion
 
 
 @torch.no_grad()
-def response_loss(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]], schedule: Schedule) -> float:
+def response_loss(model: PreTrainedModel, texts: Sequence[Mapping[str, Any]], schedule: Schedule) -> float:
     """Return the mean cross-entropy in nats per response token, with layers skipped as ``schedule`` says."""
     attach(model)
     total, count = 0.0, 0
-    for batch in batches:
+    for batch in texts:
         labels = batch["labels"][:, 1:]
         with teacher_forced(model, schedule, batch["prompt_length"]):
             inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
@@ -45,12 +45,10 @@ def text_loss(
         size: of a batch.
     """
     examples = [Example(prompt, (completion.text,)) for prompt, completion in texts]
-    rows = encoded(examples, tokenizer)
+    rows = encoded(examples, tokenizer, as_written=True)
     for row, (_, completion) in zip(rows, texts, strict=True):
         if completion.finish_reason == "length":
             row["response_ids"] = row["response_ids"][:-1]  # it was cut off before an end
     rows = [row for row in rows if row["response_ids"]]
-    collate = Collator(tokenizer.pad_token_id)
-    batches = [collate(rows[at : at + size]) for at in range(0, len(rows), size)]
-    batches = [{k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in b.items()} for b in batches]
-    return response_loss(model, batches, Schedule.full(len(decoder_layers(model))))
+    full = Schedule.full(len(decoder_layers(model)))
+    return response_loss(model, batches(rows, tokenizer, size, device=model.device), full)

@@ -85,8 +85,8 @@ class Journal:
         if header != self._header:
             if not self._replace and next(lines, None) is not None:
                 raise JobError(
-                    f"{self.path} belongs to a job with another input, model or options; "
-                    "run that one to its end, or give --overwrite to drop it"
+                    f"{self.path} belongs to a job with another input, model or options (the batch size counts): run "
+                    "that one to its end, or drop it, by deleting this file or with generate's --overwrite"
                 )
             return
         for payload, good, chain in lines:

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from ..core.adapter_folder import locate_adapter, read_adapter
 from ..core.attach import attach
 from ..core.checkpoint_config import layer_count
 from ..core.schedule import Schedule
-from ..core.stack import text_config
+from ..core.stack import text_config, with_lenders_first
 from ..core.text_passes import TextPasses
 from ..data.tasks import Example, Task
+from ..files import read_json
 from ..generation.engine import Engine
 from ..generation.generate import max_positions
 from ..generation.jobs import GenerationJob
@@ -40,6 +42,12 @@ OWN_TEXTS = "own_texts.jsonl"
 WRITTEN, TIMES = 32, 8
 #: Below 1 texts are surer of themselves, and sooner learnt; most users write so.
 TEMPERATURE = 0.5
+
+
+def are_written(folder: Path) -> bool:
+    """Tell whether a run's own texts are there."""
+    about = (folder / OWN_TEXTS).with_suffix(".json")
+    return about.exists() and "texts" in read_json(about)
 
 
 def writing_job(plan: TrainingPlan, task: Task, engine: Engine, device: torch.device) -> GenerationJob:
@@ -131,11 +139,12 @@ def make_learner(
     model.eval().requires_grad_(False)
     begun = read_adapter(locate_adapter(plan.adapter)) if plan.adapter else None
     rank = begun.rank if begun else plan.adapter_rank
-    adapter = Adapter(text_config(model.config).hidden_size, rank, schedules)
+    known = {speedup: with_lenders_first(schedule, model.config) for speedup, schedule in schedules.items()}
+    adapter = Adapter(text_config(model.config).hidden_size, rank, known)
     attach(model, adapter=adapter)
     if begun:
-        known = begun.state_dict()  # of more speed-ups, it may be
-        adapter.load_state_dict({name: known[name] for name in adapter.state_dict()})
+        weights = begun.state_dict()  # of more speed-ups, it may be
+        adapter.load_state_dict({name: weights[name] for name in adapter.state_dict()})
         say(f"training begins with the adapter in {plan.adapter}")
     elif batches:
         fit_stand_ins(adapter, [TextPasses(model, batch) for batch in batches])

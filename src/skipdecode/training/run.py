@@ -35,7 +35,7 @@ from ..planning.fitting import batch_lengths
 from ..planning.resolve import method_schedule, new_schedule
 from ..provenance import fingerprint, identity
 from ..weights import loading
-from .adapting import OWN_TEXTS, forecast, make_learner, say_damage, write_own_texts, writing_job
+from .adapting import are_written, forecast, make_learner, say_damage, write_own_texts, writing_job
 from .callbacks import StopBySignal
 from .checkpoints import STAGING, RunFolder, run_folder, writing
 from .plan import TrainingPlan
@@ -76,19 +76,20 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         plan.check(config)
         args = make_args(plan)
         if plan.own_texts:
-            written = (folder.folder / OWN_TEXTS).exists()  # then vLLM need not be installed here
-            job = writing_job(plan, task, Transformers() if written else get_engine(plan.engine), args.device)
+            done = are_written(folder.folder)  # then vLLM need not be installed here
+            job = writing_job(plan, task, Transformers() if done else get_engine(plan.engine), args.device)
             job.engine.check(job, config, loading.read_generation_config(job.model))
-            if plan.adapters and not written:
+            if plan.adapters and not done:
                 say(forecast(plan, job, *_load(plan, config, ()), args.device))
                 gc.collect()  # gates and layers hold each other: this model is not to stay beside the next
             training, validation = write_own_texts(plan, job, folder, say)
         model, tokenizer = _load(plan, config, training)
         limit = max_positions(model.config) or sys.maxsize
-        rows = encode(training, tokenizer, limit)
+        written = plan.own_texts is not None
+        rows = encode(training, tokenizer, limit, as_written=written)
         if not len(rows):
             raise TaskError(f"no training example fits the model's {limit} positions")
-        held_out = encode(validation, tokenizer, limit)
+        held_out = encode(validation, tokenizer, limit, as_written=written)
         for what, count in (("training", len(training) - len(rows)), ("validation", len(validation) - len(held_out))):
             if count:
                 say(f"{count:,} {what} rows are left out: they have over {limit:,} tokens, the model's positions")
@@ -113,7 +114,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         if plan.adapters:
             collator = TextCollator(tokenizer.pad_token_id, max_length=max_positions(model.config))
             first, measured = (
-                batches_of(part, tokenizer, 8, max_positions(model.config), args.device)
+                batches_of(part, tokenizer, 8, max_positions(model.config), args.device, as_written=written)
                 for part in (training[:FITTED], validation)
             )
             trained = make_learner(plan, model.to(args.device), schedules, [] if checkpoint else first, say)
@@ -175,8 +176,7 @@ def _run(
     model.config.use_cache = True  # the Trainer turns it off
     if first and plan.adapters:
         with writing(folder.folder):
-            path = loading.resolve(str(plan.model))
-            files = None if loading.is_gguf(path) else loading.checkpoint_files(path)
+            files = loading.files_to_compare(str(plan.model))
             save_adapter(staging, model.adapter, model.model, _base(str(plan.model)), files)
             write_custom_generate(staging)
         folder.publish()

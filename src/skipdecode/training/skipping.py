@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from ..core.attach import attach, teacher_forced
 from ..core.checkpoint_config import set_entry, to_config_entry, trained_schedules
 from ..core.gate import refuse_packed
 from ..core.schedule import Schedule
-from ..core.stack import text_config
-from ..errors import UsageError
+from ..core.stack import text_config, with_lenders_first
+from ..errors import ModelError, UsageError
 from ..planning.resolve import new_schedule
+from ..weights.loading import files_to_compare
 
 #: Outputs that hold a row per head or layer, whose columns are not put back.
 BY_HEAD = ("output_attentions", "output_hidden_states")
@@ -104,7 +105,8 @@ class Skipping(TrainerCallback):
             self.schedules = {float(each): new_schedule(config, each, **self.basis) for each in self.speedups}
         if self.rank is not None:
             model.eval().requires_grad_(False)
-            self.adapter = Adapter(text_config(config).hidden_size, self.rank, self.schedules).requires_grad_(True)
+            known = {each: with_lenders_first(schedule, config) for each, schedule in self.schedules.items()}
+            self.adapter = Adapter(text_config(config).hidden_size, self.rank, known).requires_grad_(True)
             attach(model, adapter=self.adapter)
         elif trained_schedules(config) != self.schedules:
             set_entry(config, to_config_entry(self.schedules))
@@ -145,7 +147,10 @@ class Skipping(TrainerCallback):
         """
         if self.adapter is None:
             raise UsageError("there is no adapter: give Skipping an adapter_rank")
-        save_adapter(Path(folder), self.adapter, self.model, base)
+        files = None
+        with suppress(ModelError):  # then engines that compare files refuse it; it is saved all the same
+            files = files_to_compare(base)
+        save_adapter(Path(folder), self.adapter, self.model, base, files)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Attach to the trainer's model. Raises UsageError for what cannot skip layers: packing, DataParallel."""

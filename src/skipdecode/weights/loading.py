@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from functools import partial
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from transformers import (
 )
 from transformers.utils import is_accelerate_available, is_gguf_available, logging
 
-from ..core.adapter_folder import is_adapter, locate_adapter, read_about, read_schedules
+from ..core.adapter_folder import is_adapter, load_adapter, locate_adapter, read_about, read_schedules
 from ..core.attach import attach
 from ..core.checkpoint_config import set_entry, to_config_entry
 from ..core.stack import text_config
@@ -167,7 +168,11 @@ def load(
     else:
         with as_model_error(f"{name} does not fit on {device!r}"):
             model = model.to(device)
-    return attach(optimize(model.eval(), **optimized), adapter=adapter_of(name, adapter)), tokenizer
+    folder, path, learnt = adapter_of(name, adapter), resolve(name), None
+    if folder is not None:  # compared before weights are rounded to 8 bits
+        files = None if is_gguf(path) else partial(checkpoint_files, path, revision)
+        learnt = load_adapter(folder, model, files).to(dtype=model.dtype)
+    return attach(optimize(model.eval(), **optimized), adapter=learnt), tokenizer
 
 
 def read_weights(path: str, *, config: Any = None, revision: str | None = None, **options: Any) -> PreTrainedModel:
@@ -238,7 +243,13 @@ def checkpoint_files(path: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     with as_model_error(f"the weights of {path} cannot be read"):
-        return Path(snapshot_download(path, revision=revision, allow_patterns=["*.safetensors"]))
+        return Path(snapshot_download(path, revision=revision, allow_patterns=["model*.safetensors*"]))
+
+
+def files_to_compare(name: str) -> Path | None:
+    """Return :func:`checkpoint_files`, with which an adapter's model is compared; None for a GGUF file."""
+    path = resolve(name)
+    return None if is_gguf(path) else checkpoint_files(path)
 
 
 def adapter_of(name: str, adapter: str | Path | None = None) -> Path | None:
