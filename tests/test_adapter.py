@@ -33,7 +33,7 @@ from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.patch import gate_state
 from skipdecode.core.stack import text_config
 from skipdecode.core.text_passes import TextPasses
-from skipdecode.errors import FileError, ModelError, TaskError
+from skipdecode.errors import FileError, ModelError, TaskError, UsageError
 from skipdecode.evaluation.check import run_checks
 from skipdecode.training.adapting import make_learner
 from skipdecode.training.plan import TrainingPlan
@@ -272,7 +272,7 @@ def test_probing_finds_what_a_stand_in_saves(checkpoint: Path, tmp_path: Path) -
         "rank": 16,
         "where": {"dtype": "float32"},
     }
-    found = probe_model(str(checkpoint), (1, 2), folder=tmp_path, **options)
+    found = probe_model(str(checkpoint), (2, 1), folder=tmp_path, **options)
     assert [each.schedule for each in found.tried] == [*candidates(8, 1), *candidates(8, 2)]
     for each in found.tried:
         if each.schedule.is_full:
@@ -280,7 +280,10 @@ def test_probing_finds_what_a_stand_in_saves(checkpoint: Path, tmp_path: Path) -
             assert each.bare.agreement == 1
         else:
             assert 0 < each.stand_ins.kl < each.bare.kl
-    assert {each.speedup for each in found.best} == {1, 2}
+    assert [each.speedup for each in found.best] == [1, 2]
+    assert f"--prompts {prompts} --adapter-rank 16 --speedups 2" in found.advice
+    with pytest.raises(UsageError, match="1 to 8, the model's number of layers"):
+        probe_model(str(checkpoint), (2, 9), **options)
     texts = (tmp_path / "texts.jsonl").read_text()
     again = probe_model(str(checkpoint), (2,), folder=tmp_path, **options)
     assert (tmp_path / "texts.jsonl").read_text() == texts

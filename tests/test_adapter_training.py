@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig
 from helpers.tiny import TEXTS, run, write_jsonl
 from skipdecode import load
 from skipdecode.adapters.learner import AdapterLearner
-from skipdecode.adapters.own_texts import ends_in_loop, hold_out
+from skipdecode.adapters.own_texts import SAMPLED, ends_in_loop, hold_out, own_texts
 from skipdecode.core.adapter import Adapter
 from skipdecode.core.adapter_folder import WEIGHTS, read_about, read_schedules
 from skipdecode.core.attach import attach
@@ -25,8 +25,9 @@ from skipdecode.core.schedule import Schedule
 from skipdecode.core.stack import text_config
 from skipdecode.data.collation import batches_of
 from skipdecode.data.tasks import Example
-from skipdecode.errors import FileError, ModelError, ScheduleError, UsageError
+from skipdecode.errors import FileError, JobError, ModelError, ScheduleError, UsageError
 from skipdecode.generation.engine import Transformers
+from skipdecode.generation.jobs import GenerationJob
 from skipdecode.serving import server
 from skipdecode.serving.settings import Serving
 from skipdecode.training import adapting
@@ -127,7 +128,37 @@ def test_the_depth_is_constant_unless_asked_otherwise(trained: Path) -> None:
         asked["warmup"] = asked.pop("warmup_layers", asked["warmup"])
         if given.get("order") == "even":
             del asked["warmup"]
-        assert training._style(TrainingPlan(**options, **given), config) == asked
+        assert TrainingPlan(**options, **given).style_for(config) == asked
+
+
+def test_a_speed_that_the_adapter_did_not_learn_is_refused_at_once(
+    trained: Path, checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before weights are loaded; ``attach`` leaves the model as it was."""
+    model, _ = load(str(checkpoint), dtype="float32")
+    with pytest.raises(ScheduleError, match="was not trained to skip"):
+        attach(model, adapter=trained, speedup=1.2)
+    assert getattr(model.config, CONFIG_KEY, None) is None
+    assert gate_state(model).adapter is None
+    for verb in ("generation.engine", "evaluation.evaluate"):
+        monkeypatch.setattr(f"skipdecode.{verb}.load", lambda *_, **__: pytest.fail("loaded"))
+    for words in (
+        ["generate", trained, "--input", prompts, "--speedup", 1.2],
+        ["evaluate", trained, "--data", prompts, "--speedups", "1.2,2", "--output", tmp_path / "table"],
+    ):
+        done = run(*words)
+        assert done.returncode == 2
+        assert "was not trained to skip" in done.stderr
+
+
+def test_an_evaluation_is_of_the_speeds_that_the_adapter_learnt(trained: Path, prompts: Path, tmp_path: Path) -> None:
+    """Unless it is told which."""
+    done = run(
+        "evaluate", trained, "--data", prompts, "--max-new-tokens", 4, "--repeats", 1, "--output", tmp_path / "t"
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "t" / "table.json").read_text())["rows"]
+    assert [row["target"] for row in rows] == [1, 2, 4]
 
 
 def test_a_server_takes_it(trained: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,6 +313,43 @@ def test_a_killed_run_ends_with_the_same_adapter(
     other = run(*arguments[:2], *OWN, "--seed", 5, "--prompts", prompts, "--output", tmp_path / "again")
     assert other.returncode == 2
     assert "other prompts or options" in other.stderr
+    (tmp_path / "again" / "own_texts.jsonl").write_bytes(texts[: len(texts) // 2])
+    cut = run(*arguments)
+    assert cut.returncode == 2
+    assert "own_texts.jsonl held" in cut.stderr
+
+
+@pytest.mark.parametrize("killed", ["write", "choose"])
+def test_own_texts_that_a_killed_run_wrote_are_kept(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
+) -> None:
+    """Killed between two batches, or before it chose from them: none is written twice. Other batches are refused."""
+    written: list[int] = []
+
+    def wrote(cost: Any) -> None:
+        written.append(cost.rows)
+        if killed == "write" and len(written) == 2:
+            raise Killed
+
+    def texts(size: int, **more: Any) -> list[Example]:
+        options = SAMPLED | {"temperature": 1.0, "max_new_tokens": 6}
+        return own_texts(
+            GenerationJob(str(checkpoint), batch_size=size, options=options, seed=0), TEXTS[:6], 12, **more
+        )
+
+    if killed == "choose":
+        monkeypatch.setattr("skipdecode.adapters.own_texts.ends_in_loop", lambda text: (_ for _ in ()).throw(Killed))
+    file = tmp_path / "texts.jsonl"
+    with pytest.raises(Killed):
+        texts(4, file=file, on_batch=wrote)
+    monkeypatch.undo()
+    before = len(written)
+    if killed == "write":
+        with pytest.raises(JobError, match="the batch size counts"):
+            texts(6, file=file)
+    found = texts(4, file=file, on_batch=wrote)
+    assert sum(written[before:]) == (4 if killed == "write" else 0)
+    assert found == texts(4, file=file) == texts(4)
 
 
 @pytest.mark.parametrize("begins", [False, True])
@@ -407,8 +475,11 @@ def test_verbs_that_cannot_use_an_adapter_refuse_it(verb: str, trained: Path, tm
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"lora_rank": 4}, "no --lora-rank"),
-        ({"distill_weight": 0.5}, "no --distill-weight"),
+        ({"lora_rank": 4}, "--lora-rank goes with --no-adapters"),
+        ({"distill_weight": 0.5}, "--distill-weight goes with --no-adapters"),
+        ({"gradient_checkpointing": True}, "--gradient-checkpointing goes with --no-adapters"),
+        ({"prompts": "x", "data": "y"}, "one of --prompts and --data"),
+        ({"own_texts": None, "temperature": 0.7}, "--temperature goes with --own-texts"),
         ({"method": "calm", "adapters": None}, "are for the method skipdecode"),
         ({"prompt_layers": "max"}, "leave the prompt to the full model"),
         ({"speedups": (1, 2)}, "1x is the model itself"),
@@ -438,6 +509,24 @@ def test_an_engine_that_refuses_does_so_before_a_model_is_loaded(
     plan = TrainingPlan(model=str(checkpoint), own_texts=20, prompts=str(prompts), adapters=True, output=str(tmp_path))
     with pytest.raises(UsageError, match="not here"):
         training.train(plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--speedups", "1.02,2"], "1.02x of 8 layers is all of them"),
+        (["--prompts", "there/is/none.jsonl"], "there is no file there/is/none.jsonl"),
+    ],
+    ids=["full", "file"],
+)
+def test_what_a_model_cannot_learn_is_told_before_it_is_loaded(
+    checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
+) -> None:
+    """A speed-up that rounds to all layers, or prompts that are not there."""
+    monkeypatch.setattr("skipdecode.weights.loading.load", lambda *_, **__: pytest.fail("loaded"))
+    done = run("train", checkpoint, "--own-texts", 20, "--prompts", prompts, *options, "--output", tmp_path / "out")
+    assert done.returncode == 2
+    assert said in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,33 @@ def test_an_end_of_sequence_within_the_answer_does_not_cut_it() -> None:
     assert text_of(tokenizer, ids) == " on </s> a mat\n</s>"
 
 
+#: Models that think: Qwen 3's template puts empty thoughts before an answer that has none, R1's drops them, and its
+#: prompt begins them.
+QWEN3 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{{ m.content.split('</think>')[-1].lstrip() }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+R1 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('</think>')[-1].lstrip() }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [QWEN3, R1, CHATML, OPEN], ids=["qwen3", "r1", "chatml", "open"])
+@pytest.mark.parametrize("answer", ["<think>\nthe mat", "<think>\nthe mat\n</think>\n\non a mat", "on a mat"])
+def test_what_a_model_wrote_stays_as_it_is(template: str, answer: str) -> None:
+    """Whatever its template makes of thoughts: nothing is added to the text, dropped, or refused."""
+    tokenizer = with_template(chatml(), template)
+    (ids,) = encode_response(tokenizer, [(ASKED, answer)], as_written=True)
+    assert ids[-1] == tokenizer.eos_token_id
+    assert text_of(tokenizer, ids[:-1]).strip() == answer
+    if template in (CHATML, OPEN):
+        assert [ids] == encode_response(tokenizer, [(ASKED, answer)])
+
+
 SHARING = {"bytes": with_template(train_tokenizer(TEXTS * 20, 320), SPACED)}
 SHARING |= {kind: with_template(sentence_pieces(kind), SPACED) for kind in ("legacy", "first", "crossing")}
 

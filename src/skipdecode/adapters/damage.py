@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from ..core.text_passes import TextPasses
+from ..errors import ModelError, UsageError
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ def damage(
         schedules: its layers.
         model: whose full depth is meant, with gates attached; None: that of the model itself.
         on_pass: called after each pass of a schedule over a batch.
+
+    Raises:
+        UsageError: the texts have no position to measure.
+        ModelError: logits are not finite.
     """
     divergence, same, count = [0.0] * len(schedules), [0] * len(schedules), 0
     for each in passes:
@@ -55,5 +61,10 @@ def damage(
             divergence[index] += float(kl_div(here, full, log_target=True, reduction="sum"))
             same[index] += int((here.argmax(-1) == best).sum())
             on_pass()
-    count = max(count, 1)
+    if not count:
+        raise UsageError(
+            "no text has a second token, or all are longer than the model's positions: nothing is measured"
+        )
+    if not all(map(math.isfinite, divergence)):
+        raise ModelError("the model's logits are not finite: try --dtype float32 or bfloat16")
     return [Damage(kl / count, agreed / count) for kl, agreed in zip(divergence, same, strict=True)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,20 @@ from ..errors import UsageError
 from ..files import write
 from ..generation.generate import max_positions
 from ..generation.jobs import GenerationJob
-from ..weights.loading import load, refuse_adapter
+from ..weights.loading import load, read_config, refuse_adapter
 from .closed_form import fit_stand_ins
 from .damage import Damage, damage
 from .forecast import learning_seconds
 from .form import flat_schedule, warmup_layers
 from .learner import AdapterLearner
 from .own_prompts import prompts_for
-from .own_texts import SAMPLED, own_texts
+from .own_texts import SAMPLED, own_texts, usual_temperature
 
 #: A speed-up is worth training for if closed-form stand-ins keep this share of full depth's most likely tokens: where
 #: they kept 40% of SmolLM2's (2x), the trained adapter kept 62 to 70% (docs/experiments.md).
 WORTH = 0.35
+#: Of stand-ins, as training has it.
+RANK = 256
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,11 @@ class Tried:
 
 @dataclass(frozen=True)
 class Probe:
-    """What :func:`probe_model` found, by speed-up."""
+    """What :func:`probe_model` found, from the slowest speed-up on; ``options`` are those that training needs too."""
 
     model: str
     tried: Sequence[Tried]
+    options: Sequence[str] = ()
 
     @property
     def best(self) -> list[Tried]:
@@ -91,12 +95,12 @@ class Probe:
         """Return the command that learns some of the speed-ups."""
         speedups = ",".join(f"{each.speedup:g}" for each in worth)
         schedule, layers = worth[-1].schedule, worth[-1].schedule.num_layers
-        words = ["skipdecode", "train", self.model, "--own-texts", "4000", "--speedups", speedups]
+        words = ["skipdecode", "train", self.model, "--own-texts", "4000", *self.options, "--speedups", speedups]
         if schedule.order != "top":
             words += ["--order", str(schedule.order)]
         elif schedule.warmup != warmup_layers(layers, worth[-1].speedup):
             words += ["--warmup-layers", str(schedule.warmup)]
-        return " ".join([*words, "--output", "fast"])
+        return shlex.join([*words, "--output", "fast"])
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as values for JSON."""
@@ -118,7 +122,7 @@ def probe_model(
     prompts: Path | None = None,
     count: int = 64,
     max_new_tokens: int = 96,
-    rank: int = 256,
+    rank: int = RANK,
     folder: Path | None = None,
     batch_size: int = 8,
     seed: int = 0,
@@ -149,6 +153,9 @@ def probe_model(
     task, where = get_task("jsonl"), dict(where or {})
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
+    speedups, layers = sorted({*speedups}), layer_count(read_config(name, where.get("revision")))
+    if not 1 <= speedups[0] <= speedups[-1] <= layers:
+        raise UsageError(f"speed-ups are 1 to {layers}, the model's number of layers, not {speedups}")
     options = SAMPLED | {"max_new_tokens": max_new_tokens}
     job = GenerationJob(name, task=task, batch_size=max(batch_size, 32), seed=seed, options=options, **where)
     done = 0
@@ -160,6 +167,7 @@ def probe_model(
 
     file = folder and folder / "texts.jsonl"
     asked = prompts_for(job, prompts, count, folder, say=say)
+    job = replace(job, options={**job.options, "temperature": usual_temperature(asked)})
     texts = own_texts(job, asked, count, file, on_batch=wrote, say=say)
     if len(texts) < 4:
         raise UsageError(f"probing needs at least four texts; {len(texts)} of {count} can be used")
@@ -175,7 +183,9 @@ def probe_model(
             ]
             for part in (texts[:half], texts[half:])
         )
-    chosen = [(speedup, schedule) for speedup in speedups for schedule in candidates(layer_count(config), speedup)]
+    if not fitted_to or not measured:
+        raise UsageError(f"too many texts are longer than the model's {limit} positions: give --max-new-tokens")
+    chosen = [(speedup, schedule) for speedup in speedups for schedule in candidates(layers, speedup)]
     tried = []
     start = time.perf_counter()
     for done, (speedup, schedule) in enumerate(chosen):
@@ -184,8 +194,7 @@ def probe_model(
             left = (time.perf_counter() - start) * (len(chosen) - 1)
             say(f"{len(chosen)} choices of layers are tried: about {left / 60:.0f} minutes more")
         (bare,) = damage(measured, [schedule])
-        layers = with_lenders_first(schedule, config)
-        adapter = Adapter(text_config(config).hidden_size, rank, {speedup: layers})
+        adapter = Adapter(text_config(config).hidden_size, rank, {speedup: with_lenders_first(schedule, config)})
         put_adapter(model, adapter)
         fit_stand_ins(adapter, fitted_to)
         (mapped,) = damage(measured, [schedule])
@@ -193,7 +202,9 @@ def probe_model(
         tried.append(Tried(speedup, schedule, bare, mapped, speed))
         put_adapter(model, None)
     on_progress("choices of layers", len(chosen), len(chosen))
-    found = Probe(name, tried)
+    told = [] if prompts is None else ["--prompts", str(prompts)]
+    told += [] if rank == RANK else ["--adapter-rank", str(rank)]
+    found = Probe(name, tried, told)
     if folder is not None:
         write(folder / "probe.json", json.dumps(found.to_dict(), indent=1) + "\n")
     return found

@@ -14,7 +14,12 @@ from ..methods import METHODS
 from . import options as o
 from .console import Bar, print_table, say
 
-Speedups = Annotated[str, Option(help="Targets of every method: times fewer layers.")]
+Speedups = Annotated[
+    str | None,
+    Option(
+        help="Targets of every method: times fewer layers (default: those of an adapter among them, else 1,2,3,4,5)."
+    ),
+]
 Methods = Annotated[
     str,
     Option(
@@ -41,7 +46,7 @@ def evaluate(
     model: o.Model,
     data: o.Data = Path("."),
     task: o.Task = "jsonl",
-    speedups: Speedups = "1,2,3,4,5",
+    speedups: Speedups = None,
     methods: Methods = "skipdecode",
     schedule: Schedules = None,
     output: Folder = Path("evaluation"),
@@ -67,7 +72,7 @@ def evaluate(
     skipdecode evaluate demo --task e2e --data e2e-dataset --speedups 1,2,3,4,5
     """
     given = locals()
-    targets = o.parse_numbers(speedups)
+    targets = o.parse_numbers(speedups) if speedups else None
     from ..data.tasks import task_from
     from ..evaluation.evaluate import EvaluationPlan
     from ..evaluation.evaluate import evaluate as run

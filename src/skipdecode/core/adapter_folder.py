@@ -18,6 +18,7 @@ from ..files import has_key, read_json, write
 from .adapter import Adapter, check_trained
 from .checkpoint_config import ADAPTER_FILE, schedule_for, speedup_key
 from .schedule import Schedule
+from .stack import with_lenders_first
 
 #: The folder's files.
 ABOUT, WEIGHTS = ADAPTER_FILE, "adapter.safetensors"
@@ -89,7 +90,7 @@ def trained_schedule(config: Any, speedup: float | None, folder: Path | None) ->
     """Return the schedule of a speed-up. Raises ScheduleError if there is none that the model or its adapter knows."""
     schedule = schedule_for(config, speedup)
     if folder is not None:
-        check_trained(read_schedules(folder), schedule)
+        check_trained(read_schedules(folder), with_lenders_first(schedule, config))
     return schedule
 
 

@@ -22,8 +22,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..adapters.damage import damage
 from ..clock.tables import FILES as TABLES
 from ..clock.timing import alternate, compare, forced, typical_steps
+from ..core.adapter_folder import read_schedules, trained_schedule
 from ..core.attach import attach
-from ..core.checkpoint_config import layer_count, schedule_for, trained_method
+from ..core.checkpoint_config import DEFAULT_METHOD, layer_count, schedule_for, trained_method
 from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..core.text_passes import TextPasses
@@ -40,7 +41,7 @@ from ..generation.generate import generate_ids, max_positions
 from ..generation.results import Completion, Generated
 from ..provenance import fingerprint
 from ..weights.device import machine, placement
-from ..weights.loading import identity_of, load, load_tokenizer, read_config
+from ..weights.loading import adapter_of, identity_of, load, load_tokenizer, read_config
 from ..weights.optimize import check_optimizations, optimizations
 from . import report
 from .loss import response_loss, text_loss
@@ -64,7 +65,8 @@ class EvaluationPlan:
         model: directory, hub name or ``demo``: the full model, also used by each method that names no checkpoint.
         data: folder with the task's files, hub name, or one file of inputs, in which prompts are enough.
         task: how inputs are prompted and scored.
-        speedups: target layer ratios of every method.
+        speedups: target layer ratios of every method; None: those of the adapter, if ``model`` or a method's checkpoint
+            is one, else 1 to 5.
         methods: as :func:`skipdecode.evaluation.variants.variants` takes them.
         schedules: JSON files of further schedules to evaluate.
         output: folder for tables, a plot and finished table rows.
@@ -84,7 +86,7 @@ class EvaluationPlan:
     model: str
     data: Path = Path(".")
     task: Task = field(default_factory=lambda: get_task("jsonl"))
-    speedups: Sequence[float] = (1, 2, 3, 4, 5)
+    speedups: Sequence[float] | None = None
     methods: str = "skipdecode"
     schedules: Sequence[Path] = ()
     output: Path = Path("evaluation")
@@ -102,8 +104,8 @@ class EvaluationPlan:
         object.__setattr__(self, "faster", optimizations(**self.faster))
         for name in ("data", "output"):  # strings are paths too
             object.__setattr__(self, name, Path(getattr(self, name)))
-        if not self.speedups or not min(self.speedups) >= 1 or len(set(self.speedups)) < len(self.speedups):
-            raise UsageError(f"speedups are distinct numbers of at least 1, not {self.speedups}")
+        if (given := self.speedups) is not None and (not given or not min(given) >= 1 or len({*given}) < len(given)):
+            raise UsageError(f"speedups are distinct numbers of at least 1, not {given}")
         for name in ("limit", "batch_size", "max_new_tokens", "timing_rows", "repeats"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -184,17 +186,27 @@ def _read(plan: EvaluationPlan, say: Say) -> tuple[list[Example], list[Example]]
 
 def _select(plan: EvaluationPlan) -> list[Variant]:
     """Return the variants to evaluate, after checking models, options and schedules against the configs."""
-    selected = variants(plan.methods, plan.model, plan.speedups, plan.schedules)
+    speedups = plan.speedups or _known(plan) or (1, 2, 3, 4, 5)
+    selected = variants(plan.methods, plan.model, speedups, plan.schedules)
     layers = layer_count(read_config(selected[0].model))
-    if max(plan.speedups) > layers:
-        raise UsageError(f"speed-ups go up to the model's number of layers, {layers}: {max(plan.speedups):g} is more")
+    if max(speedups) > layers:
+        raise UsageError(f"speed-ups go up to the model's number of layers, {layers}: {max(speedups):g} is more")
     for variant in selected:
         config = read_config(variant.model)
+        folder = adapter_of(variant.model)
+        if folder is not None and variant.method.name == DEFAULT_METHOD and variant.schedule is None:
+            trained_schedule(config, variant.speedup, folder)
         where = placement(config, plan.dtype, plan.device)
         check_optimizations(variant.model, config, *where, **plan.faster)
         if variant.schedule is not None:
             schedule_for(config, schedule=variant.schedule)
     return selected
+
+
+def _known(plan: EvaluationPlan) -> list[float]:
+    """Return the speed-ups of the first adapter among the plan's checkpoints; none without one."""
+    folders = [adapter_of(variant.model) for variant in variants(plan.methods, plan.model, (2,))]
+    return next((sorted(read_schedules(folder)) for folder in folders if folder is not None), [])
 
 
 def _metrics(examples: Sequence[Example], say: Say) -> list[Metric]:
@@ -366,7 +378,7 @@ class Evaluation:
             limit = max_positions(model.config)
             batches = batches_of(answered, tokenizer, self.plan.batch_size, limit, model.device)
             schedule = decoding or Schedule.full(layer_count(model.config))
-            loss = {"loss": round(response_loss(model, batches, schedule), 4)}
+            loss = {"loss": round(response_loss(model, batches, schedule), 4)} if batches else {}
         if not all(example.references for example in self.examples):
             loss |= self._distance(model, decoding, result.completions)
         trained = variant.method.is_trained_by(trained_method(model.config))
@@ -411,8 +423,9 @@ class Evaluation:
             limit = max_positions(model.config)
             batches = batches_of(written, tokenizer, size, limit, model.device, as_written=True)
             passes = (TextPasses(attach(model), batch) for batch in batches)
-            (here,) = damage(passes, [schedule], None if model is full else attach(full))
-            found |= {"kl": here.kl, "top_1": 100 * here.agreement}
+            if any(int((batch["labels"][:, 2:] != -100).sum()) for batch in batches):  # else texts have one token each
+                (here,) = damage(passes, [schedule], None if model is full else attach(full))
+                found |= {"kl": here.kl, "top_1": 100 * here.agreement}
         return {name: round(value, 4) for name, value in found.items()}
 
     def _scores(self, texts: Sequence[str]) -> dict[str, Any]:

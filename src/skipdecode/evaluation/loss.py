@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,12 +16,16 @@ from ..core.stack import decoder_layers
 from ..data.chat import Prompt
 from ..data.collation import batches, encoded
 from ..data.tasks import Example
+from ..errors import ModelError
 from ..generation.results import Completion
 
 
 @torch.no_grad()
 def response_loss(model: PreTrainedModel, texts: Sequence[Mapping[str, Any]], schedule: Schedule) -> float:
-    """Return the mean cross-entropy in nats per response token, with layers skipped as ``schedule`` says."""
+    """Return the mean cross-entropy in nats per response token, with layers skipped as ``schedule`` says.
+
+    Raises ModelError if it is not finite, or there is no response token.
+    """
     attach(model)
     total, count = 0.0, 0
     for batch in texts:
@@ -31,7 +36,11 @@ def response_loss(model: PreTrainedModel, texts: Sequence[Mapping[str, Any]], sc
         losses = cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
         total += sum(losses.sum(0).tolist())
         count += int((labels != -100).sum())
-    return total / max(count, 1)
+    if not math.isfinite(total):
+        raise ModelError("the model's logits are not finite: try --dtype float32 or bfloat16")
+    if not count:
+        raise ModelError("no response fits the model's positions: there is no loss")
+    return total / count
 
 
 def text_loss(

@@ -12,8 +12,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..core.adapter import check_trained
+from ..core.adapter_folder import read_schedules
 from ..core.checkpoint_config import layer_count, schedule_for, untrained_warning
 from ..core.schedule import Schedule, parse_prompt_layers
+from ..core.stack import with_lenders_first
 from ..data.chat import Message, Prompt, as_json, render, texts_for_a_chat_model
 from ..data.inputs import Item, read_items, to_item
 from ..data.tasks import Task, get_task
@@ -26,7 +29,7 @@ from ..planning.profile import Profile
 from ..planning.resolve import new_schedule
 from ..provenance import fingerprint
 from ..weights.device import placement
-from ..weights.loading import identity_of, load_tokenizer, read_config, read_generation_config
+from ..weights.loading import adapter_of, identity_of, load_tokenizer, read_config, read_generation_config
 from .engine import Engine, EngineConfig, Transformers
 from .generate import horizon_for, max_positions, position_limit, to_prompts
 from .journal import Journal
@@ -178,6 +181,8 @@ class GenerationJob(EngineConfig):
         if lengths and (made_for := max_positions(config)) is not None and max(lengths) + new_tokens > made_for:
             say(f"some rows need more than the model's {made_for} positions: their texts may be poor")
         schedule = None if self.full else self._schedule(config, lengths, num_beams(self.options, defaults))
+        if schedule is not None and (folder := adapter_of(self.model, self.adapter)) is not None:
+            check_trained(read_schedules(folder), with_lenders_first(schedule, config))
         if schedule is not None and (warning := untrained_warning(config, schedule)):
             say(warning)
 

@@ -16,14 +16,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..adapters.closed_form import fit_stand_ins
 from ..adapters.damage import Damage, damage
 from ..adapters.forecast import learning_seconds, writing_seconds
-from ..adapters.form import flat_schedule, warmup_layers
 from ..adapters.learner import AdapterLearner, TextCollator
 from ..adapters.own_prompts import LONGEST, prompts_for
-from ..adapters.own_texts import SAMPLED, hold_out, own_texts
+from ..adapters.own_texts import SAMPLED, hold_out, own_texts, usual_temperature
 from ..core.adapter import Adapter
 from ..core.adapter_folder import locate_adapter, read_adapter
 from ..core.attach import attach
-from ..core.checkpoint_config import layer_count
 from ..core.schedule import Schedule
 from ..core.stack import text_config, with_lenders_first
 from ..core.text_passes import TextPasses
@@ -40,8 +38,6 @@ OWN_TEXTS = "own_texts.jsonl"
 #: Texts that are written at a time on a CPU, at least; elsewhere, for each that is learnt from at a time: keys and
 #: values take less memory than the probabilities of all tokens.
 WRITTEN, TIMES = 32, 8
-#: Below 1 texts are surer of themselves, and sooner learnt; most users write so.
-TEMPERATURE = 0.5
 
 
 def are_written(folder: Path) -> bool:
@@ -52,8 +48,8 @@ def are_written(folder: Path) -> bool:
 
 def writing_job(plan: TrainingPlan, task: Task, engine: Engine, device: torch.device) -> GenerationJob:
     """Return the job that writes own texts, whose engine can say whether it will. A killed run loses one batch."""
-    options: dict[str, Any] = SAMPLED | {"temperature": TEMPERATURE if plan.temperature is None else plan.temperature}
-    options |= {} if plan.max_new_tokens is None else {"max_new_tokens": plan.max_new_tokens}
+    given = {"temperature": plan.temperature, "max_new_tokens": plan.max_new_tokens}
+    options: dict[str, Any] = SAMPLED | {name: value for name, value in given.items() if value is not None}
     return GenerationJob(
         str(plan.model),
         task=task,
@@ -84,10 +80,7 @@ def forecast(
     asks = plan.prompts is None and plan.data is None and tokenizer.chat_template is not None
     writing = writing_seconds(model.to(device), tokenizer, count, longest + LONGEST * asks, job.batch_size)
 
-    layers = layer_count(model.config)
-    warmup = warmup_layers(layers, max(plan.budgets))
-    schedules = plan.begun or {speedup: flat_schedule(layers, speedup, warmup) for speedup in plan.budgets}
-    schedules = {speedup: schedules[speedup] for speedup in plan.budgets}
+    schedules = plan.first_schedules(model.config)
     learner = make_learner(plan, model, schedules, (), str)
     collate = TextCollator(tokenizer.pad_token_id, max_length=max_positions(model.config))
     for rows, tokens in ((1, 8), (plan.batch_size, longest)):  # the first is not counted
@@ -119,8 +112,8 @@ def write_own_texts(
 
         told: dict[str, Any] = {"on_start": start, "on_batch": lambda cost: bar.update(cost.rows), "say": say}
         prompts = prompts_for(job, plan.prompts or plan.data, count, folder.folder, **told)
-        if plan.temperature is None and prompts == [""]:  # below 1 many texts from one beginning would be the same
-            job = replace(job, options={**job.options, "temperature": 1.0})
+        if plan.temperature is None:
+            job = replace(job, options={**job.options, "temperature": usual_temperature(prompts)})
         texts = own_texts(job, prompts, count, folder.folder / OWN_TEXTS, **told)
     return hold_out(texts, plan.max_eval_samples if plan.eval_steps else 0)
 

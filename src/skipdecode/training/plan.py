@@ -10,7 +10,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from ..core.checkpoint_config import ADAPTER_FILE, DEFAULT_HORIZON, DEFAULT_METHOD, DEFAULT_SPEEDUP, layer_count
+from ..adapters.form import warmup_layers
+from ..core.checkpoint_config import (
+    ADAPTER_FILE,
+    DEFAULT_HORIZON,
+    DEFAULT_METHOD,
+    DEFAULT_SPEEDUP,
+    layer_count,
+    schedules_of,
+)
 from ..core.schedule import Schedule, parse_prompt_layers
 from ..errors import UsageError
 from ..methods import MethodName, get_method
@@ -209,9 +217,14 @@ class TrainingPlan:
             object.__setattr__(self, "model", read_about(Path(self.model))["base_model"])
         if self.adapters is None:
             object.__setattr__(self, "adapters", self.own_texts is not None or self.adapter is not None)
-        if self.learning_rate is None:
-            object.__setattr__(self, "learning_rate", ADAPTER_RATE if self.adapters else RATE)
         self._check_combinations()
+
+    @property
+    def rate(self) -> float:
+        """Return the peak learning rate."""
+        if self.learning_rate is None:
+            return ADAPTER_RATE if self.adapters else RATE
+        return self.learning_rate
 
     @property
     def budgets(self) -> tuple[float, ...]:
@@ -239,6 +252,31 @@ class TrainingPlan:
         fields = {"order": self.order, "decay": self.decay, "warmup": self.warmup_layers}
         fields |= {"prompt_decay": self.prompt_decay, "prompt_layers": self.prompt_layers}
         return {name: value for name, value in fields.items() if value is not None}
+
+    def style_for(self, config: Any) -> dict[str, Any]:
+        """Return the fields of a model's schedules that are not the defaults.
+
+        Adapters skip one stretch of layers, the same at every step.
+        """
+        if not self.adapters or schedules_of(config, self.method):
+            return self.style
+        style: dict[str, Any] = {"decay": "constant"}
+        if self.order in (None, "top"):
+            style["warmup"] = warmup_layers(layer_count(config), max(self.budgets))
+        return style | self.style
+
+    def first_schedules(self, config: Any) -> dict[float, Schedule]:
+        """Return schedules by target speed-up, before they are fitted to texts.
+
+        Raises ScheduleError if the plan's does not fit the model, or none can be made for it.
+        """
+        layers, horizon = layer_count(config), self.horizon or DEFAULT_HORIZON
+        if self.adapter:
+            return {speedup: self.begun[speedup] for speedup in self.budgets}
+        if self.schedule:
+            return {self.budgets[0]: self.schedule.check_layers(layers)}
+        style = self.style_for(config)
+        return {speedup: Schedule.for_speedup(speedup, layers, horizon, **style) for speedup in self.budgets}
 
     def _check_combinations(self) -> None:
         method, name, shares = get_method(self.method), self.method, self.weights
@@ -275,11 +313,13 @@ class TrainingPlan:
             raise UsageError(f"{name} makes a model per budget: give --speedup")
 
     def _check_adapters(self) -> None:
-        writing = ("prompts", "max_new_tokens", "engine")
+        writing = ("prompts", "max_new_tokens", "engine", "temperature")
         if not self.own_texts and (wrong := [n for n in writing if getattr(self, n) != getattr(TrainingPlan, n)]):
             raise UsageError(f"{option_name(wrong[0])} goes with --own-texts")
         if self.temperature == 0:
             raise UsageError("--temperature must be above 0: own texts are sampled")
+        if self.prompts and self.data:
+            raise UsageError("own texts follow the prompts of one of --prompts and --data: leave one out")
         if self.own_texts and self.from_config:
             raise UsageError("--own-texts needs a model that can write, not --from-config")
         if not self.adapters:
@@ -293,10 +333,10 @@ class TrainingPlan:
             if other := [f"{each:g}" for each in self.budgets if each not in self.begun]:
                 known = ", ".join(f"{each:g}" for each in self.begun)
                 raise UsageError(f"{self.adapter} has no speed-up {other[0]} to begin with: it has {known}")
-        changing = ("lora_rank", "distill_weight", "teacher", "from_config")
+        changing = ("lora_rank", "distill_weight", "teacher", "from_config", "gradient_checkpointing")
         if wrong := [option_name(name) for name in changing if getattr(self, name)]:
             raise UsageError(
-                f"adapters leave the model as it is and learn its full depth: no {wrong[0]}, or else --no-adapters"
+                f"{wrong[0]} goes with --no-adapters: adapters leave the model as it is, and learn its full depth"
             )
         if self.method != DEFAULT_METHOD:
             raise UsageError(
@@ -331,11 +371,9 @@ class TrainingPlan:
                     f"the adapter in {self.adapter} is for {there} layers of width {size}: this model has {layers} "
                     f"of width {width}"
                 )
-        elif self.schedule:
-            self.schedule.check_layers(layers)
-        else:
-            for speedup in self.budgets:
-                Schedule.for_speedup(speedup, layers, self.horizon or DEFAULT_HORIZON, **self.style)
+        for speedup, schedule in self.first_schedules(config).items():
+            if self.adapters and schedule.is_full:
+                raise UsageError(f"{speedup:g}x of {layers} layers is all of them: an adapter has nothing to learn")
         missing = sorted({*self.report_to} - {"none", *(known := get_available_reporting_integrations())})
         if missing:
             raise UsageError(

@@ -16,8 +16,8 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from ..adapters.form import warmup_layers
 from ..adapters.learner import TextCollator
+from ..adapters.own_texts import read_prompts
 from ..core.adapter_folder import locate_adapter, save_adapter
 from ..core.attach import attach
 from ..core.checkpoint_config import layer_count, schedules_of, set_entry, to_config_entry
@@ -69,7 +69,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         say = str  # only the first process prints
     task = task_from(vars(plan))
     training, validation = ([], []) if plan.own_texts else _read(plan, task)
-    with run_folder(plan.output, plan.model, plan.adapter) as folder:
+    with run_folder(plan.output, plan.model, plan.adapter, plan.teacher) as folder:
         # Check before loading weights, so that a wrong option fails at once.
         path = Path(plan.from_config) if plan.from_config else None
         config = loading.new_config(path) if path else loading.read_config(str(plan.model))
@@ -77,6 +77,14 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         args = make_args(plan)
         if plan.own_texts:
             done = are_written(folder.folder)  # then vLLM need not be installed here
+            if not done and args.world_size > 1:
+                raise UsageError(
+                    "one process writes own texts: run this once without accelerate, until training begins"
+                )
+            if not done and plan.prompts and not Path(plan.prompts).is_file():
+                raise TaskError(f"there is no file {plan.prompts}, of which --prompts takes the prompts")
+            if not done:
+                read_prompts(plan.prompts or plan.data, task)  # as above
             job = writing_job(plan, task, Transformers() if done else get_engine(plan.engine), args.device)
             job.engine.check(job, config, loading.read_generation_config(job.model))
             if plan.adapters and not done:
@@ -190,13 +198,13 @@ def _run(
 
 #: Options with the same name in TrainingArguments.
 SAME = (
-    "num_train_epochs gradient_accumulation_steps learning_rate lr_scheduler_type warmup_steps weight_decay adam_beta2 "
+    "num_train_epochs gradient_accumulation_steps lr_scheduler_type warmup_steps weight_decay adam_beta2 "
     "save_steps eval_steps seed"
 ).split()
 
 #: Options that a resumed run must share. Others may differ, or show in what :func:`_record` adds.
 DECISIVE = (
-    "method weights distill_weight batch_size gradient_accumulation_steps learning_rate lr_scheduler_type warmup_steps "
+    "method weights distill_weight batch_size gradient_accumulation_steps lr_scheduler_type warmup_steps "
     "weight_decay adam_beta2 lora_rank adapters adapter_rank bf16 attn_implementation seed"
 ).split()
 
@@ -206,6 +214,7 @@ def make_args(plan: TrainingPlan) -> TrainingArguments:
     return training_args(
         output_dir=plan.output,
         max_steps=plan.max_steps or -1,
+        learning_rate=plan.rate,
         per_device_train_batch_size=plan.batch_size,
         per_device_eval_batch_size=plan.batch_size,
         use_cpu=not torch.accelerator.is_available(),
@@ -246,7 +255,7 @@ def _schedules(
         responses = rows[:MEASURED]["response_ids"]
         return batch_lengths([min(len(ids), max_new_tokens) for ids in responses], plan.batch_size)
 
-    style = _style(plan, config)
+    style = plan.style_for(config)
 
     def schedule(speedup: float) -> Schedule:
         if plan.adapter:
@@ -264,19 +273,6 @@ def _schedules(
         which = ", ".join(f"{k:g}x" for k in kept)
         say(f"{plan.model} brings schedules for {which}: they stay as they are (--lengths fits new ones)")
     return schedules
-
-
-def _style(plan: TrainingPlan, config: Any) -> dict[str, Any]:
-    """Return the fields of schedules that are not the defaults.
-
-    Adapters skip one stretch of layers, the same at every step.
-    """
-    if not plan.adapters or schedules_of(config, plan.method):
-        return plan.style
-    style: dict[str, Any] = {"decay": "constant"}
-    if plan.order in (None, "top"):
-        style["warmup"] = warmup_layers(layer_count(config), max(plan.budgets))
-    return style | plan.style
 
 
 def _base(name: str) -> str:
@@ -321,4 +317,5 @@ def _record(
         "adapter": adapter,
         "number of processes": args.world_size,
         "optimizer": "Muon" if plan.adapters else "AdamW",
+        "learning_rate": plan.rate,
     } | {name: getattr(plan, name) for name in DECISIVE}

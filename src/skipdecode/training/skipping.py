@@ -106,6 +106,8 @@ class Skipping(TrainerCallback):
         if self.rank is not None:
             model.eval().requires_grad_(False)
             known = {each: with_lenders_first(schedule, config) for each, schedule in self.schedules.items()}
+            if whole := [f"{each:g}x" for each, schedule in known.items() if schedule.is_full]:
+                raise UsageError(f"{whole[0]} runs all layers of this model: an adapter has nothing to learn")
             self.adapter = Adapter(text_config(config).hidden_size, self.rank, known).requires_grad_(True)
             attach(model, adapter=self.adapter)
         elif trained_schedules(config) != self.schedules:
