@@ -19,6 +19,7 @@ from torch.nn.functional import log_softmax
 
 from skipdecode import attach
 from skipdecode.core.adapter_folder import read_schedules
+from skipdecode.core.checkpoint_config import layer_count
 from skipdecode.core.schedule import Schedule
 from skipdecode.core.text_passes import TextPasses
 from skipdecode.data.collation import batches_of
@@ -47,7 +48,7 @@ def main(
 ) -> None:
     """Measure each speed of RESULTS."""
     rows = [json.loads(path.read_text("utf-8")) for path in sorted((results / "rows").glob("*.json"))]
-    texts = {row["target"]: row["texts"] for row in rows}
+    texts = {row["target"]: row["texts"] for row in rows if row["method"] in ("full", "skipdecode")}
     prompts = [each.prompt for each in read_examples(get_task(task), data, "test", print)[: len(texts[1])]]
     model, tokenizer = load(str(adapter), dtype=dtype)
     schedules = {target: each for target, each in read_schedules(adapter).items() if target in texts}
@@ -82,11 +83,11 @@ def along(
     for batch in batches:
         passes = TextPasses(model, batch)
         labels = batch["labels"][:, 2:]
-        position = torch.arange(2, 2 + labels.shape[1]).expand_as(labels)
+        position = torch.arange(2, 2 + labels.shape[1], device=labels.device).expand_as(labels)
         wanted = labels != -100
         at, is_end = position[wanted], labels[wanted] == end
         kept = ~(is_end & (at > most))
-        full = log_softmax(passes.logits(Schedule.full(model.config.num_hidden_layers))[wanted].float(), -1)
+        full = log_softmax(passes.logits(Schedule.full(layer_count(model.config)))[wanted].float(), -1)
         for target, schedule in schedules.items():
             here = log_softmax(passes.logits(schedule)[wanted].float(), -1)
             kl = (full.exp() * (full - here)).sum(-1)

@@ -27,7 +27,15 @@ from skipdecode import Schedule, ScheduleError, SkipCache, attach, detach, teach
 from skipdecode.adapters.damage import damage
 from skipdecode.adapters.probe import candidates, probe_model
 from skipdecode.core.adapter import Adapter, gaps_between, runs_of
-from skipdecode.core.adapter_folder import ABOUT, WEIGHTS, check_base_files, load_adapter, read_schedules, save_adapter
+from skipdecode.core.adapter_folder import (
+    ABOUT,
+    WEIGHTS,
+    check_base_files,
+    hash_of_files,
+    load_adapter,
+    read_schedules,
+    save_adapter,
+)
 from skipdecode.core.cache_name import CACHE
 from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.patch import gate_state
@@ -152,7 +160,9 @@ def saved(tmp_path: Path) -> tuple[Any, Path, Adapter]:
     model = build("llama")
     adapter = random_adapter(model, TOP)
     model.save_pretrained(tmp_path / "base")
-    save_adapter(tmp_path / "adapter", adapter, model, "some/model", tmp_path / "base")
+    files = hash_of_files(tmp_path / "base", model)
+    assert files
+    save_adapter(tmp_path / "adapter", adapter, model, "some/model", files)
     return model, tmp_path / "adapter", adapter
 
 
@@ -213,8 +223,17 @@ def test_another_checkpoints_files_are_refused(saved: tuple[Any, Path, Adapter],
     for base in ("other", "none"):
         with pytest.raises(ModelError, match=r"trained on another model \(some/model\)"):
             check_base_files(folder, tmp_path / base)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len([*(tmp_path / "shards").glob("*.safetensors")]) > 1
+    assert hash_of_files(tmp_path / "shards") == hash_of_files(tmp_path / "other", model)
+    assert hash_of_files(tmp_path / "base", model) is None
+    (tmp_path / "shards" / "consolidated.safetensors").write_bytes(b"of another format")
+    assert hash_of_files(tmp_path / "shards") == hash_of_files(tmp_path / "other")
+    next((tmp_path / "shards").glob("model-*.safetensors")).unlink()
+    with pytest.raises(ModelError, match="cannot be read"):
+        check_base_files(folder, tmp_path / "shards")
     save_adapter(tmp_path / "memory", adapter, model, "some/model")
-    with pytest.raises(ModelError, match="not trained on safetensors files"):
+    with pytest.raises(ModelError, match="not trained on a folder's safetensors files"):
         check_base_files(tmp_path / "memory", tmp_path / "other")
 
 
@@ -262,7 +281,7 @@ def test_what_was_not_learnt_is_refused(saved: tuple[Any, Path, Adapter]) -> Non
 def test_probing_finds_what_a_stand_in_saves(checkpoint: Path, tmp_path: Path) -> None:
     """On texts of the model's own: all candidates are measured, stand-ins help, and a second run reads the texts."""
     with pytest.raises(TaskError, match=r"no token .--prompts"):  # this tokenizer has no begin-of-text token
-        probe_model(str(checkpoint), (2,), folder=tmp_path / "none")
+        probe_model(str(checkpoint), (2,), folder=tmp_path)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f"{json.dumps({'prompt': text})}\n" for text in TEXTS))
     options: dict[str, Any] = {
@@ -281,7 +300,7 @@ def test_probing_finds_what_a_stand_in_saves(checkpoint: Path, tmp_path: Path) -
         else:
             assert 0 < each.stand_ins.kl < each.bare.kl
     assert [each.speedup for each in found.best] == [1, 2]
-    assert f"--prompts {prompts} --adapter-rank 16 --speedups 2" in found.advice
+    assert f"--prompts {prompts} --adapter-rank 16 --max-new-tokens 12 --speedups 2" in found.advice
     with pytest.raises(UsageError, match="1 to 8, the model's number of layers"):
         probe_model(str(checkpoint), (2, 9), **options)
     texts = (tmp_path / "texts.jsonl").read_text()

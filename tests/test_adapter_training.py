@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer, LlamaConfig, TrainingArguments
 
 from helpers.tiny import TEXTS, run, write_jsonl
 from skipdecode import load
@@ -114,6 +114,16 @@ def test_a_model_that_cannot_be_compared_is_refused(trained: Path, checkpoint: P
     model, _ = load(str(checkpoint), dtype="float16")
     with pytest.raises(ModelError, match="cannot be told"):
         attach(model, adapter=trained)
+
+
+def test_own_texts_need_one_process(
+    checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several would write one file; once it is there, they read it."""
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    plan = TrainingPlan(model=str(checkpoint), own_texts=20, prompts=str(prompts), output=str(tmp_path))
+    with pytest.raises(UsageError, match="one process writes own texts"):
+        training.train(plan)
 
 
 def test_the_depth_is_constant_unless_asked_otherwise(trained: Path) -> None:

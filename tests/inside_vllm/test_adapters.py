@@ -30,7 +30,7 @@ from skipdecode.data.tasks import get_task
 from skipdecode.engines.vllm import VllmEngine
 from skipdecode.errors import ModelError
 from skipdecode.generation.jobs import GenerationJob
-from skipdecode.weights.loading import DEMO, resolve
+from skipdecode.weights.loading import DEMO, hash_of_checkpoint
 
 #: Two that are flat and share no gap; one whose depth falls, with layer 0 skipped.
 SCHEDULES = {
@@ -48,7 +48,7 @@ def adapter_for(folder: Path, base: str, schedules: Mapping[float, Schedule] = S
     with torch.no_grad():
         for weight in adapter.parameters():
             weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
-    save_adapter(folder, adapter, model, base, Path(resolve(base)))
+    save_adapter(folder, adapter, model, base, hash_of_checkpoint(base, model))
     return folder
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..core.adapter import Adapter, Gap, gaps_between
 from ..core.patch import gate_state
 from ..core.schedule import Schedule
-from ..core.stack import decoder_layers
+from ..core.stack import decoder_layers, lenders
 from ..core.text_passes import TextPasses
 
 #: Ridge penalty, as a share of the mean variance of the hidden states.
@@ -91,7 +91,7 @@ def _moments(gaps: Mapping[Gap, Schedule], passes: Sequence[TextPasses], below: 
     found: dict[Gap, Moments] = {}
     for each in passes if gaps else ():
         # Only the last position's logits, unless the model would then leave positions out of layers that borrow keys.
-        few = {} if getattr(gate_state(each.model), "lenders", None) else {"logits_to_keep": 1}
+        few = {} if lenders(each.model.config) else {"logits_to_keep": 1}
         wanted = each.batch["labels"][:, 2:] != -100
         with _hidden_states(each, {end for gap in gaps for end in gap}) as full:
             each.logits(Schedule.full(len(decoder_layers(each.model))), **few)

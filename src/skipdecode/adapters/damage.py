@@ -66,5 +66,5 @@ def damage(
             "no text has a second token, or all are longer than the model's positions: nothing is measured"
         )
     if not all(map(math.isfinite, divergence)):
-        raise ModelError("the model's logits are not finite: try --dtype float32 or bfloat16")
+        raise ModelError("the model's logits are not finite: a lower speed-up, or float32 or bfloat16, may help")
     return [Damage(kl / count, agreed / count) for kl, agreed in zip(divergence, same, strict=True)]

@@ -26,11 +26,11 @@ SAMPLED = {"do_sample": True, "top_p": 1.0, "top_k": 0}
 
 
 def usual_temperature(prompts: Sequence[Prompt]) -> float:
-    """Return 0.5, at which texts are surer of themselves, and sooner learnt; from the begin-of-text token alone 1.
+    """Return 0.5, at which texts are surer of themselves, and sooner learnt; for one prompt alone 1.
 
     Below 1, many texts from one beginning would be the same.
     """
-    return 1.0 if [*prompts] == [""] else 0.5
+    return 1.0 if len(prompts) == 1 else 0.5
 
 
 def read_prompts(
@@ -79,14 +79,12 @@ def own_texts(
     rows = [chosen[i % len(chosen)] for i in range(count)]
     key = fingerprint(identity_of(job.model, job.adapter), job.revision, rows, dict(job.options), job.seed)
     about = file and file.with_suffix(".json")
-    raw = file and file.with_suffix(".raw.jsonl")
-    if file and about:
-        begun: Any = read_json(about) if about.exists() else {"job": key}
+    if file and about and about.exists():
+        begun: Any = read_json(about)
         if begun.get("job") != key:
             raise JobError(f"{file} was written by another model, or with other prompts or options: move it away")
-        if "texts" in begun:
-            return _read(file, begun["texts"])
-        write(about, json.dumps(begun) + "\n")
+        return _read(file, begun["texts"])
+    raw = file and file.with_name(f"{file.stem}.{key[:8]}.raw.jsonl")
     if raw and raw.exists() and not raw.with_name(raw.name + ".partial").exists():
         made: Mapping[int, Completion] = _finished(raw)  # by a run that was killed before it chose from them
     else:
@@ -94,6 +92,8 @@ def own_texts(
         result = replace(job, input=items, output=raw, full=True).run(on_start=on_start, on_batch=on_batch, say=say)
         made = result.completions
         if not made:
+            if raw:
+                raw.unlink()
             raise TaskError(f"nothing could be written: {items[0].error} (--prompts FILE gives other prompts)")
     texts, left_out = dict[Example, None](), {"empty": 0, "looping": 0, "cut off": 0, "repeated": 0, "refused": 0}
     for index, row in enumerate(rows):

@@ -37,8 +37,8 @@ from .own_texts import SAMPLED, own_texts, usual_temperature
 #: A speed-up is worth training for if closed-form stand-ins keep this share of full depth's most likely tokens: where
 #: they kept 40% of SmolLM2's (2x), the trained adapter kept 62 to 70% (docs/experiments.md).
 WORTH = 0.35
-#: Of stand-ins, as training has it.
-RANK = 256
+#: Rank of stand-ins, as training has it, and the longest text.
+RANK, TOKENS = 256, 96
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def probe_model(
     *,
     prompts: Path | None = None,
     count: int = 64,
-    max_new_tokens: int = 96,
+    max_new_tokens: int = TOKENS,
     rank: int = RANK,
     folder: Path | None = None,
     batch_size: int = 8,
@@ -204,6 +204,7 @@ def probe_model(
     on_progress("choices of layers", len(chosen), len(chosen))
     told = [] if prompts is None else ["--prompts", str(prompts)]
     told += [] if rank == RANK else ["--adapter-rank", str(rank)]
+    told += [] if max_new_tokens == TOKENS else ["--max-new-tokens", str(max_new_tokens)]
     found = Probe(name, tried, told)
     if folder is not None:
         write(folder / "probe.json", json.dumps(found.to_dict(), indent=1) + "\n")

@@ -87,4 +87,4 @@ def _show(found: Probe) -> None:
     heads = ["speed-up", "layers", "order", "KL bare", "same token bare", "KL mapped", "same token mapped"]
     heads += ["training tokens/s"]
     print_table(heads, rows)
-    out.print(found.advice, highlight=False)
+    out.print(found.advice, highlight=False, soft_wrap=True)  # a command that is broken by lines cannot be pasted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,14 @@ FORMAT = 2
 SAMPLED = 256
 
 
-def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str, files: Path | None = None) -> None:
+def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str, files: str | None = None) -> None:
     """Write an adapter, its schedules, and hashes of the base model's weights.
 
     Args:
         folder: created if it is missing.
         model: the base model.
         base: its name or path, for the reader.
-        files: the folder of its checkpoint. vLLM, which cannot compare weights in memory, needs it.
+        files: :func:`hash_of_files` of its checkpoint. vLLM, which cannot compare weights in memory, needs it.
 
     Raises:
         FileError: the folder holds files of the same name that no adapter wrote.
@@ -47,7 +47,7 @@ def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str, fi
         "rank": adapter.rank,
         "schedules": {speedup_key(speedup): schedule.to_dict() for speedup, schedule in adapter.schedules.items()},
         "base_hashes": hashes(model),
-        "base_files": hash_of_files(files, hashes(model)) if files else None,
+        "base_files": files,
     }
     ours = is_adapter(folder) and has_key("skipdecode_adapter")((folder / ABOUT).read_bytes())
     if not ours and (there := [name for name in (ABOUT, WEIGHTS) if (folder / name).exists()]):
@@ -144,21 +144,23 @@ def check_base(folder: Path, model: nn.Module, files: Callable[[], Path] | None 
     """Raise ModelError if a model is not the one that the adapter was trained on; as :func:`load_adapter`."""
     about = read_about(folder)
     known, here = about["base_hashes"], dict(model.named_parameters())
-    # Weights in 8 bits or laid out for a CPU's kernels are no parameters, offloaded ones hold no values, and those in
-    # float16 are rounded otherwise.
-    told = {name: weight for name, weight in here.items() if not weight.is_meta and weight.dtype != torch.float16}
-    for name, weight in told.items():
-        if known.get(name) != hash_of(weight.detach()):
+    untold = known.keys() - here.keys()  # in 8 bits, or laid out for a CPU's kernels
+    for name, weight in here.items():
+        if weight.is_meta:  # offloaded
+            untold |= {name}
+        elif known.get(name) != hash_of(weight.detach()):
+            if weight.dtype in (torch.float32, torch.bfloat16):
+                raise ModelError(
+                    f"the adapter in {folder} was trained on another model ({about['base_model']}): {name} differs"
+                )
+            untold |= {name}  # other types round otherwise
+    if untold:
+        if files is None:
             raise ModelError(
-                f"the adapter in {folder} was trained on another model ({about['base_model']}): {name} differs"
+                f"whether the adapter in {folder} was trained on this model cannot be told: {min(untold)} is not there "
+                "in bfloat16 or float32. Load the model in one of these; for one in a folder of safetensors files, "
+                "skipdecode.load(MODEL, adapter=…) compares the files"
             )
-    untold = sorted(known.keys() - told.keys())
-    if untold and files is None:
-        raise ModelError(
-            f"whether the adapter in {folder} was trained on this model cannot be told: {untold[0]} is not there in "
-            "bfloat16 or float32. skipdecode.load(MODEL, adapter=…) compares the model's files"
-        )
-    if untold and files is not None:
         check_base_files(folder, files())
 
 
@@ -169,33 +171,39 @@ def check_base_files(folder: Path, base: Path) -> None:
     """
     about = read_about(folder)
     if about.get("base_files") is None:
-        raise ModelError(f"the adapter in {folder} was not trained on safetensors files, so it cannot be compared")
+        raise ModelError(
+            f"the adapter in {folder} was not trained on a folder's safetensors files: it cannot be compared"
+        )
     if about["base_files"] != hash_of_files(base):
         raise ModelError(
             f"the adapter in {folder} was trained on another model ({about['base_model']}): weights in {base} differ"
         )
 
 
-def hash_of_files(base: Path, loaded: Mapping[str, str] | None = None) -> str | None:
-    """Return a hash of the weights in a folder's safetensors files; None if it has none, or other ones than ``loaded``.
+def hash_of_files(base: Path, model: nn.Module | None = None) -> str | None:
+    """Return a hash of the weights in a folder's safetensors files; None if it has none, or other ones than ``model``.
 
     Of each weight only the pages of the values that :func:`hash_of` takes are read.
     """
     found: dict[str, str] = {}
     for file in weights_files(base):
-        with safe_open(file, framework="pt") as weights:
-            found |= {name: hash_of(weights.get_tensor(name)) for name in weights.keys()}  # noqa: SIM118
-    if not found or any(found.get(name, value) != value for name, value in (loaded or {}).items()):
+        try:
+            with safe_open(file, framework="pt") as weights:
+                found |= {name: hash_of(weights.get_tensor(name)) for name in weights.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file} cannot be read: {error}") from error
+    loaded = {} if model is None else hashes(model)
+    if not found or any(found.get(name, value) != value for name, value in loaded.items()):
         return None
     return hashlib.sha256("\n".join(sorted(map(" ".join, found.items()))).encode()).hexdigest()[:16]
 
 
 def weights_files(base: Path) -> list[Path]:
     """Return the safetensors files in a folder that transformers reads: there may be others, of other formats."""
-    index = base / "model.safetensors.index.json"
-    if index.is_file():
-        return [base / name for name in sorted({*read_json(index)["weight_map"].values()})]
-    return [base / "model.safetensors"] if (base / "model.safetensors").is_file() else []
+    whole, index = base / "model.safetensors", base / "model.safetensors.index.json"
+    if whole.is_file() or not index.is_file():
+        return [whole] if whole.is_file() else []
+    return [base / name for name in sorted({*read_json(index)["weight_map"].values()})]
 
 
 def hashes(model: nn.Module) -> dict[str, str]:

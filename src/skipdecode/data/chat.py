@@ -20,6 +20,8 @@ class Message(NamedTuple):
 Chat = tuple[Message, ...]
 #: The model's input: a text, or a conversation that the model answers.
 Prompt = str | Chat
+#: A message that no template has in its own words.
+MARK = "x7MESSAGE7x"
 
 
 def parse_messages(value: Any) -> Chat:
@@ -87,8 +89,7 @@ def around_message(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
     Raises ModelError if the template takes no such message, or does not show where it ends.
     """
-    mark = "x7MESSAGE7x"  # no template has it in its own words
-    before, _, rest = _apply(tokenizer, [{"role": "user", "content": mark}]).partition(mark)
+    before, _, rest = _apply(tokenizer, [{"role": "user", "content": MARK}]).partition(MARK)
     after = rest.strip()
     if not after:
         raise ModelError(

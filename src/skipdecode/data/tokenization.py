@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..errors import ModelError
-from .chat import Prompt, render
+from .chat import MARK, Prompt, render
 
 #: Strings put before a response to encode it apart from its prompt; one that does not merge with it is enough.
 ANCHORS = ("\n", ".", ",", "a", "0", "(", "#")
@@ -84,7 +84,7 @@ def _rest_of(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str, 
         return response if not prompt or prompt[-1].isspace() or response[:1].isspace() else f" {response}"
     whole = render(tokenizer, prompt, response)
     if as_written and not (whole.startswith(text) and whole[len(text) :].lstrip().startswith(response)):
-        return response
+        return response + render(tokenizer, prompt, MARK).rpartition(MARK)[2]
     if not whole.startswith(text):
         raise ModelError(
             "the tokenizer's chat template writes a prompt otherwise once it is answered, so the answer cannot be told "

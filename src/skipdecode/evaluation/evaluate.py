@@ -34,7 +34,7 @@ from ..data.inputs import read_examples
 from ..data.metrics import DEFAULT, Agreement, Metric, Repetition, paired_scores
 from ..data.tasks import Example, Task, get_task, subsample
 from ..data.tokenization import encode_prompts
-from ..errors import FileError, JobError, UsageError
+from ..errors import FileError, JobError, ModelError, UsageError
 from ..files import check_target, locked, read_json, write
 from ..generation.batch import Decoding
 from ..generation.generate import generate_ids, max_positions
@@ -378,9 +378,10 @@ class Evaluation:
             limit = max_positions(model.config)
             batches = batches_of(answered, tokenizer, self.plan.batch_size, limit, model.device)
             schedule = decoding or Schedule.full(layer_count(model.config))
-            loss = {"loss": round(response_loss(model, batches, schedule), 4)} if batches else {}
+            if batches:
+                loss = self._told(variant, lambda: {"loss": round(response_loss(model, batches, schedule), 4)})
         if not all(example.references for example in self.examples):
-            loss |= self._distance(model, decoding, result.completions)
+            loss |= self._told(variant, lambda: self._distance(model, decoding, result.completions))
         trained = variant.method.is_trained_by(trained_method(model.config))
         return {
             "method": variant.file or variant.method.name,
@@ -401,6 +402,14 @@ class Evaluation:
             **self._clock(variant, decoding),
             "texts": texts,
         }
+
+    def _told(self, variant: Variant, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Return columns; none, and a message, if a model's logits are not finite: other rows are to go on."""
+        try:
+            return measure()
+        except ModelError as error:
+            self.say(f"{variant.label} at {variant.speedup:g}x: {error}")
+            return {}
 
     def _distance(
         self, model: PreTrainedModel, decoding: Decoding, completions: Sequence[Completion]
@@ -423,7 +432,7 @@ class Evaluation:
             limit = max_positions(model.config)
             batches = batches_of(written, tokenizer, size, limit, model.device, as_written=True)
             passes = (TextPasses(attach(model), batch) for batch in batches)
-            if any(int((batch["labels"][:, 2:] != -100).sum()) for batch in batches):  # else texts have one token each
+            with suppress(UsageError):  # texts of one token each have nothing to measure
                 (here,) = damage(passes, [schedule], None if model is full else attach(full))
                 found |= {"kl": here.kl, "top_1": 100 * here.agreement}
         return {name: round(value, 4) for name, value in found.items()}

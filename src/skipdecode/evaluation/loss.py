@@ -37,9 +37,9 @@ def response_loss(model: PreTrainedModel, texts: Sequence[Mapping[str, Any]], sc
         total += sum(losses.sum(0).tolist())
         count += int((labels != -100).sum())
     if not math.isfinite(total):
-        raise ModelError("the model's logits are not finite: try --dtype float32 or bfloat16")
+        raise ModelError("the model's logits are not finite: a lower speed-up, or float32 or bfloat16, may help")
     if not count:
-        raise ModelError("no response fits the model's positions: there is no loss")
+        raise ModelError("no response has a token that could be measured")
     return total / count
 
 

@@ -25,8 +25,8 @@ from ..core.attach import attach
 from ..core.schedule import Schedule
 from ..core.stack import text_config, with_lenders_first
 from ..core.text_passes import TextPasses
+from ..data.collation import to_device
 from ..data.tasks import Example, Task
-from ..files import read_json
 from ..generation.engine import Engine
 from ..generation.generate import max_positions
 from ..generation.jobs import GenerationJob
@@ -42,8 +42,7 @@ WRITTEN, TIMES = 32, 8
 
 def are_written(folder: Path) -> bool:
     """Tell whether a run's own texts are there."""
-    about = (folder / OWN_TEXTS).with_suffix(".json")
-    return about.exists() and "texts" in read_json(about)
+    return (folder / OWN_TEXTS).with_suffix(".json").exists()
 
 
 def writing_job(plan: TrainingPlan, task: Task, engine: Engine, device: torch.device) -> GenerationJob:
@@ -85,8 +84,7 @@ def forecast(
     collate = TextCollator(tokenizer.pad_token_id, max_length=max_positions(model.config))
     for rows, tokens in ((1, 8), (plan.batch_size, longest)):  # the first is not counted
         ids = {"prompt_ids": [tokenizer.pad_token_id] * 32, "response_ids": [tokenizer.pad_token_id] * tokens}
-        batch = collate([ids] * rows)
-        batch |= {name: value.to(device) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        batch = to_device(collate([ids] * rows), device)
         batch_seconds = learning_seconds(learner, [*schedules.values()], batch)
     batches = plan.gradient_accumulation_steps
     steps = plan.max_steps or math.ceil(count * plan.num_train_epochs / (plan.batch_size * batches))

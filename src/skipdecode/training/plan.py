@@ -272,7 +272,8 @@ class TrainingPlan:
         """
         layers, horizon = layer_count(config), self.horizon or DEFAULT_HORIZON
         if self.adapter:
-            return {speedup: self.begun[speedup] for speedup in self.budgets}
+            begun = self.begun
+            return {speedup: begun[speedup] for speedup in self.budgets}
         if self.schedule:
             return {self.budgets[0]: self.schedule.check_layers(layers)}
         style = self.style_for(config)

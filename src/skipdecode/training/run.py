@@ -81,10 +81,10 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
                 raise UsageError(
                     "one process writes own texts: run this once without accelerate, until training begins"
                 )
-            if not done and plan.prompts and not Path(plan.prompts).is_file():
-                raise TaskError(f"there is no file {plan.prompts}, of which --prompts takes the prompts")
-            if not done:
-                read_prompts(plan.prompts or plan.data, task)  # as above
+            if not done and plan.prompts:  # a wrong file is told before anything is loaded
+                if not Path(plan.prompts).exists():
+                    raise TaskError(f"there is no file {plan.prompts}, of which --prompts takes the prompts")
+                read_prompts(plan.prompts, task)
             job = writing_job(plan, task, Transformers() if done else get_engine(plan.engine), args.device)
             job.engine.check(job, config, loading.read_generation_config(job.model))
             if plan.adapters and not done:
@@ -184,7 +184,7 @@ def _run(
     model.config.use_cache = True  # the Trainer turns it off
     if first and plan.adapters:
         with writing(folder.folder):
-            files = loading.files_to_compare(str(plan.model))
+            files = loading.hash_of_checkpoint(str(plan.model), model.model)
             save_adapter(staging, model.adapter, model.model, _base(str(plan.model)), files)
             write_custom_generate(staging)
         folder.publish()

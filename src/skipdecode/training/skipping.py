@@ -28,9 +28,9 @@ from ..core.checkpoint_config import set_entry, to_config_entry, trained_schedul
 from ..core.gate import refuse_packed
 from ..core.schedule import Schedule
 from ..core.stack import text_config, with_lenders_first
-from ..errors import ModelError, UsageError
+from ..errors import SkipDecodeError, UsageError
 from ..planning.resolve import new_schedule
-from ..weights.loading import files_to_compare
+from ..weights.loading import hash_of_checkpoint
 
 #: Outputs that hold a row per head or layer, whose columns are not put back.
 BY_HEAD = ("output_attentions", "output_hidden_states")
@@ -150,8 +150,8 @@ class Skipping(TrainerCallback):
         if self.adapter is None:
             raise UsageError("there is no adapter: give Skipping an adapter_rank")
         files = None
-        with suppress(ModelError):  # then engines that compare files refuse it; it is saved all the same
-            files = files_to_compare(base)
+        with suppress(SkipDecodeError, OSError):  # then engines that compare files refuse it; it is saved all the same
+            files = hash_of_checkpoint(base, self.model)
         save_adapter(Path(folder), self.adapter, self.model, base, files)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -23,7 +23,14 @@ from transformers import (
 )
 from transformers.utils import is_accelerate_available, is_gguf_available, logging
 
-from ..core.adapter_folder import is_adapter, load_adapter, locate_adapter, read_about, read_schedules
+from ..core.adapter_folder import (
+    hash_of_files,
+    is_adapter,
+    load_adapter,
+    locate_adapter,
+    read_about,
+    read_schedules,
+)
 from ..core.attach import attach
 from ..core.checkpoint_config import set_entry, to_config_entry
 from ..core.stack import text_config
@@ -246,10 +253,10 @@ def checkpoint_files(path: str, revision: str | None = None) -> Path:
         return Path(snapshot_download(path, revision=revision, allow_patterns=["model*.safetensors*"]))
 
 
-def files_to_compare(name: str) -> Path | None:
-    """Return :func:`checkpoint_files`, with which an adapter's model is compared; None for a GGUF file."""
+def hash_of_checkpoint(name: str, model: PreTrainedModel) -> str | None:
+    """Return :func:`hash_of_files` of the checkpoint that a model was loaded from; None for a GGUF file."""
     path = resolve(name)
-    return None if is_gguf(path) else checkpoint_files(path)
+    return None if is_gguf(path) else hash_of_files(checkpoint_files(path), model)
 
 
 def adapter_of(name: str, adapter: str | Path | None = None) -> Path | None:
