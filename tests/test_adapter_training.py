@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, TrainingArguments
 
 from helpers.tiny import TEXTS, run, write_jsonl
-from skipdecode import load
+from skipdecode import detach, load
 from skipdecode.adapters.learner import AdapterLearner
 from skipdecode.adapters.own_texts import SAMPLED, ends_in_loop, hold_out, own_texts
 from skipdecode.core.adapter import Adapter
@@ -92,6 +92,7 @@ def test_what_was_loaded_is_the_adapter(trained: Path, checkpoint: Path) -> None
     held = gate_state(model).adapter.state_dict()
     assert held.keys() == weights.keys()
     assert all(torch.equal(held[name], weights[name]) for name in weights)
+    assert getattr(detach(model).config, CONFIG_KEY, None) is None
 
 
 @pytest.mark.parametrize("how", [{"dtype": "float16"}, {"prepack": True}, {"offload": "disk"}], ids=str)
@@ -150,10 +151,12 @@ def test_a_speed_that_the_adapter_did_not_learn_is_refused_at_once(
         attach(model, adapter=trained, speedup=1.2)
     assert getattr(model.config, CONFIG_KEY, None) is None
     assert gate_state(model).adapter is None
-    for verb in ("generation.engine", "evaluation.evaluate"):
+    for verb in ("generation.engine", "evaluation.evaluate", "evaluation.check", "weights.loading"):
         monkeypatch.setattr(f"skipdecode.{verb}.load", lambda *_, **__: pytest.fail("loaded"))
     for words in (
         ["generate", trained, "--input", prompts, "--speedup", 1.2],
+        ["check", trained, "--speedup", 1.2],
+        ["demo", trained, "--speedups", "1,1.2"],
         ["evaluate", trained, "--data", prompts, "--speedups", "1.2,2", "--output", tmp_path / "table"],
     ):
         done = run(*words)

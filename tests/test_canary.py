@@ -109,6 +109,15 @@ def test_speeds_that_are_not_offered(stub: Any, rows: Path) -> None:
     assert "m:1x, m:2x, not 3x, 5x" in done.stderr
 
 
+def test_no_prompts(stub: Any, tmp_path: Path) -> None:
+    """Rows that are all bad are named, and that none is left."""
+    rows = tmp_path / "bad.jsonl"
+    rows.write_text('{"prompt": " "}\n')
+    done = run("canary", f"http://127.0.0.1:{stub.server_port}", "--data", rows)
+    assert done.returncode == 2
+    assert "holds no prompts" in done.stderr
+
+
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "nowhere", "http://[", "http://a b"])
 def test_no_server(rows: Path, url: str) -> None:
     """No traceback."""

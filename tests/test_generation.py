@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from inspect import signature
 from pathlib import Path
 from typing import Any, cast
@@ -43,7 +44,7 @@ from skipdecode.core.cache_name import CACHE
 from skipdecode.core.checkpoint_config import CONFIG_KEY, to_config_entry
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import train_tokenizer
-from skipdecode.errors import SkipDecodeError, UntrainedWarning, UsageError
+from skipdecode.errors import ModelError, SkipDecodeError, UntrainedWarning, UsageError
 from skipdecode.generation import generate as generating
 from skipdecode.generation import options
 from skipdecode.generation.batch import generate_batch
@@ -180,6 +181,16 @@ def test_an_untrained_model_is_named(loaded: Loaded) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UntrainedWarning)
         skipdecode.generate(*loaded, "the cat", full=True, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("options", [{"full": True}, {"speedup": 2}])
+def test_a_model_that_computes_no_numbers_is_refused(loaded: Loaded, options: dict[str, Any]) -> None:
+    """Not taken for one that writes the first token of the vocabulary."""
+    model, tokenizer = deepcopy(loaded[0]), loaded[1]
+    with torch.no_grad():
+        model.get_output_embeddings().weight[5] = torch.nan
+    with pytest.raises(ModelError, match="logits are NaN"):
+        skipdecode.generate(model, tokenizer, "the cat", max_new_tokens=3, **options)
 
 
 def test_a_tokenizer_needs_no_padding_token(loaded: Loaded) -> None:

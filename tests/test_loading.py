@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from helpers.families import FAMILIES, build
+from helpers.families import FAMILIES, LAYERS, build
 from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule, ScheduleError, SkipDecodeError, load, provenance
 from skipdecode.core import checkpoint_config
+from skipdecode.core.checkpoint_config import set_entry, to_config_entry, trained_schedules
+from skipdecode.data.tokenization import train_tokenizer
 from skipdecode.errors import ModelError
 from skipdecode.weights import device as device_module
 from skipdecode.weights import loading
@@ -581,3 +583,17 @@ def test_an_entry_of_wrong_shape_is_a_schedule_error(model: Path, entry: Any) ->
     with pytest.raises(ScheduleError, match=r"\w") as caught:
         checkpoint_config.trained_method(config), checkpoint_config.schedule_for(config)
     assert len(str(caught.value)) < 500
+
+
+def test_a_multimodal_config_brings_its_schedules(tmp_path: Path) -> None:
+    """The language model alone is loaded, whose own config has no entry."""
+    tokenizer = train_tokenizer(TEXTS * 20, 320)
+    values = FAMILIES["qwen3.5"][1] | {"vocab_size": len(tokenizer)}
+    sizes = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+    config = Qwen3_5Config(text_config=values, vision_config=sizes)
+    schedules = {2.0: Schedule(LAYERS, 6, 2, 9, order="bottom")}
+    set_entry(config, to_config_entry(schedules))
+    Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model, _ = load(str(tmp_path))
+    assert trained_schedules(model.config) == trained_schedules(loading.read_config(str(tmp_path))) == schedules

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -83,6 +84,8 @@ def test_a_checkpoint_goes_up_with_its_results(served: Hub, tmp_path: Path) -> N
     sent = call(tmp_path, served, "push", DEMO, "me/demo", "--results", results, "--dataset", "tuetschek/e2e_nlg")
     assert sent.returncode == 0, sent.stderr
     card = served.cards[0]
+    assert "command: " in (results / "table.md").read_text()
+    assert b"command: " not in served.files["me/demo"]["README.md"]
     rows = json.loads((results / "table.json").read_text())["rows"]
     told = {
         (result["dataset"]["args"]["speedup"], metric["type"]): metric["value"]
@@ -113,4 +116,17 @@ def test_what_cannot_be_uploaded_is_refused(options: list[Any], why: str, adapte
     done = run("push", adapter, *options, "--prepare", tmp_path / "out")
     assert done.returncode == 2
     assert why in done.stderr
+    assert not (tmp_path / "out").exists()
     assert run("push", tmp_path, "me/fast", "--prepare", tmp_path / "out").returncode == 2
+
+
+def test_a_model_that_skips_nothing_is_no_upload(checkpoint: Path, tmp_path: Path) -> None:
+    """A stock checkpoint, or one whose config is damaged."""
+    done = run("push", checkpoint, "me/stock", "--prepare", tmp_path / "out")
+    assert done.returncode == 2
+    assert "was not trained to skip layers" in done.stderr
+    broken = shutil.copytree(checkpoint, tmp_path / "broken")
+    (broken / "config.json").write_text("{")
+    done = run("push", broken, "me/stock", "--prepare", tmp_path / "out")
+    assert done.returncode == 2
+    assert "config.json cannot be used" in done.stderr

@@ -18,6 +18,7 @@ from skipdecode.adapters.damage import damage
 from skipdecode.core.attach import attach
 from skipdecode.core.text_passes import TextPasses
 from skipdecode.data.collation import batches_of
+from skipdecode.errors import ScheduleError
 from skipdecode.evaluation import search
 from skipdecode.planning.fitting import NEAR, Lengths
 
@@ -79,6 +80,12 @@ def test_what_is_given_is_not_searched(eight: Path) -> None:
     assert {each.order for each in search.all_candidates(trials, 8, 2, LENGTHS, "even", None)} == {"even"}
     assert {each.decay for each in search.all_candidates(trials, 8, 2, LENGTHS, "even", "cosine")} == {"cosine"}
     assert {each.decay for each in search.all_candidates(trials, 8, 2, LENGTHS, None, "constant")} == {"constant"}
+
+
+def test_a_decay_that_cannot_achieve_a_speedup_is_named(eight: Path) -> None:
+    """No horizon brings a steep fall near enough."""
+    with pytest.raises(ScheduleError, match=r"decay power achieves 3x .*leave it out"):
+        search.search(trials_of(eight), 8, 3, LENGTHS, None, "power")
 
 
 @pytest.mark.parametrize("depth", range(1, 9))

@@ -18,6 +18,7 @@ import typer  # transformers requires it
 
 from .. import __version__
 from ..errors import SkipDecodeError, UntrainedWarning, UsageError
+from ..files import is_stream
 from .calibrate import calibrate
 from .canary import canary
 from .chat import chat
@@ -37,6 +38,7 @@ from .train import train
 EXTRAS = {
     "rich": "cli",
     "matplotlib": "cli",
+    "httpx": "cli",
     "sacrebleu": "eval",
     "rouge_score": "eval",
     "accelerate": "train",
@@ -86,7 +88,8 @@ def _run(verb: Callable[..., None]) -> Callable[..., None]:
             verb(**values)
         except Stopped as stop:
             resumes = verb in (generate, train, evaluate) or bool(values.get("search"))
-            stop.goes_on = resumes and not values.get("no_resume") and str(values["output"]) != "-"
+            output = str(values["output"])
+            stop.goes_on = resumes and not values.get("no_resume") and output != "-" and not is_stream(output)
             raise
 
     return checked

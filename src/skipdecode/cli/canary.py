@@ -54,6 +54,8 @@ def canary(
     if metrics:
         check_target(metrics, may_replace=is_metrics)
     examples = read_examples(get_task(task, prompt_column=prompt_column), data, "test", say)[:limit]
+    if not examples:
+        raise UsageError(f"{data} holds no prompts")
     prompts = [each.prompt for each in examples]
     if chat:
         if not all(isinstance(prompt, str) for prompt in prompts):

@@ -47,16 +47,20 @@ def chat(
     from ..core.adapter_folder import trained_schedule
     from ..core.checkpoint_config import untrained_warning
     from ..data.chat import Message, render
+    from ..generation.generate import horizon_for
     from ..generation.kept_prompt import KeptPrompt
-    from ..generation.options import check_options
-    from ..weights.loading import adapter_of, load, load_tokenizer, read_config
+    from ..generation.options import check_options, check_with_model
+    from ..weights.loading import adapter_of, load, load_tokenizer, read_config, read_generation_config
 
     options = {"do_sample": do_sample or None, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    options |= {"repetition_penalty": repetition_penalty}
+    options |= {"repetition_penalty": repetition_penalty, "num_beams": 1}  # whatever the checkpoint asks for
     check_options(options)
     # Before the weights are loaded: a wrong speed-up, and a tokenizer without a chat template.
     folder = adapter_of(model, adapter)
-    schedule = trained_schedule(read_config(model, revision, adapter), speedup, folder)
+    config = read_config(model, revision, adapter)
+    horizon = horizon_for(config, max_new_tokens)
+    schedule = trained_schedule(config, speedup, folder, horizon)
+    check_with_model(options, read_generation_config(model, revision))
     told = [] if system is None else [Message("system", system)]
     render(load_tokenizer(model, revision), (*told, Message("user", "Hello")))
     loaded, tokenizer = load(model, dtype=dtype, device=device, revision=revision, adapter=adapter)
@@ -64,15 +68,16 @@ def chat(
         say(f"skipdecode: {warning}")
     torch.manual_seed(seed)
     messages, kept = list(told), KeptPrompt(loaded)
-    say(f"{schedule.target:g}x; {HELP}")
+    say(f"{speedup or schedule.target:g}x; {HELP}")
     while (line := _read()) is not None:
         command, _, value = line.partition(" ")
         if not line:
             continue
         if command == "/speed":
             with _said():
-                schedule = trained_schedule(loaded.config, _number(value), folder)
-                say(f"{schedule.target:g}x from here on")
+                speedup = _number(value)
+                schedule = trained_schedule(loaded.config, speedup, folder, horizon)
+                say(f"{speedup:g}x from here on")
         elif command == "/new":
             messages = list(told)
         elif command == "/quit":

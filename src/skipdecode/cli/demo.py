@@ -32,12 +32,12 @@ def demo(
     median batch takes at 1x, so that a speed whose texts are shorter does not look faster for it.
     """
     from ..clock.timing import alternate, forced, typical_steps
-    from ..core.checkpoint_config import schedule_for
+    from ..core.adapter_folder import trained_schedule
     from ..data.inputs import read_items
     from ..data.tasks import get_task
     from ..generation.generate import generate
     from ..weights.device import machine
-    from ..weights.loading import DEMO, load, read_config
+    from ..weights.loading import DEMO, adapter_of, load, read_config
 
     targets = o.parse_numbers(speedups)
     if 1 not in targets:
@@ -50,7 +50,7 @@ def demo(
         check_picture(png)
     task = get_task("e2e")
     items = [item for item in read_items(str(DEMO / "inputs.csv"), task) if item.error is None]
-    schedules = {speedup: schedule_for(read_config(model), speedup) for speedup in targets}
+    schedules = {speedup: trained_schedule(read_config(model), speedup, adapter_of(model)) for speedup in targets}
     loaded, tokenizer = load(model)
     write = partial(generate, loaded, tokenizer, [item.prompt for item in items], batch_size=32)
     written: dict[float, Generated] = {}

@@ -158,10 +158,14 @@ def schedule_for(
 
 
 def untrained_warning(config: Any, schedule: Schedule) -> str | None:
-    """Return a warning of poor texts if the schedule skips layers and the model was not trained for it, else None."""
-    if schedule.is_full or is_trained(config):
-        return None
+    """Return a warning of poor texts if the schedule skips layers and the model was not trained for it, else None.
+
+    Of a trained model: if it runs fewer layers, by a tenth, than every schedule that it was trained for.
+    """
     depth = schedule.average_depth(schedule.horizon)
+    known = [each.average_depth(each.horizon) for each in trained_schedules(config).values()]
+    if schedule.is_full or (is_trained(config) and depth >= 0.9 * min(known, default=0)):
+        return None
     if depth >= 0.8 * schedule.num_layers:
         expect = "its texts depend on which layers run: `skipdecode calibrate --search` measures that"
     elif depth >= 0.6 * schedule.num_layers:
@@ -169,8 +173,9 @@ def untrained_warning(config: Any, schedule: Schedule) -> str | None:
     else:
         expect = "expect no readable text until it is trained (`skipdecode train`)"
     name = getattr(config, "_name_or_path", "") or "this model"
+    what = f"to run fewer than {min(known):.3g} layers" if is_trained(config) else "to skip layers"
     return (
-        f"{name} was not trained to skip layers: at {depth:.3g} of {schedule.num_layers} layers a step, {expect}. "
+        f"{name} was not trained {what}: at {depth:.3g} of {schedule.num_layers} layers a step, {expect}. "
         "`skipdecode probe` measures what each speed costs, and what training it takes"
     )
 

@@ -30,7 +30,7 @@ from ..data.inputs import read_examples
 from ..data.metrics import DEFAULT, Agreement, paired_scores
 from ..data.tasks import Example, Task, get_task, subsample
 from ..data.tokenization import encode_prompts
-from ..errors import UsageError
+from ..errors import FileError, UsageError
 from ..files import check_target, is_stream
 from ..generation.generate import generate_ids, max_positions
 from ..generation.results import Cost
@@ -393,6 +393,8 @@ def _check(plan: CalibrationPlan, config: Any) -> Method:
         raise UsageError(f"a speed-up is above 1 and at most the number of layers ({layers}), not {plan.speedup:g}")
     if plan.save and (resolve(plan.model) == str(DEMO) or not Path(resolve(plan.model)).is_dir()):
         raise UsageError(f"the schedule can only be saved into a local model directory, which {plan.model} is not")
+    if plan.save and (Path(resolve(plan.model)) / "config.json").is_symlink():
+        raise FileError(f"{plan.model} has a config.json that others share, by a link: copy the model before --save")
     if plan.output is not None:
         check_target(plan.output, may_replace=is_schedule)
     if plan.search and plan.search_file is not None:

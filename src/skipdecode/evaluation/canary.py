@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import httpx  # the hub's client, and so transformers, requires it
+import httpx
 
 from ..data.chat import Prompt
 from ..errors import UsageError

@@ -15,16 +15,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, PreTrainedModel
 
 from ..core.adapter import Adapter
+from ..core.adapter_folder import trained_schedule
 from ..core.attach import attach, detach, teacher_forced
 from ..core.cache import SkipCache
 from ..core.cache_name import CACHE
-from ..core.checkpoint_config import schedule_for
 from ..core.guards import CacheProvider
 from ..core.patch import gate_state
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers, text_config, with_lenders_first
 from ..errors import SkipDecodeError, UnsupportedModel, UsageError
-from ..weights.loading import load, read_config
+from ..weights.loading import adapter_of, load, read_config
 from .reference import discarding_skipped
 
 #: Logits count as equal if their relative error is at most this,
@@ -116,7 +116,7 @@ def check_model(
         UsageError: the schedule skips nothing.
         ModelError: the model cannot be loaded.
     """
-    schedule = schedule_for(read_config(name, revision), speedup)
+    schedule = trained_schedule(read_config(name, revision), speedup, adapter_of(name))
     if schedule.decay != "list":
         schedule = schedule.replace(horizon=min(schedule.horizon, 8))
     if schedule.is_full:
@@ -288,10 +288,10 @@ def in_float64(model: PreTrainedModel, adapter: Adapter | None = None) -> Iterat
     """Convert weights, the adapter's too, to float64 in the context; restore their dtypes and exact values after it."""
     tensors = [*model.parameters(), *model.buffers(), *(adapter.parameters() if adapter else ())]
     types = [tensor.dtype for tensor in tensors]
-    for module in (model, adapter):
-        if module is not None:
-            module.double()
     try:
+        for module in (model, adapter):
+            if module is not None:
+                module.double()
         yield
     finally:
         for tensor, dtype in zip(tensors, types, strict=True):

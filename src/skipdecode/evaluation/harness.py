@@ -29,6 +29,7 @@ from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from ..data.collation import Collator
 from ..errors import SkipDecodeError, UsageError
+from ..generation.options import check_budget
 from ..weights.checkpoint_checks import check_tokenizer
 from ..weights.device import check_dtype
 from ..weights.loading import load_tokenizer, read_config, read_weights, refuse_adapter, refuse_gguf, resolve
@@ -82,6 +83,7 @@ class SkipLM(HFLM):
         if isinstance(pretrained, str):
             check_tokenizer(pretrained, self.tokenizer, self.model.get_input_embeddings().weight.shape[0])
         layers = len(decoder_layers(attach(self.model)))
+        check_budget(speedup, schedule, full)
         self.schedule = Schedule.full(layers) if full else schedule_for(self.config, speedup, schedule)
 
     def _loglikelihood_tokens(

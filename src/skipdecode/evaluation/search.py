@@ -21,6 +21,7 @@ from ..core.attach import attach
 from ..core.decays import mix, ranking
 from ..core.schedule import Schedule
 from ..core.text_passes import TextPasses
+from ..errors import ScheduleError
 from ..files import has_key, read_json, write
 from ..planning.fitting import NEAR, Measure, fit, refit
 
@@ -120,6 +121,10 @@ def search(
     known = trained and refit(trained, speedup, lengths)
     forms = all_candidates(trials, num_layers, speedup, lengths, order, decay)
     chosen = dict.fromkeys([*([known] if known else []), *forms])
+    if not chosen:
+        raise ScheduleError(
+            f"no schedule with decay {decay} achieves {speedup:g}x on texts as long as these: leave it out"
+        )
     ratios = {each: lengths.ratio(each) for each in chosen}
     near = [each for each, ratio in ratios.items() if abs(ratio / speedup - 1) <= NEAR]
     left = near or [min(ratios, key=lambda each: abs(ratios[each] / speedup - 1))]

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import (
     DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
@@ -23,6 +25,7 @@ from ..core.cache import SkipCache, total_kv_bytes
 from ..core.cache_name import CACHE
 from ..core.checkpoint_config import layer_count
 from ..core.schedule import Schedule
+from ..errors import ModelError
 from ..weights.device import synchronize
 from .finished_rows import track_finished_rows
 from .options import end_tokens, given, max_new_tokens, num_beams
@@ -60,6 +63,23 @@ class Passes(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
+class Finite(LogitsProcessor):
+    """A logits processor that changes nothing: it refuses the first scores after the prompt, and after a step, if NaN.
+
+    Their likeliest token is the first of the vocabulary, so that without it a broken model writes, and looks whole.
+    """
+
+    def __init__(self) -> None:
+        self.left = 2
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores (batch, vocabulary). Raises ModelError for NaN."""
+        if self.left and scores.isnan().any():
+            raise ModelError("the model's logits are NaN: a lower speed-up, or float32 or bfloat16, may help")
+        self.left = max(self.left - 1, 0)
+        return scores
+
+
 def generate_batch(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -78,6 +98,9 @@ def generate_batch(
 
     Returns:
         The completions in the order of ``prompts``, and the cost of the batch.
+
+    Raises:
+        ModelError: the model's logits are NaN.
     """
     passes = passes or Passes()
     options, asked = given(options), model.generation_config
@@ -95,6 +118,7 @@ def generate_batch(
     strings, stops = options.get("stop_strings", asked.stop_strings), end_tokens(options, asked)
     finished = track_finished_rows(model, tokenizer, cache, len(prompts), stops, strings, options)
     criteria = options.pop("stopping_criteria", [])
+    options["logits_processor"] = LogitsProcessorList([Finite(), *options.get("logits_processor", ())])
     # These override what the checkpoint's generation config says of cache and outputs.
     defaults = {"do_sample": False, "num_return_sequences": 1, "use_cache": True, "cache_implementation": None}
     defaults |= {"max_new_tokens": max_new_tokens(options, asked)}

@@ -252,6 +252,8 @@ class GenerationJob(EngineConfig):
         if isinstance(self.input, (str, Path)):
             items = read_items(str(self.input), self.task, self.format)
         elif given := [each for each in self.input if isinstance(each, Item)]:
+            if len(given) < len(self.input):
+                raise UsageError("the input holds items and other prompts: give one of the two")
             items = given
         else:
             items = [

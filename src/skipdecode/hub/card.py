@@ -172,4 +172,6 @@ def _results(table: Mapping[str, Any], datasets: Sequence[str]) -> list[EvalResu
 
 def _evaluation(results: Path) -> str:
     plot = "![quality against speed](tradeoff.png)\n\n" if (results / "tradeoff.png").exists() else ""
-    return f"\n## Evaluation\n\n{plot}{(results / 'table.md').read_text('utf-8')}"
+    lines = (results / "table.md").read_text("utf-8").splitlines(keepends=True)
+    table = "".join(line for line in lines if not line.startswith("command: "))  # it names the user's folders
+    return f"\n## Evaluation\n\n{plot}{table}"

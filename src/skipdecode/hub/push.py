@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig
 
 from ..core.adapter_folder import ABOUT, WEIGHTS, is_adapter, read_about, read_schedules
-from ..core.checkpoint_config import trained_schedules
+from ..core.checkpoint_config import is_trained, trained_schedules
 from ..errors import FileError, UsageError
 from .card import model_card
 from .custom_generate import write_custom_generate
 
+#: The base of errors of the HTTP library that the hub's client uses.
+NO_ANSWER: Any = HfHubHTTPError.__bases__[0]
 #: What is uploaded of a checkpoint's folder; never optimizer states, own texts or a run's options, which name files.
 CHECKPOINT = """config.json generation_config.json *.safetensors *.safetensors.index.json tokenizer*
 special_tokens_map.json vocab.json merges.txt chat_template.* LICENSE*""".split()
@@ -47,13 +50,13 @@ def prepare(
         datasets: hub names, for the card.
 
     Raises:
-        UsageError: ``repo`` is no such name, or an adapter's base model is not known by its name on the hub.
+        UsageError: ``repo`` is no such name, a checkpoint was not trained to skip layers, or an adapter's base model is
+            not known by its name on the hub.
         FileError: ``folder`` holds neither a checkpoint nor an adapter, or ``results`` no evaluation.
     """
     _check_name("the repository", repo)
     if base_model:
         _check_name("--base-model", base_model)
-    target.mkdir(parents=True, exist_ok=True)
     adapter = is_adapter(folder)
     if adapter:
         about = read_about(folder)
@@ -62,16 +65,17 @@ def prepare(
             raise UsageError(
                 f"the adapter was trained on {about['base_model']}: --base-model says what that is called on the hub"
             )
-        (target / ABOUT).write_text(json.dumps(about | {"base_model": base_model}, indent=1) + "\n")
-        shutil.copyfile(folder / WEIGHTS, target / WEIGHTS)
         schedules = read_schedules(folder)
     else:
         if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
             raise FileError(f"{folder} holds no checkpoint in safetensors, and no adapter")
-        for file in {path for pattern in CHECKPOINT for path in folder.glob(pattern)}:
-            shutil.copyfile(file, target / file.name)
-        schedules = trained_schedules(AutoConfig.from_pretrained(folder))
-    write_custom_generate(target)
+        try:
+            config = AutoConfig.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise FileError(f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())[:300]}") from error
+        if not is_trained(config):
+            raise UsageError(f"{folder} was not trained to skip layers: push is for models and adapters that were")
+        schedules = trained_schedules(config)
     given: Any = {
         "base_model": base_model,
         "trained_with": trained_with,
@@ -80,6 +84,14 @@ def prepare(
         "datasets": datasets,
     }
     card = model_card(repo, schedules, is_adapter=adapter, **given)
+    target.mkdir(parents=True, exist_ok=True)
+    if adapter:
+        (target / ABOUT).write_text(json.dumps(about | {"base_model": base_model}, indent=1) + "\n")
+        shutil.copyfile(folder / WEIGHTS, target / WEIGHTS)
+    else:
+        for file in {path for pattern in CHECKPOINT for path in folder.glob(pattern)}:
+            shutil.copyfile(file, target / file.name)
+    write_custom_generate(target)
     card.save(target / "README.md")
     if results is not None and (results / "tradeoff.png").exists():
         shutil.copyfile(results / "tradeoff.png", target / "tradeoff.png")
@@ -95,7 +107,7 @@ def push(prepared: Path, repo: str, *, private: bool = False) -> str:
         ModelCard.load(prepared / "README.md").validate()
         api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=prepared, commit_message="Upload with skipdecode push")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NO_ANSWER) as error:
         raise UsageError(f"the hub did not take {repo}: {' '.join(str(error).split())[:400]}") from error
     return f"{api.endpoint}/{repo}"
 

@@ -16,13 +16,15 @@ from skipdecode.core.schedule import Schedule
 from skipdecode.data.chat import Message, Prompt
 from skipdecode.data.tokenization import encode_prompts
 from skipdecode.errors import SkipDecodeError, UsageError
-from skipdecode.generation.generate import max_positions
+from skipdecode.generation.generate import horizon_for, max_positions
 from skipdecode.web.drawing import figures, marked, picture
 from skipdecode.web.writing import Written, write_side_by_side
 from skipdecode.weights.loading import adapter_of, load, read_config
 
 #: Most characters of a prompt, tokens of a text, texts side by side, and people whose texts are written at once.
 CHARACTERS, TOKENS, SIDE_BY_SIDE, PEOPLE = 8000, 512, 3, 8
+#: Longest text, in tokens, unless another is chosen.
+LONGEST = 96
 #: Speed-ups that are shown of a model that was trained for none.
 UNTRAINED = (1.0, 1.5, 2.0)
 INTRODUCTION = """# SkipDecode
@@ -57,7 +59,8 @@ def schedules_for(
         speedups = (1.0, *{faster[(len(faster) - 1) // 2], faster[-1]}) if faster else UNTRAINED
     if len(speedups) > SIDE_BY_SIDE:
         raise UsageError(f"{SIDE_BY_SIDE} speed-ups fit side by side, not {len(speedups)}")
-    return {speedup: trained_schedule(config, speedup, adapter) for speedup in sorted(speedups)}
+    horizon = horizon_for(config, LONGEST)
+    return {speedup: trained_schedule(config, speedup, adapter, horizon) for speedup in sorted(speedups)}
 
 
 def page(model: Any, tokenizer: Any, schedules: Mapping[float, Schedule], name: str = "the model") -> gr.Blocks:
@@ -85,7 +88,7 @@ def page(model: Any, tokenizer: Any, schedules: Mapping[float, Schedule], name: 
                 raise UsageError(
                     f"the prompt has {len(ids):,} tokens: with {most:g} more it is over the model's {limit:,}"
                 )
-            options = {"max_new_tokens": int(most), "do_sample": False}
+            options = {"max_new_tokens": int(most), "do_sample": False, "num_beams": 1}
             for texts in write_side_by_side(model, tokenizer, ids, [*schedules.values()], machine, **options):
                 yield shown(texts, len(ids), int(most))
         except SkipDecodeError as error:
@@ -109,7 +112,7 @@ def page(model: Any, tokenizer: Any, schedules: Mapping[float, Schedule], name: 
         prompt = gr.Textbox(label="Prompt", lines=3, max_length=CHARACTERS, autofocus=True)
         with gr.Row():
             as_message = gr.Checkbox(chats, label="As a chat message", visible=chats)
-            most = gr.Slider(8, TOKENS, value=96, step=8, label="Longest text, in tokens")
+            most = gr.Slider(8, TOKENS, value=LONGEST, step=8, label="Longest text, in tokens")
         with gr.Row():
             start = gr.Button("Write", variant="primary")
             stop = gr.Button("Stop")

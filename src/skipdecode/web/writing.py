@@ -83,11 +83,13 @@ class _Writer(threading.Thread):
     def next_turn(self, ids: Tensor) -> bool:
         """Note how far the text is, wait for the next turn, and return whether to stop."""
         self.turns.end(self.number)
-        new = ids[len(self.ids) :].tolist()
-        text = self.tokenizer.decode(new, skip_special_tokens=True).strip()
-        held, depths = total_kv_bytes(self.cache), tuple(self.cache.step_depths)
-        self.now = Written(text, len(new), self.turns.seconds[self.number], held, depths)
-        self.turns.begin(self.number)
+        try:
+            new = ids[len(self.ids) :].tolist()
+            text = self.tokenizer.decode(new, skip_special_tokens=True).strip()
+            held, depths = total_kv_bytes(self.cache), tuple(self.cache.step_depths)
+            self.now = Written(text, len(new), self.turns.seconds[self.number], held, depths)
+        finally:  # whatever goes wrong is raised within a turn, which the thread ends
+            self.turns.begin(self.number)
         return self.stop.is_set()
 
     def run(self) -> None:

@@ -32,7 +32,7 @@ from ..core.adapter_folder import (
     read_schedules,
 )
 from ..core.attach import attach
-from ..core.checkpoint_config import set_entry, to_config_entry
+from ..core.checkpoint_config import CONFIG_KEY, set_entry, to_config_entry
 from ..core.stack import text_config
 from ..data.tokenization import for_decoding, train_tokenizer
 from ..errors import MissingExtra, ModelError, UsageError
@@ -148,7 +148,7 @@ def load(
             shape or not finite, a tokenizer of another model, invalid JSON.
         UsageError: an unknown quantization, or more than one of quantization, prepack and offload.
     """
-    config = read_config(name, revision)
+    config = read_config(resolve(name), revision)  # the model's own entry, also where ``name`` is an adapter
     dtype, device = placement(config, dtype, device)
     optimized = optimizations(quantization, prepack)
     if isinstance(offload, str):
@@ -205,6 +205,7 @@ def read_weights(path: str, *, config: Any = None, revision: str | None = None, 
         source, gguf = _source(path)
         model, info = AutoModelForCausalLM.from_pretrained(source, ignore_mismatched_sizes=True, **options, **gguf)
     check_weights(path, model, info)
+    set_entry(model.config, getattr(config, CONFIG_KEY, None))  # a multimodal config's part for text lacks it
     if gguf:  # its weights are floats by now, but transformers refuses to save what it calls quantized
         model.hf_quantizer, model.is_quantized = None, False
         del model.config.quantization_config
