@@ -30,7 +30,7 @@ for seed in ${SEEDS:-0 1 2}; do
     train closed-form "$speedups" --adapters "${layers[@]}" --max-steps 1 --learning-rate 1e-12
     train shared "$speedups" --distill-weight 1 --teacher "$model" --learning-rate 3e-4 "${layers[@]}"
     for speedup in ${speedups//,/ }; do
-        train static-$speedup "$speedup" --method static --learning-rate 3e-4
+        train static-$speedup "$speedup" --method static --learning-rate 3e-4 "${layers[@]}"
     done
     for method in $methods; do train $method "$speedups" --method $method --learning-rate 3e-4; done
     rows=skipdecode=$run/adapters,skipdecode=$run/closed-form,skipdecode=$run/shared,static=$run/static-{speedup}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A task with a real model: SmolLM2 fine-tuned at full depth, then an adapter for three speeds, learnt from what the
-# fine-tuned model writes itself, beside a model of a third of the layers with as many steps as the fine-tuning had:
+# fine-tuned model writes itself, beside the layers alone that it runs at 3x, with as many steps as the fine-tuning had:
 #   recipes/smollm2_task.sh TASK DATA OUTPUT_DIR [RESULTS]
 # TASK: reddit_tldr, e2e or cnn_dm; DATA: its folder (docs/training.md). For cnn_dm nothing is fine-tuned: the model
 # answers requests for a summary. Of its 300 validation articles 200 train the adapter and the third of the layers, and
@@ -40,8 +40,8 @@ else
 fi
 train adapter "$full" "${learnt[@]}" "${own[@]}" --speedups "$speedups" ${adapter:+--adapter "$adapter"}
 if [ "$name" = cnn_dm ]; then mkdir -p "$out/pruned-3" && cp -n "$out"/adapter/own_texts.json* "$out/pruned-3"; fi
-train pruned-3 "$out/base" "${steps[@]}" "${third[@]}" --method static --speedup 3 --learning-rate 3e-4
+train pruned-3 "$out/base" "${steps[@]}" "${third[@]}" --method static --speedup 3 --warmup-layers 5 --learning-rate 3e-4
 read -ra judging <<< "${JUDGING:---batch-size 32}"
-judge() { "$skipdecode" evaluate "$full" "${judged[@]}" "${judging[@]}" "$@"; }
+judge() { "$skipdecode" evaluate "$full" "${judged[@]}" "${judging[@]}" --overwrite "$@"; }
 judge --speedups "$speedups" --methods "$methods" --output "$results/smollm2-$name"
 judge --speedups 3 --methods "static=$out/pruned-{speedup}" --output "$results/smollm2-$name/pruned"

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase, Qwen3NextConfig, Qwen3NextForCausalLM
 
 import skipdecode
 from helpers.families import FAMILIES, build
-from helpers.tiny import TEXTS
+from helpers.tiny import TEXTS, run
 from skipdecode.baselines.early_exit import Calm, read_out
 from skipdecode.baselines.pruned import prune
 from skipdecode.core.attach import teacher_forced
@@ -144,6 +145,24 @@ def test_a_small_model_from_scratch_has_the_form_alone(model: tuple[Any, Any]) -
     name = "model.decoder.layers.0.fc1.weight"
     assert not torch.equal(ours[name], theirs[name])
     assert get_method("scratch").prepare(small, 1) is small  # trained on
+
+
+def test_static_pruning_leaves_the_layers_that_are_asked_for(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """Those that SkipDecode would run with this order and warm-up; other options of schedules are refused."""
+    words = ["train", checkpoint, "--data", data, "--method", "static", "--speedup", 2, "--max-steps", 1]
+    words += ["--eval-steps", 0, "--learning-rate", 1e-12, "--weight-decay", 0, "--warmup-layers", 2]
+    done = run(*words, "--output", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    whole, small = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "out"))
+    for place, layer in enumerate((0, 1, 6, 7)):
+        name = "model.decoder.layers.{}.fc1.weight"
+        torch.testing.assert_close(small[name.format(place)], whole[name.format(layer)])
+    other = run(*words[:-1], 1, "--output", tmp_path / "out")
+    assert other.returncode == 2
+    assert "layers" in other.stderr
+    refused = run(*words, "--decay", "linear", "--output", tmp_path / "bad")
+    assert refused.returncode == 2
+    assert "do not go with static" in refused.stderr
 
 
 # --- CALM

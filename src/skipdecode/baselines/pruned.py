@@ -25,16 +25,17 @@ class Static(Method):
     label = "static pruning"
     fits_depths = False
     model_per_speedup = True
+    takes_layers = True
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
         """Return the schedule that runs all layers of the model pruned for ``speedup``."""
         return Schedule.full(flat_depth(speedup, num_layers))
 
-    def prepare(self, model: PreTrainedModel, speedup: float) -> PreTrainedModel:
-        """Return the model cut to the warm-up layer and the top layers that ``speedup`` leaves, with their weights."""
+    def prepare(self, model: PreTrainedModel, speedup: float, **layers: Any) -> PreTrainedModel:
+        """Return the model cut to the layers that a constant schedule runs at ``speedup``, with their weights."""
         count = layer_count(model.config)
         depth = flat_depth(speedup, count)
-        return prune(model, Schedule(count, depth, depth, horizon=1, decay="constant").layers(depth))
+        return prune(model, Schedule.full(count).replace(**layers).flat(depth).layers(depth))
 
 
 class Scratch(Static):
@@ -42,8 +43,9 @@ class Scratch(Static):
 
     name = "scratch"
     label = "small model from scratch"
+    takes_layers = False
 
-    def prepare(self, model: PreTrainedModel, speedup: float) -> PreTrainedModel:
+    def prepare(self, model: PreTrainedModel, speedup: float, **layers: Any) -> PreTrainedModel:
         """Return a small model with random weights and ``model``'s architecture; at 1x, ``model`` itself."""
         if speedup == 1:
             return model

@@ -34,6 +34,8 @@ class Method:
     model_per_speedup = False
     #: Whether the user may set horizon, order and decay, or a schedule; baselines follow their papers.
     takes_style = False
+    #: Whether the user may at least set which layers run: their order and warm-up.
+    takes_layers = False
 
     @property
     def skips(self) -> bool:
@@ -48,8 +50,11 @@ class Method:
         """Return the schedule whose layer ratio over ``lengths`` is nearest to ``speedup``. Raises ScheduleError."""
         return fit(num_layers, speedup, lengths, order=self.order or "top")
 
-    def prepare(self, model: PreTrainedModel, speedup: float) -> PreTrainedModel:
-        """Return the model to train: ``model`` itself, unless a subclass makes another of it for ``speedup``."""
+    def prepare(self, model: PreTrainedModel, speedup: float, **layers: Any) -> PreTrainedModel:
+        """Return the model to train: ``model`` itself, unless a subclass makes another of it for ``speedup``.
+
+        ``layers``: ``order`` and ``warmup`` of a schedule, if they are not the defaults and the method takes them.
+        """
         return model
 
     def objective(self, model: PreTrainedModel, schedules: Mapping[float, Schedule]) -> Objective | None:

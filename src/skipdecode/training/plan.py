@@ -253,11 +253,19 @@ class TrainingPlan:
         fields |= {"prompt_decay": self.prompt_decay, "prompt_layers": self.prompt_layers}
         return {name: value for name, value in fields.items() if value is not None}
 
+    @property
+    def layers(self) -> dict[str, Any]:
+        """Return the part of the style that says which layers run at a constant depth."""
+        keys = ("order", "warmup", "decay") if self.decay == "constant" else ("order", "warmup")
+        return {key: value for key, value in self.style.items() if key in keys}
+
     def style_for(self, config: Any) -> dict[str, Any]:
         """Return the fields of a model's schedules that are not the defaults.
 
         Adapters skip one stretch of layers, the same at every step.
         """
+        if not get_method(self.method).takes_style:
+            return {}
         if not self.adapters or schedules_of(config, self.method):
             return self.style
         style: dict[str, Any] = {"decay": "constant"}
@@ -288,7 +296,8 @@ class TrainingPlan:
             raise UsageError(f"--speedups must be distinct, not {self.speedups}")
         if self.num_train_epochs == 0 or self.adam_beta2 == 1:
             raise UsageError("--num-train-epochs must be above 0, and --adam-beta2 below 1")
-        if (self.schedule or self.horizon or self.style) and not method.takes_style:
+        style = {key for key in self.style if not (method.takes_layers and key in self.layers)}
+        if (self.schedule or self.horizon or style) and not method.takes_style:
             options = "--schedule, --horizon, --order, --decay, --warmup-layers, --prompt-decay and --prompt-layers"
             raise UsageError(f"{options} do not go with {name}, which has rules of its own")
         if self.schedule and (self.horizon or self.lengths or self.style):

@@ -107,7 +107,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         schedules = _schedules(plan, model.config, rows, task.max_new_tokens, say)
         record = _record(plan, config, tokenizer, training, schedules, args)
         torch.manual_seed(plan.seed)
-        model = get_method(plan.method).prepare(model, plan.budgets[0])
+        model = get_method(plan.method).prepare(model, plan.budgets[0], **plan.layers)
         objective = get_method(plan.method).objective(model, schedules)
         if plan.distill_weight:
             teacher = loading.load(plan.teacher, dtype="float32", device="cpu")[0] if plan.teacher else None
@@ -318,4 +318,5 @@ def _record(
         "number of processes": args.world_size,
         "optimizer": "Muon" if plan.adapters else "AdamW",
         "learning_rate": plan.rate,
+        **({"layers": plan.layers} if plan.layers and get_method(plan.method).takes_layers else {}),
     } | {name: getattr(plan, name) for name in DECISIVE}
