@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -34,10 +35,12 @@ from skipdecode.data.inputs import read_items
 from skipdecode.data.metrics import Agreement, Repetition
 from skipdecode.data.tasks import get_task
 from skipdecode.data.tokenization import encode_prompts
+from skipdecode.errors import UsageError
 from skipdecode.evaluation.loss import response_loss
 from skipdecode.files import write
 from skipdecode.generation.generate import generate_ids
 from skipdecode.weights.device import machine
+from skipdecode.weights.loading import read_generation_config
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -45,6 +48,8 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).resolve().parents[1]
 #: The first way: every other one is compared with it.
 BASELINE = "full depth, bfloat16"
+#: Names of processes that no other way may have.
+TAKEN = ("bfloat16", "int8", "lookup", "llamacpp")
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,9 @@ def ways(args: argparse.Namespace) -> dict[str, Way]:
             found |= {
                 f"{name}, {kind}": Way(kind, Engine("skipdecode", options=options), calls[name]) for name in calls
             }
+    names = [name for name, _ in (*args.also, *args.pruned)]
+    if taken := {each for each in names if names.count(each) > 1 or each in TAKEN}:
+        raise UsageError(f"{', '.join(taken)}: --also and --pruned need names of their own")
     for name, adapter in args.also:
         for speedup, schedule in read_schedules(Path(adapter)).items():
             engine = Engine("skipdecode", options={"adapter": adapter})
@@ -93,15 +101,17 @@ def ways(args: argparse.Namespace) -> dict[str, Way]:
 def main() -> None:
     """Time, judge, and write the figures and the plot."""
     args = _parser().parse_args()
-    model, tokenizer = skipdecode.load(str(args.model), dtype="float32", device="cpu")
-    ends = model.generation_config.eos_token_id
+    ends = read_generation_config(str(args.model)).eos_token_id
     args.ends = ends if isinstance(ends, list) else [ends]
+    known = ways(args)
+    model, tokenizer = skipdecode.load(str(args.model), dtype="float32", device="cpu")
     items = [item for item in read_items(str(args.prompts), get_task("jsonl")) if item.error is None]
     prompts = encode_prompts(tokenizer, [item.prompt for item in items[: args.limit]])
     reference = written(model, tokenizer, prompts, args.new_tokens)
     # Rows of one length: each prompt goes on with what full depth writes.
     equal = [(prompt + text)[: args.prompt_tokens] for prompt, text in zip(prompts, reference, strict=True)]
-    known = ways(args)
+    if {*map(len, equal)} != {args.prompt_tokens}:
+        raise UsageError("a prompt and full depth's text are shorter than --prompt-tokens: give more --new-tokens")
     clock = timed(known, prompts, equal, args)
     rows_of_table = []
     for name in [name for name in known if len(clock.texts.get(name, ())) == len(prompts)]:
@@ -121,7 +131,8 @@ def main() -> None:
         "ways in turn, medians; decoding is a call's time less that of the same call with one new token",
         "command": f"python benchmarks/frontier.py MODEL ADAPTER --batch {','.join(map(str, args.batch))} --new-tokens "
         f"{args.new_tokens} --prompt-tokens {args.prompt_tokens} --rounds {args.rounds}"
-        + f" --limit {args.limit}" * bool(args.limit)
+        + f" --limit {args.limit} --threads {args.threads}" * bool(args.limit)
+        + f" --without {args.without}" * bool(args.without)
         + " --gguf FILE" * bool(args.gguf)
         + "".join(f' --also "{name}=FOLDER"' for name, _ in args.also)
         + "".join(f' --pruned "{name}=FOLDER"' for name, _ in args.pruned),
@@ -150,7 +161,7 @@ def timed(
         for name, way in known.items():
             if way.process not in running:
                 print(f"loading {name}", flush=True)
-                running[way.process] = stack.enter_context(_start(way.engine, args))
+                running[way.process] = stack.enter_context(_start(way, args))
                 clock.versions |= running[way.process].versions
 
         def ask(name: str, rows: Sequence[list[int]], warm: bool = True) -> None:
@@ -161,7 +172,10 @@ def timed(
                 job = process.ask(rows, args.new_tokens, call)
             except EngineFailed as error:
                 print(f"{name}: {error}", flush=True)
+                if name == BASELINE:
+                    raise
                 clock.failed[name] = str(error)
+                clock.seconds.pop((name, len(rows)), None)  # rounds that others went on with
                 return
             if warm:
                 clock.seconds.setdefault((name, len(rows)), []).append(job["seconds"] - prompt["seconds"])
@@ -182,8 +196,9 @@ def timed(
     return clock
 
 
-def _start(engine: Engine, args: argparse.Namespace) -> Running:
-    """Start the engine's process, with its model loaded."""
+def _start(way: Way, args: argparse.Namespace) -> Running:
+    """Start a way's process, with its model loaded."""
+    engine = way.engine
     args.work.mkdir(parents=True, exist_ok=True)
     job = {
         "checkpoint": engine.options.get("checkpoint", str(args.model)),
@@ -195,8 +210,8 @@ def _start(engine: Engine, args: argparse.Namespace) -> Running:
         "prompt_tokens": args.prompt_tokens + 64,  # room for prompts as they are
         "new_tokens": args.new_tokens,
     }
-    name = "-".join([engine.program, *map(str, engine.options)])
-    return Running(engine, job, args.environments, args.work / f"{name}.log")
+    log = re.sub(r"[^\w.-]+", "-", way.process) + ".log"
+    return Running(engine, job, args.environments, args.work / log)
 
 
 def written(

@@ -48,7 +48,8 @@ def main(
 ) -> None:
     """Measure each speed of RESULTS."""
     rows = [json.loads(path.read_text("utf-8")) for path in sorted((results / "rows").glob("*.json"))]
-    texts = {row["target"]: row["texts"] for row in rows if row["method"] in ("full", "skipdecode")}
+    ours = (str(adapter), str(adapter.resolve()))
+    texts = {row["target"]: row["texts"] for row in rows if row["method"] == "full" or row["model"] in ours}
     prompts = [each.prompt for each in read_examples(get_task(task), data, "test", print)[: len(texts[1])]]
     model, tokenizer = load(str(adapter), dtype=dtype)
     schedules = {target: each for target, each in read_schedules(adapter).items() if target in texts}

@@ -14,7 +14,7 @@ mkdir -p "$out/data-job"
     --batch-size 128 --output "$out/greedy-job.jsonl"
 cp "$data/devset.csv" "$data/testset_w_refs.csv" "$out/data-job"
 "$python" recipes/own_texts.py "$data/trainset.csv" "$out/greedy-job.jsonl" ref "$out/data-job/trainset.csv" 0 1
-"$skipdecode" train demo --config recipes/e2e/job.yaml --data "$out/data-job" --output "$out/job"
+[ -f "$out/job/model.safetensors" ] || "$skipdecode" train demo --config recipes/e2e/job.yaml --data "$out/data-job" --output "$out/job"
 
 # Depths for 3x and 5x of the job's clock on this machine, and what they cost in quality. One thread, nothing else computing.
 export OMP_NUM_THREADS=1

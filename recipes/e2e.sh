@@ -25,7 +25,8 @@ train distilled skip --data "$data" --lengths $lengths
 # new ones, and all budgets learn from them: beside people's texts, then alone, then from better ones, of 4 beams.
 [ -f "$out/inputs.csv" ] || "$python" recipes/more_inputs.py "$data" "$out/inputs.csv" 12000
 [ -f "$out/some.csv" ] || { head -n 1 "$out/inputs.csv"
-    tail -n +2 "$out/inputs.csv" | shuf -n 6000 --random-source <(yes); } > "$out/some.csv"
+    tail -n +2 "$out/inputs.csv" | shuf -n 6000 --random-source <(yes); } > "$out/some.part"
+[ -f "$out/some.csv" ] || mv "$out/some.part" "$out/some.csv"
 write() { # NAME INPUTS OPTIONS…
     [ -f "$out/$1.jsonl" ] || "$skipdecode" generate "$out/teacher" --task e2e --input "$out/$2.csv" --full \
         --batch-size 128 --output "$out/$1.jsonl" "${@:3}"

@@ -13,7 +13,7 @@ mkdir -p "$out"
 "$python" recipes/smollm2.py smollm2
 [ -f "$out/prompts.jsonl" ] || "$python" recipes/prompts.py smollm2 "$out/prompts.jsonl" --questions 3000 \
     --posts "$posts" --summaries 900 "${engine[@]}"
-"$skipdecode" train smollm2 --own-texts 7000 --prompts "$out/prompts.jsonl" --speedups 1.5,2 --weights 2,1 \
+[ -f "$out/adapter/adapter.safetensors" ] || "$skipdecode" train smollm2 --own-texts 7000 --prompts "$out/prompts.jsonl" --speedups 1.5,2 --weights 2,1 \
     --temperature 0.5 --max-new-tokens 96 --max-steps 2000 --batch-size 8 --bf16 --attn-implementation eager \
     --save-steps 100 --output "$out/adapter" "${engine[@]}"
 "$skipdecode" evaluate smollm2 --data results/smollm2/prompts.jsonl --methods "skipdecode=$out/adapter" --speedups 1.5,2 \

@@ -12,8 +12,21 @@ import frontier
 from helpers.tiny import TEXTS, write_jsonl
 from skipdecode import Schedule, load
 from skipdecode.core.adapter import Adapter
-from skipdecode.core.adapter_folder import save_adapter
+from skipdecode.core.adapter_folder import ABOUT, save_adapter
 from skipdecode.core.stack import text_config
+from skipdecode.errors import UsageError
+
+
+@pytest.mark.parametrize("names", [["--also", "int8=A"], ["--also", "x=A", "--pruned", "x=B"]])
+def test_each_way_has_a_name_of_its_own(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    """Else it would be asked of another one's process."""
+    (tmp_path / ABOUT).write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["frontier", str(checkpoint), str(tmp_path), *names])
+    monkeypatch.setattr(frontier, "read_schedules", lambda folder: {})
+    with pytest.raises(UsageError, match="names of their own"):
+        frontier.main()
 
 
 @pytest.mark.slow

@@ -140,10 +140,10 @@ def test_a_speedup_that_is_not_offered(value: Any) -> None:
 def test_what_clients_ask_for_makes_no_schedule() -> None:
     """All schedules are there from the start, whoever asks for what: neither tables nor counters grow."""
     serving = Serving(
-        read_config("demo"), {"speedups": [1, 2.3456, 5], "speedup": 5, "load_speedup": 5, "load_waiting": 1}
+        read_config("demo"), {"speedups": [1, 2.3456, 5], "speedup": 1, "load_speedup": 5, "load_waiting": 1}
     )
     assert list(serving.schedules) == [1, 2.3456, 5]
-    assert serving.default == 5
+    assert serving.default == 1
     for value in (2.3456, 2.35, 4):
         with suppress(ScheduleError):
             requested_speedup(SimpleNamespace(extra_args={"speedup": value}), serving)
@@ -167,12 +167,14 @@ def test_arguments_that_look_like_ours_are_refused(name: str) -> None:
         {"load_speedup": 5, "load_waiting": -1},
         {"load_speedup": 5, "load_waiting": "many"},
         {"load_speedup": 99, "load_waiting": 1},
+        {"load_speedup": 5, "load_waiting": 1},
+        {"adapter": 5},
         {"load_speedup": 5, "speedups": [1, 3], "load_waiting": 1},
     ],
 )
 def test_policies_that_contradict_themselves(options: dict[str, Any]) -> None:
     """Refused where the server starts."""
-    with pytest.raises(ScheduleError, match=r"load|speedup"):
+    with pytest.raises(ScheduleError, match=r"load|speedup|adapter"):
         Serving(read_config("demo"), options)
 
 

@@ -58,6 +58,11 @@ def test_rounds_with_other_settings_are_not_mixed(tmp_path: Path) -> None:
     Rounds(tmp_path, SETTINGS).add([row("stock", 1, 1)], **ABOUT)
     with pytest.raises(JobError, match="measured with slots 2, not 8"):
         Rounds(tmp_path, SETTINGS | {"slots": 8})
+    with pytest.raises(JobError, match="measured with engine None, not fp8"):
+        Rounds(tmp_path, SETTINGS | {"engine": "fp8"})
+    Rounds(tmp_path / "more", SETTINGS | {"engine": "fp8"}).add([row("stock", 1, 1)], **ABOUT)
+    with pytest.raises(JobError, match="measured with engine fp8, not None"):
+        Rounds(tmp_path / "more", SETTINGS)
 
 
 def test_every_form_has_a_schedule_of_its_own() -> None:

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from skipdecode.errors import SkipDecodeError
+from skipdecode.errors import SkipDecodeError, UsageError
 
 from .load_report import save
 from .models import config_of, label, options, parse, prepare, settings
@@ -127,6 +127,10 @@ def main(arguments: Sequence[str]) -> int:
         for name in given.servers:
             plugin_options(name, given.slots, 0)
         config_of(given)
+        if given.engine:
+            raise UsageError(
+                "--engine is of the other measurement: servers here have vLLM's options of --serving alone"
+            )
         own = {name: getattr(given, name) for name in ("requests", "goodput", "first_tokens", "serving")}
         rounds = Rounds(given.output / f"{label(given)}-{given.slots}" / "load", settings(given) | own)
         for each in measure(given, rounds):

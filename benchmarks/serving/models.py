@@ -15,8 +15,9 @@ from checkpoint import describe, make
 from peers.engines.vllm_int8 import write_int8
 from skipdecode.clock.model_shapes import shape_config
 from skipdecode.errors import UsageError
+from skipdecode.provenance import fingerprint
 from skipdecode.weights.device import machine
-from skipdecode.weights.loading import read_config, resolve
+from skipdecode.weights.loading import identity_of, read_config, resolve
 
 #: Of checkpoints with random weights; w8a8: int8 weights by row, and activations rounded to int8 by token as they come.
 PRECISIONS = ("bfloat16", "w8a8")
@@ -71,7 +72,10 @@ def settings(given: argparse.Namespace) -> dict[str, Any]:
     """What rounds must share to be rounds of the same thing."""
     names = ("prompt_tokens", "new_tokens", "slots", "kv_gib", "eager")
     engine = {"engine": json.dumps(given.engine)} if given.engine else {}
-    return {"model": label(given), "machine": machine()} | {name: getattr(given, name) for name in names} | engine
+    adapter = getattr(given, "adapter", None)
+    files = {"files": fingerprint(identity_of(given.model, adapter))} if given.model else {}
+    found = {"model": label(given), "machine": machine()} | {name: getattr(given, name) for name in names}
+    return found | engine | files
 
 
 def label(given: argparse.Namespace) -> str:
@@ -100,7 +104,7 @@ def prepare(given: argparse.Namespace) -> Path:
         describe(config_of(given), folder, torch.bfloat16)
         return folder.absolute()
     plain = folder.with_name(folder.name.removesuffix(given.precision) + "bfloat16")
-    if not plain.exists():
+    if not any(plain.glob("*.safetensors")):
         print(f"writing {plain}", flush=True)
         make(config_of(given), unfinished := plain.with_name(f"{plain.name}.part"), torch.bfloat16)
         unfinished.rename(plain)

@@ -31,7 +31,8 @@ class Rounds:
         self._file = folder / "rounds.jsonl"
         text = self._file.read_text(encoding="utf-8") if self._file.exists() else ""
         self.lines: list[dict[str, Any]] = [parse_json(line, self._file) for line in text.splitlines()]
-        for name, value in settings.items():
+        for name in {*settings}.union(*(line["settings"] for line in self.lines)):
+            value = settings.get(name)
             if other := next((line for line in self.lines if line["settings"].get(name) != value), None):
                 raise JobError(
                     f"{self._file} was measured with {name} {other['settings'].get(name)}, not {value}: give another "

@@ -16,6 +16,7 @@ from .errors import UsageError
 MATTERS = (
     "config.json",
     "generation_config.json",
+    "skipdecode_adapter.json",
     "*.safetensors",
     "*.safetensors.index.json",
     "*.bin",

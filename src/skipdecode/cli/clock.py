@@ -18,6 +18,8 @@ from .console import Bar, out, say
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ..planning.profile import Profile
+
 Measured = Annotated[
     str | None,
     Argument(metavar="MODEL", help="Directory, hub name, or 'demo' for the embedded checkpoint; or give --shape."),
@@ -184,7 +186,7 @@ def bench(
     plan = BenchPlan(targets, sizes, prompt_tokens, new_tokens, clock, measured, repeats, style)
     if output:
         check_folder(output)
-    loaded, tokenizer, name, options = _load(given, prompt_tokens + new_tokens)
+    loaded, tokenizer, name, options = _load(given, prompt_tokens + new_tokens, measured)
     if measured is not None and measured.warning:
         say(measured.warning)
     command = f"skipdecode {shlex.join(sys.argv[1:])}"
@@ -208,7 +210,7 @@ def _show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> No
 
 
 def _load(
-    given: Mapping[str, Any], tokens: int
+    given: Mapping[str, Any], tokens: int, measured: Profile | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str, dict[str, Any]]:
     """Load MODEL, or make a model of --shape with random weights, as a command's options (``given``) say.
 
@@ -216,10 +218,12 @@ def _load(
         The model, its tokenizer, its name, and the loading options, except dtype and device, as a profile stores them.
 
     Raises:
-        UsageError: not just one of MODEL and --shape is given, or the model has fewer positions than ``tokens``.
+        UsageError: not just one of MODEL and --shape is given, the model has fewer positions than ``tokens``, or the
+            profile in ``measured`` is of something else.
     """
     from ..clock.model_shapes import random_model, shape_config
     from ..clock.profiler import check_positions
+    from ..planning.check_profile import check_profile
     from ..weights.loading import load, read_config, refuse_adapter
     from ..weights.optimize import optimizations
 
@@ -229,6 +233,9 @@ def _load(
     if model is not None:
         refuse_adapter(model, "the clock, which times other depths,")
     options = optimizations(given["quantization"], given["prepack"]) | ({"attention": attention} if attention else {})
-    check_positions(read_config(model) if shape is None else shape_config(shape), tokens)
+    config = read_config(model) if shape is None else shape_config(shape)
+    check_positions(config, tokens)
+    if measured is not None:
+        check_profile(measured, config, given["dtype"], given["device"], **options)
     make: Any = load if shape is None else random_model
     return *make(shape or model, dtype=given["dtype"], device=given["device"], **options), shape or model, options

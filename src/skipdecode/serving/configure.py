@@ -68,6 +68,10 @@ def refuse(vllm_config: Any, serving: Serving) -> None:
             os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"),
             "vLLM's Rust frontend reads no speed-ups: unset VLLM_USE_RUST_FRONTEND",
         ),
+        (
+            os.environ.get("VLLM_SKIP_MODEL_NAME_VALIDATION", "0") not in ("", "0"),
+            "without checks of names every name would get the default speed: unset VLLM_SKIP_MODEL_NAME_VALIDATION",
+        ),
         (mode == "STOCK_TORCH_COMPILE", "stock torch.compile would compile the depth of its first step for good"),
         (vllm_config.speculative_config is not None, "speculation verifies at several depths: turn one of them off"),
         (parallel.pipeline_parallel_size > 1, "stages would wait for layers that none runs: no pipeline parallelism"),

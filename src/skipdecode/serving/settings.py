@@ -68,6 +68,8 @@ class Serving:
         if unknown := ", ".join(sorted(options.keys() - set(OPTIONS))):
             raise ScheduleError(f"unknown options of {CONFIG_KEY}: {unknown}; known are {', '.join(OPTIONS)}")
         self.num_layers = layer_count(config)
+        if not isinstance(options.get("adapter", ""), str | Path):
+            raise ScheduleError(f"adapter is the folder of one, not {options['adapter']!r}")
         self.adapter = Path(options["adapter"]) if "adapter" in options else None
         if self.adapter is not None:
             config, learnt = copy(config), read_schedules(self.adapter)
@@ -128,6 +130,11 @@ class Serving:
         if "load_speedup" not in options or not limits:
             raise ScheduleError("a load policy needs load_speedup, and load_waiting or load_token_ms: the limit")
         limits["load_speedup"] = self.speedup(options["load_speedup"], "load_speedup")
+        if limits["load_speedup"] <= self.default:
+            raise ScheduleError(
+                f"load_speedup {limits['load_speedup']:g} is not above the speed-up of requests that name none, "
+                f"{self.default:g}: under load nothing would get faster; give a lower --speedup"
+            )
         return {name.removeprefix("load_"): value for name, value in limits.items()}
 
 

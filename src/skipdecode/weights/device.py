@@ -25,6 +25,7 @@ def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tupl
         device = "cpu" if accelerator is None else accelerator.type
     check_device(device)
     check_dtype(dtype)
+    device = "cpu" if torch.device(device).type == "cpu" else device  # cpu:0 is the same
     if dtype == "auto" and device == "cpu" and (config.dtype != torch.bfloat16 or not _fast_bfloat16()):
         dtype = torch.float32
     return dtype, device

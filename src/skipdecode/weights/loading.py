@@ -148,7 +148,10 @@ def load(
             shape or not finite, a tokenizer of another model, invalid JSON.
         UsageError: an unknown quantization, or more than one of quantization, prepack and offload.
     """
-    config = read_config(resolve(name), revision)  # the model's own entry, also where ``name`` is an adapter
+    folder, path = adapter_of(name, adapter), resolve(name)
+    if folder is not None:
+        read_about(folder)
+    config = read_config(path, revision)  # the model's own entry, also where ``name`` is an adapter
     dtype, device = placement(config, dtype, device)
     optimized = optimizations(quantization, prepack)
     if isinstance(offload, str):
@@ -165,7 +168,7 @@ def load(
     if not placed and device != "cpu" and is_accelerate_available():
         options["device_map"] = {"": device}
     tokenizer = load_tokenizer(name, revision)
-    model = read_weights(resolve(name), config=config, dtype=dtype, revision=revision, **options, **placed)
+    model = read_weights(path, config=config, dtype=dtype, revision=revision, **options, **placed)
     check_tokenizer(name, tokenizer, model.get_input_embeddings().weight.shape[0])
     family = text_config(config).model_type
     if family not in TESTED:
@@ -175,7 +178,7 @@ def load(
     else:
         with as_model_error(f"{name} does not fit on {device!r}"):
             model = model.to(device)
-    folder, path, learnt = adapter_of(name, adapter), resolve(name), None
+    learnt = None
     if folder is not None:  # compared before weights are rounded to 8 bits
         files = None if is_gguf(path) else partial(checkpoint_files, path, revision)
         learnt = load_adapter(folder, model, files).to(dtype=model.dtype)
