@@ -88,7 +88,7 @@ def own_texts(folder: str, up: str = "") -> None:
 OF_A_TASK = {
     "adapter": "adapter",
     "before": "the adapter of `results/smollm2`",
-    "pruned-3": "its ten layers alone",
+    "pruned-3": "ten of its layers alone",
 }
 
 
