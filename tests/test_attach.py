@@ -156,7 +156,8 @@ def test_an_untrained_model_is_named_once_and_by_degree() -> None:
     assert len(said(cache)) == 1, "calibrated is not trained"
     checkpoint_config._warn.cache_clear()
     model.config.skipdecode = to_config_entry({1.5: own})
-    assert said(cache, lambda: attach(model, speedup=5)) == []
+    assert said(cache, lambda: attach(model, speedup=1.6)) == []
+    assert "fewer than 5.5 layers" in said(lambda: attach(model, speedup=5))[0]
 
 
 def test_beams_and_samples_follow_it() -> None:

@@ -225,14 +225,6 @@ def test_jsonl_of_other_columns_is_refused_in_one_line(tmp_path: Path) -> None:
     assert [item.error is None for item in read(tmp_path, other + b"{\n", "in.jsonl")] == [False, False]
 
 
-def test_a_text_without_a_prompt_is_none_in_the_output(tmp_path: Path) -> None:
-    """With --prompt-share 0 the model is given the begin-of-text token alone."""
-    path = tmp_path / "in.txt"
-    path.write_text("the cat sat\n")
-    (item,) = read_items(str(path), get_task("jsonl", prompt_share=0))
-    assert (item.prompt, item.columns["prompt"]) == ("", "")
-
-
 def test_a_bad_row_keeps_its_columns(tmp_path: Path) -> None:
     """N6: so that it can be found again; what the output has of its own is not repeated, but for the prompt."""
     rows = b'{"prompt": " ", "id": 3}\n{"prompt": "the cat", "id": 4, "tokens": 9}\n{"text": "the dog", "id": 5}\n'

@@ -98,5 +98,5 @@ def to_item(line: int, row: dict[str, Any], task: Task, error: str | None = None
         except TaskError as problem:
             item.error = str(problem)
     if "text" in row and "prompt" not in item.columns:
-        item.columns = {"prompt": row["text"] if item.error else item.prompt} | item.columns
+        item.columns = {"prompt": item.prompt or row["text"]} | item.columns
     return item
