@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, OPTConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
 
-from skipdecode import Schedule, SkipCache, attach, detach
+from skipdecode import Schedule, SkipCache, attach
 from skipdecode.core.adapter import Adapter
 from skipdecode.core.cache_name import CACHE
 from skipdecode.weights.device import machine
@@ -50,8 +49,9 @@ def build(args: argparse.Namespace) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype)).eval()
 
 
-def steps_of(model: PreTrainedModel, cache: Any, batch: int, context: int, count: int) -> list[float]:
+def one(model: Any, plan: Schedule, batch: int, context: int, count: int) -> list[float]:
     """Milliseconds of each of ``count`` decode steps after a prompt of ``context`` positions, one row padded."""
+    cache = SkipCache(model, plan)
     ids, mask = torch.randint(2, 500, (batch, context)), torch.ones(batch, context, dtype=torch.long)
     mask[0, :2] = 0
     taken = []
@@ -70,11 +70,6 @@ def steps_of(model: PreTrainedModel, cache: Any, batch: int, context: int, count
             taken.append(1e3 * (time.perf_counter() - start))
             ids, mask = logits[:, -1:].argmax(-1), torch.cat([mask, mask.new_ones(batch, 1)], dim=1)
     return taken[1:]
-
-
-def one(model: Any, kind: type[SkipCache], plan: Schedule, batch: int, context: int, count: int) -> list[float]:
-    """The steps of one generation, with a new cache."""
-    return steps_of(model, kind(model, plan), batch, context, count)
 
 
 def alternate(ways: Mapping[str, Callable[[], Sequence[float]]], rounds: int, **labels: Any) -> None:
@@ -102,51 +97,10 @@ def steps(args: argparse.Namespace) -> None:
             # The prompt is not timed: it runs no more layers than the steps.
             plan = Schedule(args.layers, depth, depth, horizon=1, prompt_layers=depth)
             ways = {
-                name: functools.partial(one, model, SkipCache, plan, batch, args.context[0], args.count)
+                name: functools.partial(one, model, plan, batch, args.context, args.count)
                 for name, model in models.items()
             }
-            alternate(ways, args.rounds, batch=batch, context=args.context[0], depth=depth)
-
-
-class Concatenating(SkipCache):
-    """The cache as it was: every layer concatenates."""
-
-    def __init__(self, model: Any, schedule: Schedule) -> None:
-        super().__init__(model, schedule)
-        self.layers = [DynamicLayer() for _ in self.layers]
-
-
-def cache(args: argparse.Namespace) -> None:
-    """Keys and values written into room ahead against keys and values concatenated."""
-    model, plan = attach(build(args)), Schedule.full(args.layers)
-    for context in args.context:
-        for batch in args.batch:
-            kinds = {"room": SkipCache, "concatenated": Concatenating}
-            ways = {
-                name: functools.partial(one, model, kind, plan, batch, context, args.count)
-                for name, kind in kinds.items()
-            }
-            alternate(ways, args.rounds, batch=batch, context=context)
-
-
-def gates(args: argparse.Namespace) -> None:
-    """Microseconds that gates and cache cost, per layer and step: a full schedule against the stock model's step."""
-    model = build(args)
-
-    batch, context, count = args.batch[0], args.context[0], args.count
-
-    def stock() -> list[float]:
-        return steps_of(detach(model), DynamicCache(config=model.config), batch, context, count)
-
-    def ours() -> list[float]:
-        return one(attach(model), SkipCache, Schedule.full(args.layers), batch, context, count)
-
-    alternate({"stock": stock, "ours": ours}, args.rounds, layers=args.layers, width=args.width)
-    attach(model)
-    found: list[float] = []
-    for _ in range(args.rounds):
-        found += steps_of(model, SkipCache(model, Schedule(args.layers, 1, 1, horizon=1)), args.batch[0], 8, args.count)
-    print(json.dumps({"way": "one layer of all", "least_ms": round(min(found), 3)}))
+            alternate(ways, args.rounds, batch=batch, context=args.context, depth=depth)
 
 
 def adapter(args: argparse.Namespace) -> None:
@@ -163,7 +117,7 @@ def adapter(args: argparse.Namespace) -> None:
     for batch in args.batch:
         for speedup, plan in schedules.items():
             ways = {
-                name: functools.partial(one, which, SkipCache, plan, batch, args.context[0], args.count)
+                name: functools.partial(one, which, plan, batch, args.context, args.count)
                 for name, which in (("bare", bare), ("adapter", learnt))
             }
             alternate(ways, args.rounds, batch=batch, speedup=speedup)
@@ -191,7 +145,7 @@ def profiled(args: argparse.Namespace) -> None:
         for module in modules:
             module.forward = clocked(name, module.forward)
     forward, model.forward = model.forward, clocked("forward", model.forward)
-    ids: Tensor = torch.randint(2, 500, (args.batch[0], args.context[0]))
+    ids: Tensor = torch.randint(2, 500, (args.batch[0], args.context))
 
     def once(new: int) -> float:
         start = time.perf_counter()
@@ -223,14 +177,14 @@ def ways_of(text: str) -> list[str]:
 def main() -> None:
     """Reads the arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["steps", "cache", "profile", "gates", "adapter"])
+    parser.add_argument("what", choices=["steps", "profile", "adapter"])
     parser.add_argument("--family", choices=["opt", "llama"], default="opt")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--vocab", type=int, default=50272)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--context", type=int, nargs="+", default=[64])
+    parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--count", type=int, default=16, help="decode steps each time")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", type=ways_of, default=list(WAYS), help=f"of {','.join(WAYS)}; all by default")
@@ -238,7 +192,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    {"steps": steps, "cache": cache, "profile": profiled, "gates": gates, "adapter": adapter}[args.what](args)
+    {"steps": steps, "profile": profiled, "adapter": adapter}[args.what](args)
 
 
 if __name__ == "__main__":

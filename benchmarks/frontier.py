@@ -81,19 +81,15 @@ def ways(args: argparse.Namespace) -> dict[str, Way]:
             found |= {
                 f"{name}, {kind}": Way(kind, Engine("skipdecode", options=options), calls[name]) for name in calls
             }
-    names = [name for name, _ in (*args.also, *args.pruned)]
+    names = [name for name, _ in args.pruned]
     if taken := {each for each in names if names.count(each) > 1 or each in TAKEN}:
-        raise UsageError(f"{', '.join(taken)}: --also and --pruned need names of their own")
-    for name, adapter in args.also:
-        for speedup, schedule in read_schedules(Path(adapter)).items():
-            engine = Engine("skipdecode", options={"adapter": adapter})
-            found[f"{speedup:g}x, {name}"] = Way(name, engine, {"schedule": schedule.to_dict()})
+        raise UsageError(f"{', '.join(taken)}: --pruned needs names of its own")
     for name, checkpoint in args.pruned:
         found[name] = Way(name, Engine("skipdecode", options={"checkpoint": checkpoint}))
     lookup = Engine("transformers", options={"prompt_lookup": 10})
     found["prompt lookup, bfloat16"] = Way("lookup", lookup, alone=True)
     if args.gguf:
-        llama: dict[str, Any] = {"gguf": str(args.gguf.resolve()), "forbidden": args.ends, "plain": True}
+        llama: dict[str, Any] = {"gguf": str(args.gguf.resolve()), "forbidden": args.ends}
         found["llama.cpp, the GGUF file"] = Way("llamacpp", Engine("llamacpp", "llamacpp", "GGUF", llama))
     return found
 
@@ -134,7 +130,6 @@ def main() -> None:
         + f" --limit {args.limit} --threads {args.threads}" * bool(args.limit)
         + f" --without {args.without}" * bool(args.without)
         + " --gguf FILE" * bool(args.gguf)
-        + "".join(f' --also "{name}=FOLDER"' for name, _ in args.also)
         + "".join(f' --pruned "{name}=FOLDER"' for name, _ in args.pruned),
     }
     save(rows_of_table, about, args.batch, args.output)
@@ -276,7 +271,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("adapter", type=Path, help="folder of its adapter")
     parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
     named: Any = {"type": _named, "default": [], "action": "append", "metavar": "NAME=FOLDER"}
-    parser.add_argument("--also", help="another adapter of it; may be repeated", **named)
     parser.add_argument("--pruned", help="a smaller checkpoint made of it; may be repeated", **named)
     parser.add_argument("--without", default="", help="int8: this CPU cannot")
     parser.add_argument("--prompts", type=Path, default=ROOT / "results" / "smollm2" / "prompts.jsonl")

@@ -3,9 +3,8 @@
     python benchmarks/checkpoint.py opt-6.7b /tmp/opt-6.7b --dtype float32      # 27 GB
     python benchmarks/offload.py /tmp/opt-6.7b --speedups 1,5 --new-tokens 5 --output results/offload
 
-Every cell runs in a process of its own, from files that the page cache does not hold (Linux): ``memory`` is that of
-this cell alone. ``place``: ``memory`` is an ordinary load, where the files are mapped into memory; ``disk`` the same
-layers offloaded.
+Every cell runs in a process of its own, from files that the page cache does not hold (Linux): memory is that of this
+cell alone.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-PLACES = ("memory", "disk")
 HEADS = (
-    "asked", "place", "layers / step", "GB read", "s prompt", "s / step", "s job", "step ratio", "job ratio",
+    "asked", "layers / step", "GB read", "s prompt", "s / step", "s job", "step ratio", "job ratio",
     "GB in memory", "GB its own",
 )  # fmt: skip
 
@@ -45,7 +43,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     schedule = Schedule.full(layer_count(config))
     if given.speedup != 1:
         schedule = new_schedule(config, given.speedup, [given.new_tokens - 1])
-    offload = Offload("disk", given.max_memory) if given.place == "disk" else None
+    offload = Offload("disk", given.max_memory)
     evict(given.model)
     process = psutil.Process()
     peak = [0, 0]
@@ -77,7 +75,6 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     cost = found.cost
     return {
         "asked": given.speedup,
-        "place": given.place,
         "max_memory": given.max_memory,
         "batch_size": given.batch,
         "average_depth": round(cost.average_depth, 3),
@@ -88,7 +85,6 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "job_seconds": round(seconds, 3),
         "resident_bytes": peak[0],
         "own_bytes": peak[1],
-        "text": found.completions[0].text,
     }
 
 
@@ -101,14 +97,13 @@ def evict(folder: Path) -> None:
 
 
 def cells(row: dict[str, Any], full: dict[str, Any] | None) -> list[str]:
-    """A row of the table; ratios are those to full depth in the same place."""
+    """A row of the table; ratios are those to full depth."""
 
     def ratio(name: str) -> str:
         return f"{full[name] / row[name]:.2f}x" if full else ""
 
     return [
         f"{row['asked']:g}x",
-        row["place"],
         f"{row['average_depth']:.2f}",
         f"{row['bytes_read'] / 1e9:.2f}",
         f"{row['prompt_seconds']:.2f}",
@@ -126,7 +121,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--speedups", default="1,5")
-    parser.add_argument("--places", default="disk", help=f"of {'; '.join(PLACES)}")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=5)
@@ -134,7 +128,6 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output", type=Path, default=Path("results/offload"))
     parser.add_argument("--speedup", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--place", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.speedup is not None:
         print(json.dumps(measure(given)))
@@ -143,22 +136,18 @@ def main() -> None:
     from skipdecode.weights.device import machine
 
     rows: list[dict[str, Any]] = []
-    for place in given.places.split(";"):
-        for speedup in given.speedups.split(","):
-            command = [sys.executable, *sys.argv, "--speedup", speedup, "--place", place]
-            rows.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
-            print({name: value for name, value in rows[-1].items() if name != "text"}, file=sys.stderr, flush=True)
-    for speedup in {row["asked"] for row in rows}:
-        if len({row.pop("text") for row in rows if row["asked"] == speedup}) > 1:
-            raise SystemExit(f"at {speedup:g}x the texts differ between places: that is a fault")
-    full = {row["place"]: row for row in rows if row["asked"] == 1}
+    for speedup in given.speedups.split(","):
+        command = [sys.executable, *sys.argv, "--speedup", speedup]
+        rows.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
+        print(rows[-1], file=sys.stderr, flush=True)
+    full = next((row for row in rows if row["asked"] == 1), None)
     lengths = f"batch {given.batch}, {given.prompt_tokens} prompt tokens, {given.new_tokens} new"
     about = {
         "model": given.model.name,
         "machine": machine("cpu"),
         "job": f"{lengths}; its files are not in the page cache at its start",
     }
-    shown = [cells(row, full.get(row["place"])) for row in rows]
+    shown = [cells(row, full) for row in rows]
     save_tables(given.output, rows, HEADS, shown, about)
     print(markdown_table(HEADS, shown))
 

@@ -1,9 +1,8 @@
 """Whether rows that have ended should leave a batch, and when: the same batches with and without, timed in turn.
 
-    python benchmarks/rows.py demo                              # real prompts; texts end where the model ends them
-    python benchmarks/rows.py opt-1.3b --batch 8,32 --speedups 1,3 --lengths e2e,tldr
+    python benchmarks/rows.py opt-1.3b --batch 8,32 --speedups 1,3
 
-Run it alone on the machine. Models of a shape have random weights: their rows end where the lengths of real texts say.
+Run it alone on the machine. The weights are random: rows end where the lengths of E2E's texts say.
 ``rows`` is the share of row-steps that were computed. Ratios are the seconds of the batch whose rows stay over these:
 of the whole job, and of its decode steps.
 """
@@ -20,26 +19,19 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from skipdecode import Schedule, attach, load
+from skipdecode import Schedule, attach
 from skipdecode.clock.model_shapes import random_model
 from skipdecode.clock.timing import alternate
-from skipdecode.data.inputs import read_items
-from skipdecode.data.tasks import get_task
-from skipdecode.data.tokenization import encode_prompts
 from skipdecode.generation import batch
 from skipdecode.generation import finished_rows as leaving
 from skipdecode.generation.results import Generated
 from skipdecode.planning.resolve import new_schedule
 from skipdecode.weights.device import machine
-from skipdecode.weights.loading import DEMO
 
-#: Deciles of response lengths in tokens: E2E NLG's dev set; TL;DR's validation set, at 1.3 tokens a word.
-LENGTHS = {
-    "e2e": (7, 16, 19, 21, 24, 26, 28, 30, 33, 37, 94),
-    "tldr": (7, 10, 12, 14, 17, 20, 22, 26, 31, 39, 73),
-}
+#: Deciles of response lengths in tokens: E2E NLG's dev set.
+DECILES = (7, 16, 19, 21, 24, 26, 28, 30, 33, 37, 94)
 #: The share of the rows in the cache at which those that have ended leave it.
-WAYS = {"stay": 0.0, "half": 0.5, "three quarters": 0.75, "any": 0.999}
+WAYS = {"stay": 0.0, "half": 0.5, "any": 0.999}
 
 
 class Ends(LogitsProcessor):
@@ -55,53 +47,41 @@ class Ends(LogitsProcessor):
         return scores
 
 
-def spread(name: str, rows: int) -> list[int]:
+def spread(rows: int) -> list[int]:
     """Lengths of ``rows`` texts, evenly over the quantiles: straight lines between deciles."""
-    deciles = LENGTHS[name]
-    places = [(row + 0.5) / rows * (len(deciles) - 1) for row in range(rows)]
-    return [round(deciles[int(p)] + p % 1 * (deciles[int(p) + 1] - deciles[int(p)])) for p in places]
+    places = [(row + 0.5) / rows * (len(DECILES) - 1) for row in range(rows)]
+    return [round(DECILES[int(p)] + p % 1 * (DECILES[int(p) + 1] - DECILES[int(p)])) for p in places]
 
 
 def main() -> None:
     """Print one JSON line per cell and way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", help="demo, or a shape of `skipdecode bench`")
+    parser.add_argument("shape", help="of `skipdecode bench`")
     parser.add_argument("--batch", default="8,32")
     parser.add_argument("--speedups", default="1,3")
-    parser.add_argument("--lengths", default="e2e,tldr", help="of a shape's texts")
     parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--ways", default="stay,half,three quarters,any")
+    parser.add_argument("--ways", default="stay,half,any")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    options: dict[str, Any] = {"dtype": given.dtype, "device": given.device}
-    real = given.shape == "demo"
-    model, tokenizer = load(str(DEMO), **options) if real else random_model(given.shape, **options)
+    model, tokenizer = random_model(given.shape, dtype=given.dtype, device=given.device)
     attach(model)
     print(json.dumps({"shape": given.shape, "machine": machine(given.device)}), flush=True)
     for size in map(int, given.batch.split(",")):
-        for lengths in ["its own"] if real else given.lengths.split(","):
-            for speedup in map(float, given.speedups.split(",")):
-                cell(given, model, tokenizer, size, lengths, speedup)
+        for speedup in map(float, given.speedups.split(",")):
+            cell(given, model, tokenizer, size, speedup)
 
 
-def cell(given: argparse.Namespace, model: Any, tokenizer: Any, size: int, lengths: str, speedup: float) -> None:
+def cell(given: argparse.Namespace, model: Any, tokenizer: Any, size: int, speedup: float) -> None:
     """Time one batch in all ways."""
-    if lengths == "its own":
-        items = read_items(str(DEMO / "inputs.csv"), get_task("e2e"), None)
-        prompts = encode_prompts(tokenizer, [item.prompt for item in items[:size]])
-        options: dict[str, Any] = {"max_new_tokens": 80}
-        steps = 26
-    else:
-        eos, ends = 2, spread(lengths, size)
-        vocabulary = model.config.vocab_size
-        prompts = torch.randint(vocabulary // 8, vocabulary, (size, given.prompt_tokens)).tolist()
-        forced = LogitsProcessorList([Ends(ends, given.prompt_tokens, eos)])
-        options = {"max_new_tokens": max(ends), "eos_token_id": eos, "logits_processor": forced}
-        steps = sum(ends) // size
+    eos, ends = 2, spread(size)
+    vocabulary = model.config.vocab_size
+    prompts = torch.randint(vocabulary // 8, vocabulary, (size, given.prompt_tokens)).tolist()
+    forced = LogitsProcessorList([Ends(ends, given.prompt_tokens, eos)])
+    options: dict[str, Any] = {"max_new_tokens": max(ends), "eos_token_id": eos, "logits_processor": forced}
     full = Schedule.full(model.config.num_hidden_layers)
-    schedule = full if speedup == 1 else new_schedule(model.config, speedup, [steps])
+    schedule = full if speedup == 1 else new_schedule(model.config, speedup, [sum(ends) // size])
     passes: list[int] = []  # rows of each pass
 
     def run(way: str) -> Generated:
@@ -117,7 +97,7 @@ def cell(given: argparse.Namespace, model: Any, tokenizer: Any, size: int, lengt
     hook.remove()
     stay = timings["stay"]
     for way, timing in timings.items():
-        row = {"batch": size, "lengths": lengths, "speedup": speedup, "way": way, "steps": timing.cost.steps}
+        row = {"batch": size, "speedup": speedup, "way": way, "steps": timing.cost.steps}
         row |= {"tokens": timing.cost.tokens, "rows": round(computed[way], 3)}
         row |= {"seconds": round(timing.seconds, 3), "job_ratio": round(stay.seconds / timing.seconds, 3)}
         row |= {"step_ratio": round(stay.decode_seconds / timing.decode_seconds, 3)}

@@ -527,17 +527,19 @@ def test_an_engine_that_refuses_does_so_before_a_model_is_loaded(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--speedups", "1.02,2"], "1.02x of 8 layers is all of them"),
+        (["--speedups", "1.02,2", "--prompts"], "1.02x of 8 layers is all of them"),
         (["--prompts", "there/is/none.jsonl"], "there is no file there/is/none.jsonl"),
+        (["--data", "there/is/none.jsonl"], "there/is/none.jsonl"),
     ],
-    ids=["full", "file"],
+    ids=["full", "prompts", "data"],
 )
 def test_what_a_model_cannot_learn_is_told_before_it_is_loaded(
     checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
 ) -> None:
-    """A speed-up that rounds to all layers, or prompts that are not there."""
+    """A speed-up that rounds to all layers, or prompts or data that are not there."""
+    options = [*options, str(prompts)] if options[-1] == "--prompts" else options
     monkeypatch.setattr("skipdecode.weights.loading.load", lambda *_, **__: pytest.fail("loaded"))
-    done = run("train", checkpoint, "--own-texts", 20, "--prompts", prompts, *options, "--output", tmp_path / "out")
+    done = run("train", checkpoint, "--own-texts", 20, *options, "--output", tmp_path / "out")
     assert done.returncode == 2
     assert said in done.stderr
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 import skipdecode
 from helpers.tiny import TEXTS, WORDS, run, save_checkpoint, sentence_pieces
 from skipdecode.data.chat import Chat, Message, Prompt, around_message, parse_messages, render
-from skipdecode.data.collation import encode
+from skipdecode.data.collation import encoded
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import Example, get_task
 from skipdecode.data.tokenization import encode_prompts, encode_response, train_tokenizer
@@ -225,7 +225,7 @@ def test_a_template_that_rewrites_the_prompt_is_refused() -> None:
 def test_conversations_become_training_rows() -> None:
     """Collation takes them as it takes texts."""
     tokenizer = TOKENIZERS["chatml"]
-    (row,) = list(encode([Example(ASKED, ("on a mat",))], tokenizer, 1000))
+    (row,) = encoded([Example(ASKED, ("on a mat",))], tokenizer, 1000)
     assert [row["prompt_ids"]] == encode_prompts(tokenizer, [ASKED])
     assert [row["response_ids"]] == encode_response(tokenizer, [(ASKED, "on a mat")])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import skipdecode
 from helpers.tiny import run
 from skipdecode import Schedule
+from skipdecode.cli import app, console
 from skipdecode.cli.app import main
 from skipdecode.core import cache, gate, prefix
 from skipdecode.data.tasks import TASKS
@@ -246,6 +248,27 @@ def test_what_the_user_can_mend_is_one_line(
     monkeypatch.setenv("SKIPDECODE_DEBUG", "1")
     with pytest.raises(type(error)):
         run("generate", checkpoint)
+
+
+def test_a_table_prints_cells_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Brackets of a path are no markup, in a row that stands out either."""
+    console.print_table(["file", "size"], [["flat[old].json", "[1]"], ["a[b]", "2"]], bold=[1])
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["flat[old].json", "[1]"],
+        ["a[b]", "2"],
+    ]
+
+
+@pytest.mark.parametrize("command", app.app.registered_commands, ids=lambda command: command.callback.__name__)
+def test_every_command_can_be_stopped(command: Any) -> None:
+    """Whatever options it has; only those that resume by themselves say that they go on."""
+
+    def stopped(**values: Any) -> None:
+        raise app.Stopped(signal.SIGINT)
+
+    with pytest.raises(app.Stopped) as stop:
+        app._run(stopped)(**dict.fromkeys(inspect.signature(command.callback).parameters))
+    assert not stop.value.goes_on
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

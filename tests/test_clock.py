@@ -325,7 +325,7 @@ def test_a_shape_is_the_same_for_other_weights(checkpoint: Path, tmp_path: Path)
 def test_the_verbs(tmp_path: Path) -> None:
     """profile writes what plan and bench read; plan says what to train with; bench writes its tables."""
     path, table = tmp_path / "p.json", tmp_path / "bench"
-    small = ("--shape", "tiny", "--dtype", "float32", "--batch", "1,2")
+    small = ("--shape", "tiny", "--batch", "1,2")
     done = run("profile", *small, "--context", "8,64", "--repeats", 1, "--output", path)
     assert done.returncode == 0, done.stderr
     assert "| batch | context |" in done.stdout

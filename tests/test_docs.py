@@ -42,7 +42,7 @@ OTHERS = set(
     "--from --update-golden --seconds --include --tasks --model --together --precision --work --environments".split()
 )
 OTHERS |= set(
-    "--rounds --ways --smoke --forms --serving --servers --kv-gib --goodput --from --engine".split()
+    "--rounds --ways --smoke --forms --serving --servers --kv-gib --from --engine".split()
 )  # benchmarks/serving
 OTHERS |= VLLM | set("--gguf --pruned --family --width --vocab --count".split())  # frontier.py and faster.py
 

@@ -17,7 +17,7 @@ from skipdecode.core.stack import text_config
 from skipdecode.errors import UsageError
 
 
-@pytest.mark.parametrize("names", [["--also", "int8=A"], ["--also", "x=A", "--pruned", "x=B"]])
+@pytest.mark.parametrize("names", [["--pruned", "int8=A"], ["--pruned", "x=A", "--pruned", "x=B"]])
 def test_each_way_has_a_name_of_its_own(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
@@ -25,7 +25,7 @@ def test_each_way_has_a_name_of_its_own(
     (tmp_path / ABOUT).write_text("{}")
     monkeypatch.setattr(sys, "argv", ["frontier", str(checkpoint), str(tmp_path), *names])
     monkeypatch.setattr(frontier, "read_schedules", lambda folder: {})
-    with pytest.raises(UsageError, match="names of their own"):
+    with pytest.raises(UsageError, match="names of its own"):
         frontier.main()
 
 
@@ -37,14 +37,14 @@ def test_every_way_is_asked_and_judged(checkpoint: Path, tmp_path: Path, monkeyp
     adapter = Adapter(config.hidden_size, 4, {2: Schedule.full(config.num_hidden_layers).flat(4)})
     save_adapter(tmp_path / "adapter", adapter, model, str(checkpoint))
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": text} for text in TEXTS[:3]])
-    also = ["--also", f"again={tmp_path / 'adapter'}", "--pruned", f"smaller={checkpoint}"]
+    pruned = ["--pruned", f"smaller={checkpoint}"]
     options = "--without int8 --batch 1,2 --prompt-tokens 4 --new-tokens 6 --rounds 1 --threads 1"
     places = ["--prompts", prompts, "--output", tmp_path / "out", "--work", tmp_path / "work"]
-    arguments = [checkpoint, tmp_path / "adapter", *options.split(), *also, *places]
+    arguments = [checkpoint, tmp_path / "adapter", *options.split(), *pruned, *places]
     monkeypatch.setattr(sys, "argv", ["frontier", *map(str, arguments)])
     frontier.main()
     rows = {row["way"]: row for row in json.loads((tmp_path / "out" / "table.json").read_text())["rows"]}
-    assert [*rows] == ["full depth, bfloat16", "2x, bfloat16", "2x, again", "smaller", "prompt lookup, bfloat16"]
+    assert [*rows] == ["full depth, bfloat16", "2x, bfloat16", "smaller", "prompt lookup, bfloat16"]
     assert rows["full depth, bfloat16"]["ratio_2"] == 1
     assert "ratio_2" not in rows["prompt lookup, bfloat16"]
     assert not any(row["failed"] for row in rows.values())

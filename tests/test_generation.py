@@ -90,6 +90,7 @@ def test_one_string_is_one_prompt(loaded: Loaded) -> None:
         (["the cat", ["the dog"]], "prompt 1 is neither a text nor a list of messages"),
         (["the cat", None], "prompt 1 is neither a text nor a list of messages"),
         (["the cat", "\ud800"], "prompt 1 holds a lone surrogate"),
+        (["the cat", [{"role": "user", "content": "\ud800"}]], "prompt 1 holds a lone surrogate"),
         (7, "prompts are texts or lists of messages"),
         (None, "prompts are texts or lists of messages"),
         ({"prompt": "x"}, "prompts are texts or lists of messages"),

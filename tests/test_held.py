@@ -18,7 +18,7 @@ from helpers.families import LAYERS, SCHEDULES, TOP, build, distance, naive, pro
 from helpers.tiny import TEXTS, no_file_above
 from helpers.tiny import run as command
 from skipdecode import Schedule, attach, detach
-from skipdecode.core.attach import is_attached
+from skipdecode.core.patch import gate_state
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
@@ -295,5 +295,5 @@ def test_an_attached_model_trains_and_saves_as_the_stock_one(tmp_path: Path) -> 
     expected = run(model.eval(), prompts(), TOP).sequences
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert not is_attached(loaded)
+    assert not gate_state(loaded)
     assert torch.equal(run(loaded, prompts(), TOP).sequences, expected)

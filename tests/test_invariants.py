@@ -43,11 +43,11 @@ from helpers.families import (
     window,
 )
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
-from skipdecode.core.attach import is_attached
 from skipdecode.core.cache import total_kv_bytes
 from skipdecode.core.cache_name import CACHE
 from skipdecode.core.gate import Gate
 from skipdecode.core.growing import ROOM, GrowingLayer
+from skipdecode.core.patch import gate_state
 from skipdecode.core.stack import decoder_layers, lenders, with_lenders_first
 
 FULL = Schedule.full(LAYERS)
@@ -159,13 +159,13 @@ def test_attach_and_detach_leave_the_model_as_found(name: str) -> None:
     keys = list(model.state_dict())
     modules = {key: dict(module.__dict__) for key, module in model.named_modules()}
     attach(model)
-    assert is_attached(model)
+    assert gate_state(model)
     assert list(model.state_dict()) == keys
     gates = [layer.forward for layer in decoder_layers(model)]
     attach(model)
     assert [layer.forward for layer in decoder_layers(model)] == gates, "attaching twice must not gate twice"
     detach(detach(model))
-    assert not is_attached(model)
+    assert not gate_state(model)
     assert list(model.state_dict()) == keys
     for key, module in model.named_modules():
         assert module.__dict__.keys() == modules[key].keys()
@@ -211,7 +211,7 @@ def test_a_copy_is_independent(name: str) -> None:
             parameter.zero_()
     assert same(run(model, inputs, TOP), before)
     detach(twin)
-    assert is_attached(model)
+    assert gate_state(model)
 
 
 # --- 4: batch = alone

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_command
 
 from helpers.hub import Hub, hub
 from helpers.tiny import TEXTS, run, write_jsonl
+from skipdecode.cli.app import app
 from skipdecode.weights.loading import DEMO
 
 COMMAND = [sys.executable, "-m", "skipdecode"]
@@ -100,6 +102,37 @@ def test_a_checkpoint_goes_up_with_its_results(served: Hub, tmp_path: Path) -> N
     back = call(tmp_path, served, "generate", "me/demo", *job)
     assert back.returncode == 0, back.stderr
     assert back.stdout == run("generate", "demo", *job).stdout
+
+
+@pytest.mark.parametrize("learnt", ["all weights", "an adapter that begins with another"])
+def test_a_card_names_a_command_that_can_be_typed(learnt: str, checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
+    """Also once the adapter that a run began with is gone."""
+    out, data = tmp_path / "out", write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "the", "response": "cat sat"}] * 24)
+    options: list[Any] = ["--data", data, "--speedups", "1,2", "--horizon", 4]
+    if learnt != "all weights":
+        begun = shutil.copytree(adapter, tmp_path / "begun")
+        options = [
+            "--adapter",
+            begun,
+            "--own-texts",
+            20,
+            "--max-new-tokens",
+            8,
+            "--prompts",
+            adapter.parent / "prompts.jsonl",
+        ]
+    done = run("train", checkpoint, *options, "--max-steps", 1, "--output", out)
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(tmp_path / "begun", ignore_errors=True)
+    done = run("push", out, "me/fast", "--base-model", "you/base", "--prepare", tmp_path / "card")
+    assert done.returncode == 0, done.stderr
+    (line,) = [
+        each for each in (tmp_path / "card" / "README.md").read_text().splitlines() if "skipdecode train" in each
+    ]
+    words = line.split()
+    assert words[:2] == ["skipdecode", "train"]
+    command: Any = get_command(app)
+    assert command.commands["train"].make_context("train", words[2:]).params["max_steps"] == "1"
 
 
 @pytest.mark.parametrize(

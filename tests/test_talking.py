@@ -78,6 +78,14 @@ def test_answers_are_those_of_one_call(folder: Path) -> None:
     assert "of 8 layers a step" in done.stderr
 
 
+def test_a_speed_that_comes_later_is_warned_of_once(folder: Path) -> None:
+    """At full depth nothing is to be said of a model that was not trained."""
+    done = talk(folder, TEXTS[0], "/speed 4", TEXTS[1], "/speed 2", options=("--speedup", 1))
+    assert done.returncode == 0, done.stderr
+    before, after = done.stderr.split("4x from here on")
+    assert ("not trained to skip" in before, after.count("not trained to skip")) == (False, 1)
+
+
 def test_a_new_conversation_forgets(folder: Path) -> None:
     """And what was told before it stays."""
     done = talk(folder, TEXTS[0], "/new", TEXTS[1], options=("--speedup", 2))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from helpers.tiny import TEXTS, WORDS, sentence_pieces
-from skipdecode.data.collation import Collator, encode
+from skipdecode.data.collation import Collator, encoded
 from skipdecode.data.tasks import Example, get_task
 from skipdecode.data.tokenization import encode_prompts, encode_response, train_tokenizer
 from skipdecode.errors import ModelError
@@ -227,11 +227,11 @@ def test_every_response_token_is_a_label_once_where_it_is_predicted(
 def test_encoded_rows_are_the_examples_that_fit(tokenizer: PreTrainedTokenizerBase) -> None:
     """Ids of each example in its order; none is longer than asked for."""
     examples = [Example(text, (text[::-1],)) for text in TEXTS]
-    rows = list(encode(examples, tokenizer, 1000))
+    rows = encoded(examples, tokenizer, 1000)
     assert [(row["prompt_ids"], row["response_ids"]) for row in rows] == [
         split(tokenizer, str(e.prompt), e.references[0]) for e in examples
     ]
     longest = sorted(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)[len(rows) // 2]
-    kept = list(encode(examples, tokenizer, longest))
+    kept = encoded(examples, tokenizer, longest)
     assert 0 < len(kept) < len(rows)
     assert all(len(row["prompt_ids"]) + len(row["response_ids"]) <= longest for row in kept)

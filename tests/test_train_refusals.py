@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -22,7 +23,7 @@ import skipdecode
 from helpers.tiny import EXAMPLES, TEXTS, Done, no_file_above, run, save_checkpoint, write_examples
 from skipdecode import Schedule
 from skipdecode.core.checkpoint_config import trained_schedules
-from skipdecode.data.collation import Collator, encode
+from skipdecode.data.collation import Collator, encoded
 from skipdecode.errors import DivergedError, FileError
 from skipdecode.files import locked
 from skipdecode.training.checkpoints import RECORD, SEAL, RunFolder
@@ -287,8 +288,8 @@ def trainer_of(model: Any, tokenizer: Any, folder: Path, **options: Any) -> Skip
         args=training_args(output_dir=str(folder), **settings),
         schedules={1: Schedule.full(4), 2: Schedule.for_speedup(2, 4, horizon=6)},
         data_collator=Collator(tokenizer.pad_token_id),
-        train_dataset=encode(EXAMPLES, tokenizer, 96),
-        eval_dataset=encode(EXAMPLES, tokenizer, 96),
+        train_dataset=Dataset.from_list(encoded(EXAMPLES, tokenizer, 96)),
+        eval_dataset=Dataset.from_list(encoded(EXAMPLES, tokenizer, 96)),
         processing_class=tokenizer,
     )
 

@@ -25,7 +25,7 @@ from skipdecode import Schedule, SkipCache
 from skipdecode.core.attach import teacher_forced
 from skipdecode.core.cache_name import CACHE
 from skipdecode.core.checkpoint_config import default_schedule, schedule_for, to_config_entry, trained_schedules
-from skipdecode.data.collation import Collator, encode
+from skipdecode.data.collation import Collator, encoded
 from skipdecode.data.tasks import Example
 from skipdecode.methods.objectives import Distillation, Objective
 from skipdecode.training import skipping
@@ -52,7 +52,7 @@ def trainer_of(
         args=training_args(output_dir=str(folder), **options),
         schedules=schedules,
         data_collator=Collator(tokenizer.pad_token_id),
-        train_dataset=encode(MANY, tokenizer, 96),
+        train_dataset=Dataset.from_list(encoded(MANY, tokenizer, 96)),
         processing_class=tokenizer,
         eval_dataset=eval_dataset,
         objective=objective,
@@ -119,7 +119,7 @@ def test_loss_is_that_of_the_tokens_decoding_would_score(checkpoint: Path, tmp_p
     model, tokenizer = skipdecode.load(str(checkpoint))
     schedule = Schedule.for_speedup(2, 8, horizon=6, **form)
     trainer = trainer_of(model, tokenizer, tmp_path, {2: schedule})
-    batch = trainer.data_collator(encode(EXAMPLES[:3], tokenizer, 96).to_list())
+    batch = trainer.data_collator(encoded(EXAMPLES[:3], tokenizer, 96))
     loss = trainer.compute_loss(model.eval(), batch)
     edge, cache, logits = batch["prompt_length"], SkipCache(model, schedule), []
     with torch.no_grad():
@@ -144,7 +144,7 @@ def test_a_step_costs_less_than_a_full_one(checkpoint: Path, tmp_path: Path, for
     flops = {}
     for name, schedule in {"full": Schedule.full(8), "4x": Schedule.for_speedup(4, 8, horizon=6, **form)}.items():
         trainer = trainer_of(model.train(), tokenizer, tmp_path, {1: schedule})
-        batch = trainer.data_collator(encode(EXAMPLES[:4], tokenizer, 96).to_list())
+        batch = trainer.data_collator(encoded(EXAMPLES[:4], tokenizer, 96))
         with FlopCounterMode(display=False) as counter:
             trainer.compute_loss(model, batch).backward()
         flops[name] = counter.get_total_flops()
@@ -171,7 +171,9 @@ def test_the_prompts_layers_go_into_every_schedule(checkpoint: Path, data: Path,
     result = skipdecode.generate(model, tokenizer, TEXTS[:3], speedup=4, max_new_tokens=12, eos_token_id=-1)
     assert result.cost.prompt_depth == schedules[4].max_depth
     width = max(len(tokenizer(text).input_ids) for text in TEXTS[:3])
-    assert 8 / result.cost.job_depth == pytest.approx(schedules[4].job_ratio(width, 11))
+    assert 8 / result.cost.job_depth == pytest.approx(
+        8 * (width + 11) / sum(schedules[4].positions_per_layer(width, width + 11))
+    )
 
 
 def test_a_prompt_shallower_than_the_steps_is_refused(checkpoint: Path, data: Path, tmp_path: Path) -> None:
@@ -215,7 +217,7 @@ def test_a_step_descends_the_mean_over_its_response_tokens(checkpoint: Path, tmp
         options |= {"train_sampling_strategy": "sequential", "max_steps": 1}
         trainer = trainer_of(model, tokenizer, tmp_path, {2: Schedule.for_speedup(2, 8, horizon=6)}, **options)
         if by_hand:
-            batch = trainer.data_collator(encode(EXAMPLES[:4], tokenizer, 96).to_list())
+            batch = trainer.data_collator(encoded(EXAMPLES[:4], tokenizer, 96))
             trainer.compute_loss(model.train(), batch).backward()
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -346,7 +348,7 @@ def test_validation_reports_each_budget(checkpoint: Path, tmp_path: Path) -> Non
         tokenizer,
         tmp_path,
         {k: Schedule.for_speedup(k, 8, horizon=6) for k in (1, 2)},
-        eval_dataset=encode(EXAMPLES[:5], tokenizer, 96),
+        eval_dataset=Dataset.from_list(encoded(EXAMPLES[:5], tokenizer, 96)),
     )
     metrics = trainer.evaluate()
     assert {"eval_1x_loss", "eval_2x_loss", "eval_loss"} <= set(metrics)

@@ -106,6 +106,7 @@ def test_a_text_ends_at_a_stop_string(folder: Path, loaded: Loaded) -> None:
     [ended] = texts(loaded, "the cat", max_new_tokens=30, stop_strings=[stop])
     assert ended.endswith(stop)
     assert len(ended) < len(free)
+    assert texts(loaded, "the cat", max_new_tokens=30, stop_strings=stop) == [ended]
     done = run("generate", folder, "--speedup", 4, "--max-new-tokens", 30, "--prompt", "the cat", "--stop", stop)
     assert done.stdout.strip() == ended
 
@@ -190,6 +191,9 @@ def test_the_version_is_printed() -> None:
         (["the cat"], {"use_cache": False}, "use_cache=False: each batch has a cache"),
         (["the cat"], {"no_such_option": 1}, "model.generate has no option no_such_option"),
         (["the cat"], {"stop_strings": [""]}, "an empty stop string"),
+        (["the cat"], {"stop_strings": ""}, "an empty stop string"),
+        (["the cat"], {"max_new_tokens": 0}, "max_new_tokens is a number of tokens, 1 or more, not 0"),
+        (["the cat"], {"max_new_tokens": "8"}, "max_new_tokens is a number of tokens, 1 or more, not '8'"),
         (["the cat"], {"length_penalty": 2.0}, "length_penalty goes with num_beams"),
     ],
 )
@@ -200,6 +204,17 @@ def test_what_a_job_cannot_mean_is_refused_before_weights_are_loaded(
     monkeypatch.setattr(engine, "load", lambda *a, **k: pytest.fail("weights were loaded"))
     with pytest.raises(UsageError, match=match):
         GenerationJob(str(folder), prompts, speedup=2, options=options).run()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"schedule": {"num_layers": 8}}, {"profile": {}, "clock": "job", "speedup": 2}],
+    ids=["schedule", "profile"],
+)
+def test_a_job_takes_schedules_and_profiles_or_their_paths(folder: Path, options: dict[str, Any]) -> None:
+    """Nothing else stands for them, so that nothing else is run in their place."""
+    with pytest.raises(UsageError, match=r"is a (Schedule|Profile) or the path of its JSON file"):
+        GenerationJob(str(folder), ["the cat"], **options)
 
 
 def test_zero_is_an_options_value(folder: Path) -> None:

@@ -52,8 +52,6 @@ ENGINES = {
     "openvino": Engine("openvino", "openvino", options={"weights": "fp16"}),
     "openvino-int8": Engine("openvino", "openvino", options={"weights": "int8"}),
     "openvino-int8-float32": Engine("openvino", "openvino", "float32", {"weights": "int8"}),
-    "llamacpp": Engine("llamacpp", "llamacpp", families=("llama",)),
-    "llamacpp-q8_0": Engine("llamacpp", "llamacpp", "q8_0", families=("llama",)),
     "vllm-eager": Engine("vllm", "vllm", options={"eager": True}),
     "vllm": Engine("vllm", "vllm"),
     "vllm-w8a8": Engine("vllm", "vllm", options={"weights": "w8a8"}),
@@ -61,15 +59,12 @@ ENGINES = {
 
 
 def choose(names: Iterable[str]) -> list[str]:
-    """Engines by name, or all of a program (``vllm-all``); ``all`` is every one but the baseline. Raises UsageError."""
-    chosen: list[str] = []
-    for name in names:
-        program = name.removesuffix("-all")
-        found = [name] if name in ENGINES else [n for n, e in ENGINES.items() if program in ("all", e.program)]
-        if not found or (name not in ENGINES and name == program != "all"):
-            raise UsageError(f"there is no engine {name!r}: choose from all, {', '.join(ENGINES)}, or PROGRAM-all")
-        chosen += [n for n in found if n != BASELINE and n not in chosen]
-    return chosen
+    """Engines by name; ``all`` is every one but the baseline. Raises UsageError."""
+    chosen = [each for name in names for each in (ENGINES if name == "all" else (name,))]
+    for name in chosen:
+        if name not in ENGINES:
+            raise UsageError(f"there is no engine {name!r}: choose from all, {', '.join(ENGINES)}")
+    return [name for name in dict.fromkeys(chosen) if name != BASELINE]
 
 
 def python(engine: Engine, environments: Path) -> Path | None:

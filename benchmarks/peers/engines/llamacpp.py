@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import llama_cpp
 import numpy as np
 
-from peers.engines.gguf import write_gguf
 from peers.protocol import Generate, Job, serve
-
-#: Names of precisions in GGUF, where they are others.
-KINDS = {"bfloat16": "bf16", "float32": "f32"}
 
 
 def load(job: Job) -> Generate:
-    """Convert the checkpoint once, and load it. The precision is that of the matrices.
+    """Load a GGUF file.
 
-    Options: ``gguf``, a file in the place of the checkpoint; ``forbidden``, tokens that are never chosen;
-    ``plain``, no weights in the layouts of AMX, whose kernels crashed with Q4_1.
+    Options: ``gguf``, the file; ``forbidden``, tokens that are never chosen. No weights are laid out for AMX, whose
+    kernels crashed with Q4_1.
     """
     llama_cpp.llama_backend_init()
-    kind = KINDS.get(job["precision"], str(job["precision"]))
-    given, forbidden = job["options"].get("gguf"), job["options"].get("forbidden", [])
-    file = given or write_gguf(Path(job["checkpoint"]), Path(job["converted"] + ".gguf"), kind)
+    file, forbidden = job["options"]["gguf"], job["options"]["forbidden"]
     loading = llama_cpp.llama_model_default_params()
-    loading.use_extra_bufts = not job["options"].get("plain")
-    model = llama_cpp.llama_model_load_from_file(str(file).encode(), loading)
+    loading.use_extra_bufts = False
+    model = llama_cpp.llama_model_load_from_file(file.encode(), loading)
     words = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     length = job["prompt_tokens"] + job["new_tokens"]
 
@@ -75,4 +68,4 @@ def load(job: Job) -> Generate:
 
 
 if __name__ == "__main__":
-    serve(load, "llama-cpp-python", "gguf")
+    serve(load, "llama-cpp-python")

@@ -25,14 +25,6 @@ REPEATS, REPEATED = 4, 24
 SAMPLED = {"do_sample": True, "top_p": 1.0, "top_k": 0}
 
 
-def usual_temperature(prompts: Sequence[Prompt]) -> float:
-    """Return 0.5, at which texts are surer of themselves, and sooner learnt; for one prompt alone 1.
-
-    Below 1, many texts from one beginning would be the same.
-    """
-    return 1.0 if len(prompts) == 1 else 0.5
-
-
 def read_prompts(
     source: str | Path | None, task: Task, say: Callable[[str], object] = lambda message: None
 ) -> list[Prompt]:
@@ -62,7 +54,8 @@ def own_texts(
     """Let a model write ``count`` texts at full depth.
 
     Args:
-        job: the model, its options (``SAMPLED`` among them), batch size and seed.
+        job: the model, its options (``SAMPLED`` among them), batch size and seed. The default temperature is 0.5, from
+            one prompt alone 1.
         prompts: if there are more than ``count``, evenly spaced ones are taken; if fewer, each has several texts.
         file: keeps the texts as JSONL; a killed run goes on, and a finished one's texts are read from it.
         ended: leave out texts that were cut off at ``max_new_tokens``.
@@ -77,6 +70,10 @@ def own_texts(
     """
     chosen = [each.prompt for each in subsample([Example(prompt, ()) for prompt in prompts], count)]
     rows = [chosen[i % len(chosen)] for i in range(count)]
+    # Below 1 texts are surer of themselves, and sooner learnt; but many from one beginning would be the same.
+    options = dict(job.options)
+    options.setdefault("temperature", 1.0 if len(prompts) == 1 else 0.5)
+    job = replace(job, options=options)
     key = fingerprint(identity_of(job.model, job.adapter), job.revision, rows, dict(job.options), job.seed)
     about = file and file.with_suffix(".json")
     if file and about and about.exists():

@@ -6,7 +6,7 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,10 @@ from ..weights.loading import load, read_config, refuse_adapter
 from .closed_form import fit_stand_ins
 from .damage import Damage, damage
 from .forecast import learning_seconds
-from .form import flat_schedule, warmup_layers
+from .form import warmup_layers
 from .learner import AdapterLearner
 from .own_prompts import prompts_for
-from .own_texts import SAMPLED, own_texts, usual_temperature
+from .own_texts import SAMPLED, own_texts
 
 #: A speed-up is worth training for if closed-form stand-ins keep this share of full depth's most likely tokens: where
 #: they kept 40% of SmolLM2's (2x), the trained adapter kept 62 to 70% (docs/experiments.md).
@@ -111,7 +111,7 @@ def candidates(num_layers: int, speedup: float) -> Iterator[Schedule]:
     """Yield choices of layers: ``even``, and ``top`` with 1 warm-up layer, the default's, a third or half of depth."""
     depth = flat_depth(speedup, num_layers)
     for warmup in sorted({1, warmup_layers(num_layers, speedup), max(depth // 3, 1), max(depth // 2, 1)}):
-        yield flat_schedule(num_layers, speedup, warmup)
+        yield Schedule.full(num_layers).replace(order="top", warmup=warmup).flat(depth)
     yield Schedule.full(num_layers).replace(order="even").flat(depth)
 
 
@@ -167,7 +167,6 @@ def probe_model(
 
     file = folder and folder / "texts.jsonl"
     asked = prompts_for(job, prompts, count, folder, say=say)
-    job = replace(job, options={**job.options, "temperature": usual_temperature(asked)})
     texts = own_texts(job, asked, count, file, on_batch=wrote, say=say)
     if len(texts) < 4:
         raise UsageError(f"probing needs at least four texts; {len(texts)} of {count} can be used")

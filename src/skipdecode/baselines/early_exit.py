@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -186,12 +187,9 @@ class _Exit(Patch):
         running = int((~cache.left).sum())
         if not running:
             cache.writing = True
-            try:
+            with suppress(_Written):
                 self.original(*args, **kwargs)
-            except _Written:
-                pass
-            finally:
-                cache.writing = False
+            cache.writing = False  # after another error no one goes on with the cache
             return hidden if self.extras is None else (hidden, *[None] * self.extras)
         output = self.original(*args, **kwargs)
         ran = output[0] if isinstance(output, tuple) else output

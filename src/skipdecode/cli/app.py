@@ -36,16 +36,11 @@ from .train import train
 
 #: The extra of skipdecode that installs a library.
 EXTRAS = {
-    "rich": "cli",
     "matplotlib": "cli",
     "httpx": "cli",
-    "sacrebleu": "eval",
-    "rouge_score": "eval",
     "accelerate": "train",
     "datasets": "train",
     "peft": "lora",
-    "psutil": "memory",
-    "lm_eval": "harness",
     "gradio": "web",
 }
 
@@ -88,7 +83,7 @@ def _run(verb: Callable[..., None]) -> Callable[..., None]:
             verb(**values)
         except Stopped as stop:
             resumes = verb in (generate, train, evaluate) or bool(values.get("search"))
-            output = str(values["output"])
+            output = str(values.get("output"))
             stop.goes_on = resumes and not values.get("no_resume") and output != "-" and not is_stream(output)
             raise
 

@@ -16,6 +16,8 @@ from . import options as o
 from .console import err, say
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from ..core.schedule import Schedule
     from ..generation.kept_prompt import KeptPrompt
 
@@ -45,7 +47,6 @@ def chat(
     import torch
 
     from ..core.adapter_folder import trained_schedule
-    from ..core.checkpoint_config import untrained_warning
     from ..data.chat import Message, render
     from ..generation.generate import horizon_for
     from ..generation.kept_prompt import KeptPrompt
@@ -64,8 +65,7 @@ def chat(
     told = [] if system is None else [Message("system", system)]
     render(load_tokenizer(model, revision), (*told, Message("user", "Hello")))
     loaded, tokenizer = load(model, dtype=dtype, device=device, revision=revision, adapter=adapter)
-    if warning := untrained_warning(loaded.config, schedule):
-        say(f"skipdecode: {warning}")
+    warning = _warn(loaded.config, schedule)
     torch.manual_seed(seed)
     messages, kept = list(told), KeptPrompt(loaded)
     say(f"{speedup or schedule.target:g}x; {HELP}")
@@ -78,6 +78,7 @@ def chat(
                 speedup = _number(value)
                 schedule = trained_schedule(loaded.config, speedup, folder, horizon)
                 say(f"{speedup:g}x from here on")
+                warning = warning or _warn(loaded.config, schedule)
         elif command == "/new":
             messages = list(told)
         elif command == "/quit":
@@ -89,6 +90,15 @@ def chat(
                 asked = [*messages, Message("user", line)]
                 text = _answer(kept, tokenizer, asked, schedule, max_new_tokens, options)
                 messages = [*asked, Message("assistant", text)]
+
+
+def _warn(config: PreTrainedConfig, schedule: Schedule) -> str | None:
+    """Say what skipping costs a model that was not trained for it, and return that."""
+    from ..core.checkpoint_config import untrained_warning
+
+    if warning := untrained_warning(config, schedule):
+        say(f"skipdecode: {warning}")
+    return warning
 
 
 def _number(value: str) -> float:

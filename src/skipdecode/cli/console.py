@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 
 from rich.console import Console
@@ -25,21 +25,23 @@ def drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print_table(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    """Print a table whose first column may wrap on a narrow terminal, while its numbers are never cut."""
+def print_table(heads: Sequence[str], cells: Sequence[Sequence[str]], bold: Container[int] = ()) -> None:
+    """Print a table whose first column may wrap on a narrow terminal, while its numbers are never cut.
+
+    Rows whose numbers are among ``bold`` stand out. Cells are printed as they are, brackets included.
+    """
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for number, head in enumerate(heads):
-        shown = (Text.from_markup(row[number]).plain for row in cells)
-        widest = max(len(line) for cell in shown for line in cell.splitlines() or [""])
+        widest = max(len(line) for row in cells for line in row[number].splitlines() or [""])
         if number == 0:
             table.add_column(head, overflow="fold", min_width=min(widest, 10))
         else:
             table.add_column(head.replace(" ", "\n"), justify="right", no_wrap=True, min_width=widest)
-    for row in cells:
-        table.add_row(*row)
+    for number, row in enumerate(cells):
+        table.add_row(*map(Text, row), style="bold" if number in bold else None)
     out.print(table, highlight=False)
 
 

@@ -23,8 +23,8 @@ DECODING = (
 ).split()
 #: Options that :class:`GenerationJob` takes under the same names.
 JOB = (
-    "format adapter speedup full prompt_layers clock profile seed dtype device revision quantization prepack overwrite "
-    "chat"
+    "format adapter speedup schedule full prompt_layers clock profile seed dtype device revision quantization prepack "
+    "overwrite chat"
 ).split()
 
 
@@ -96,12 +96,11 @@ def generate(
 
 def _job(given: Mapping[str, Any]) -> GenerationJob:
     """Return the job that the command's options describe. Raises SkipDecodeError if they contradict each other."""
-    from ..core.schedule import Schedule
     from ..data.tasks import task_from
     from ..engines import get_engine
     from ..generation.jobs import GenerationJob
 
-    output, schedule, stop = given["output"], given["schedule"], given["stop"]
+    output, stop = given["output"], given["stop"]
     if given["prompt"] and given["input"] != "-":
         raise UsageError("give one of --prompt and --input")
     if output == "-" and sys.stdout is None:
@@ -124,7 +123,6 @@ def _job(given: Mapping[str, Any]) -> GenerationJob:
         given["prompt"] or given["input"],
         None if output == "-" else Path(output),
         task=task_from(given),
-        schedule=Schedule.load(schedule) if schedule else None,
         batch_size=given["batch_size"],
         offload=offload,
         engine=engine,

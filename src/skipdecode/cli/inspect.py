@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from rich.markup import escape
 from typer import Argument, Exit, Option
 
 from ..errors import UsageError
@@ -100,7 +101,7 @@ def check(
         findings.append(finding)
         if not as_json:
             mark = "[green]holds[/]" if finding.held else "[bold red]FAILS[/]"
-            out.print(f"{mark}  {finding.claim:44s} {finding.detail}", highlight=False, soft_wrap=True)
+            out.print(f"{mark}  {finding.claim:44s} {escape(finding.detail)}", highlight=False, soft_wrap=True)
     if as_json:
         print(json.dumps([vars(finding) for finding in findings]))
     if not all(finding.held for finding in findings):

@@ -54,7 +54,9 @@ Prompts = Annotated[
     list[str] | None, Option("--prompt", help="A prompt instead of an input; may be repeated. Its text is printed.")
 ]
 Output = Annotated[str, Option(help="JSONL, in the input's order; - for standard output.")]
-Data = Annotated[Path, Option(help="Folder with the task's files, a hub data set, or one JSONL or CSV file.")]
+Data = Annotated[
+    Path, Option(help="Folder with the task's files, one JSONL or CSV file, or with --task a hub data set.")
+]
 Task = Annotated[
     Literal["jsonl", "e2e", "reddit_tldr", "cnn_dm"],
     Option(help="jsonl takes any rows; the others are data sets with a prompt format.", rich_help_panel=DATA),

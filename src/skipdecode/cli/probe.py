@@ -77,14 +77,15 @@ def probe(
 def _show(found: Probe) -> None:
     rows = []
     for each in found.tried:
-        best = "[bold]" if each in found.best else ""
         schedule = each.schedule
         order = f"top, {schedule.warmup} warm-up" if schedule.order == "top" else str(schedule.order)
         cells = [f"{each.speedup:g}x", str(schedule.max_depth), order]
         cells += [f"{each.bare.kl:.2f}", f"{each.bare.agreement:.0%}"]
         cells += [f"{each.stand_ins.kl:.2f}", f"{each.stand_ins.agreement:.0%}", f"{each.tokens_per_second:,.0f}"]
-        rows.append([f"{best}{cell}" for cell in cells])
+        rows.append(cells)
     heads = ["speed-up", "layers", "order", "KL bare", "same token bare", "KL mapped", "same token mapped"]
     heads += ["training tokens/s"]
-    print_table(heads, rows)
-    out.print(found.advice, highlight=False, soft_wrap=True)  # a command that is broken by lines cannot be pasted
+    best = found.best
+    print_table(heads, rows, bold=[number for number, each in enumerate(found.tried) if each in best])
+    # A command that is broken by lines, or loses brackets of a path, cannot be pasted.
+    out.print(found.advice, highlight=False, markup=False, soft_wrap=True)

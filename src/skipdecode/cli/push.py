@@ -49,7 +49,7 @@ def push(
     from ..training.plan import TrainingPlan
 
     record = folder / "training.json"
-    trained_with = TrainingPlan.load(record).command() if record.is_file() else None
+    trained_with = TrainingPlan.load(record, adapter=None).command() if record.is_file() else None
     if prepare is not None and prepare.exists() and any(prepare.iterdir()):
         raise FileError(f"{prepare} is not empty: give a new folder")
     with tempfile.TemporaryDirectory() as temporary:

@@ -118,30 +118,6 @@ def load_adapter(folder: Path, model: nn.Module, files: Callable[[], Path] | Non
         FileError: the folder holds no adapter, or a damaged one.
         ModelError: the adapter was trained on another model, or that cannot be told.
     """
-    check_base(folder, model, files)
-    return read_adapter(folder)
-
-
-def read_adapter(folder: Path) -> Adapter:
-    """Load the adapter of a folder without a look at the model. Raises FileError if it is missing or damaged."""
-    about = read_about(folder)
-    schedules = read_schedules(folder)
-    try:
-        weights = load((folder / WEIGHTS).read_bytes())
-        adapter = Adapter(weights_size(weights), about["rank"], schedules)
-        adapter.load_state_dict(weights)
-    except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError, OSError) as error:
-        raise FileError(f"the adapter in {folder} is damaged: {' '.join(str(error).split())[:300]}") from error
-    return adapter.eval()
-
-
-def weights_size(weights: dict[str, Tensor]) -> int:
-    """Return the width of the hidden states that an adapter's weights are for."""
-    return next((tensor.shape[0] for name, tensor in weights.items() if name.endswith("down")), 0)
-
-
-def check_base(folder: Path, model: nn.Module, files: Callable[[], Path] | None = None) -> None:
-    """Raise ModelError if a model is not the one that the adapter was trained on; as :func:`load_adapter`."""
     about = read_about(folder)
     known, here = about["base_hashes"], dict(model.named_parameters())
     untold = known.keys() - here.keys()  # in 8 bits, or laid out for a CPU's kernels
@@ -162,6 +138,21 @@ def check_base(folder: Path, model: nn.Module, files: Callable[[], Path] | None 
                 "skipdecode.load(MODEL, adapter=…) compares the files"
             )
         check_base_files(folder, files())
+    return read_adapter(folder)
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Load the adapter of a folder without a look at the model. Raises FileError if it is missing or damaged."""
+    about = read_about(folder)
+    schedules = read_schedules(folder)
+    try:
+        weights = load((folder / WEIGHTS).read_bytes())
+        width = next((tensor.shape[0] for name, tensor in weights.items() if name.endswith("down")), 0)
+        adapter = Adapter(width, about["rank"], schedules)
+        adapter.load_state_dict(weights)
+    except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError, OSError) as error:
+        raise FileError(f"the adapter in {folder} is damaged: {' '.join(str(error).split())[:300]}") from error
+    return adapter.eval()
 
 
 def check_base_files(folder: Path, base: Path) -> None:

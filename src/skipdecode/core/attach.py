@@ -98,8 +98,7 @@ def attach(
 def put_adapter(model: nn.Module, adapter: Adapter | None, gates: GateState | None = None) -> None:
     """Let the model's gates use the adapter, and its config name the adapter's schedules; None: as without one."""
     gates = gates or gate_state(model)
-    if gates is None:
-        raise ModelError("the model has no gates: call skipdecode.attach(model) first")
+    assert gates is not None, "attach comes first"
     config, entry = model.config, gates.entry_before
     if gates.adapter is None:
         gates.entry_before = entry = getattr(config, CONFIG_KEY, None)
@@ -116,11 +115,6 @@ def detach(model: Model) -> Model:
         put_adapter(model, None)
     remove_patches(model)
     return model
-
-
-def is_attached(model: nn.Module) -> bool:
-    """Tell whether :func:`attach` has put gates on the model's layers."""
-    return gate_state(model) is not None
 
 
 @contextmanager

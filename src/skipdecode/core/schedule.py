@@ -135,11 +135,6 @@ class Schedule:
         """Return the speed-up in layers, ``L / average depth``, over ``length`` steps."""
         return self.num_layers / self.average_depth(length)
 
-    def job_ratio(self, prompt_length: int, length: int) -> float:
-        """Return the speed-up in layers over ``prompt_length`` prompt positions and ``length`` steps together."""
-        positions = prompt_length + length
-        return self.num_layers * positions / sum(self.positions_per_layer(prompt_length, positions))
-
     @property
     def distinct_depths(self) -> tuple[int, ...]:
         """Return the different depths of the steps, deepest first."""

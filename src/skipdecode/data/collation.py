@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from .tasks import Example
 from .tokenization import encode_prompts, encode_response
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 @dataclass
@@ -61,19 +58,6 @@ class Collator:
             "labels": labels,
             "prompt_length": prompt,
         }
-
-
-def encode(
-    examples: Sequence[Example],
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None = None,
-    *,
-    as_written: bool = False,
-) -> Dataset:
-    """Return :func:`encoded` rows as the data set that the Trainer takes."""
-    from datasets import Dataset
-
-    return Dataset.from_list(encoded(examples, tokenizer, max_length, as_written=as_written))
 
 
 def encoded(

@@ -29,7 +29,7 @@ from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from ..data.collation import Collator
 from ..errors import SkipDecodeError, UsageError
-from ..generation.options import check_budget
+from ..generation.options import given_schedule
 from ..weights.checkpoint_checks import check_tokenizer
 from ..weights.device import check_dtype
 from ..weights.loading import load_tokenizer, read_config, read_weights, refuse_adapter, refuse_gguf, resolve
@@ -69,8 +69,7 @@ class SkipLM(HFLM):
         for name in ("parallelize", "tp_plan"):
             if options.get(name):
                 raise UsageError(f"{name} spreads a model over several devices, which is not supported: leave it out")
-        if isinstance(schedule, str):
-            schedule = Schedule.load(schedule)
+        schedule = given_schedule(speedup, schedule, full)
         options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")  # hf's is cuda, even without GPUs
         if isinstance(pretrained, str):
             check_dtype(options.get("dtype") or "auto")
@@ -83,7 +82,6 @@ class SkipLM(HFLM):
         if isinstance(pretrained, str):
             check_tokenizer(pretrained, self.tokenizer, self.model.get_input_embeddings().weight.shape[0])
         layers = len(decoder_layers(attach(self.model)))
-        check_budget(speedup, schedule, full)
         self.schedule = Schedule.full(layers) if full else schedule_for(self.config, speedup, schedule)
 
     def _loglikelihood_tokens(

@@ -13,10 +13,11 @@ from ..core.checkpoint_config import layer_count, schedule_for, trained_schedule
 from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..data.chat import Message, Prompt, parse_messages
+from ..data.rows import is_text
 from ..data.tokenization import encode_prompts
 from ..errors import TaskError, UsageError
 from .batch import Decoding, generate_batch
-from .options import check_budget, check_options, check_with_model, given, max_new_tokens, num_beams
+from .options import check_options, check_with_model, given, given_schedule, max_new_tokens, num_beams
 from .results import Completion, Cost, Generated
 from .sampling import Sampling, stable_hash
 
@@ -59,11 +60,7 @@ def generate(
         >>> result.completions[0].text, result.cost.layer_ratio
     """
     texts = to_prompts(prompts)
-    check_budget(speedup, schedule, full)
-    if isinstance(schedule, (str, Path)):
-        schedule = Schedule.load(Path(schedule))
-    elif not isinstance(schedule, (Schedule, type(None))):
-        raise UsageError(f"schedule is a Schedule or the path of its JSON file, not {schedule!r}")
+    schedule = given_schedule(speedup, schedule, full)
     decoding = None
     if not full:
         horizon = horizon_for(model.config, max_new_tokens(options, model.generation_config))
@@ -86,15 +83,14 @@ def to_prompts(given: Any) -> list[Prompt]:
     for number, prompt in enumerate(given):
         if _is_conversation(prompt):
             try:
-                prompts.append(parse_messages(prompt))
+                prompt = parse_messages(prompt)
             except TaskError as error:
                 raise UsageError(f"prompt {number}: {error}") from None
         elif not isinstance(prompt, str):
             raise UsageError(f"prompt {number} is neither a text nor a list of messages: {prompt!r}")
-        elif any("\ud800" <= character <= "\udfff" for character in prompt):
+        if not all(map(is_text, [prompt] if isinstance(prompt, str) else [each.content for each in prompt])):
             raise UsageError(f"prompt {number} holds a lone surrogate, which no tokenizer knows: {prompt!r}")
-        else:
-            prompts.append(prompt)
+        prompts.append(prompt)
     if not prompts:
         raise UsageError("no prompts were given")
     return prompts

@@ -33,7 +33,7 @@ from ..weights.loading import adapter_of, identity_of, load_tokenizer, read_conf
 from .engine import Engine, EngineConfig, Transformers
 from .generate import horizon_for, max_positions, position_limit, to_prompts
 from .journal import Journal
-from .options import check_budget, check_options, check_with_model, given, num_beams
+from .options import check_options, check_with_model, given, given_schedule, num_beams
 from .results import Completion, Cost
 
 
@@ -115,7 +115,7 @@ class GenerationJob(EngineConfig):
     engine: Engine = field(default_factory=Transformers)
 
     def __post_init__(self) -> None:
-        check_budget(self.speedup, self.schedule, self.full)
+        schedule = given_schedule(self.speedup, self.schedule, self.full)
         if (self.schedule is not None or self.full) and (self.prompt_layers is not None or self.clock != "layers"):
             raise UsageError("prompt_layers and clock go with a speedup, not with a schedule or full")
         if self.clock != "layers" and (self.speedup is None or self.offload is not None):
@@ -124,10 +124,13 @@ class GenerationJob(EngineConfig):
             raise UsageError(f"a clock is {', '.join(CLOCKS)}, not {self.clock!r}")
         if (self.clock == "layers") != (self.profile is None):
             raise UsageError("the clocks step and job, and they only, need a profile: skipdecode profile measures one")
+        profile = Profile.load(self.profile) if isinstance(self.profile, (str, Path)) else self.profile
+        if not isinstance(profile, (Profile, type(None))):
+            raise UsageError(f"profile is a Profile or the path of its JSON file, not {profile!r}")
         changed: dict[str, Any] = {
             "prompt_layers": parse_prompt_layers(self.prompt_layers),
-            "profile": Profile.load(self.profile) if isinstance(self.profile, (str, Path)) else self.profile,
-            "schedule": Schedule.load(self.schedule) if isinstance(self.schedule, (str, Path)) else self.schedule,
+            "profile": profile,
+            "schedule": schedule,
             "output": None if self.output is None else Path(self.output),
             "options": {"max_new_tokens": self.task.max_new_tokens} | given(self.options),
         }

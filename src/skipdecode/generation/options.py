@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, GenerationMixin
 
 from ..core.cache_name import CACHE_NAMES
+from ..core.schedule import Schedule
 from ..errors import UsageError
 
 _OURS = "it is made from the prompts"
@@ -72,12 +74,14 @@ def check_options(options: Mapping[str, Any], batch_size: int = 1, seed: int | N
     known = {*vars(GenerationConfig()), *signature(GenerationMixin.generate).parameters}
     if unknown := sorted({*options} - known - {*REFUSED}):
         raise UsageError(f"model.generate has no option {', '.join(unknown)}")
-    if "" in options.get("stop_strings", ()) or options.get("stop_strings") == "":
+    if options.get("stop_strings") == "" or "" in [*options.get("stop_strings", ())]:
         raise UsageError("an empty stop string would end every text at once")
     unsampled = [name for name in SAMPLING if name in options and not options.get("do_sample")]
     if unsampled:
         raise UsageError(f"sampling options ({', '.join(unsampled)}) need do_sample as well (--do-sample)")
     new, least = options.get("max_new_tokens"), options.get("min_new_tokens")
+    if new is not None and (type(new) is not int or new < 1):
+        raise UsageError(f"max_new_tokens is a number of tokens, 1 or more, not {new!r}")
     if new is not None and least is not None and least > new:
         raise UsageError(f"min_new_tokens {least} is more than max_new_tokens {new}")
     if not options.get("use_cache", True):  # each pass would give the whole text to a cache that holds it
@@ -103,10 +107,19 @@ def check_with_model(options: Mapping[str, Any], defaults: GenerationConfig, see
         raise UsageError("watermarking_config and seed: both would be the last to touch the scores; leave one out")
 
 
-def check_budget(speedup: float | None, schedule: object, full: bool) -> None:
-    """Raise UsageError if more than one of speed-up, schedule and full depth is given."""
+def given_schedule(speedup: float | None, schedule: object, full: bool) -> Schedule | None:
+    """Return the schedule, read if it is a path.
+
+    Raises:
+        UsageError: more than one of speed-up, schedule and full depth is given, or the schedule is something else.
+    """
     if (speedup is not None) + (schedule is not None) + full > 1:
         raise UsageError("give one of speedup, schedule and full")
+    if isinstance(schedule, (str, Path)):
+        return Schedule.load(schedule)
+    if isinstance(schedule, (Schedule, type(None))):
+        return schedule
+    raise UsageError(f"schedule is a Schedule or the path of its JSON file, not {schedule!r}")
 
 
 def num_beams(options: Mapping[str, Any], defaults: GenerationConfig) -> int:

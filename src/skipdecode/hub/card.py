@@ -18,7 +18,7 @@ METRICS = {
     "rouge_l": ("rouge", "ROUGE-L"),
     "kl": ("kl", "KL from full depth on its greedy texts, nats per token"),
     "top_1": ("accuracy", "share of full depth's most likely tokens on its greedy texts, %"),
-    "agreement": ("agreement", "tokens up to the first that differs from full depth's text, %"),
+    "agreement": ("rouge", "ROUGE-L with full depth's text, %"),
 }
 
 BODY = """\

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,7 @@ special_tokens_map.json vocab.json merges.txt chat_template.* LICENSE*""".split(
 
 
 def prepare(
-    folder: Path,
-    repo: str,
-    target: Path,
-    *,
-    base_model: str | None = None,
-    trained_with: str | None = None,
-    results: Path | None = None,
-    license: str | None = None,
-    datasets: Sequence[str] = (),
+    folder: Path, repo: str, target: Path, *, base_model: str | None = None, results: Path | None = None, **more: Any
 ) -> None:
     """Write into ``target`` what :func:`push` uploads.
 
@@ -44,10 +35,8 @@ def prepare(
         repo: its name on the hub, USER/NAME.
         target: a new or empty folder.
         base_model: hub name of the model that it was trained from; None: the name that the adapter holds.
-        trained_with: the command that trained it, for the card.
         results: folder that ``skipdecode evaluate`` has written, for the card.
-        license: of the card.
-        datasets: hub names, for the card.
+        more: what else :func:`~.card.model_card` takes.
 
     Raises:
         UsageError: ``repo`` is no such name, a checkpoint was not trained to skip layers, or an adapter's base model is
@@ -76,14 +65,7 @@ def prepare(
         if not is_trained(config):
             raise UsageError(f"{folder} was not trained to skip layers: push is for models and adapters that were")
         schedules = trained_schedules(config)
-    given: Any = {
-        "base_model": base_model,
-        "trained_with": trained_with,
-        "results": results,
-        "license": license,
-        "datasets": datasets,
-    }
-    card = model_card(repo, schedules, is_adapter=adapter, **given)
+    card = model_card(repo, schedules, is_adapter=adapter, base_model=base_model, results=results, **more)
     target.mkdir(parents=True, exist_ok=True)
     if adapter:
         (target / ABOUT).write_text(json.dumps(about | {"base_model": base_model}, indent=1) + "\n")

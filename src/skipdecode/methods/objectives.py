@@ -64,7 +64,8 @@ class Distillation(Objective):
             return
         teacher = model if self.teacher is None else self.teacher.to(inputs["input_ids"].device)
         full = Schedule.full(len(decoder_layers(teacher)))
-        inputs = {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
+        inputs = {name: value for name, value in inputs.items() if name not in ("labels", "prompt_length")}
+        inputs["use_cache"] = False
         training = teacher.training
         teacher.eval()
         with torch.no_grad(), teacher_forced(teacher, full, 1):

@@ -20,7 +20,7 @@ def check_profile(
         ModelError: the device does not exist.
     """
     kind, place = placement(config, dtype, device)
-    kind = config.dtype if kind == "auto" else kind
+    kind = config.dtype or torch.float32 if kind == "auto" else kind
     profile.check(
         shape=shape_of(config),
         machine=machine(place),

@@ -26,13 +26,8 @@ logger = logging.getLogger(__name__)
 class Measure(Protocol):
     """What a speed-up counts: layers (:class:`Lengths`), seconds (:class:`~skipdecode.planning.planner.Predictor`)."""
 
-    @property
-    def typical(self) -> int:
-        """Return the 90th percentile of the batches' decode steps, at least 1."""
-
-    @property
-    def longest(self) -> int:
-        """Return the decode steps of the longest batch."""
+    typical: int  # the 90th percentile of the batches' decode steps, at least 1
+    longest: int  # the decode steps of the longest batch
 
     def ratio(self, schedule: Schedule) -> float:
         """Return full depth's cost divided by the schedule's; fewer layers must never lower it."""
@@ -53,16 +48,7 @@ class Lengths:
         self.sums = [0, *accumulate(self.ordered)]
         if not self.sums[-1]:
             raise ScheduleError("no decode step was taken: there are no lengths to fit to")
-
-    @property
-    def typical(self) -> int:
-        """Return the 90th percentile of the batches' decode steps, at least 1."""
-        return max(self.ordered[9 * len(self.ordered) // 10], 1)
-
-    @property
-    def longest(self) -> int:
-        """Return the decode steps of the longest batch."""
-        return self.ordered[-1]
+        self.typical, self.longest = max(self.ordered[9 * len(self.ordered) // 10], 1), self.ordered[-1]
 
     def before(self, step: int) -> int:
         """Count the decode steps of all batches whose index in their batch is below ``step``."""

@@ -20,10 +20,7 @@ class Rule(Protocol):
 
     name: str
     order: str | None
-
-    @property
-    def takes_style(self) -> bool:
-        """Tell whether the user may set horizon, order and decay."""
+    takes_style: bool
 
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
         """Return the method's schedule for this speed-up over batches of ``lengths`` decode steps."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from ..adapters.damage import Damage, damage
 from ..adapters.forecast import learning_seconds, writing_seconds
 from ..adapters.learner import AdapterLearner, TextCollator
 from ..adapters.own_prompts import LONGEST, prompts_for
-from ..adapters.own_texts import SAMPLED, hold_out, own_texts, usual_temperature
+from ..adapters.own_texts import SAMPLED, hold_out, own_texts
 from ..core.adapter import Adapter
 from ..core.adapter_folder import locate_adapter, read_adapter
 from ..core.attach import attach
@@ -38,11 +36,6 @@ OWN_TEXTS = "own_texts.jsonl"
 #: Texts that are written at a time on a CPU, at least; elsewhere, for each that is learnt from at a time: keys and
 #: values take less memory than the probabilities of all tokens.
 WRITTEN, TIMES = 32, 8
-
-
-def are_written(folder: Path) -> bool:
-    """Tell whether a run's own texts are there."""
-    return (folder / OWN_TEXTS).with_suffix(".json").exists()
 
 
 def writing_job(plan: TrainingPlan, task: Task, engine: Engine, device: torch.device) -> GenerationJob:
@@ -110,8 +103,6 @@ def write_own_texts(
 
         told: dict[str, Any] = {"on_start": start, "on_batch": lambda cost: bar.update(cost.rows), "say": say}
         prompts = prompts_for(job, plan.prompts or plan.data, count, folder.folder, **told)
-        if plan.temperature is None:
-            job = replace(job, options={**job.options, "temperature": usual_temperature(prompts)})
         texts = own_texts(job, prompts, count, folder.folder / OWN_TEXTS, **told)
     return hold_out(texts, plan.max_eval_samples if plan.eval_steps else 0)
 

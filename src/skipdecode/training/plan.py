@@ -69,7 +69,7 @@ class TrainingPlan:
     )
     output: str = option("trained", "Folder for the trained checkpoint.")
     data: str | None = option(
-        None, "Folder with the task's files, a hub data set, or a JSONL or CSV file (default: .)."
+        None, "Folder with the task's files, a JSONL or CSV file, or with --task a hub data set (default: .)."
     )
     speedup: float | None = option(None, "Train for this one target speed-up (default: 2).", least=1)
     speedups: tuple[float, ...] | None = option(
@@ -404,7 +404,10 @@ class TrainingPlan:
             if value != each.default and each.name not in OWN:
                 items = value if isinstance(value, tuple) else (value,)
                 shown = ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in items)
-                words += [option_name(each.name)] if value is True else [option_name(each.name), shown]
+                if isinstance(value, bool):
+                    words += [option_name(each.name if value else f"no_{each.name}")]
+                else:
+                    words += [option_name(each.name), shown]
         return " ".join(words)
 
     @classmethod

@@ -20,9 +20,9 @@ from ..adapters.learner import TextCollator
 from ..adapters.own_texts import read_prompts
 from ..core.adapter_folder import locate_adapter, save_adapter
 from ..core.attach import attach
-from ..core.checkpoint_config import layer_count, schedules_of, set_entry, to_config_entry
+from ..core.checkpoint_config import schedules_of, set_entry, to_config_entry
 from ..core.schedule import Schedule
-from ..data.collation import Collator, batches_of, encode
+from ..data.collation import Collator, batches_of, encoded
 from ..data.tasks import Example, Task, task_from
 from ..engines import get_engine
 from ..errors import TaskError, UsageError
@@ -35,7 +35,7 @@ from ..planning.fitting import batch_lengths
 from ..planning.resolve import method_schedule, new_schedule
 from ..provenance import fingerprint, identity
 from ..weights import loading
-from .adapting import are_written, forecast, make_learner, say_damage, write_own_texts, writing_job
+from .adapting import OWN_TEXTS, forecast, make_learner, say_damage, write_own_texts, writing_job
 from .callbacks import StopBySignal
 from .checkpoints import STAGING, RunFolder, run_folder, writing
 from .plan import TrainingPlan
@@ -76,15 +76,15 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         plan.check(config)
         args = make_args(plan)
         if plan.own_texts:
-            done = are_written(folder.folder)  # then vLLM need not be installed here
+            done = (folder.folder / OWN_TEXTS).with_suffix(".json").exists()  # then vLLM need not be installed here
             if not done and args.world_size > 1:
                 raise UsageError(
                     "one process writes own texts: run this once without accelerate, until training begins"
                 )
-            if not done and plan.prompts:  # a wrong file is told before anything is loaded
-                if not Path(plan.prompts).exists():
-                    raise TaskError(f"there is no file {plan.prompts}, of which --prompts takes the prompts")
-                read_prompts(plan.prompts, task)
+            if not done and (source := plan.prompts or plan.data):  # a wrong one is told before anything is loaded
+                if plan.prompts and not Path(source).exists():
+                    raise TaskError(f"there is no file {source}, of which --prompts takes the prompts")
+                read_prompts(source, task)
             job = writing_job(plan, task, Transformers() if done else get_engine(plan.engine), args.device)
             job.engine.check(job, config, loading.read_generation_config(job.model))
             if plan.adapters and not done:
@@ -94,10 +94,11 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         model, tokenizer = _load(plan, config, training)
         limit = max_positions(model.config) or sys.maxsize
         written = plan.own_texts is not None
-        rows = encode(training, tokenizer, limit, as_written=written)
+        rows, held_out = (
+            Dataset.from_list(encoded(part, tokenizer, limit, as_written=written)) for part in (training, validation)
+        )
         if not len(rows):
             raise TaskError(f"no training example fits the model's {limit} positions")
-        held_out = encode(validation, tokenizer, limit, as_written=written)
         for what, count in (("training", len(training) - len(rows)), ("validation", len(validation) - len(held_out))):
             if count:
                 say(f"{count:,} {what} rows are left out: they have over {limit:,} tokens, the model's positions")
@@ -258,10 +259,8 @@ def _schedules(
     style = plan.style_for(config)
 
     def schedule(speedup: float) -> Schedule:
-        if plan.adapter:
-            return plan.begun[speedup]
-        if plan.schedule is not None:
-            return plan.schedule.check_layers(layer_count(config))
+        if plan.adapter or plan.schedule is not None:
+            return plan.first_schedules(config)[speedup]
         if plan.lengths is None and plan.horizon is None:
             return method_schedule(get_method(plan.method), config, speedup, measure, **style)
         basis, options = plan.lengths or (), {"horizon": plan.horizon, **style}

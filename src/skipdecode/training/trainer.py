@@ -69,16 +69,13 @@ class SkipTrainer(Trainer):
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the loss while each layer runs only the positions that it would run in decoding."""
-        prompt_length = inputs["prompt_length"]
-        inputs = {name: value for name, value in inputs.items() if name != "prompt_length"}
-        inputs["logits_to_keep"] = inputs["input_ids"].shape[1] - prompt_length + 1
-        inputs["use_cache"] = False
+        keep = inputs["input_ids"].shape[1] - inputs["prompt_length"] + 1
+        inputs = inputs | {"logits_to_keep": keep, "use_cache": False}
         drawn = self.skipping.drawn(self.state.global_step)
         if model.training:
             if self.objective.hidden_states:
                 inputs["output_hidden_states"] = True
             self.objective.prepare(self.accelerator.unwrap_model(model), inputs, drawn)
-        inputs["prompt_length"] = prompt_length
         with ExitStack() as here:
             (self._step or here).enter_context(self.skipping.at(self._evaluated or self.objective.schedule or drawn))
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -220,7 +217,6 @@ training_args = partial(
     train_sampling_strategy="group_by_length",
     logging_nan_inf_filter=False,  # log a NaN loss as it is: training_step raises on it
     include_num_input_tokens_seen="non_padding",  # logs tokens per second
-    report_to="none",
     label_names=["labels"],
 )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..core.attach import is_attached
+from ..core.patch import gate_state
 from ..core.stack import decoder_layers
 from ..errors import ModelError, UsageError
 from .int8 import Int8Linear
@@ -73,7 +73,7 @@ def optimize(model: Model, *, quantization: str | None = None, prepack: bool = F
         ModelError: the model has gates already, its weights are offloaded, or torch lacks the kernels for this CPU.
         UnsupportedModel: too few weights are in linear modules, or the model reads them without calling the modules.
     """
-    if is_attached(model):
+    if gate_state(model) is not None:
         raise ModelError("the model has gates already: optimize it before attach, or detach it first")
     given = optimizations(quantization, prepack)
     if (kind := linear_kind(**given)) is not None:

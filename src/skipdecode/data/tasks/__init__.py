@@ -13,12 +13,8 @@ from .jsonl import Jsonl
 
 TASKS: dict[str, Task] = {task.name: task for task in (E2E, REDDIT_TLDR, CNN_DM, Jsonl())}
 
-#: For each option, the tasks that have it.
-OPTIONS = {
-    option: [each.name for each in TASKS.values() if option in each.options]
-    for task in TASKS.values()
-    for option in task.options
-}
+#: Options of the task jsonl.
+OPTIONS = ("prompt_column", "response_column", "prompt_share")
 
 
 def get_task(name: str, **options: Any) -> Task:
@@ -26,7 +22,7 @@ def get_task(name: str, **options: Any) -> Task:
 
     Args:
         name: ``jsonl`` for any data, or a data set with its own prompt format: ``e2e``, ``reddit_tldr``, ``cnn_dm``.
-        options: fields that the task lets a user set (see ``Jsonl`` and ``DataSet``); None: not given.
+        options: fields of ``Jsonl`` that a user may set; None: not given.
 
     Raises:
         TaskError: there is no such task, or it does not have an option.
@@ -35,8 +31,8 @@ def get_task(name: str, **options: Any) -> Task:
         raise TaskError(f"unknown task {name!r}; known are {', '.join(TASKS)}")
     given = {option: value for option, value in options.items() if value is not None}
     for option in given:
-        if option not in TASKS[name].options:
-            raise TaskError(f"{option} goes with {', '.join(OPTIONS.get(option, ['no task']))}, not with {name}")
+        if name != "jsonl" or option not in OPTIONS:
+            raise TaskError(f"{option} goes with {'jsonl' if option in OPTIONS else 'no task'}, not with {name}")
     return replace(TASKS[name], **given)
 
 

@@ -28,13 +28,11 @@ class Task(ABC):
         name: its name on the command line.
         max_new_tokens: upper limit of generated tokens.
         distinct: whether inputs repeat, one row per reference, so that generation keeps each once.
-        options: fields that a user may set.
     """
 
     name: str
     max_new_tokens: int
     distinct: bool = False
-    options: tuple[str, ...] = ()
 
     @property
     @abstractmethod

@@ -28,7 +28,6 @@ class Jsonl(Task):
 
     name: str = "jsonl"
     max_new_tokens: int = 128
-    options: tuple[str, ...] = ("prompt_column", "response_column", "prompt_share")
     prompt_column: str | None = None
     response_column: str | None = None
     prompt_share: float | None = None
