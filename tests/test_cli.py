@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import skipdecode
 from helpers.tiny import run
 from skipdecode import Schedule
-from skipdecode.cli import app, console
+from skipdecode.cli import app
 from skipdecode.cli.app import main
 from skipdecode.core import cache, gate, prefix
 from skipdecode.data.tasks import TASKS
@@ -248,15 +248,6 @@ def test_what_the_user_can_mend_is_one_line(
     monkeypatch.setenv("SKIPDECODE_DEBUG", "1")
     with pytest.raises(type(error)):
         run("generate", checkpoint)
-
-
-def test_a_table_prints_cells_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    """Brackets of a path are no markup, in a row that stands out either."""
-    console.print_table(["file", "size"], [["flat[old].json", "[1]"], ["a[b]", "2"]], bold=[1])
-    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
-        ["flat[old].json", "[1]"],
-        ["a[b]", "2"],
-    ]
 
 
 @pytest.mark.parametrize("command", app.app.registered_commands, ids=lambda command: command.callback.__name__)
