@@ -102,6 +102,12 @@ def test_prompts_that_are_none_are_refused_by_their_index(loaded: Loaded, prompt
         skipdecode.generate(*loaded, prompts, max_new_tokens=5)
 
 
+@pytest.mark.parametrize("count", [0, -1, "8", 2.0])
+def test_a_number_of_new_tokens_that_is_none_is_refused(loaded: Loaded, count: Any) -> None:
+    with pytest.raises(UsageError, match="max_new_tokens is a number of tokens, 1 or more"):
+        skipdecode.generate(*loaded, "the cat", speedup=2, max_new_tokens=count)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

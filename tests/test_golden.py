@@ -111,3 +111,6 @@ def test_cells_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch, capsys: 
     first, second = capsys.readouterr().out.splitlines()[-2:]
     assert first.split() == ["1.5x[a]", *["126.46"] * 7]
     assert second.split() == ["2x", *["1,234.5"] * 7]
+    monkeypatch.setattr(console, "out", Console(width=72, force_terminal=True, color_system="standard"))
+    console.print_table(["speed-up", *"abcdefg"], cells, bold=[0])
+    assert ["\x1b[1m" in line for line in capsys.readouterr().out.splitlines()[-2:]] == [True, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,11 +14,9 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.main import get_command
 
 from helpers.hub import Hub, hub
 from helpers.tiny import TEXTS, run, write_jsonl
-from skipdecode.cli.app import app
 from skipdecode.weights.loading import DEMO
 
 COMMAND = [sys.executable, "-m", "skipdecode"]
@@ -106,21 +105,25 @@ def test_a_checkpoint_goes_up_with_its_results(served: Hub, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("learnt", ["all weights", "an adapter that begins with another"])
 def test_a_card_names_a_command_that_can_be_typed(learnt: str, checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
-    """Also once the adapter that a run began with is gone."""
+    """With files of one's own in place of the words in capital letters; also once the first adapter is gone."""
     out, data = tmp_path / "out", write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "the", "response": "cat sat"}] * 24)
-    options: list[Any] = ["--data", data, "--speedups", "1,2", "--horizon", 4]
+    options: list[Any] = ["--data", data, "--speedups", "2,3", "--distill-weight", 1, "--teacher", checkpoint]
+    places = {"MODEL": checkpoint, "DATA": data, "TEACHER": checkpoint}
     if learnt != "all weights":
-        begun = shutil.copytree(adapter, tmp_path / "begun")
+        begun, prompts = shutil.copytree(adapter, tmp_path / "begun"), adapter.parent / "prompts.jsonl"
         options = [
             "--adapter",
             begun,
             "--own-texts",
             20,
+            "--weights",
+            "2,1",
             "--max-new-tokens",
             8,
             "--prompts",
-            adapter.parent / "prompts.jsonl",
+            prompts,
         ]
+        places = {"MODEL": checkpoint, "ADAPTER": adapter, "PROMPTS": prompts}
     done = run("train", checkpoint, *options, "--max-steps", 1, "--output", out)
     assert done.returncode == 0, done.stderr
     shutil.rmtree(tmp_path / "begun", ignore_errors=True)
@@ -129,10 +132,12 @@ def test_a_card_names_a_command_that_can_be_typed(learnt: str, checkpoint: Path,
     (line,) = [
         each for each in (tmp_path / "card" / "README.md").read_text().splitlines() if "skipdecode train" in each
     ]
-    words = line.split()
-    assert words[:2] == ["skipdecode", "train"]
-    command: Any = get_command(app)
-    assert command.commands["train"].make_context("train", words[2:]).params["max_steps"] == "1"
+    words = shlex.split(line)[1:]
+    assert {word for word in words if word.isupper()} == {*places}
+    again = run(*(places.get(word, word) for word in words), "--output", tmp_path / "again")
+    assert again.returncode == 0, again.stderr
+    weights = "model.safetensors" if learnt == "all weights" else "adapter.safetensors"
+    assert (tmp_path / "again" / weights).read_bytes() == (out / weights).read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -74,16 +74,18 @@ def test_answers_are_those_of_one_call(folder: Path) -> None:
     assert lines_of(done.stdout) == expected(folder, turns, "the cat")
     assert "/speed takes a number" in done.stderr
     assert "99" in done.stderr
-    assert done.stderr.count("not trained to skip") == 1
+    assert done.stderr.count("not trained to skip") == 2  # at 2x and at 4x
     assert "of 8 layers a step" in done.stderr
 
 
-def test_a_speed_that_comes_later_is_warned_of_once(folder: Path) -> None:
-    """At full depth nothing is to be said of a model that was not trained."""
-    done = talk(folder, TEXTS[0], "/speed 4", TEXTS[1], "/speed 2", options=("--speedup", 1))
+def test_each_speed_says_what_it_costs(folder: Path) -> None:
+    """A model that was not trained to skip; at full depth nothing is to be said."""
+    done = talk(folder, TEXTS[0], "/speed 1.2", "/speed 4", TEXTS[1], options=("--speedup", 1))
     assert done.returncode == 0, done.stderr
-    before, after = done.stderr.split("4x from here on")
-    assert ("not trained to skip" in before, after.count("not trained to skip")) == (False, 1)
+    before, after = done.stderr.split("1.2x from here on")
+    mild, severe = after.split("4x from here on")
+    assert [each.count("not trained to skip") for each in (before, mild, severe)] == [0, 1, 1]
+    assert "expect no readable text" in severe
 
 
 def test_a_new_conversation_forgets(folder: Path) -> None:

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/../.."
 
 TORCH="torch==2.13.0"
 ENGINES=("$@")
-[ $# -gt 0 ] || ENGINES=(economize ctranslate2 openvino vllm llamacpp)
+[ $# -gt 0 ] || ENGINES=(economize ctranslate2 openvino vllm)
 
 requirements() {
 	case $1 in

@@ -65,7 +65,7 @@ def chat(
     told = [] if system is None else [Message("system", system)]
     render(load_tokenizer(model, revision), (*told, Message("user", "Hello")))
     loaded, tokenizer = load(model, dtype=dtype, device=device, revision=revision, adapter=adapter)
-    warning = _warn(loaded.config, schedule)
+    _warn(loaded.config, schedule)
     torch.manual_seed(seed)
     messages, kept = list(told), KeptPrompt(loaded)
     say(f"{speedup or schedule.target:g}x; {HELP}")
@@ -78,7 +78,7 @@ def chat(
                 speedup = _number(value)
                 schedule = trained_schedule(loaded.config, speedup, folder, horizon)
                 say(f"{speedup:g}x from here on")
-                warning = warning or _warn(loaded.config, schedule)
+                _warn(loaded.config, schedule)
         elif command == "/new":
             messages = list(told)
         elif command == "/quit":
@@ -92,13 +92,12 @@ def chat(
                 messages = [*asked, Message("assistant", text)]
 
 
-def _warn(config: PreTrainedConfig, schedule: Schedule) -> str | None:
-    """Say what skipping costs a model that was not trained for it, and return that."""
+def _warn(config: PreTrainedConfig, schedule: Schedule) -> None:
+    """Say what skipping so many layers costs a model that was not trained for it."""
     from ..core.checkpoint_config import untrained_warning
 
     if warning := untrained_warning(config, schedule):
         say(f"skipdecode: {warning}")
-    return warning
 
 
 def _number(value: str) -> float:

@@ -235,7 +235,8 @@ def _load(
     options = optimizations(given["quantization"], given["prepack"]) | ({"attention": attention} if attention else {})
     config = read_config(model) if shape is None else shape_config(shape)
     check_positions(config, tokens)
-    if measured is not None and shape is None:  # the dtype of random weights is known once they are made
-        check_profile(measured, config, given["dtype"], given["device"], **options)
+    if measured is not None:
+        random = shape is not None and given["dtype"] == "auto"  # random weights are then bfloat16, wherever they are
+        check_profile(measured, config, "bfloat16" if random else given["dtype"], given["device"], **options)
     make: Any = load if shape is None else random_model
     return *make(shape or model, dtype=given["dtype"], device=given["device"], **options), shape or model, options

@@ -54,7 +54,7 @@ class Bar:
     def __init__(self) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        described, rate = TextColumn("{task.description}"), TextColumn("{task.fields[rate]}")
+        described, rate = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[rate]}")
         self._progress = Progress(
             described, BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn(), console=err
         )

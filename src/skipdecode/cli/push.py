@@ -46,10 +46,11 @@ def push(
     from ..errors import FileError
     from ..hub.push import prepare as write
     from ..hub.push import push as upload
-    from ..training.plan import TrainingPlan
+    from ..training.options import read_run_file
+    from ..training.plan import command_of
 
     record = folder / "training.json"
-    trained_with = TrainingPlan.load(record, adapter=None).command() if record.is_file() else None
+    trained_with = command_of(read_run_file(record)) if record.is_file() else None
     if prepare is not None and prepare.exists() and any(prepare.iterdir()):
         raise FileError(f"{prepare} is not empty: give a new folder")
     with tempfile.TemporaryDirectory() as temporary:

@@ -60,6 +60,7 @@ def generate(
         >>> result.completions[0].text, result.cost.layer_ratio
     """
     texts = to_prompts(prompts)
+    check_options(options, batch_size, seed)
     schedule = given_schedule(speedup, schedule, full)
     decoding = None
     if not full:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from inspect import signature
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def check_options(options: Mapping[str, Any], batch_size: int = 1, seed: int | N
     if unsampled:
         raise UsageError(f"sampling options ({', '.join(unsampled)}) need do_sample as well (--do-sample)")
     new, least = options.get("max_new_tokens"), options.get("min_new_tokens")
-    if new is not None and (type(new) is not int or new < 1):
+    if new is not None and (not isinstance(new, Integral) or new < 1):
         raise UsageError(f"max_new_tokens is a number of tokens, 1 or more, not {new!r}")
     if new is not None and least is not None and least > new:
         raise UsageError(f"min_new_tokens {least} is more than max_new_tokens {new}")

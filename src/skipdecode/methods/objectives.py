@@ -36,7 +36,10 @@ class Objective:
     schedule: Schedule | None = None
 
     def prepare(self, model: nn.Module, inputs: dict[str, Any], schedule: Schedule) -> None:
-        """Prepare the loss before a training pass over ``inputs`` with ``schedule``, while no layer is skipped."""
+        """Prepare the loss before a training pass over ``inputs`` with ``schedule``, while no layer is skipped.
+
+        ``inputs`` are those of the model, and ``prompt_length``, which only a pass that skips takes.
+        """
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Return the loss of a batch, a scalar; :func:`token_loss` explains the labels."""

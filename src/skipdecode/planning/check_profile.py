@@ -20,11 +20,11 @@ def check_profile(
         ModelError: the device does not exist.
     """
     kind, place = placement(config, dtype, device)
-    kind = config.dtype or torch.float32 if kind == "auto" else kind
+    kind = config.dtype if kind == "auto" else kind  # None: only the weights tell
     profile.check(
         shape=shape_of(config),
         machine=machine(place),
         device=torch.device(place).type,
-        dtype=str(kind).removeprefix("torch."),
+        dtype=None if kind is None else str(kind).removeprefix("torch."),
         options=options,
     )

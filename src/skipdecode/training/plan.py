@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -33,8 +34,8 @@ EITHER_OR = (("speedup", "speedups"), ("model", "from_config"), ("max_steps", "n
 
 #: Learning rates of all weights with AdamW, and of adapters with Muon.
 RATE, ADAPTER_RATE = 5e-5, 1.5e-3
-#: Options that name files or folders of the user's, or where a run reports to.
-OWN = frozenset("model output data prompts adapter teacher from_config tokenizer schedule report_to".split())
+#: Options that name files or folders of the user's.
+FILES = frozenset("data prompts adapter teacher from_config tokenizer schedule".split())
 
 DATA = "Data"
 ADAPTERS = "Adapters and own texts"
@@ -396,20 +397,6 @@ class TrainingPlan:
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         return plain | ({"schedule": self.schedule.to_dict()} if self.schedule else {})
 
-    def command(self) -> str:
-        """Return the command line of the options that are not the defaults, without names of the user's files."""
-        words = ["skipdecode", "train", "MODEL"]
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value != each.default and each.name not in OWN:
-                items = value if isinstance(value, tuple) else (value,)
-                shown = ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in items)
-                if isinstance(value, bool):
-                    words += [option_name(each.name if value else f"no_{each.name}")]
-                else:
-                    words += [option_name(each.name), shown]
-        return " ".join(words)
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str | Path = "the plan") -> TrainingPlan:
         """Make a plan from some or all of its fields. Raises UsageError, naming ``source``, for an unknown field."""
@@ -437,6 +424,24 @@ class TrainingPlan:
             if any(name in overrides for name in group):
                 values = {name: value for name, value in values.items() if name not in group}
         return cls.from_dict(values | overrides, path)
+
+
+def command_of(values: Mapping[str, Any]) -> str:
+    """Return the command line of a run's options, less the defaults; DATA and the like stand for files."""
+    words = ["skipdecode", "train", *(["MODEL"] if values.get("model") else [])]
+    for each in fields(TrainingPlan):
+        value = values.get(each.name)
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if value in (None, each.default) or each.name in ("model", "output", "report_to"):
+            continue
+        if isinstance(value, bool):
+            words += [option_name(each.name if value else f"no_{each.name}")]
+        elif each.name in FILES:
+            words += [option_name(each.name), each.name.upper()]
+        else:
+            shown = ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in items)
+            words += [option_name(each.name), shown]
+    return shlex.join(words)
 
 
 @cache
