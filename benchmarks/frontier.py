@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -246,14 +247,15 @@ def save(rows: Sequence[Mapping[str, Any]], about: Mapping[str, str], batches: S
     folder.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(dict(row)) for row in rows)
     write(folder / "table.json", f'{{"about": {json.dumps(dict(about))},\n"rows": [\n{lines}\n]}}\n')
-    figure, panels = plt.subplots(1, len(batches), figsize=(5 * len(batches), 4.2), layout="constrained", squeeze=False)
+    figure, panels = plt.subplots(1, len(batches), figsize=(5 * len(batches), 5), layout="constrained", squeeze=False)
     for panel, batch in zip(panels[0], batches, strict=True):
-        for row in (each for each in rows if f"ratio_{batch}" in each):
-            panel.plot(row[f"ratio_{batch}"], row["nats"], "o")
-            panel.annotate(row["way"], (row[f"ratio_{batch}"], row["nats"]), (4, 4), textcoords="offset points", size=7)
+        for number, row in enumerate(rows):
+            look = {"color": f"C{number}", "marker": "osv^<>DPX*"[number % 10], "linestyle": "", "alpha": 0.8}
+            panel.plot(row.get(f"ratio_{batch}", math.nan), row["nats"], label=row["way"], **look)
         panel.set(xlabel="tokens per second, times full depth's in bfloat16", ylabel="nats of its texts, to full depth")
         panel.set_title(f"batch {batch}")
-        panel.margins(x=0.4, y=0.1)
+        panel.margins(x=0.1, y=0.1)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.savefig(folder / "frontier.png", dpi=110)
 
 
