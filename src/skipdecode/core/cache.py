@@ -91,6 +91,7 @@ class SkipCache(DynamicCache):
         self._keep: frozenset[int] = frozenset(range(len(self.layers)))  # layers that the next step still runs
         self._holds = [True] * len(self.layers)  # by layer: False once it is retired
         self._bytes = [0] * len(self.layers)  # memory of each layer when it last ran
+        self._held = 0  # sum of _bytes
         self._prefix_rows: int | None = None
         if prefix is not None:
             self._begin_with(prefix)
@@ -105,7 +106,7 @@ class SkipCache(DynamicCache):
         self._length = length
         self._prefix_rows = next(layer.keys.shape[0] for layer in self.layers if not isinstance(layer, STATELESS))
         self._bytes = [layer_kv_bytes(layer) for layer in self.layers]
-        self.peak_kv_bytes = sum(self._bytes)
+        self._held = self.peak_kv_bytes = sum(self._bytes)
 
     def begin_prompt(self) -> None:
         """Announce that the next pass runs (part of) a prompt. Raises CacheError if a layer has lost its state."""
@@ -193,14 +194,17 @@ class SkipCache(DynamicCache):
                 f"layer {index} ran without asking the SkipCache (gradient checkpointing drops caches in training "
                 "mode: call model.eval(); else this model keeps its states elsewhere)"
             )
+        self._held += held - self._bytes[index]
         self._bytes[index] = held
-        self.peak_kv_bytes = max(self.peak_kv_bytes, sum(self._bytes))
+        if self._held > self.peak_kv_bytes:
+            self.peak_kv_bytes = self._held
         if index not in self._keep:
             self._retire(index)
 
     def _retire(self, index: int) -> None:
         """Replace a layer by an empty attention layer, so that transformers sizes masks by a layer that still runs."""
         self.layers[index], self._holds[index] = DynamicLayer(), False
+        self._held -= self._bytes[index]
         self._bytes[index] = 0
 
     @torch.compiler.disable
