@@ -22,6 +22,7 @@ from helpers.families import (
     prompts,
     run,
 )
+from helpers.profiles import profile_of
 from helpers.tiny import TEXTS
 from skipdecode import Schedule, ScheduleError, SkipCache, attach, detach, teacher_forced
 from skipdecode.adapters.damage import damage
@@ -291,7 +292,9 @@ def test_probing_finds_what_a_stand_in_saves(checkpoint: Path, tmp_path: Path) -
         "rank": 16,
         "where": {"dtype": "float32"},
     }
-    found = probe_model(str(checkpoint), (2, 1), folder=tmp_path, **options)
+    profile = tmp_path / "profile.json"
+    profile_of(checkpoint, prepack=True).save(profile)
+    found = probe_model(str(checkpoint), (2, 1), folder=tmp_path, profile=profile, **options)
     assert [each.schedule for each in found.tried] == [*candidates(8, 1), *candidates(8, 2)]
     for each in found.tried:
         if each.schedule.is_full:
@@ -299,10 +302,16 @@ def test_probing_finds_what_a_stand_in_saves(checkpoint: Path, tmp_path: Path) -
             assert each.bare.agreement == 1
         else:
             assert 0 < each.stand_ins.kl < each.bare.kl
+        # Layers take half of a step's time, so without half of them it takes three quarters.
+        assert each.step_clock == pytest.approx(1 if each.schedule.is_full else 4 / 3)
     assert [each.speedup for each in found.best] == [1, 2]
+    assert found.batch_size == 8  # the profile's largest
+    assert found.hours(found.best[1]) * found.best[1].tokens_per_second * 3600 == pytest.approx(found.tokens)
     assert f"--prompts {prompts} --adapter-rank 16 --max-new-tokens 12 --speedups 2" in found.advice
     with pytest.raises(UsageError, match="1 to 8, the model's number of layers"):
         probe_model(str(checkpoint), (2, 9), **options)
+    with pytest.raises(UsageError, match="batches of 1 to 8 rows and up to 112 positions"):
+        probe_model(str(checkpoint), (2,), profile=profile, **options | {"max_new_tokens": 90})
     texts = (tmp_path / "texts.jsonl").read_text()
     again = probe_model(str(checkpoint), (2,), folder=tmp_path, **options)
     assert (tmp_path / "texts.jsonl").read_text() == texts

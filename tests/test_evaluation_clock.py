@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
+from helpers.profiles import profile_of
 from helpers.tiny import run, write_examples
 from skipdecode import Schedule
 from skipdecode.errors import SkipDecodeError
 from skipdecode.evaluation import evaluate as evaluation
 from skipdecode.evaluation.calibration import CalibrationPlan, calibrate
 from skipdecode.evaluation.evaluate import EvaluationPlan, evaluate
-from skipdecode.planning.profile import Pass, Profile, shape_of
-from skipdecode.weights.device import machine
-from skipdecode.weights.loading import load, read_config
+from skipdecode.weights.loading import load
 
 FEW: dict[str, Any] = {"max_new_tokens": 9, "batch_size": 4, "timing_rows": 8, "repeats": 1}
 
@@ -25,14 +24,6 @@ FEW: dict[str, Any] = {"max_new_tokens": 9, "batch_size": 4, "timing_rows": 8, "
 def data(tmp_path: Path) -> Path:
     """Prompts with responses."""
     return write_examples(tmp_path / "rows.jsonl")
-
-
-def profile_of(checkpoint: Path, **options: Any) -> Profile:
-    """Of eight layers that take as long as all that is beyond them."""
-    passes = tuple(Pass(size, length, (0.00125,), 0.01, 0.0) for size in (1, 8) for length in (4, 90))
-    placed: dict[str, Any] = {"shape": shape_of(read_config(str(checkpoint))), "machine": machine("cpu")}
-    placed |= {"model": "made", "dtype": "float32", "device": "cpu", "options": options}
-    return Profile(**placed, kinds=("layer",), layers=(0,) * 8, prompts=passes, steps=passes)
 
 
 def test_what_makes_layers_faster_holds_for_every_row_and_is_said(

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from skipdecode.data.metrics import DEFAULT, Bleu, Metric, Repetition, RougeL, bootstrap
+from skipdecode.data.metrics import DEFAULT, Bleu, Metric, Repetition, RougeL, bootstrap, distinct
 
 WORDS = "The café by the river serves English food . It isn't cheap , but family-friendly ; £20-25 !".split()
 
@@ -108,3 +108,11 @@ def test_repetition_is_what_a_text_had_before(rounds: int) -> None:
     share = Repetition().score([" ".join(words * rounds)], [[]])
     assert share == pytest.approx(100 * (1 - min(len(words), total) / total))
     assert Repetition().score(["", "one two three"], [[], []]) == 0
+
+
+@pytest.mark.parametrize("copies", [1, 2, 5])
+def test_what_several_texts_say_is_counted_once(copies: int) -> None:
+    """Pairs of words, in each text by itself: what one text ends with and the next begins with is no pair."""
+    texts = ["a b c", "d", "b c!"] * copies
+    assert distinct(texts) == pytest.approx(100 * 3 / (4 * copies))
+    assert distinct(["", "word"]) == 0

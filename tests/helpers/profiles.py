@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from skipdecode.planning.profile import Pass, Profile
+from pathlib import Path
+from typing import Any
+
+from skipdecode.planning.profile import Pass, Profile, shape_of
+from skipdecode.weights.device import machine
+from skipdecode.weights.loading import read_config
 
 SIZES, LENGTHS = (1, 4, 16), (16, 128, 512)
 
@@ -35,3 +40,11 @@ def made(
         prompts=tuple(prefill(*cell) for cell in cells),
         steps=tuple(step(*cell) for cell in cells),
     )
+
+
+def profile_of(checkpoint: Path, **options: Any) -> Profile:
+    """Of eight layers that take as long as all that is beyond them."""
+    passes = tuple(Pass(size, length, (0.00125,), 0.01, 0.0) for size in (1, 8) for length in (4, 90))
+    placed: dict[str, Any] = {"shape": shape_of(read_config(str(checkpoint))), "machine": machine("cpu")}
+    placed |= {"model": "made", "dtype": "float32", "device": "cpu", "options": options}
+    return Profile(**placed, kinds=("layer",), layers=(0,) * 8, prompts=passes, steps=passes)

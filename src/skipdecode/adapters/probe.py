@@ -25,6 +25,9 @@ from ..errors import UsageError
 from ..files import write
 from ..generation.generate import max_positions
 from ..generation.jobs import GenerationJob
+from ..planning.check_profile import check_profile
+from ..planning.planner import Predictor, Workload
+from ..planning.profile import Profile
 from ..weights.loading import load, read_config, refuse_adapter
 from .closed_form import fit_stand_ins
 from .damage import Damage, damage
@@ -39,6 +42,10 @@ from .own_texts import SAMPLED, own_texts
 WORTH = 0.35
 #: Rank of stand-ins, as training has it, and the longest text.
 RANK, TOKENS = 256, 96
+#: Own texts of the command that is advised, and how often training passes over them.
+OWN_TEXTS, EPOCHS = 4000, 3
+#: Tokens of the prompts, in steps whose seconds a profile tells.
+PROMPT = 32
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class Tried:
         bare: distance without anything in the place of skipped layers.
         stand_ins: distance with stand-ins fitted in closed form to other texts.
         tokens_per_second: that training takes here, measured over one batch.
+        step_clock: seconds of full depth's decode step over those of this one, by a profile of the bare model.
     """
 
     speedup: float
@@ -58,14 +66,25 @@ class Tried:
     bare: Damage
     stand_ins: Damage
     tokens_per_second: float
+    step_clock: float | None = None
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What :func:`probe_model` found, from the slowest speed-up on; ``options`` are those that training needs too."""
+    """What :func:`probe_model` found.
+
+    Attributes:
+        model: its name.
+        tried: all choices of layers, from the slowest speed-up on.
+        tokens: of texts, that the advised training learns from in all.
+        batch_size: of the steps of ``step_clock``.
+        options: those that training needs too.
+    """
 
     model: str
     tried: Sequence[Tried]
+    tokens: int
+    batch_size: int | None = None
     options: Sequence[str] = ()
 
     @property
@@ -77,25 +96,31 @@ class Probe:
             for speedup in speedups
         ]
 
+    def hours(self, each: Tried) -> float:
+        """Return how long the advised training would take for this one alone."""
+        return self.tokens / each.tokens_per_second / 3600 if each.tokens_per_second else 0.0
+
     @property
     def advice(self) -> str:
-        """Return which speed-ups are worth training for, how, and how long a million tokens take."""
+        """Return which speed-ups are worth training for, how, and how long it takes."""
         best = [each for each in self.best if not each.schedule.is_full]
         if not best:
             return "full depth needs no training"
         kept = ", ".join(f"{each.speedup:g}x {each.stand_ins.agreement:.0%}" for each in best)
         worth = [each for each in best if each.stand_ins.agreement >= WORTH] or best[:1]
-        hours = sum(1e6 / each.tokens_per_second for each in worth) / 3600
+        hours = sum(map(self.hours, worth))
         told = f"Before training, linear maps keep of full depth's likeliest tokens: {kept}. Training adds to that."
         if worth[0].stand_ins.agreement < WORTH:
             told += f" Below {WORTH:.0%} expect little; the command is for the slowest."
-        return f"{told} A million tokens take {hours:.1f} hours here:\n{self.command(worth)}"
+        learnt = f"Learning from {self.tokens / 1e6:.1f} million tokens takes at most {hours:.1f} hours here"
+        return f"{told} {learnt}, after the writing of the texts:\n{self.command(worth)}"
 
     def command(self, worth: Sequence[Tried]) -> str:
         """Return the command that learns some of the speed-ups."""
         speedups = ",".join(f"{each.speedup:g}" for each in worth)
         schedule, layers = worth[-1].schedule, worth[-1].schedule.num_layers
-        words = ["skipdecode", "train", self.model, "--own-texts", "4000", *self.options, "--speedups", speedups]
+        words = ["skipdecode", "train", self.model, "--own-texts", str(OWN_TEXTS), *self.options]
+        words += ["--speedups", speedups]
         if schedule.order != "top":
             words += ["--order", str(schedule.order)]
         elif schedule.warmup != warmup_layers(layers, worth[-1].speedup):
@@ -126,6 +151,7 @@ def probe_model(
     folder: Path | None = None,
     batch_size: int = 8,
     seed: int = 0,
+    profile: Path | None = None,
     where: Mapping[str, Any] | None = None,
     on_progress: Callable[[str, int, int], object] = lambda what, done, total: None,
     say: Callable[[str], object] = lambda message: None,
@@ -141,21 +167,30 @@ def probe_model(
         rank: of the stand-ins.
         folder: keeps ``texts.jsonl`` and ``probe.json``.
         batch_size, seed: of the texts; batches of the same size are measured.
+        profile: file of :mod:`skipdecode.planning.profile`, measured with this model here; its largest batch is told.
         where: ``dtype``, ``device`` and ``revision``, as :func:`skipdecode.load` takes them.
         on_progress: called with what is being done, and how much of it is done and in all.
         say: called with messages for the user.
 
     Raises:
-        UsageError: fewer than four texts are left, or ``name`` is an adapter.
+        UsageError: fewer than four texts are left, ``name`` is an adapter, or the profile is for something else.
         SkipDecodeError: the model, or the prompts, cannot be read.
     """
     refuse_adapter(name, "probe")
     task, where = get_task("jsonl"), dict(where or {})
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    speedups, layers = sorted({*speedups}), layer_count(read_config(name, where.get("revision")))
+    config = read_config(name, where.get("revision"))
+    speedups, layers = sorted({*speedups}), layer_count(config)
     if not 1 <= speedups[0] <= speedups[-1] <= layers:
         raise UsageError(f"speed-ups are 1 to {layers}, the model's number of layers, not {speedups}")
+    predictor, rows = None, None
+    if profile is not None:
+        measured_here = Profile.load(profile)
+        options = measured_here.options  # of the jobs to come
+        check_profile(measured_here, config, where.get("dtype", "auto"), where.get("device"), **options)
+        rows = max(one.batch_size for one in measured_here.steps)
+        predictor = Predictor(measured_here, [Workload(rows, PROMPT, max_new_tokens)])
     options = SAMPLED | {"max_new_tokens": max_new_tokens}
     job = GenerationJob(name, task=task, batch_size=max(batch_size, 32), seed=seed, options=options, **where)
     done = 0
@@ -198,13 +233,15 @@ def probe_model(
         fit_stand_ins(adapter, fitted_to)
         (mapped,) = damage(measured, [schedule])
         speed = 0.0 if schedule.is_full else _tokens_per_second(AdapterLearner(model, adapter), schedule, measured[0])
-        tried.append(Tried(speedup, schedule, bare, mapped, speed))
+        step_clock = predictor.ratios(schedule)["step"] if predictor else None
+        tried.append(Tried(speedup, schedule, bare, mapped, speed, step_clock))
         put_adapter(model, None)
     on_progress("choices of layers", len(chosen), len(chosen))
     told = [] if prompts is None else ["--prompts", str(prompts)]
     told += [] if rank == RANK else ["--adapter-rank", str(rank)]
-    told += [] if max_new_tokens == TOKENS else ["--max-new-tokens", str(max_new_tokens)]
-    found = Probe(name, tried, told)
+    told += ["--max-new-tokens", str(max_new_tokens)]
+    tokens = sum(map(_tokens, measured)) * OWN_TEXTS * EPOCHS // (len(texts) - half)
+    found = Probe(name, tried, tokens, rows, told)
     if folder is not None:
         write(folder / "probe.json", json.dumps(found.to_dict(), indent=1) + "\n")
     return found
@@ -212,5 +249,9 @@ def probe_model(
 
 def _tokens_per_second(learner: AdapterLearner, schedule: Schedule, texts: TextPasses) -> float:
     """Return how many of a batch's text tokens a second of training learns from."""
-    learnt = int((texts.batch["labels"][:, 2:] != -100).sum())
-    return learnt / learning_seconds(learner, [schedule], texts.batch)
+    return _tokens(texts) / learning_seconds(learner, [schedule], texts.batch)
+
+
+def _tokens(texts: TextPasses) -> int:
+    """Return how many tokens of a batch are learnt from."""
+    return int((texts.batch["labels"][:, 2:] != -100).sum())

@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,16 @@ class Repetition(_Mean):
         words = map(Agreement().tokenize, texts)
         grams = [[*zip(*(each[i:] for i in range(4)), strict=False)] for each in words]
         return np.array([[1 - len({*each}) / len(each) if each else 0.0] for each in grams])
+
+
+def distinct(texts: Sequence[str]) -> float:
+    """Return how varied texts are: the percentage of different ones among all their 2-grams (Li et al., 2016).
+
+    It falls with the length and number of texts: compare it only between texts for the same prompts. 0 without any.
+    """
+    words = map(Agreement().tokenize, texts)
+    grams = [gram for each in words for gram in pairwise(each)]
+    return 100 * len({*grams}) / len(grams) if grams else 0.0
 
 
 DEFAULT: tuple[Metric, ...] = (Bleu(), RougeL())

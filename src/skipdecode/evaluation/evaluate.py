@@ -31,7 +31,7 @@ from ..core.text_passes import TextPasses
 from ..data.chat import texts_for_a_chat_model
 from ..data.collation import batches_of
 from ..data.inputs import read_examples
-from ..data.metrics import DEFAULT, Agreement, Metric, Repetition, paired_scores
+from ..data.metrics import DEFAULT, Agreement, Metric, Repetition, distinct, paired_scores
 from ..data.tasks import Example, Task, get_task, subsample
 from ..data.tokenization import encode_prompts
 from ..errors import FileError, JobError, ModelError, UsageError
@@ -417,7 +417,10 @@ class Evaluation:
         """Return, as columns, how far a model's texts and next tokens are from the full model's."""
         full, tokenizer = self._model(self.reference.model)
         size, prompts = self.plan.batch_size, [example.prompt for example in self.examples]
-        found = {"text_loss": text_loss(full, tokenizer, [*zip(prompts, completions, strict=True)], size)}
+        found = {
+            "text_loss": text_loss(full, tokenizer, [*zip(prompts, completions, strict=True)], size),
+            "distinct": distinct([completion.text for completion in completions]),
+        }
         schedule = decoding or Schedule.full(layer_count(model.config))
         same_tokens = text_config(model.config).vocab_size == text_config(full.config).vocab_size
         # Where depths depend on the tokens, or the prompt leaves out layers, no one pass does what decoding does.

@@ -64,15 +64,16 @@ def draw_tradeoff(rows: Sequence[Mapping[str, Any]], metrics: Sequence[tuple[str
 
 
 def draw_probe(found: Probe, path: Path) -> None:
-    """Draw the distance from full depth by speed-up, bare and with stand-ins, of each choice of layers."""
+    """Draw the distance from full depth, bare and with stand-ins, by the speed-up of layers, or of a profile's step."""
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for name, label, mark in (("bare", "bare skipping", "x"), ("stand_ins", "with maps in their place", "o")):
-        points = [(each.speedup, getattr(each, name).kl) for each in found.tried]
+        points = [(each.step_clock or each.speedup, getattr(each, name).kl) for each in found.tried]
         color = axes.plot(*zip(*points, strict=True), mark, alpha=0.4)[0].get_color()
         speedups = sorted({speedup for speedup, _ in points})
         least = [min(kl for speedup, kl in points if speedup == each) for each in speedups]
         axes.plot(speedups, least, "-", color=color, label=f"{label}: the best layers")
-    axes.set(xlabel="fewer layers by", ylabel="KL from full depth (nats per token)", ylim=(0, None))
+    by = f"a decode step of {found.batch_size} texts is faster by" if found.batch_size else "fewer layers by"
+    axes.set(xlabel=by, ylabel="KL from full depth (nats per token)", ylim=(0, None))
     axes.set_title(f"{found.model}, without training")
     axes.legend()
     _save(figure, path)

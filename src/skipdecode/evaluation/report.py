@@ -12,7 +12,7 @@ from ..clock.timing import remarks, shown
 
 Row = Mapping[str, Any]
 #: Columns of rows without references: their names in JSON, and their heads.
-DISTANCES = {"kl": "KL", "top_1": "same token", "text_loss": "nats of its texts"}
+DISTANCES = {"kl": "KL", "top_1": "same token", "text_loss": "nats of its texts", "distinct": "distinct 2-grams"}
 
 
 def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
@@ -45,7 +45,7 @@ def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[li
         for name, _ in metrics:
             low, high = row[f"{name}_interval"]
             line += [f"{row[name]:.2f}", f"{row[f'{name}_difference']:+.2f} ({low:+.2f} to {high:+.2f})"]
-        digits = {name: 1 if name == "top_1" else 3 for name in (*distances, "loss")}
+        digits = {name: 1 if name in ("top_1", "distinct") else 3 for name in (*distances, "loss")}
         line += [f"{row[name]:.{count}f}" if name in row else "" for name, count in digits.items()]
         line += [
             f"{row['job_seconds_per_1k_tokens']:.2f}",

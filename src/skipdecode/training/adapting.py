@@ -45,7 +45,7 @@ def writing_job(plan: TrainingPlan, task: Task, engine: Engine, device: torch.de
     return GenerationJob(
         str(plan.model),
         task=task,
-        batch_size=max(plan.batch_size, WRITTEN) if device.type == "cpu" else TIMES * plan.batch_size,
+        batch_size=max(plan.rows, WRITTEN) if device.type == "cpu" else TIMES * plan.rows,
         seed=plan.seed,
         options=options,
         dtype="bfloat16" if plan.bf16 else "auto",
@@ -75,12 +75,12 @@ def forecast(
     schedules = plan.first_schedules(model.config)
     learner = make_learner(plan, model, schedules, (), str)
     collate = TextCollator(tokenizer.pad_token_id, max_length=max_positions(model.config))
-    for rows, tokens in ((1, 8), (plan.batch_size, longest)):  # the first is not counted
+    for rows, tokens in ((1, 8), (plan.rows, longest)):  # the first is not counted
         ids = {"prompt_ids": [tokenizer.pad_token_id] * 32, "response_ids": [tokenizer.pad_token_id] * tokens}
         batch = to_device(collate([ids] * rows), device)
         batch_seconds = learning_seconds(learner, [*schedules.values()], batch)
     batches = plan.gradient_accumulation_steps
-    steps = plan.max_steps or math.ceil(count * plan.num_train_epochs / (plan.batch_size * batches))
+    steps = plan.max_steps or math.ceil(count * plan.num_train_epochs / (plan.rows * batches))
     learning = steps * batches * batch_seconds
 
     whole, *parts = map(tqdm.format_interval, (writing + learning, writing, learning))

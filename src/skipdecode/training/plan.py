@@ -32,8 +32,9 @@ LONGEST = 100_000
 #: Options that exclude each other: one on the command line removes its whole group from the file's options.
 EITHER_OR = (("speedup", "speedups"), ("model", "from_config"), ("max_steps", "num_train_epochs"))
 
-#: Learning rates of all weights with AdamW, and of adapters with Muon.
+#: Learning rates of all weights with AdamW, and of adapters with Muon; and the rows of a batch.
 RATE, ADAPTER_RATE = 5e-5, 1.5e-3
+ROWS, ADAPTER_ROWS = 32, 8
 #: Options that name files or folders of the user's.
 FILES = frozenset("data prompts adapter teacher from_config tokenizer schedule".split())
 
@@ -66,7 +67,7 @@ class TrainingPlan:
     """
 
     model: str | None = option(
-        None, "Directory, hub name, or 'demo' for the embedded checkpoint; leave it out with --from-config."
+        None, "Directory, hub name, GGUF file, or 'demo' for the embedded checkpoint; leave it out with --from-config."
     )
     output: str = option("trained", "Folder for the trained checkpoint.")
     data: str | None = option(
@@ -78,7 +79,9 @@ class TrainingPlan:
     )
     num_train_epochs: float = option(3.0, "Passes over the data.", most=MANY)
     max_steps: int | None = option(None, "Stop after N optimizer steps instead.", least=1, most=10**9)
-    batch_size: int = option(32, "Rows per process and batch.", least=1, most=MANY)
+    batch_size: int | None = option(
+        None, "Rows per process and batch (default: 32; 8 with --adapters).", least=1, most=MANY
+    )
     gradient_accumulation_steps: int = option(1, "Batches per optimizer step.", least=1, most=MANY)
     learning_rate: float | None = option(None, "Peak learning rate (default: 5e-5; 1.5e-3 with --adapters).")
     seed: int = option(0, "Seed of new weights, data order, budgets and dropout.")
@@ -226,6 +229,13 @@ class TrainingPlan:
         if self.learning_rate is None:
             return ADAPTER_RATE if self.adapters else RATE
         return self.learning_rate
+
+    @property
+    def rows(self) -> int:
+        """Return the rows per process and batch: an adapter learns sooner in many small steps."""
+        if self.batch_size is None:
+            return ADAPTER_ROWS if self.adapters else ROWS
+        return self.batch_size
 
     @property
     def budgets(self) -> tuple[float, ...]:

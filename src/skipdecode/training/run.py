@@ -205,7 +205,7 @@ SAME = (
 
 #: Options that a resumed run must share. Others may differ, or show in what :func:`_record` adds.
 DECISIVE = (
-    "method weights distill_weight batch_size gradient_accumulation_steps lr_scheduler_type warmup_steps "
+    "method weights distill_weight gradient_accumulation_steps lr_scheduler_type warmup_steps "
     "weight_decay adam_beta2 lora_rank adapters adapter_rank bf16 attn_implementation seed"
 ).split()
 
@@ -216,8 +216,8 @@ def make_args(plan: TrainingPlan) -> TrainingArguments:
         output_dir=plan.output,
         max_steps=plan.max_steps or -1,
         learning_rate=plan.rate,
-        per_device_train_batch_size=plan.batch_size,
-        per_device_eval_batch_size=plan.batch_size,
+        per_device_train_batch_size=plan.rows,
+        per_device_eval_batch_size=plan.rows,
         use_cpu=not torch.accelerator.is_available(),
         bf16=plan.bf16 and not plan.adapters,  # the frozen model is in bfloat16 itself
         logging_steps=10,
@@ -254,7 +254,7 @@ def _schedules(
     @cache
     def measure() -> list[int]:
         responses = rows[:MEASURED]["response_ids"]
-        return batch_lengths([min(len(ids), max_new_tokens) for ids in responses], plan.batch_size)
+        return batch_lengths([min(len(ids), max_new_tokens) for ids in responses], plan.rows)
 
     style = plan.style_for(config)
 
@@ -317,5 +317,6 @@ def _record(
         "number of processes": args.world_size,
         "optimizer": "Muon" if plan.adapters else "AdamW",
         "learning_rate": plan.rate,
+        "batch_size": plan.rows,
         **({"layers": plan.layers} if plan.layers and get_method(plan.method).takes_layers else {}),
     } | {name: getattr(plan, name) for name in DECISIVE}
