@@ -450,6 +450,16 @@ def test_the_loss_of_texts_is_the_stock_models(checkpoint: Path) -> None:
     assert text_loss(model, tokenizer, texts, 2) == pytest.approx(nats / count, rel=1e-4)
 
 
+def test_texts_that_fill_all_positions_have_a_loss(checkpoint: Path) -> None:
+    """Batches are made wider for the allocator's sake, but not than a model with a table of positions allows."""
+    model, tokenizer = load(str(checkpoint), dtype="float32")
+    most, words = model.config.max_position_embeddings, TEXTS[0].split()
+    text = words[0]
+    while len(tokenizer(f"{TEXTS[0]} {text} {words[1]}")["input_ids"]) <= most:
+        text += f" {words[1]}"
+    assert text_loss(model, tokenizer, [(TEXTS[0], Completion(text, 1, "length"))], 1) > 0
+
+
 @pytest.mark.parametrize(("name", "words"), [("", "is a folder"), ("plot", "picture"), ("no/plot.png", "no folder")])
 def test_a_picture_needs_a_name_of_its_kind(tmp_path: Path, name: str, words: str) -> None:
     """F16: ``--png DIR`` wrote DIR.png."""

@@ -61,8 +61,8 @@ def test_refused_before_weights_are_read(
 
 
 def test_calibrate_fits_what_the_profile_predicts(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    """A profile of any options will do, since they are those of the jobs to come; all else is this machine's."""
-    profile = profile_of(checkpoint, prepack=True)
+    """A profile of any dtype and options will do: they are those of the jobs to come. All else is this machine's."""
+    profile = replace(profile_of(checkpoint, prepack=True), dtype="bfloat16")
     plan = CalibrationPlan(
         str(checkpoint), data, 1.5, batch_size=8, max_new_tokens=9, clock="step", profile=profile, output=tmp_path / "s"
     )
@@ -71,8 +71,8 @@ def test_calibrate_fits_what_the_profile_predicts(checkpoint: Path, data: Path, 
     assert result.after.ratio == pytest.approx(1.5, rel=0.1)
     assert result.after.step_layer_ratio > 2
     assert Schedule.load(tmp_path / "s") == result.schedule
-    with pytest.raises(SkipDecodeError, match="another dtype"):
-        calibrate(replace(plan, profile=replace(profile, dtype="bfloat16")), say=lambda _: None)
+    with pytest.raises(SkipDecodeError, match="another machine"):
+        calibrate(replace(plan, profile=replace(profile, machine="elsewhere")), say=lambda _: None)
 
 
 def test_a_clock_needs_a_profile(checkpoint: Path, data: Path, tmp_path: Path) -> None:

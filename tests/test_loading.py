@@ -541,6 +541,11 @@ def test_everything_of_a_name_is_read_from_one_place(
     (tmp_path / "demo" / "config.json").unlink()  # what is left is a tokenizer
     with pytest.raises(ModelError, match="a folder here"):
         loading.load_tokenizer("demo")
+    shutil.rmtree(tmp_path / "demo")
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "skipdecode_adapter.json").write_text("{}")  # an adapter stands for its model
+    with pytest.raises(ModelError, match="a folder here"):
+        loading.resolve("demo")
 
 
 def test_an_accelerator_is_found_and_its_weights_are_read_straight_onto_it(

@@ -147,6 +147,17 @@ def test_a_small_model_from_scratch_has_the_form_alone(model: tuple[Any, Any]) -
     assert get_method("scratch").prepare(small, 1) is small  # trained on
 
 
+def test_static_pruning_leaves_the_layers_that_skipdecode_runs(model: tuple[Any, Any]) -> None:
+    """By default too, where one bottom layer is never skipped."""
+    network, _ = model
+    for layers in ({}, {"warmup": 2}, {"order": "even"}):
+        asked: dict[str, Any] = {"warmup": 1, **layers}
+        kept = Schedule.for_speedup(2, 8, 9, decay="constant", **asked).layers(4)
+        ours = get_method("static").prepare(network, 2, **layers).state_dict()
+        theirs = prune(network, kept).state_dict()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_static_pruning_leaves_the_layers_that_are_asked_for(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     """Those that SkipDecode would run with this order and warm-up; other options of schedules are refused."""
     words = ["train", checkpoint, "--data", data, "--method", "static", "--speedup", 2, "--max-steps", 1]

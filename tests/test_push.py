@@ -19,6 +19,7 @@ from helpers.hub import Hub, hub
 from helpers.tiny import TEXTS, run, write_jsonl
 from skipdecode.weights.loading import DEMO
 
+RESULTS = Path(__file__).parents[1] / "results"
 COMMAND = [sys.executable, "-m", "skipdecode"]
 
 
@@ -81,7 +82,7 @@ def test_an_adapter_goes_up_and_comes_back(adapter: Path, checkpoint: Path, serv
 
 def test_a_checkpoint_goes_up_with_its_results(served: Hub, tmp_path: Path) -> None:
     """The embedded one, with a table as ``evaluate`` writes it: every score is in the metadata, at its speed-up."""
-    results = Path(__file__).parents[1] / "results" / "e2e"
+    results = RESULTS / "e2e"
     sent = call(tmp_path, served, "push", DEMO, "me/demo", "--results", results, "--dataset", "tuetschek/e2e_nlg")
     assert sent.returncode == 0, sent.stderr
     card = served.cards[0]
@@ -147,6 +148,7 @@ def test_a_card_names_a_command_that_can_be_typed(learnt: str, checkpoint: Path,
         (["fast", "--base-model", "you/base"], "USER/NAME"),
         (["me/fast", "--base-model", "/home/me/base"], "--base-model is USER/NAME"),
         (["me/fast", "--base-model", "you/base", "--results", "nowhere"], "nowhere"),
+        (["me/fast", "--base-model", "you/base", "--results", RESULTS / "e2e-methods"], "a table of one model"),
     ],
 )
 def test_what_cannot_be_uploaded_is_refused(options: list[Any], why: str, adapter: Path, tmp_path: Path) -> None:

@@ -539,11 +539,11 @@ def test_distillation_trains(checkpoint: Path, data: Path, tmp_path: Path, teach
 
 
 def test_a_calibrated_order_is_trained_for_every_budget(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    """An order from a schedule's file goes into all schedules; --schedule is taken as it is."""
+    """A ranking goes into all schedules; --schedule is taken as it is."""
     order = (0, 7, 3, 5, 1, 2, 4, 6)
     Schedule(8, 4, 2, horizon=6, order=order).save(tmp_path / "schedule.json")
     common = ("--data", data, "--max-steps", 1, "--eval-steps", 0)
-    more = ("--speedups", "2,4", "--order", tmp_path / "schedule.json", "--decay", "cosine")
+    more = ("--speedups", "2,4", "--order", ",".join(map(str, order)), "--decay", "cosine")
     done = run("train", checkpoint, *common, *more, "--output", tmp_path / "all")
     assert done.returncode == 0, done.stderr
     found = trained_schedules(AutoModelForCausalLM.from_pretrained(tmp_path / "all").config)

@@ -35,7 +35,7 @@ class Static(Method):
         """Return the model cut to the layers that a constant schedule runs at ``speedup``, with their weights."""
         count = layer_count(model.config)
         depth = flat_depth(speedup, count)
-        return prune(model, Schedule.full(count).replace(**layers).flat(depth).layers(depth))
+        return prune(model, Schedule(count, depth, depth, 1, **layers).layers(depth))
 
 
 class Scratch(Static):

@@ -104,7 +104,9 @@ def put_adapter(model: nn.Module, adapter: Adapter | None, gates: GateState | No
         gates.entry_before = entry = getattr(config, CONFIG_KEY, None)
     gates.adapter = adapter
     if adapter is not None:
-        adapter.to(next(model.parameters()).device)
+        device = next(model.parameters()).device
+        if device.type != "meta":  # else accelerate brings the weights for each pass
+            adapter.to(device)
         entry = to_config_entry(adapter.schedules)
     set_entry(config, entry)
 

@@ -387,8 +387,8 @@ def _check(plan: CalibrationPlan, config: Any) -> Method:
     if plan.profile is not None:
         if method.order is None:
             raise UsageError(f"{method.name} has its own rule for depths: it fits layers only")
-        # Calibration times nothing, so it has no options of its own to compare with the profile's.
-        check_profile(plan.profile, config, device=plan.device, **plan.profile.options)
+        # Calibration times nothing, so it has no dtype or options of its own to compare with the profile's.
+        check_profile(plan.profile, config, plan.profile.dtype, plan.device, **plan.profile.options)
     if not 1 < plan.speedup <= layers:
         raise UsageError(f"a speed-up is above 1 and at most the number of layers ({layers}), not {plan.speedup:g}")
     if plan.save and (resolve(plan.model) == str(DEMO) or not Path(resolve(plan.model)).is_dir()):

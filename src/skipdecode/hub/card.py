@@ -97,7 +97,7 @@ def model_card(
         datasets: hub names of what it was trained on.
 
     Raises:
-        FileError: ``results`` holds no table of ``skipdecode evaluate``.
+        FileError: ``results`` holds no table of ``skipdecode evaluate``, or one of several models.
     """
     table = None if results is None else _table(results)
     name, speeds = repo.split("/")[-1], [speed for speed in schedules if speed > 1]
@@ -147,6 +147,9 @@ def _table(results: Path) -> dict[str, Any]:
     table = read_json(results / "table.json")
     if not isinstance(table, dict) or not {"about", "rows"} <= table.keys():
         raise FileError(f"{results} holds no table of skipdecode evaluate")
+    compared = sorted({row["model"] for row in table["rows"][1:]})
+    if len(compared) > 1:
+        raise FileError(f"{results} compares {', '.join(compared)}: a card takes a table of one model at its speeds")
     return table
 
 

@@ -74,15 +74,13 @@ def _refuse(option: str, value: Any, what: str) -> NoReturn:
 
 
 def read_order(value: Any) -> str | tuple[int, ...] | None:
-    """Return a layer order from a name, a ranking or a schedule's file; None stays. Raises UsageError for others."""
+    """Return a layer order from a name or a ranking; None stays. Raises UsageError for others."""
     if value is None or value in ORDERS:
         return value
-    if isinstance(value, str | Path) and "," not in str(value)[:4] and Path(value).is_file():
-        return Schedule.load(value).order
     try:
         return convert_value("order", tuple[int, ...], value, {"least": 0, "most": MOST_LAYERS})
     except UsageError:
-        _refuse("--order", value, f"takes {', '.join(ORDERS)}, layers with commas between, or a schedule's file")
+        _refuse("--order", value, f"takes {', '.join(ORDERS)}, or layers with commas between")
 
 
 def read_schedule(value: Any) -> Schedule | None:

@@ -153,7 +153,7 @@ class TrainingPlan:
         None, "Take the paper's budgets over N generated tokens, instead of fitting.", BUDGETS, least=1, most=MANY
     )
     order: str | tuple[int, ...] | None = option(
-        None, "Layer order: top, bottom, even, or a schedule's JSON file to take it from (default: top).", BUDGETS
+        None, "Layer order: top, bottom, even, or all layers, those that run longest first (default: top).", BUDGETS
     )
     decay: Literal["linear", "cosine", "exponential", "power", "step", "constant"] | None = option(
         None, "Shape of the fall of the depth (default: linear; with --adapters constant).", BUDGETS

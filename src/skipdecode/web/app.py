@@ -79,11 +79,11 @@ def page(model: Any, tokenizer: Any, schedules: Mapping[float, Schedule], name: 
     def write(text: str, as_message: bool, most: float) -> Iterator[list[str]]:
         prompt: Prompt = (Message("user", text),) if as_message else text
         try:
+            if len(text) > CHARACTERS:
+                raise UsageError(f"a prompt has at most {CHARACTERS:,} characters here")
             (ids,) = encode_prompts(tokenizer, [prompt])
             if not text.strip() or not ids:
                 raise UsageError("write a prompt first")
-            if len(text) > CHARACTERS:
-                raise UsageError(f"a prompt has at most {CHARACTERS:,} characters here")
             if limit and len(ids) + most > limit:
                 raise UsageError(
                     f"the prompt has {len(ids):,} tokens: with {most:g} more it is over the model's {limit:,}"

@@ -75,7 +75,7 @@ def resolve(name: str, files: Sequence[str] = ("config.json",)) -> str:
     """
     path = Path(name)
     if name == "demo":
-        if any((path / file).exists() for file in ("config.json", "tokenizer_config.json")):
+        if is_adapter(path) or any((path / file).exists() for file in ("config.json", "tokenizer_config.json")):
             raise ModelError("demo is the embedded checkpoint, and a folder here: give ./demo, or rename the folder")
         return str(DEMO)
     if path.is_dir():
