@@ -112,7 +112,7 @@ def adapter(args: argparse.Namespace) -> None:
         for speedup in (1.5, 2)
     }
     learnt, bare = deepcopy(model), attach(model)
-    attach(learnt, adapter=Adapter(args.width, 256, schedules))
+    attach(learnt, adapter=Adapter(args.width, 256, schedules).to(model.dtype))  # as one that is loaded computes
     print(json.dumps({"command": shlex.join(["python", *sys.argv]), "machine": machine()}), flush=True)
     for batch in args.batch:
         for speedup, plan in schedules.items():

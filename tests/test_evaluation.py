@@ -425,7 +425,9 @@ def test_prompts_alone_are_evaluated_by_agreement(checkpoint: Path, tmp_path: Pa
     assert all(0 <= row["agreement"] < 100 and "bleu" not in row and "loss" not in row for row in rows)
     assert rows[0]["agreement"] > rows[1]["agreement"]
     table = (tmp_path / "out" / "table.md").read_text()
-    assert all(head in table for head in ("agreement", "repeated 4-grams", "KL", "same token", "nats of its texts", "2-grams"))
+    assert all(
+        head in table for head in ("agreement", "repeated 4-grams", "KL", "same token", "nats of its texts", "2-grams")
+    )
     assert all(0 < row["distinct"] <= 100 for row in (full, *rows))
     # The full model's distance from itself is none, and its greedy texts are the likeliest to it.
     assert (full["kl"], full["top_1"]) == (0, 100)

@@ -18,6 +18,7 @@ from ..core.patch import Patch, put
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from ..errors import ModelError
+from ..generation.options import end_tokens
 from ..methods.base import Method
 from ..methods.objectives import Objective, token_loss
 
@@ -118,8 +119,7 @@ class Calm(MultiExit):
                 f"{type(model).__name__} has recurrent layers: one that a token leaves out keeps no state for the next"
             )
         install_exits(model)
-        ends = model.generation_config.eos_token_id
-        stops = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        stops = [*end_tokens({}, model.generation_config)]
         return partial(ConfidenceCache, reader=read_out(model), threshold=threshold, horizon=horizon, stops=stops)
 
 

@@ -102,7 +102,6 @@ def check_model(
     *,
     dtype: str = "float32",
     device: str | None = None,
-    attention: str | None = None,
     revision: str | None = None,
 ) -> Iterator[Finding]:
     """Load a model and yield one finding per claim of :data:`CHECKS`.
@@ -110,7 +109,7 @@ def check_model(
     Args:
         name: directory, hub name, or ``demo``.
         speedup: selects the schedule; its horizon is cut to 8 steps, so that few tokens run all of its depths.
-        dtype, device, attention, revision: as :func:`skipdecode.load` takes them.
+        dtype, device, revision: as :func:`skipdecode.load` takes them.
 
     Raises:
         UsageError: the schedule skips nothing.
@@ -122,7 +121,7 @@ def check_model(
     if schedule.is_full:
         raise UsageError("the schedule skips nothing, so there is nothing to check: give a speed-up of 2 or more")
     try:
-        model, _ = load(name, dtype=dtype, device=device, attention=attention, revision=revision)
+        model, _ = load(name, dtype=dtype, device=device, revision=revision)
     except UnsupportedModel as error:
         yield Finding(ATTACHES, False, str(error))
     else:
