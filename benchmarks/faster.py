@@ -113,7 +113,8 @@ def adapter(args: argparse.Namespace) -> None:
     }
     learnt, bare = deepcopy(model), attach(model)
     attach(learnt, adapter=Adapter(args.width, 256, schedules).to(model.dtype))  # as one that is loaded computes
-    print(json.dumps({"command": shlex.join(["python", *sys.argv]), "machine": machine()}), flush=True)
+    about = {"command": shlex.join(["python", *sys.argv]), "dtype": args.dtype, "machine": machine()}
+    print(json.dumps(about), flush=True)
     for batch in args.batch:
         for speedup, plan in schedules.items():
             ways = {

@@ -24,6 +24,7 @@ from helpers.tiny import run as command
 from helpers.tiny import write_jsonl
 from skipdecode import Schedule, attach, detach
 from skipdecode.clock.model_shapes import shape_config
+from skipdecode.core.adapter import Adapter
 from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import ModelError, UsageError
 from skipdecode.weights import memory, offload
@@ -148,6 +149,9 @@ def test_models_that_others_offloaded_skip(way: str, attached: str, tmp_path: Pa
     assert torch.equal(found, expected)
     width = inputs["input_ids"].shape[1]
     assert count == Counter(runs(TOP, width, found.shape[1] - width - 1))
+    adapter = Adapter(model.config.hidden_size, 4, {2.0: TOP})
+    attach(model, adapter=adapter)  # whose weights stay where they are, though the model's are on no device
+    assert torch.equal(run(model, inputs, TOP).sequences, found)  # new, it changes nothing
 
 
 def test_threads_wait_for_each_other(checkpoint: Path) -> None:

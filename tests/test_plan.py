@@ -68,6 +68,13 @@ def test_a_plan_goes_through_files_unchanged(values: dict[str, Any], tmp_path: P
         assert TrainingPlan.load(tmp_path / name) == plan
 
 
+def test_an_adapter_learns_in_smaller_batches() -> None:
+    """Unless the user says how large; a run's record has the number, not where it comes from."""
+    assert TrainingPlan(model="demo", data="rows.jsonl").rows > TrainingPlan(model="demo", own_texts=20).rows > 1
+    for values in ({"data": "rows.jsonl"}, {"own_texts": 20}):
+        assert TrainingPlan(model="demo", batch_size=5, **values).rows == 5
+
+
 def test_values_are_read_as_people_write_them(tmp_path: Path) -> None:
     """YAML takes 5e-4 for text; several values stand in a list, or have commas between, or are one."""
     (tmp_path / "run.yaml").write_text(

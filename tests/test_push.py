@@ -148,7 +148,7 @@ def test_a_card_names_a_command_that_can_be_typed(learnt: str, checkpoint: Path,
         (["fast", "--base-model", "you/base"], "USER/NAME"),
         (["me/fast", "--base-model", "/home/me/base"], "--base-model is USER/NAME"),
         (["me/fast", "--base-model", "you/base", "--results", "nowhere"], "nowhere"),
-        (["me/fast", "--base-model", "you/base", "--results", RESULTS / "e2e-methods"], "a table of one model"),
+        (["me/fast", "--base-model", "you/base", "--results", RESULTS / "e2e-methods"], "each speed once"),
     ],
 )
 def test_what_cannot_be_uploaded_is_refused(options: list[Any], why: str, adapter: Path, tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ WORTH = 0.35
 RANK, TOKENS = 256, 96
 #: Own texts of the command that is advised, and how often training passes over them.
 OWN_TEXTS, EPOCHS = 4000, 3
+#: Of a batch, as training an adapter has it.
+ROWS = 8
 #: Tokens of the prompts, in steps whose seconds a profile tells.
 PROMPT = 32
 
@@ -112,7 +114,7 @@ class Probe:
         told = f"Before training, linear maps keep of full depth's likeliest tokens: {kept}. Training adds to that."
         if worth[0].stand_ins.agreement < WORTH:
             told += f" Below {WORTH:.0%} expect little; the command is for the slowest."
-        learnt = f"Learning from {self.tokens / 1e6:.1f} million tokens takes at most {hours:.1f} hours here"
+        learnt = f"Learning from {self.tokens / 1e6:.1f} million tokens takes about {hours:.1f} hours here"
         return f"{told} {learnt}, after the writing of the texts:\n{self.command(worth)}"
 
     def command(self, worth: Sequence[Tried]) -> str:
@@ -129,7 +131,9 @@ class Probe:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as values for JSON."""
-        return {"model": self.model, "advice": self.advice, "tried": [asdict(each) for each in self.tried]}
+        tried = [asdict(each) | {"training_hours": self.hours(each)} for each in self.tried]
+        about = {"model": self.model, "advice": self.advice, "tokens": self.tokens, "batch_size": self.batch_size}
+        return about | {"tried": tried}
 
 
 def candidates(num_layers: int, speedup: float) -> Iterator[Schedule]:
@@ -149,7 +153,7 @@ def probe_model(
     max_new_tokens: int = TOKENS,
     rank: int = RANK,
     folder: Path | None = None,
-    batch_size: int = 8,
+    batch_size: int = ROWS,
     seed: int = 0,
     profile: Path | None = None,
     where: Mapping[str, Any] | None = None,
@@ -240,6 +244,8 @@ def probe_model(
     told = [] if prompts is None else ["--prompts", str(prompts)]
     told += [] if rank == RANK else ["--adapter-rank", str(rank)]
     told += ["--max-new-tokens", str(max_new_tokens)]
+    told += [] if batch_size == ROWS else ["--batch-size", str(batch_size)]
+    told += ["--bf16"] if model.dtype == torch.bfloat16 else []  # so that it takes as long as it was measured to
     tokens = sum(map(_tokens, measured)) * OWN_TEXTS * EPOCHS // (len(texts) - half)
     found = Probe(name, tried, tokens, rows, told)
     if folder is not None:

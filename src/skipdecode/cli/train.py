@@ -28,9 +28,8 @@ def train(
 ) -> None:
     """Fine-tune a model so that it writes well with layers skipped. The same command resumes after interruption.
 
-    With --own-texts the model writes what is learnt from, and stays as it is: OUTPUT is an adapter of some megabytes.
-
-    Else OUTPUT is a stock Hugging Face directory whose config carries the schedule.
+    With --own-texts the model writes what is learnt from. By default it then stays as it is, and OUTPUT is an adapter
+    of some megabytes; else OUTPUT is a stock Hugging Face directory whose config carries the schedule.
 
     skipdecode train HuggingFaceTB/SmolLM2-135M-Instruct --own-texts 4000 --speedups 1.5,2 --output fast
 

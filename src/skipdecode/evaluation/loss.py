@@ -17,7 +17,7 @@ from ..data.chat import Prompt
 from ..data.collation import batches, encoded
 from ..data.tasks import Example
 from ..errors import ModelError
-from ..generation.generate import max_positions
+from ..generation.generate import position_limit
 from ..generation.results import Completion
 
 
@@ -61,4 +61,4 @@ def text_loss(
             row["response_ids"] = row["response_ids"][:-1]  # it was cut off before an end
     rows = [row for row in rows if row["response_ids"]]
     full = Schedule.full(len(decoder_layers(model)))
-    return response_loss(model, batches(rows, tokenizer, size, max_positions(model.config), model.device), full)
+    return response_loss(model, batches(rows, tokenizer, size, position_limit(model.config), model.device), full)

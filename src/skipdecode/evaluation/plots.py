@@ -69,9 +69,8 @@ def draw_probe(found: Probe, path: Path) -> None:
     for name, label, mark in (("bare", "bare skipping", "x"), ("stand_ins", "with maps in their place", "o")):
         points = [(each.step_clock or each.speedup, getattr(each, name).kl) for each in found.tried]
         color = axes.plot(*zip(*points, strict=True), mark, alpha=0.4)[0].get_color()
-        speedups = sorted({speedup for speedup, _ in points})
-        least = [min(kl for speedup, kl in points if speedup == each) for each in speedups]
-        axes.plot(speedups, least, "-", color=color, label=f"{label}: the best layers")
+        best = dict(sorted(zip((each.speedup for each in found.tried), points, strict=True), key=lambda x: -x[1][1]))
+        axes.plot(*zip(*sorted(best.values()), strict=True), "-", color=color, label=f"{label}: the best layers")
     by = f"a decode step of {found.batch_size} texts is faster by" if found.batch_size else "fewer layers by"
     axes.set(xlabel=by, ylabel="KL from full depth (nats per token)", ylim=(0, None))
     axes.set_title(f"{found.model}, without training")

@@ -147,9 +147,9 @@ def _table(results: Path) -> dict[str, Any]:
     table = read_json(results / "table.json")
     if not isinstance(table, dict) or not {"about", "rows"} <= table.keys():
         raise FileError(f"{results} holds no table of skipdecode evaluate")
-    compared = sorted({row["model"] for row in table["rows"][1:]})
-    if len(compared) > 1:
-        raise FileError(f"{results} compares {', '.join(compared)}: a card takes a table of one model at its speeds")
+    told = [(row.get("model"), row.get("target")) for row in table["rows"][1:]]
+    if len({model for model, _ in told}) > 1 or len({*told}) < len(told):
+        raise FileError(f"{results} compares models, methods or schedules: a card takes one model, each speed once")
     return table
 
 

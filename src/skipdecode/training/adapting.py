@@ -33,8 +33,8 @@ from .plan import TrainingPlan
 
 #: The texts, in the run's folder.
 OWN_TEXTS = "own_texts.jsonl"
-#: Texts that are written at a time on a CPU, at least; elsewhere, for each that is learnt from at a time: keys and
-#: values take less memory than the probabilities of all tokens.
+#: Texts that are written at a time on a CPU, at least; and how many times as many elsewhere, where there is room:
+#: keys and values take less memory than the probabilities of all tokens.
 WRITTEN, TIMES = 32, 8
 
 
@@ -45,7 +45,7 @@ def writing_job(plan: TrainingPlan, task: Task, engine: Engine, device: torch.de
     return GenerationJob(
         str(plan.model),
         task=task,
-        batch_size=max(plan.rows, WRITTEN) if device.type == "cpu" else TIMES * plan.rows,
+        batch_size=max(plan.rows, WRITTEN) * (1 if device.type == "cpu" else TIMES),
         seed=plan.seed,
         options=options,
         dtype="bfloat16" if plan.bf16 else "auto",

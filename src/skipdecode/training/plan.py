@@ -153,7 +153,7 @@ class TrainingPlan:
         None, "Take the paper's budgets over N generated tokens, instead of fitting.", BUDGETS, least=1, most=MANY
     )
     order: str | tuple[int, ...] | None = option(
-        None, "Layer order: top, bottom, even, or all layers, those that run longest first (default: top).", BUDGETS
+        None, "Layer order: top, bottom, even, or all layers (0,2,1,…), longest running first (default: top).", BUDGETS
     )
     decay: Literal["linear", "cosine", "exponential", "power", "step", "constant"] | None = option(
         None, "Shape of the fall of the depth (default: linear; with --adapters constant).", BUDGETS
@@ -232,7 +232,7 @@ class TrainingPlan:
 
     @property
     def rows(self) -> int:
-        """Return the rows per process and batch: an adapter learns sooner in many small steps."""
+        """Return the rows per process and batch; an adapter's as `results/smollm2` was learnt."""
         if self.batch_size is None:
             return ADAPTER_ROWS if self.adapters else ROWS
         return self.batch_size
