@@ -45,6 +45,7 @@ OTHERS |= set(
     "--rounds --ways --smoke --forms --serving --servers --kv-gib --from --engine".split()
 )  # benchmarks/serving
 OTHERS |= VLLM | set("--gguf --pruned --family --width --vocab --count".split())  # frontier.py and faster.py
+OTHERS |= set("--questions --posts --summaries".split())  # recipes/prompts.py
 
 
 def name_of(path: Path) -> str:
