@@ -362,9 +362,6 @@ def test_bad_options_are_refused_at_the_start(options: dict[str, Any], message: 
 # --- configs of vLLM
 
 
-INT8_HEAD: dict[str, Any] = {"additional_config": {"skipdecode": {"int8_head": True}}}
-
-
 def vllm_config(**changes: Any) -> Any:
     """A config as vLLM's, as far as the plugin asks; changes by ``part__field``."""
     made = SimpleNamespace(
@@ -460,9 +457,6 @@ def test_a_stock_model_keeps_vllms_worker_whatever_is_asked() -> None:
         ({"cache_config__kv_sharing_fast_prefill": True}, "fast-prefill"),
         ({"cache_config__kv_offloading_size": 1.0}, "--kv-offloading-size"),
         ({"aux_output_config__enable_return_routed_experts": True}, "--enable-return-routed-experts"),
-        (INT8_HEAD | {"weight_transfer_config": object()}, "int8 head"),
-        (INT8_HEAD | {"parallel_config__tensor_parallel_size": 2}, "tensor parallelism"),
-        (INT8_HEAD | {"model_config__head_dtype": torch.float32}, "head_dtype"),
     ],
 )
 def test_what_was_not_shown_to_be_exact_is_refused(change: dict[str, Any], message: str) -> None:

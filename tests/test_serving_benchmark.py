@@ -127,7 +127,7 @@ def test_a_servers_name_says_its_options() -> None:
     assert plugin_options("3", 32, 100) == ["--speedup", "3"]
     limits = ["--load-waiting", "8", "--load-token-ms", "80.00"]
     assert plugin_options("1-5", 32, 100) == ["--speedup", "1", "--load-speedup", "5", *limits]
-    assert words({"prompt_layers": 8, "int8_head": True}) == ["--prompt-layers", "8", "--int8-head"]
+    assert words({"prompt_layers": 8, "adapter": "DIR"}) == ["--prompt-layers", "8", "--adapter", "DIR"]
 
 
 def test_what_requests_had_is_what_metrics_grew_by() -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from transformers import OPTConfig
 
 from skipdecode import Schedule
-from skipdecode.errors import ScheduleError
 from skipdecode.serving.depths import Step, Tables
-from skipdecode.serving.settings import Serving
 
 LAYERS = 24
 SCHEDULES = {
@@ -53,13 +50,3 @@ def test_a_full_step_is_known_by_its_requests_alone(requests: list[tuple[float, 
 def test_a_constant_depth_is_two_rows() -> None:
     """Prompts and steps, however long the horizon."""
     assert len(Tables({3.0: Schedule.for_speedup(3, LAYERS, 4096, decay="constant")}).of(3.0).runs) == 2
-
-
-@pytest.mark.parametrize("value", [1, "yes"])
-def test_an_int8_head_is_asked_for_or_not(value: object) -> None:
-    """True or false, off by default."""
-    config = OPTConfig(num_hidden_layers=LAYERS)
-    assert not Serving(config).int8_head
-    assert not Serving(config, {"int8_head": None, "speedups": None, "speedup": None}).int8_head
-    with pytest.raises(ScheduleError, match="int8_head must be true or false"):
-        Serving(config, {"int8_head": value})

@@ -37,7 +37,7 @@ def options(program: str, doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--kv-gib", type=int, default=2, help="for keys and values, of each engine")
     parser.add_argument("--eager", action="store_true", help="no torch.compile: loads faster")
     parser.add_argument("--engine", type=json.loads, default={}, help='options of both: \'{"quantization": "fp8"}\'')
-    parser.add_argument("--serving", type=json.loads, default={}, help="the plugin's: '{\"int8_head\": true}'")
+    parser.add_argument("--serving", type=json.loads, default={}, help="the plugin's: '{\"prompt_layers\": 8}'")
     parser.add_argument("--smoke", action="store_true", help="in a minute or two, whether it works: no figures")
     parser.add_argument("--python", default=".venv-vllm/bin/python", help="of the environment that has vLLM")
     parser.add_argument("--work", type=Path, default=Path("runs/serving"), help="checkpoints and logs")

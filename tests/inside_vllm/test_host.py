@@ -1,4 +1,4 @@
-"""What a step of vLLM costs beside its layers: work that is not done, and a head of 8 bits.
+"""What a step of vLLM costs beside its layers: work that is not done.
 
 The embedded checkpoint, eager. ``make test-vllm`` runs these in an environment of their own.
 """
@@ -13,15 +13,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-import torch
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
-from helpers.engine import Reference, Request, check_among_leavers, engine, runner, scheduler, serve
-from skipdecode.errors import UnsupportedModel
-from skipdecode.serving import blocks, head
-from skipdecode.serving import runner as runners
-from skipdecode.serving.head import Int8Product, multiplies_int8, quantize_head
+from helpers.engine import Request, engine, runner, scheduler, serve
+from skipdecode.serving import blocks
 from skipdecode.serving.narrow import Groups
 from skipdecode.weights.loading import DEMO
 
@@ -91,71 +87,3 @@ def test_the_log_says_at_the_start_what_becomes_of_blocks(monkeypatch: pytest.Mo
     with engine(DEMO):
         pass
     assert ["freed as layers retire, in 8 buckets of 3 layers" in text for text in lines] == [True]
-
-
-def test_reloaded_weights_have_an_int8_head_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM makes the products of reloaded weights anew, or leaves ours of the old ones."""
-    made: list[Any] = []
-    monkeypatch.setattr(runners, "quantize_head", made.append)
-    with engine(DEMO, additional_config={"skipdecode": {"int8_head": True}}) as it:
-        texts = serve(it, requests_of(4)).tokens
-        runner(it).reload_weights()
-        assert made == [runner(it).model] * 2
-        assert serve(it, requests_of(4)).tokens == texts
-
-
-@pytest.mark.skipif(not multiplies_int8(), reason="needs a CPU that multiplies int8")
-def test_an_int8_head_is_near_the_one_it_was_made_of_and_its_rows_stay_alone() -> None:
-    """Logits within the rounding of 8 bits; a request's text does not depend on who shares its steps."""
-    options = {"skipdecode": {"int8_head": True}}
-    requests = requests_of(24)
-    with engine(DEMO) as it:
-        floats = serve(it, requests)
-    with engine(DEMO, additional_config=options) as it:
-        model = runner(it).model
-        hidden = torch.randn(32, model.lm_head.weight.shape[1], generator=torch.Generator().manual_seed(0))
-        logits, exact = model.compute_logits(hidden), hidden @ model.lm_head.weight.T
-        exact = exact[:, : logits.shape[1]]
-        assert logits.dtype == torch.float32
-        assert 0 < (logits - exact).norm() < 0.02 * exact.norm()
-        together = serve(it, requests)
-        assert together.tokens == {i: serve(it, [request]).tokens[0] for i, request in enumerate(requests)}
-    firsts = [floats.tokens[i][0] == together.tokens[i][0] for i in range(len(requests))]
-    assert sum(firsts) >= 0.9 * len(firsts)
-
-
-class Rounded(torch.nn.Module):
-    """A head of 8 bits for our own ``generate``."""
-
-    def __init__(self, weight: Any) -> None:
-        super().__init__()
-        self.weight, self.product = weight, Int8Product(weight.detach())
-
-    def forward(self, x: Any) -> Any:
-        return self.product(x, self.weight, None)
-
-
-def test_texts_of_an_int8_head_are_those_of_generate_with_that_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in pieces, arrivals and clients that leave. Other CPUs multiply it worse, but alike in both."""
-    monkeypatch.setattr(head, "multiplies_int8", lambda: True)
-    reference = Reference("demo", most_new=40)
-    reference.model.lm_head = Rounded(reference.model.lm_head.weight)
-    options = {"skipdecode": {"int8_head": True}}
-    with engine(DEMO, additional_config=options, max_num_batched_tokens=24, enable_chunked_prefill=True) as it:
-        check_among_leavers(it, requests_of(48), reference, random.Random(2), leave=0.005)
-
-
-def test_an_int8_head_is_refused_where_it_would_round_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without VNNI or AMX the product loses far more than 8 bits do."""
-    monkeypatch.setattr(head, "multiplies_int8", lambda: False)
-    with (
-        pytest.raises(UnsupportedModel, match="int8_head needs a CPU that multiplies int8"),
-        engine(DEMO, additional_config={"skipdecode": {"int8_head": True}}),
-    ):
-        pass
-
-
-def test_a_head_that_is_none_of_floats_is_refused() -> None:
-    """With the option's name, before any request."""
-    with pytest.raises(UnsupportedModel, match="int8_head: Linear has no LM head of floats"):
-        quantize_head(torch.nn.Linear(2, 2))

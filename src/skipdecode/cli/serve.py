@@ -26,9 +26,6 @@ def serve(
     ] = None,
     prompt_layers: o.PromptLayers = None,
     adapter: o.Adapter = None,
-    int8_head: Annotated[
-        bool, Option("--int8-head", help="LM head with 8-bit weights (CPUs): steps are quicker, logits change.")
-    ] = False,
     load_speedup: Annotated[
         float | None,
         Option(
@@ -57,7 +54,6 @@ def serve(
         "speedup": speedup,
         "prompt_layers": parse_prompt_layers(prompt_layers),
         "adapter": None if adapter is None else str(adapter),
-        "int8_head": int8_head or None,
         "load_speedup": load_speedup,
         "load_waiting": load_waiting,
         "load_token_ms": load_token_ms,

@@ -100,16 +100,6 @@ def refuse(vllm_config: Any, serving: Serving) -> None:
             "weights that change while the server runs are no longer those that the adapter was trained on",
         ),
         (cache.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill is not supported"),
-        (serving.int8_head and worker == GPU, "int8_head is for CPUs"),
-        (serving.int8_head and parallel.tensor_parallel_size > 1, "int8_head was not tried with tensor parallelism"),
-        (
-            serving.int8_head and model.head_dtype != model.dtype,
-            "head_dtype asks for a head of floats, int8_head for one of 8 bits: leave one of them out",
-        ),
-        (
-            serving.int8_head and vllm_config.weight_transfer_config is not None,
-            "weights that change while the server runs would leave the int8 head as it was",
-        ),
     ]
     for is_asked, reason in refusals:
         if is_asked:

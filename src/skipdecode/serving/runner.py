@@ -24,7 +24,6 @@ from .blocks import in_buckets
 from .compiled import CompiledLayers, is_compiled
 from .depths import Step, Table, Tables
 from .gate import add_gates, layers_of
-from .head import quantize_head
 from .narrow import Narrowing, Prepared
 from .residual import adds_residual
 from .settings import Serving
@@ -54,7 +53,7 @@ class Skipping(Runner):
     skip_serving: Serving
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, put a gate on each decoder layer, and quantize the LM head if ``int8_head`` is set."""
+        """Load the model, and put a gate on each decoder layer."""
         super().load_model(*args, **kwargs)
         self.skip_tables = Tables(self.skip_serving.schedules, self._skip_adapter())
         layer = layers_of(self.model, self.skip_serving.num_layers)[-1]
@@ -64,8 +63,6 @@ class Skipping(Runner):
         config = self.vllm_config.compilation_config
         if self.skip_tables.kinds > 1 and config.backend == "inductor" and is_compiled(self.model):
             self.skip_plan.layers = CompiledLayers(config.inductor_compile_config)
-        if self.skip_serving.int8_head:
-            quantize_head(self.model)
 
     def _skip_adapter(self) -> Adapter | None:
         """Return the server's adapter. Raises ModelError if it was trained on another model."""
@@ -73,12 +70,6 @@ class Skipping(Runner):
             return None
         check_base_files(folder, checkpoint_files(self.model_config.model, self.model_config.revision))
         return read_adapter(folder).to(self.device, self.model_config.dtype).requires_grad_(False)
-
-    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Reload the weights, and quantize the LM head again."""
-        super().reload_weights(*args, **kwargs)
-        if self.skip_serving.int8_head:
-            quantize_head(self.model)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """Return vLLM's KV-cache specs with buckets. Raises UnsupportedModel if layers keep other state or share it."""

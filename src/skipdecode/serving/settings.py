@@ -24,7 +24,7 @@ from .buckets import Buckets, choose_buckets
 
 #: Keys of ``--additional-config '{"skipdecode": {…}}'``.
 LIMITS = ("load_waiting", "load_token_ms")
-OPTIONS = ("speedups", "speedup", "prompt_layers", "schedule", "adapter", "int8_head", "load_speedup", *LIMITS)
+OPTIONS = ("speedups", "speedup", "prompt_layers", "schedule", "adapter", "load_speedup", *LIMITS)
 #: Speed-ups that a server offers for a model without trained schedules, up to its number of layers.
 USUAL = (1.0, 2.0, 3.0, 5.0)
 
@@ -43,7 +43,6 @@ class Serving:
               schedule whose first step runs more uses that depth), or ``"max"``, the depth of the first step.
             - ``schedule``: one for every request, as :meth:`Schedule.to_dict` returns it, instead of these three.
             - ``adapter``: folder of an adapter, whose schedules take the place of the config's.
-            - ``int8_head``: whether to quantize the LM head to int8. Default: false.
             - ``load_speedup``, ``load_waiting``, ``load_token_ms``: the load policy, see
               :class:`~skipdecode.serving.policy.Load`.
 
@@ -74,11 +73,8 @@ class Serving:
         if self.adapter is not None:
             config, learnt = copy(config), read_schedules(self.adapter)
             set_entry(config, to_config_entry(learnt))
-        self.int8_head = options.get("int8_head", False)
-        if not isinstance(self.int8_head, bool):
-            raise ScheduleError(f"int8_head must be true or false, not {self.int8_head!r}")
         if "schedule" in options:
-            if others := ", ".join(sorted(options.keys() - {"schedule", "adapter", "int8_head"})):
+            if others := ", ".join(sorted(options.keys() - {"schedule", "adapter"})):
                 raise ScheduleError(f"a schedule of {CONFIG_KEY} is for every request: leave out {others}")
             schedule = schedule_for(config, schedule=Schedule.from_dict(options["schedule"]))
             self.default = float(schedule.target)
