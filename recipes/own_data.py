@@ -45,21 +45,21 @@ def main(
     job = GenerationJob(model, task=task, batch_size=128, options=options, dtype=dtype, engine=get_engine(engine))
     texts = own_texts(job, read_prompts(prompts or None, task), count, folder / "own_texts.jsonl", say=typer.echo)
     learned, held = hold_out(texts, 2 * HELD_OUT)
-    train, others = (_rows(part, cut=not prompts) for part in (learned, held))
+    train, others = (_rows(part, split=not prompts) for part in (learned, held))
     test, validation = others[: len(others) // 2], others[len(others) // 2 :]
-    write(folder / "train.jsonl", [as_row(prompt) | {"response": text} for prompt, text in train])
-    write(folder / "validation.jsonl", [as_row(prompt) | {"response": text} for prompt, text in validation])
-    write(folder / "test.jsonl", [as_row(prompt) for prompt, _ in test])
+    for name, rows in (("train", train), ("validation", validation)):
+        ends = {False: {}, True: {"finish_reason": "length"}}
+        write(folder / f"{name}.jsonl", [as_row(prompt) | {"response": text} | ends[cut] for prompt, text, cut in rows])
+    write(folder / "test.jsonl", [as_row(prompt) for prompt, _, _ in test])
 
 
-def _rows(texts: Sequence[Example], cut: bool) -> list[tuple[Prompt, str]]:
-    """Return prompts and responses; ``cut`` makes both of a text that has no prompt."""
-    if not cut:
-        return [(each.prompt, each.references[0]) for each in texts]
-    found = (
-        re.match(rf"((?:\S+\s+){{{BEGINNING - 1}}}\S+)(.+)", each.references[0].lstrip(), re.DOTALL) for each in texts
-    )
-    return [(match[1], match[2]) for match in found if match]
+def _rows(texts: Sequence[Example], split: bool) -> list[tuple[Prompt, str, bool]]:
+    """Return prompts, responses, and whether these were cut off; ``split`` makes both of a text without a prompt."""
+    if not split:
+        return [(each.prompt, each.references[0], each.cut) for each in texts]
+    parts = rf"((?:\S+\s+){{{BEGINNING - 1}}}\S+)(.+)"
+    found = ((re.match(parts, each.references[0].lstrip(), re.DOTALL), each.cut) for each in texts)
+    return [(match[1], match[2], cut) for match, cut in found if match]
 
 
 def as_row(prompt: Prompt) -> dict[str, object]:

@@ -23,8 +23,8 @@ from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.patch import gate_state
 from skipdecode.core.schedule import Schedule
 from skipdecode.core.stack import text_config
-from skipdecode.data.collation import batches_of
-from skipdecode.data.tasks import Example
+from skipdecode.data.collation import batches_of, encoded
+from skipdecode.data.tasks import Example, get_task
 from skipdecode.errors import FileError, JobError, ModelError, ScheduleError, UsageError
 from skipdecode.generation.engine import Transformers
 from skipdecode.generation.jobs import GenerationJob
@@ -270,7 +270,7 @@ def test_own_texts_are_as_sure_as_asked(checkpoint: Path, prompts: Path, tmp_pat
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "out" / "own_texts.jsonl").read_text().splitlines()]
     greedy = run("generate", checkpoint, "--input", prompts, "--max-new-tokens", 6, "--full").stdout.splitlines()
-    assert {row["response"] for row in rows} <= {json.loads(line)["text"] for line in greedy}
+    assert {row["response"].strip() for row in rows} <= {json.loads(line)["text"] for line in greedy}
     assert len({row["prompt"] for row in rows}) == len(rows)
     assert f"{20 - len(rows)} repeated" in done.stderr
     bad = run("train", checkpoint, *options, "--temperature", 0, "--output", tmp_path / "bad")
@@ -330,6 +330,28 @@ def test_a_killed_run_ends_with_the_same_adapter(
     cut = run(*arguments)
     assert cut.returncode == 2
     assert "own_texts.jsonl held" in cut.stderr
+    first, rest = texts.split(b"\n", 1)
+    (tmp_path / "again" / "own_texts.jsonl").write_bytes(first.replace(b'"response"', b'"answer"') + b"\n" + rest)
+    damaged = run(*arguments)
+    assert damaged.returncode == 2
+    assert "line 1 of" in damaged.stderr
+
+
+def test_texts_are_learnt_as_they_were_written(checkpoint: Path, tmp_path: Path) -> None:
+    """Nothing between a prompt and its text, and no end where a text was cut off; read from the file too."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    job = GenerationJob(str(checkpoint), options=SAMPLED | {"temperature": 1.0, "max_new_tokens": 12}, seed=0)
+    texts = own_texts(job, TEXTS[:8], 48, tmp_path / "texts.jsonl")
+    assert own_texts(job, TEXTS[:8], 48, tmp_path / "texts.jsonl") == texts
+    assert {each.cut for each in texts} == {False, True}
+    for each, row in zip(texts, encoded(texts, tokenizer, as_written=True), strict=True):
+        ends = row["response_ids"][-1:] == [tokenizer.eos_token_id]
+        assert ends != each.cut
+        ids = [*row["prompt_ids"], *row["response_ids"][: -1 if ends else None]]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == f"{each.prompt}{each.references[0]}"
+    lines = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    read = get_task("jsonl").examples([("here", line) for line in lines], "train")
+    assert [each.cut for each in read] == [each.cut for each in texts]
 
 
 @pytest.mark.parametrize("killed", ["write", "choose"])

@@ -442,11 +442,11 @@ def test_the_loss_of_texts_is_the_stock_models(kind: str, checkpoint: Path) -> N
     Batches are padded, but not beyond a table of positions; a model that computes them has no such limit.
     """
     model, tokenizer = load(str(checkpoint), dtype="float32")
-    texts = [(text[:11], Completion(text[12:], 1, "stop")) for text in TEXTS if text[11] == " "]
+    texts = [(text[:11], Completion(text[11:], 1, "stop")) for text in TEXTS if text[11] == " "]
     texts[1] = (texts[1][0], replace(texts[1][1], finish_reason="length"))
     prompts, responses = (
         max(len(tokenizer(text)["input_ids"]) for text in side)
-        for side in ([prompt for prompt, _ in texts], [f" {written.text}" for _, written in texts])
+        for side in ([prompt for prompt, _ in texts], [written.text for _, written in texts])
     )
     common = {"vocab_size": len(tokenizer), "hidden_size": 32, "eos_token_id": tokenizer.eos_token_id}
     if kind == "gpt-neo":
@@ -463,7 +463,7 @@ def test_the_loss_of_texts_is_the_stock_models(kind: str, checkpoint: Path) -> N
     nats, count = 0.0, 0
     for prompt, written in texts:
         before = len(tokenizer(prompt)["input_ids"])
-        ids = tokenizer(f"{prompt} {written.text}")["input_ids"]
+        ids = tokenizer(prompt + written.text)["input_ids"]
         ids += [tokenizer.eos_token_id] * (written.finish_reason == "stop")
         with torch.no_grad():
             chances = model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)

@@ -21,6 +21,8 @@ from ..weights.loading import identity_of
 
 #: A text is left out if it ends in so many repetitions of the same characters, together at least so many.
 REPEATS, REPEATED = 4, 24
+#: Of the file's rows.
+VERSION = 2
 #: Sampling from the model's own distribution, at some temperature.
 SAMPLED = {"do_sample": True, "top_p": 1.0, "top_k": 0}
 
@@ -74,7 +76,7 @@ def own_texts(
     options = dict(job.options)
     options.setdefault("temperature", 1.0 if len(prompts) == 1 else 0.5)
     job = replace(job, options=options)
-    key = fingerprint(identity_of(job.model, job.adapter), job.revision, rows, dict(job.options), job.seed)
+    key = fingerprint(VERSION, identity_of(job.model, job.adapter), job.revision, rows, dict(job.options), job.seed)
     about = file and file.with_suffix(".json")
     if file and about and about.exists():
         begun: Any = read_json(about)
@@ -86,7 +88,9 @@ def own_texts(
         made: Mapping[int, Completion] = _finished(raw)  # by a run that was killed before it chose from them
     else:
         items = [Item(number, {}, prompt) for number, prompt in enumerate(rows, 1)]
-        result = replace(job, input=items, output=raw, full=True).run(on_start=on_start, on_batch=on_batch, say=say)
+        result = replace(job, input=items, output=raw, full=True, strip=False).run(
+            on_start=on_start, on_batch=on_batch, say=say
+        )
         made = result.completions
         if not made:
             if raw:
@@ -101,14 +105,18 @@ def own_texts(
             left_out["looping" if text.strip() else "empty"] += 1
         elif ended and made[index].finish_reason != "stop":
             left_out["cut off"] += 1
-        elif (written := Example(row, (text,))) in texts:
+        elif (written := Example(row, (text,), made[index].finish_reason == "length")) in texts:
             left_out["repeated"] += 1
         else:
             texts[written] = None
     if any(left_out.values()):
         say("left out of the own texts: " + ", ".join(f"{n:,} {what}" for what, n in left_out.items() if n))
     if file and about and raw:
-        lines = ({"prompt": as_json(each.prompt), "response": each.references[0]} for each in texts)
+        lines = (
+            {"prompt": as_json(each.prompt), "response": each.references[0]}
+            | ({"finish_reason": "length"} if each.cut else {})
+            for each in texts
+        )
         write(file, "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines))
         write(about, json.dumps({"job": key, "texts": len(texts), "left_out": left_out}, indent=1) + "\n")
         raw.unlink()
@@ -148,10 +156,15 @@ def _finished(raw: Path) -> dict[int, Completion]:
 
 def _read(file: Path, count: int) -> list[Example]:
     """Return the texts of a file. Raises JobError unless it holds ``count``."""
-    rows = [json.loads(line) for line in file.read_text("utf-8").split("\n")[:-1]] if file.exists() else []
-    if len(rows) != count:
-        raise JobError(f"{file} held {count:,} texts and has {len(rows):,}: remove it and {file.with_suffix('.json')}")
-    return [
-        Example(row["prompt"] if isinstance(row["prompt"], str) else parse_messages(row["prompt"]), (row["response"],))
-        for row in rows
-    ]
+    lines = file.read_text("utf-8").split("\n")[:-1] if file.exists() else []
+    if len(lines) != count:
+        raise JobError(f"{file} held {count:,} texts and has {len(lines):,}: remove it and {file.with_suffix('.json')}")
+    found = []
+    try:
+        for row in map(json.loads, lines):
+            prompt = row["prompt"] if isinstance(row["prompt"], str) else parse_messages(row["prompt"])
+            found.append(Example(prompt, (str(row["response"]),), row.get("finish_reason") == "length"))
+    except (ValueError, KeyError, TypeError, TaskError):
+        about = file.with_suffix(".json")
+        raise JobError(f"line {len(found) + 1} of {file} is damaged: remove it and {about}") from None
+    return found

@@ -69,15 +69,17 @@ def encoded(
 ) -> list[dict[str, Any]]:
     """Return rows of prompt ids and first reference's ids, without those of more than ``max_length`` ids together.
 
-    ``as_written`` tells that a model wrote the references, as :func:`encode_response` takes it.
+    ``as_written`` tells that a model wrote the references, as :func:`encode_response` takes it. Those that were cut off
+    have no end-of-sequence.
     """
     prompts = encode_prompts(tokenizer, [example.prompt for example in examples])
     responses = encode_response(tokenizer, [(e.prompt, e.references[0]) for e in examples], as_written=as_written)
+    responses = [ids[:-1] if each.cut else ids for ids, each in zip(responses, examples, strict=True)]
     return [
         # The sampler groups by "length": by the prompt's padded width first, then by the response's length.
         {"prompt_ids": p, "response_ids": r, "length": _round_up(len(p), 8) * 10_000 + len(r)}
         for p, r in zip(prompts, responses, strict=True)
-        if max_length is None or len(p) + len(r) <= max_length
+        if r and (max_length is None or len(p) + len(r) <= max_length)
     ]
 
 

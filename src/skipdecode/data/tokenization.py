@@ -46,7 +46,8 @@ def encode_response(
 
     A space separates prompt and response, unless the prompt is empty or either has white space there. A conversation's
     response is the text that the chat template adds after the prompt, up to its end-of-sequence. Templates of models
-    that think write an answer's thoughts otherwise, or drop them; ``as_written`` leaves what a model wrote as it is.
+    that think write an answer's thoughts otherwise, or drop them; ``as_written`` leaves what a model wrote as it is,
+    and puts no space before it.
 
     The response's ids are those of the whole text without the prompt's ids. If the whole text's ids do not begin with
     the prompt's (a prompt's last space may be in a token with the next word), the response is encoded separately;
@@ -81,7 +82,8 @@ def encode_response(
 def _rest_of(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str, text: str, as_written: bool) -> str:
     """Return the response as it follows ``text``, the rendered prompt: behind a space, or as the template has it."""
     if isinstance(prompt, str):
-        return response if not prompt or prompt[-1].isspace() or response[:1].isspace() else f" {response}"
+        apart = as_written or not prompt or prompt[-1].isspace() or response[:1].isspace()
+        return response if apart else f" {response}"
     whole = render(tokenizer, prompt, response)
     if as_written and not (whole.startswith(text) and whole[len(text) :].lstrip().startswith(response)):
         return response + render(tokenizer, prompt, MARK).rpartition(MARK)[2]

@@ -123,7 +123,7 @@ class _Writer:
     ) -> None:
         defaults = read_generation_config(job.model, job.revision)
         self.engine, self.tokenizer, self.seed = engine, tokenizer, job.seed
-        self.rows = job.batch_size
+        self.rows, self.strip = job.batch_size, job.strip
         self.schedule = schedule or Schedule.full(layer_count(config))
         self.params = sampling_params(job.options, defaults, config)
         strings = stop_strings(job.options, defaults)
@@ -180,8 +180,8 @@ class _Writer:
         return {key for key, is_met in zip(texts, met.tolist(), strict=True) if is_met}
 
     def _completion(self, tokens: list[int], stopped: bool) -> Completion:
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
-        return Completion(text, len(tokens), "stop" if stopped else "length")
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return Completion(text.strip() if self.strip else text, len(tokens), "stop" if stopped else "length")
 
     def _group(self, prompts: Mapping[int, list[int]], done: Mapping[int, Completion], seconds: float) -> Batch:
         """Return keys, completions and their cost: without padding, each counts the steps it would take alone."""

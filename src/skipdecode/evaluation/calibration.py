@@ -314,11 +314,12 @@ def calibrate(
         if schedule not in texts_of:
             most = plan.max_new_tokens or plan.task.max_new_tokens
             options = {"max_new_tokens": most, "do_sample": False}
-            result = generate_ids(model, tokenizer, ids, schedule, plan.batch_size, count, **options)
+            result = generate_ids(model, tokenizer, ids, schedule, plan.batch_size, count, strip=False, **options)
             texts = tuple(" ".join(completion.text.split()) for completion in result.completions)
             if schedule.is_full:
                 own_texts.extend(
-                    Example(prompt, (each.text,)) for prompt, each in zip(prompts, result.completions, strict=True)
+                    Example(prompt, (each.text,), each.finish_reason == "length")
+                    for prompt, each in zip(prompts, result.completions, strict=True)
                 )
             ratio = measure(result.lengths).ratio(schedule) if sum(result.lengths) else 1.0
             layers = result.cost.layer_ratio, result.cost.num_layers / result.cost.job_depth

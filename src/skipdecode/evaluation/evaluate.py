@@ -346,7 +346,7 @@ class Evaluation:
         ids = encode_prompts(tokenizer, [example.prompt for example in examples])
         most = self.plan.max_new_tokens or self.plan.task.max_new_tokens
         options = {"max_new_tokens": most, "do_sample": False} | options
-        return generate_ids(model, tokenizer, ids, decoding, self.plan.batch_size, **options)
+        return generate_ids(model, tokenizer, ids, decoding, self.plan.batch_size, strip=False, **options)
 
     def held_out_lengths(self) -> list[int]:
         """Return the decode steps of each batch when the full model generates from the held-out prompts."""

@@ -54,11 +54,7 @@ def text_loss(
         texts: with their prompts; the end of a text counts if it has one.
         size: of a batch.
     """
-    examples = [Example(prompt, (completion.text,)) for prompt, completion in texts]
+    examples = [Example(prompt, (each.text,), each.finish_reason == "length") for prompt, each in texts]
     rows = encoded(examples, tokenizer, as_written=True)
-    for row, (_, completion) in zip(rows, texts, strict=True):
-        if completion.finish_reason == "length":
-            row["response_ids"] = row["response_ids"][:-1]  # it was cut off before an end
-    rows = [row for row in rows if row["response_ids"]]
     full = Schedule.full(len(decoder_layers(model)))
     return response_loss(model, batches(rows, tokenizer, size, position_limit(model.config), model.device), full)

@@ -87,6 +87,7 @@ def generate_batch(
     decoding: Decoding,
     *,
     passes: Passes | None = None,
+    strip: bool = True,
     **options: Any,
 ) -> tuple[list[Completion], Cost]:
     """Generate for one batch of token-id prompts. Finished sequences leave it (:mod:`.finished_rows`).
@@ -94,6 +95,7 @@ def generate_batch(
     Args:
         decoding: a schedule, None for the unmodified model, or a function that makes the batch's cache.
         passes: counts the passes of this call.
+        strip: leave out white space around texts.
         options: passed to ``model.generate``; decoding is greedy unless they set ``do_sample``.
 
     Returns:
@@ -146,8 +148,10 @@ def generate_batch(
         ends = [end or _unpadded(row, pad) for row, end in zip(written, ends, strict=True)]
     rows = []
     for row, count in zip(written, ends, strict=True):
-        text = tokenizer.decode(row[:count], skip_special_tokens=True).strip()
-        rows.append(Completion(text, len(row[:count]), "length" if count is None else "stop"))
+        text = tokenizer.decode(row[:count], skip_special_tokens=True)
+        rows.append(
+            Completion(text.strip() if strip else text, len(row[:count]), "length" if count is None else "stop")
+        )
     steps = passes.count - 1
     if num_beams(options, asked) == 1:  # on MPS, transformers stops a pass late, and drops the token of that pass
         steps = min(steps, len(written[0]) - 1)

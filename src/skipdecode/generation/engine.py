@@ -33,6 +33,7 @@ class EngineConfig:
         batch_size: prompts decoded together.
         seed: for sampling; a text depends on the seed and the prompt's number, not on its batch.
         options: options of ``model.generate``.
+        strip: leave out white space around texts.
         adapter: folder of the adapter to attach, if ``model`` is not that folder.
     """
 
@@ -47,6 +48,7 @@ class EngineConfig:
     batch_size: int = 32
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
+    strip: bool = True
     adapter: str | Path | None = None
 
     def faster(self) -> dict[str, Any]:
@@ -98,6 +100,5 @@ class Transformers:
         """
         where: dict[str, Any] = {"dtype": job.dtype, "device": job.device, "revision": job.revision}
         model, tokenizer = load(job.model, offload=job.offload, adapter=job.adapter, **where, **job.faster())
-        yield partial(
-            batches, model, tokenizer, decoding=schedule, batch_size=job.batch_size, seed=job.seed, **job.options
-        )
+        given: dict[str, Any] = {"batch_size": job.batch_size, "seed": job.seed, "strip": job.strip}
+        yield partial(batches, model, tokenizer, decoding=schedule, **given, **job.options)

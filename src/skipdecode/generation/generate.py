@@ -110,6 +110,7 @@ def generate_ids(
     batch_size: int,
     on_batch: Callable[[Cost], object] = lambda cost: None,
     seed: int | None = None,
+    strip: bool = True,
     **options: Any,
 ) -> Generated:
     """Generate a text for each token-id prompt, and call ``on_batch`` with the cost of each batch.
@@ -117,6 +118,7 @@ def generate_ids(
     Args:
         decoding: a schedule, None for the unmodified model, or a function that makes each batch's cache.
         batch_size, seed, options: as :func:`generate` takes them.
+        strip: leave out white space around texts.
 
     Raises:
         UsageError: a prompt is empty or too long for the model, or an option is not supported.
@@ -131,7 +133,7 @@ def generate_ids(
     result = Generated(Cost(layer_count(model.config)))
     rows: dict[int, Completion] = {}
     numbered = dict(enumerate(prompts))
-    for keys, batch, cost in batches(model, tokenizer, numbered, decoding, batch_size, seed, **options):
+    for keys, batch, cost in batches(model, tokenizer, numbered, decoding, batch_size, seed, strip, **options):
         rows.update(zip(keys, batch, strict=True))
         result.cost += cost
         result.lengths.append(cost.steps)
@@ -147,6 +149,7 @@ def batches(
     decoding: Decoding,
     batch_size: int,
     seed: int | None = None,
+    strip: bool = True,
     **options: Any,
 ) -> Iterator[tuple[list[int], list[Completion], Cost]]:
     """Generate token-id ``prompts`` batch by batch; :func:`generate_ids` explains the arguments.
@@ -168,7 +171,8 @@ def batches(
         with torch.random.fork_rng(devices, enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(stable_hash(seed, *keys))
-            rows, cost = generate_batch(model, tokenizer, [prompts[key] for key in keys], decoding, **options | draws)
+            here = [prompts[key] for key in keys]
+            rows, cost = generate_batch(model, tokenizer, here, decoding, strip=strip, **options | draws)
         yield keys, rows, cost
 
 

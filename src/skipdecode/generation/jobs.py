@@ -235,6 +235,7 @@ class GenerationJob(EngineConfig):
         placed = [*map(str, placement(config, self.dtype, self.device)), getattr(config, "_commit_hash", None)]
         placed += [name if value is True else value for name, value in self.faster().items()]
         placed += [self.engine.name] if self.engine.name else []
+        placed += [] if self.strip else ["white space"]
         parts = (prompts, schedule.to_dict() if schedule else None, self.options, self.seed, placed, self.batch_size)
         return fingerprint(identity_of(self.model, self.adapter), *parts)
 

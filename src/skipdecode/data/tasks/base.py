@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,14 @@ from ..chat import Prompt
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt and its reference responses, of which there may be none."""
+    """One prompt and its reference responses, of which there may be none.
+
+    ``cut``: the response was cut off, so that its end is no end to learn.
+    """
 
     prompt: Prompt
     references: tuple[str, ...]
+    cut: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +76,9 @@ class Task(ABC):
                     self.check_reference(row)
             except TaskError as problem:
                 raise TaskError(f"{where}: {problem}") from None
-            found.append(example)
+            found.append(replace(example, cut=row.get("finish_reason") == "length"))
         if split == "train":
-            return [Example(each.prompt, (text,)) for each in found for text in each.references]
+            return [Example(each.prompt, (text,), each.cut) for each in found for text in each.references]
         return gather((each.prompt, each.references) for each in found)
 
     def check_text(self, row: Mapping[str, Any], columns: Iterable[str]) -> None:
