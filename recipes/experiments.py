@@ -46,13 +46,13 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "bottom": ("order bottom", {"order": "bottom"}),
     "calibrated": ("order found greedily on START", {}),
     "prompt-8": ("the prompt's last 8 positions decay too", {"prompt_decay": 8}),
-    "horizon-64": ("paper's budgets over 64 tokens, which texts never reach", {"horizon": 64}),
+    "horizon-64": ("paper's budgets over 64 tokens, which texts never reach", {"horizon": 64, "lengths": None}),
     "exponential": ("exponential decay", {"decay": "exponential"}),
     "cosine": ("cosine decay", {"decay": "cosine"}),
     "warmup-2": ("two warm-up layers", {"warmup_layers": 2}),
     "no-full": ("full depth never drawn", {"weights": (0, 1, 1, 1, 1)}),
     "step": ("four stairs", {"decay": "step"}),
-    "horizon-16": ("paper's budgets over 16 tokens", {"horizon": 16}),
+    "horizon-16": ("paper's budgets over 16 tokens", {"horizon": 16, "lengths": None}),
 }
 
 

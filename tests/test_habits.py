@@ -50,6 +50,7 @@ from skipdecode.core.cache import total_kv_bytes
 from skipdecode.core.cache_name import CACHE
 from skipdecode.core.gate import Gate
 from skipdecode.core.guards import PassGuard, PromptGuard
+from skipdecode.core.patch import patches_on
 from skipdecode.core.prefix import Prefix
 from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import CacheError, UnsupportedModel
@@ -321,6 +322,22 @@ def test_compiled_models_skip_and_are_not_compiled_anew_at_every_step(part: str)
     for order in ("bottom", "even", "top"):
         few(plan.replace(order=order))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= compiled + layers
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_attached_like_the_one_inside() -> None:
+    """``torch.compile(model)``, whose attributes are the inner model's: once, however often, and detached whole."""
+    model = build("llama")
+    expected = run(attach(model), prompts(), TOP).sequences
+    detach(model)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(3):
+        assert attach(compiled, schedule=TOP) is compiled
+    assert len([*patches_on(model)]) == len({type(patch) for _, patch in patches_on(model)})
+    assert torch.equal(run(compiled, prompts(), TOP).sequences, expected)
+    detach(compiled)
+    assert not [*patches_on(model)]
     torch._dynamo.reset()
 
 

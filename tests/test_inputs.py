@@ -155,6 +155,24 @@ def test_reading_is_a_row_per_line_or_one_refusal(data: bytes, format: str | Non
         assert list(read_rows(data, format, strict=True)) == rows
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
+@pytest.mark.parametrize("format", [None, *FORMATS])
+def test_other_encodings_are_named(encoding: str, format: str | None) -> None:
+    """Their lines would be read as text with zeros in between."""
+    data = "\ufeff".encode(encoding) + "hi\r\nyou".encode(encoding.removesuffix("16") + "16-le")
+    with pytest.raises(TaskError, match="UTF-16"):
+        list(read_rows(data, format))
+
+
+@pytest.mark.parametrize("header", [b"prompt,id", b"id\tprompt\r", b'\xef\xbb\xbf"id","prompt"'])
+def test_a_csv_without_a_name_is_no_text(header: bytes) -> None:
+    """Its header would be the first prompt; said to be text, it is."""
+    with pytest.raises(TaskError, match="--format csv"):
+        list(read_rows(header + b"\na,b"))
+    assert len(list(read_rows(header + b"\na,b", "text"))) == 2
+    assert len(list(read_rows(b"a prompt, and more\nb"))) == 2
+
+
 @pytest.mark.parametrize("name", ["in.jsonl", "in.csv", "in.txt"])
 def test_a_file_is_read_as_its_content_is(tmp_path: Path, name: str) -> None:
     """Rows of a path are taken from the disk one by one."""

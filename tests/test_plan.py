@@ -163,6 +163,8 @@ def test_a_file_that_holds_no_options_is_named(name: str, content: bytes, tmp_pa
         {"num_train_epochs": 0},
         {"method": "d3", "warmup_layers": 2},
         {"method": "calm", "weights": "1"},
+        {"distill_weight": 1, "speedups": "1,2", "weights": "0,1"},  # 1x is never drawn
+        {"adapter_rank": 64},  # all weights learn
     ],
 )
 def test_a_plan_checks_itself(values: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
@@ -21,7 +22,7 @@ from transformers.generation import utils as generation
 from helpers.families import LAYERS, NEW, TOP, WIDTH, build, distance, positions, prompts, row, run, uncached
 from skipdecode import Schedule, ScheduleError, SkipCache, attach, teacher_forced
 from skipdecode.core.cache_name import CACHE
-from skipdecode.errors import CacheError, UsageError
+from skipdecode.errors import CacheError, UnsupportedModel, UsageError
 
 FULL = Schedule.full(LAYERS)
 FAMILIES = pytest.mark.parametrize("name", ["opt", "gpt2", "llama", "gemma3"])
@@ -253,6 +254,31 @@ def test_encoder_decoder_models_are_refused() -> None:
     config = T5Config(vocab_size=128, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4)
     with pytest.raises(ValueError, match=r"encoder-decoder.*decoder-only"):
         attach(T5ForConditionalGeneration(config))
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_state_that_layers_hand_on_is_refused(forced: bool) -> None:
+    """Zaya's layers give the next one their router's state, which a skipped layer does not have."""
+    zaya = pytest.importorskip("transformers.models.zaya.configuration_zaya", reason="of newer transformers")
+    config = zaya.ZayaConfig(
+        vocab_size=100,
+        hidden_size=64,
+        num_hidden_layers=LAYERS,
+        layer_types=["hybrid"] * LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=32,
+        num_experts=4,
+        router_hidden_size=16,
+    )
+    model, inputs = attach(AutoModelForCausalLM.from_config(config).eval()), prompts()
+    with pytest.raises(UnsupportedModel, match="hands the next one more than hidden states"):
+        if forced:
+            with teacher_forced(model, TOP, WIDTH):
+                model(**inputs, use_cache=False)
+        else:
+            run(model, inputs, TOP)
 
 
 def test_a_module_that_is_no_language_model_is_refused() -> None:

@@ -426,3 +426,30 @@ def test_budgets_in_another_order_are_another_run(shallow_checkpoint: Path, data
     other = run(*common, "--speedups", "2,1")
     assert other.returncode == 2
     assert "another budgets" in other.stderr
+
+
+def test_a_pruned_models_layers_are_those_of_its_run(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """Other layers, asked for or left to the default, have the same shapes: their weights would change places."""
+    common = ("train", checkpoint, "--data", data / "train.jsonl", "--output", tmp_path / "out", "--method", "static")
+    common += ("--speedup", 2, "--max-steps", 1, "--save-steps", 1, "--batch-size", 4)
+    assert run(*common, "--warmup-layers", 2).returncode == 0
+    other = run(*common)
+    assert other.returncode == 2
+    assert "another layers" in other.stderr
+
+
+# peft 0.21 still asks transformers for a name it deprecates.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_a_new_model_leaves_the_users_adapter_beside_it(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """LoRA's weights of the run before go, another adapter in the same folder stays."""
+    common = ("train", checkpoint, "--data", data / "train.jsonl", "--output", tmp_path / "out", "--speedup", 2)
+    common += ("--batch-size", 4)
+    assert run(*common, "--max-steps", 1, "--lora-rank", 2).returncode == 0
+    folder = tmp_path / "out" / "adapter"
+    assert (folder / "adapter_model.safetensors").exists()
+    (folder / "custom_generate").mkdir()
+    (folder / "adapter.safetensors").write_bytes(b"mine")
+    done = run(*common, "--max-steps", 1, "--no-resume")
+    assert done.returncode == 0, done.stderr
+    assert not [*folder.glob("adapter_*")]
+    assert (folder / "adapter.safetensors").read_bytes() == b"mine"

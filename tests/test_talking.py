@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 from transformers import AutoTokenizer, TextStreamer
 
 from helpers.tiny import TEXTS, run, save_checkpoint
-from skipdecode import generate, load
+from skipdecode import Schedule, generate, load
+from skipdecode.core.checkpoint_config import to_config_entry
 from skipdecode.data.chat import Message
 
 TEMPLATE = (
@@ -122,6 +125,35 @@ def test_a_full_conversation_is_said(folder: Path) -> None:
     done = talk(folder, " ".join(TEXTS * 3), TEXTS[0], options=("--speedup", 2))
     assert "fills the model's 128 positions: /new begins anew" in done.stderr
     assert len(lines_of(done.stdout)) == 1
+
+
+def test_a_line_that_is_no_text_is_refused_alone(folder: Path) -> None:
+    """And the conversation goes on; what the model is told before it is refused at once."""
+    typed = b"caf\xe9\n" + f"{TEXTS[0]}\n".encode()
+    words = ("chat", folder, "--dtype", "float32", "--max-new-tokens", NEW, "--speedup", 2)
+    done = run(*words, stdin=typed)
+    assert done.returncode == 0, done.stderr
+    assert "that line is not UTF-8" in done.stderr
+    assert lines_of(done.stdout) == expected(folder, [(TEXTS[0], 2.0)])
+    refused = talk(folder, TEXTS[0], options=("--system", "caf\udce9"))
+    assert refused.returncode == 2
+    assert "--system is not UTF-8" in refused.stderr
+
+
+def test_an_answer_names_the_speed_that_was_asked_for(folder: Path, tmp_path: Path) -> None:
+    """Not what its schedule comes to; without one, the checkpoint's fastest."""
+    done = talk(folder, TEXTS[0], "/speed 3", TEXTS[0], options=("--speedup", 2.7))
+    assert [line.split(":")[0] for line in done.stderr.splitlines() if "tokens/s" in line] == ["2.7x", "3x"]
+    trained = tmp_path / "model"
+    shutil.copytree(folder, trained)
+    config = json.loads((trained / "config.json").read_text())
+    fast = Schedule(8, 3, 2, horizon=6)
+    assert fast.target != 4
+    config["skipdecode"] = to_config_entry({4.0: fast})
+    (trained / "config.json").write_text(json.dumps(config))
+    assert talk(trained, TEXTS[0]).stderr.count("4x:") == 1
+    one = run("generate", trained, "--prompt", TEXTS[0], "--max-new-tokens", NEW)
+    assert "target 4x" in one.stderr
 
 
 def test_a_model_without_a_chat_template_is_refused(checkpoint: Path) -> None:

@@ -208,14 +208,20 @@ def test_a_hub_data_set_with_a_script_is_read_from_its_parquet_branch(monkeypatc
     """Tests have no network: this raises what ``load_dataset`` raises for a repository with a loading script."""
     import datasets
 
-    def load_dataset(*_: Any, revision: str | None = None, **__: Any) -> datasets.Dataset:
+    asked: list[str | None] = []
+
+    def load_dataset(*_: Any, revision: str | None = None, data_dir: str | None = None, **__: Any) -> datasets.Dataset:
         if revision is None:
             raise RuntimeError("Dataset scripts are no longer supported, but found e2e_nlg.py")
         assert revision == "refs/convert/parquet"
-        return datasets.Dataset.from_list([{"meaning_representation": "name[A]", "human_reference": "r"}])
+        asked.append(data_dir)
+        row = {"meaning_representation": "name[A]", "human_reference": "r", "article": "a", "highlights": "b"}
+        return datasets.Dataset.from_list([row])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert len(get_task("e2e").read(Path("tuetschek/e2e_nlg"), "test")) == 1
+    assert len(get_task("cnn_dm").read(Path("ccdv/cnn_dailymail"), "test")) == 1
+    assert asked == [None, "3.0.0"]  # of several configurations the one that was asked for
 
 
 def test_what_the_hub_does_not_give_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def learning_seconds(learner: AdapterLearner, schedules: Sequence[Schedule], bat
 
     Args:
         learner: the adapter in its model; gradients are added to the adapter's.
-        schedules: at least one that skips layers.
+        schedules: that skip layers; none times full depth's pass alone.
         batch: as :class:`~skipdecode.data.collation.Collator` makes it.
     """
     start = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,6 +80,7 @@ class Probe:
         model: its name.
         tried: all choices of layers, from the slowest speed-up on.
         tokens: of texts, that the advised training learns from in all.
+        full_per_second: tokens for which training has full depth's pass in a second.
         batch_size: of the steps of ``step_clock``.
         options: those that training needs too.
     """
@@ -86,6 +88,7 @@ class Probe:
     model: str
     tried: Sequence[Tried]
     tokens: int
+    full_per_second: float
     batch_size: int | None = None
     options: Sequence[str] = ()
 
@@ -110,7 +113,8 @@ class Probe:
             return "full depth needs no training"
         kept = ", ".join(f"{each.speedup:g}x {each.stand_ins.agreement:.0%}" for each in best)
         worth = [each for each in best if each.stand_ins.agreement >= WORTH] or best[:1]
-        hours = sum(map(self.hours, worth))
+        # Full depth's pass teaches all of them: it is in each one's hours, and is paid once.
+        hours = sum(map(self.hours, worth)) - (len(worth) - 1) * self.tokens / self.full_per_second / 3600
         told = f"Before training, linear maps keep of full depth's likeliest tokens: {kept}. Training adds to that."
         if worth[0].stand_ins.agreement < WORTH:
             told += f" Below {WORTH:.0%} expect little; the command is for the slowest."
@@ -224,7 +228,7 @@ def probe_model(
     if not fitted_to or not measured:
         raise UsageError(f"too many texts are longer than the model's {limit} positions: give --max-new-tokens")
     chosen = [(speedup, schedule) for speedup in speedups for schedule in candidates(layers, speedup)]
-    tried = []
+    tried, full_per_second = [], math.inf
     start = time.perf_counter()
     for done, (speedup, schedule) in enumerate(chosen):
         on_progress("choices of layers", done, len(chosen))
@@ -236,7 +240,10 @@ def probe_model(
         put_adapter(model, adapter)
         fit_stand_ins(adapter, fitted_to)
         (mapped,) = damage(measured, [schedule])
-        speed = 0.0 if schedule.is_full else _tokens_per_second(AdapterLearner(model, adapter), schedule, measured[0])
+        learner, speed = AdapterLearner(model, adapter), 0.0
+        if not schedule.is_full:
+            speed = _tokens_per_second(learner, [schedule], measured[0])
+            full_per_second = _tokens_per_second(learner, [], measured[0])
         step_clock = predictor.ratios(schedule)["step"] if predictor else None
         tried.append(Tried(speedup, schedule, bare, mapped, speed, step_clock))
         put_adapter(model, None)
@@ -247,15 +254,15 @@ def probe_model(
     told += [] if batch_size == ROWS else ["--batch-size", str(batch_size)]
     told += ["--bf16"] if model.dtype == torch.bfloat16 else []  # so that it takes as long as it was measured to
     tokens = sum(map(_tokens, measured)) * OWN_TEXTS * EPOCHS // (len(texts) - half)
-    found = Probe(name, tried, tokens, rows, told)
+    found = Probe(name, tried, tokens, full_per_second, rows, told)
     if folder is not None:
         write(folder / "probe.json", json.dumps(found.to_dict(), indent=1) + "\n")
     return found
 
 
-def _tokens_per_second(learner: AdapterLearner, schedule: Schedule, texts: TextPasses) -> float:
+def _tokens_per_second(learner: AdapterLearner, schedules: Sequence[Schedule], texts: TextPasses) -> float:
     """Return how many of a batch's text tokens a second of training learns from."""
-    return _tokens(texts) / learning_seconds(learner, [schedule], texts.batch)
+    return _tokens(texts) / learning_seconds(learner, schedules, texts.batch)
 
 
 def _tokens(texts: TextPasses) -> int:

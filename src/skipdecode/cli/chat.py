@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
@@ -47,7 +48,9 @@ def chat(
     import torch
 
     from ..core.adapter_folder import trained_schedule
+    from ..core.checkpoint_config import trained_schedules
     from ..data.chat import Message, render
+    from ..data.rows import is_text
     from ..generation.generate import horizon_for
     from ..generation.kept_prompt import KeptPrompt
     from ..generation.options import check_options, check_with_model
@@ -56,6 +59,12 @@ def chat(
     options = {"do_sample": do_sample or None, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     options |= {"repetition_penalty": repetition_penalty, "num_beams": 1}  # whatever the checkpoint asks for
     check_options(options)
+    if sys.stdin is None:
+        raise UsageError("a conversation needs standard input, which is closed")
+    if system is not None and not is_text(system):
+        raise UsageError("--system is not UTF-8")
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused, not the conversation
     # Before the weights are loaded: a wrong speed-up, and a tokenizer without a chat template.
     folder = adapter_of(model, adapter)
     config = read_config(model, revision, adapter)
@@ -68,16 +77,17 @@ def chat(
     _warn(loaded.config, schedule)
     torch.manual_seed(seed)
     messages, kept = list(told), KeptPrompt(loaded)
-    say(f"{speedup or schedule.target:g}x; {HELP}")
+    name = speedup or max(trained_schedules(config), default=schedule.target)
+    say(f"{name:g}x; {HELP}")
     while (line := _read()) is not None:
         command, _, value = line.partition(" ")
         if not line:
             continue
         if command == "/speed":
             with _said():
-                speedup = _number(value)
-                schedule = trained_schedule(loaded.config, speedup, folder, horizon)
-                say(f"{speedup:g}x from here on")
+                asked = _number(value)
+                schedule, name = trained_schedule(loaded.config, asked, folder, horizon), asked
+                say(f"{name:g}x from here on")
                 _warn(loaded.config, schedule)
         elif command == "/new":
             messages = list(told)
@@ -87,9 +97,12 @@ def chat(
             say(HELP)
         else:
             with _said():
-                asked = [*messages, Message("user", line)]
-                text = _answer(kept, tokenizer, asked, schedule, max_new_tokens, options)
-                messages = [*asked, Message("assistant", text)]
+                if not is_text(line):
+                    raise UsageError("that line is not UTF-8")
+                all_said = [*messages, Message("user", line)]
+                text, took = _answer(kept, tokenizer, all_said, schedule, max_new_tokens, options)
+                messages = [*all_said, Message("assistant", text)]
+                err.print(f"{name:g}x: {took}" if took else "stopped", style="dim")
 
 
 def _warn(config: PreTrainedConfig, schedule: Schedule) -> None:
@@ -144,8 +157,8 @@ def _interrupts() -> Iterator[None]:
 
 def _answer(
     kept: KeptPrompt, tokenizer: Any, messages: list[Any], schedule: Schedule, most: int, options: dict[str, Any]
-) -> str:
-    """Print the answer as it is written, then what it took, and return it; after Ctrl-C what there is of it.
+) -> tuple[str, str]:
+    """Print the answer as it is written; return it, and what it took: nothing after Ctrl-C, with what there is of it.
 
     It is what a single call on the whole conversation would write, of which only the new part is computed.
     """
@@ -174,10 +187,12 @@ def _answer(
             _, cost = generate_batch(model, tokenizer, [ids], lambda _: kept.cache(ids, schedule), **options)
         except KeyboardInterrupt:
             streamer.end()
-    if cost is None:
-        err.print("stopped", style="dim")
-    else:
-        depth = f"{cost.average_depth:.1f} of {schedule.num_layers} layers a step"
-        rate = f"{cost.tokens} tokens, {cost.tokens / cost.seconds:.1f} tokens/s with the prompt"
-        err.print(f"{schedule.target:g}x: {rate}, {depth}", style="dim")
-    return streamer.text.strip()
+    took = (
+        ""
+        if cost is None
+        else (
+            f"{cost.tokens} tokens, {cost.tokens / cost.seconds:.1f} tokens/s with the prompt, "
+            f"{cost.average_depth:.1f} of {schedule.num_layers} layers a step"
+        )
+    )
+    return streamer.text.strip(), took

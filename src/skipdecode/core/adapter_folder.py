@@ -62,12 +62,13 @@ def locate_adapter(name: str | Path) -> Path:
 
     Raises FileError if a name that is no folder's is not the hub's either.
     """
-    if Path(name).exists() or str(name).startswith((".", "/", "~")) or str(name).count("/") != 1:
+    hub_name = name.as_posix() if isinstance(name, Path) else name  # Windows writes other slashes
+    if Path(name).exists() or hub_name.startswith((".", "/", "~")) or hub_name.count("/") != 1:
         return Path(name)
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(name), allow_patterns=[ABOUT, WEIGHTS]))
+        return Path(snapshot_download(hub_name, allow_patterns=[ABOUT, WEIGHTS]))
     except (OSError, ValueError) as error:
         why = str(error).splitlines()[0]
         raise FileError(f"there is no adapter at {name}, neither in a folder nor on the hub: {why}") from error

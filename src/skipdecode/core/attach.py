@@ -22,6 +22,8 @@ from .schedule import Schedule
 from .stack import check_kind, decoder_layers, lenders, with_lenders_first
 
 Model = TypeVar("Model", bound=nn.Module)
+#: Held while gates are put on a model, which is short.
+ATTACHING = threading.Lock()
 
 
 def attach(
@@ -60,38 +62,43 @@ def attach(
         >>> attach(model, speedup=3)
         >>> pipeline("text-generation", model=model, tokenizer=tokenizer, batch_size=8)(prompts)
     """
+    if (inside := getattr(model, "_orig_mod", None)) is not None:  # torch.compile(model) sets attributes on that one
+        attach(inside, schedule, speedup=speedup, adapter=adapter)
+        return model
     gates = gate_state(model)
     if gates is None:
         check_kind(model)
     layers = decoder_layers(model)
     if isinstance(adapter, (str, Path)):
         adapter = load_adapter(locate_adapter(adapter), model).to(dtype=next(model.parameters()).dtype)
-    if gates is None:
-        gates = GateState(lenders(model.config))
-    if speedup is not None or schedule is not None:
-        if not hasattr(model, "generate"):
-            raise ModelError(f"{type(model).__name__} does not generate: attach a speed-up to the model with its head")
-        config = copy(model.config)
+    with ATTACHING:  # two threads' first calls must not make a state each
+        gates = gate_state(model) or GateState(lenders(model.config))
+        if speedup is not None or schedule is not None:
+            if not hasattr(model, "generate"):
+                raise ModelError(
+                    f"{type(model).__name__} does not generate: attach a speed-up to the model with its head"
+                )
+            config = copy(model.config)
+            if adapter is not None:
+                set_entry(config, to_config_entry(adapter.schedules))
+            schedule = schedule_for(config, speedup, schedule)
+            if (acting := adapter or gates.adapter) is not None:
+                check_trained(acting.schedules, with_lenders_first(schedule, config))
+            warn_untrained(config, schedule)
         if adapter is not None:
-            set_entry(config, to_config_entry(adapter.schedules))
-        schedule = schedule_for(config, speedup, schedule)
-        if (acting := adapter or gates.adapter) is not None:
-            check_trained(acting.schedules, with_lenders_first(schedule, config))
-        warn_untrained(config, schedule)
-    if adapter is not None:
-        put_adapter(model, adapter, gates)
-    for index, layer in enumerate(layers):
-        put(Gate, layer, "forward", gates, index)
-    # A wrapper around an attached model (PEFT's) has a ``forward`` and ``generate`` of its own: patch those too.
-    put(PassGuard, model, "forward", gates)
-    put(PromptGuard, model, "prepare_inputs_for_generation", gates)
-    put(SaveWithoutAdapter, model, "save_pretrained", gates)
-    if schedule is not None:
-        put(CacheProvider, model, "generate", model)
-        put(BatchingGuard, model, "init_continuous_batching")
-        for _, patch in patches_on(model):
-            if isinstance(patch, CacheProvider):
-                patch.schedule = schedule
+            put_adapter(model, adapter, gates)
+        for index, layer in enumerate(layers):
+            put(Gate, layer, "forward", gates, index)
+        # A wrapper around an attached model (PEFT's) has a ``forward`` and ``generate`` of its own: patch those too.
+        put(PassGuard, model, "forward", gates)
+        put(PromptGuard, model, "prepare_inputs_for_generation", gates)
+        put(SaveWithoutAdapter, model, "save_pretrained", gates)
+        if schedule is not None:
+            put(CacheProvider, model, "generate", model)
+            put(BatchingGuard, model, "init_continuous_batching")
+            for _, patch in patches_on(model):
+                if isinstance(patch, CacheProvider):
+                    patch.schedule = schedule
     return model
 
 

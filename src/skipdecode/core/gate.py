@@ -48,6 +48,8 @@ class Gate(Patch):
             )
         if cache is not None and cache.gates is not gates:
             raise CacheError("this SkipCache was made for another model: make one with SkipCache(model, schedule)")
+        if gates.handed_on is not None and any(each is gates.handed_on for each in (*args, *kwargs.values())):
+            raise UnsupportedModel("a layer hands the next one more than hidden states: none can be skipped")
         hidden = args[0] if args else kwargs["hidden_states"]
         axis = gates.axis(hidden, guide.shape)
         width = hidden.shape[axis]
@@ -83,6 +85,8 @@ class Gate(Patch):
                 "layers lend each other states of which the config says nothing: none can be skipped"
             )
         gates.learn_output(output)
+        beside = output[1:] if isinstance(output, tuple) else ()
+        gates.handed_on = next((each for each in beside if isinstance(each, Tensor)), None)
         if count == width:
             return output
         ran = output[0] if isinstance(output, tuple) else output
@@ -112,12 +116,14 @@ class GateState:
         self.adapter: Adapter | None = None
         self.entry_before: Any = None  # the config's entry without the adapter
         self.output_is_known = False
+        #: What the layer that ran last returned beside hidden states, if a tensor: the next one must not need it.
+        self.handed_on: Tensor | None = None
         self._axis: int | None = None  # of the positions in hidden states that also have an axis of streams
         self._extras: int | None = None  # number of values returned after hidden states; None: no tuple is returned
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state that a copy of the model gets: all but the passes that threads are running."""
-        return vars(self) | {"forced": {}, "expected": {}}
+        return vars(self) | {"forced": {}, "expected": {}, "handed_on": None}
 
     def forced_pass(self) -> ForcedPass | None:
         """Return the pass that this thread runs inside ``teacher_forced``; None outside."""

@@ -45,11 +45,11 @@ def read_rows(
     try:
         if format not in (None, *FORMATS):
             raise TaskError(f"the input's format is {', '.join(FORMATS)}, not {format!r}")
-        binary = source.open("rb") if isinstance(source, Path) else io.BufferedReader(io.BytesIO(source))
-        format = format or SUFFIXES.get(Path(name).suffix.lower())
-        format = format or ("jsonl" if re.match(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{", binary.peek()) else "text")
-        # surrogateescape reads a bad byte as a lone surrogate, so that only its row gets an error.
-        with io.TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        with source.open("rb") if isinstance(source, Path) else io.BufferedReader(io.BytesIO(source)) as binary:
+            format = format or SUFFIXES.get(Path(name).suffix.lower())
+            format = _format(binary.peek(), format, name, text_column)
+            # surrogateescape reads a bad byte as a lone surrogate, so that only its row gets an error.
+            file = io.TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline="")
             rows = _text(file, text_column) if format == "text" else {"csv": _csv, "jsonl": _jsonl}[format](file, name)
             for line, row, error in rows:
                 if strict and error is not None:
@@ -57,6 +57,18 @@ def read_rows(
                 yield line, row, error
     except OSError as problem:
         raise TaskError(f"{name} cannot be read: {problem.strerror}") from None
+
+
+def _format(begins: bytes, format: str | None, name: str, text_column: str) -> str:
+    """Return the format of content that begins so. Raises TaskError if it is UTF-16, or a CSV that nothing calls so."""
+    if begins.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise TaskError(f"{name} is UTF-16: UTF-8 is wanted, as iconv -f UTF-16 -t UTF-8 writes it")
+    if format is not None:
+        return format
+    header = [each.strip(b' "\r\xef\xbb\xbf') for each in re.split(rb"[,\t]", begins.partition(b"\n")[0])]
+    if len(header) > 1 and text_column.encode() in header:
+        raise TaskError(f"{name} begins like a CSV: say --format csv, or --format text if each line is a prompt")
+    return "jsonl" if re.match(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{", begins) else "text"
 
 
 def is_text(value: str) -> bool:

@@ -245,7 +245,11 @@ class Calibration:
             UsageError: a score falls by more than :data:`POINTS`, and ``force`` is not set; nothing is saved.
         """
         if (worse := self.worse()) and not force:
-            train = f"train with --schedule {self.plan.output}, or " if self.plan.output else ""
+            train = (
+                f"train with --schedule {self.plan.output} --speedup {self.plan.speedup:g}, or "
+                if self.plan.output
+                else ""
+            )
             raise UsageError(
                 f"{'; '.join(f'{label} falls {quality}' for label, quality in worse.items())} (a step's layer ratio is "
                 f"{self.before.step_layer_ratio:.2f}x before, {self.after.step_layer_ratio:.2f}x after): "

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.adapter import check_trained
 from ..core.adapter_folder import read_schedules
-from ..core.checkpoint_config import layer_count, schedule_for, untrained_warning
+from ..core.checkpoint_config import layer_count, schedule_for, trained_schedules, untrained_warning
 from ..core.schedule import Schedule, parse_prompt_layers
 from ..core.stack import with_lenders_first
 from ..data.chat import Message, Prompt, as_json, render, texts_for_a_chat_model
@@ -218,7 +218,7 @@ class GenerationJob(EngineConfig):
             figures = {
                 "bad_rows": len(items) - len(ids),
                 "layers": cost.num_layers,
-                "target_speedup": 1.0 if schedule is None else self.speedup or schedule.target,
+                "target_speedup": 1.0 if schedule is None else self.speedup or self._target(config, schedule),
                 "target_of": self.clock,
             }
             summary = cost.summary() | figures | self._scores(items, completions, say)
@@ -238,6 +238,10 @@ class GenerationJob(EngineConfig):
         placed += [] if self.strip else ["white space"]
         parts = (prompts, schedule.to_dict() if schedule else None, self.options, self.seed, placed, self.batch_size)
         return fingerprint(identity_of(self.model, self.adapter), *parts)
+
+    def _target(self, config: Any, schedule: Schedule) -> float:
+        """Return what the schedule is called if no speed-up was asked for: the config's fastest, or its own target."""
+        return schedule.target if self.schedule else max(trained_schedules(config), default=schedule.target)
 
     def _schedule(self, config: Any, lengths: Sequence[int], beams: int) -> Schedule:
         """Return the schedule for prompts of ``lengths`` tokens. Raises UsageError for several beams with a profile."""

@@ -42,6 +42,9 @@ REFUSED = {
     "speculation_type": _DRAFT,
     "max_length": f"{_PADDED}: give max_new_tokens",
     "min_length": f"{_PADDED}: give min_new_tokens",
+    "encoder_repetition_penalty": _PADDED,
+    "encoder_no_repeat_ngram_size": _PADDED,
+    "token_healing": "it rewrites the prompt",
     "penalty_alpha": _GONE,
     "dola_layers": _GONE,
     "num_beam_groups": _GONE,
@@ -50,7 +53,7 @@ REFUSED = {
     "custom_generate": "it would replace the loop whose steps are counted",
 }
 #: Refused options that a checkpoint's generation_config may not set either.
-NEVER = ("guidance_scale", *(name for name, reason in REFUSED.items() if reason in (_DRAFT, _GONE)))
+NEVER = ("guidance_scale", "min_length", *(name for name, reason in REFUSED.items() if reason in (_DRAFT, _GONE)))
 #: Options that have an effect only with ``do_sample``.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 #: transformers' default of ``max_new_tokens``.

@@ -22,7 +22,7 @@ from .custom_generate import write_custom_generate
 NO_ANSWER: Any = HfHubHTTPError.__bases__[0]
 #: What is uploaded of a checkpoint's folder; never optimizer states, own texts or a run's options, which name files.
 CHECKPOINT = """config.json generation_config.json *.safetensors *.safetensors.index.json tokenizer*
-special_tokens_map.json vocab.json merges.txt chat_template.* LICENSE*""".split()
+special_tokens_map.json added_tokens.json vocab.* *.model merges.txt chat_template.* LICENSE*""".split()
 
 
 def prepare(

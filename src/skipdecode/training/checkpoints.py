@@ -35,7 +35,9 @@ LAST = ("config.json", ADAPTER_FILE)
 
 NAME = re.compile(r"checkpoint-(\d{1,12})")
 #: Weight files of a previous model, which must not remain next to those of a new one.
-FORMER = ("adapter.safetensors", "model*.safetensors*", "pytorch_model*.bin*", "adapter/*")
+FORMER = ("adapter.safetensors", "model*.safetensors*", "pytorch_model*.bin*")
+#: Those of PEFT, in ``adapter``, where the user may have an adapter of ours.
+PEFT = ("adapter_config.json", "adapter_model.*")
 
 
 class RunFolder:
@@ -76,7 +78,8 @@ class RunFolder:
         """
         for path in reversed(self.checkpoints()):
             sealed, damage = _damage(path)
-            differs = [name.replace("_", " ") for name in run if sealed.get(name) != json.loads(_json(run[name]))]
+            mine = json.loads(_json(run))
+            differs = [n.replace("_", " ") for n in {**mine, **sealed} if sealed.get(n) != mine.get(n)]
             if damage is None and differs:
                 raise JobError(
                     f"{self.folder} holds checkpoints of a run with another {', '.join(differs)}: "
@@ -129,7 +132,8 @@ class RunFolder:
         for name in LAST:
             (self.folder / name).unlink(missing_ok=True)
         sync_folder(self.folder)
-        for old in [path for pattern in FORMER for path in self.folder.glob(pattern)]:
+        former = [*FORMER, *(f"adapter/{name}" for name in PEFT)]
+        for old in [path for pattern in former for path in self.folder.glob(pattern)]:
             old.unlink()
         for name in names:
             target = self.folder / name

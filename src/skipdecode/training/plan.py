@@ -317,10 +317,11 @@ class TrainingPlan:
             raise UsageError("--horizon takes the paper's budgets, --lengths fits to lengths: give one of them")
         if self.distill_weight == 0 and self.teacher:
             raise UsageError("--teacher goes with --distill-weight")
-        if self.distill_weight == 1 and not self.teacher and 1 not in self.budgets:
+        drawn = [each for each, share in zip(self.budgets, shares or [1] * len(self.budgets), strict=False) if share]
+        if self.distill_weight == 1 and not self.teacher and 1 not in drawn:
             raise UsageError(
                 "nothing would hold full depth in place, from which the model learns: give it a --teacher, a "
-                "--distill-weight below 1, or 1 among --speedups"
+                "--distill-weight below 1, or 1 among the --speedups that are drawn"
             )
         if self.distill_weight and method.trains_exits:
             raise UsageError(f"{name} has a loss of its own: --distill-weight does not go with it")
@@ -346,6 +347,8 @@ class TrainingPlan:
         if not self.adapters:
             if self.adapter:
                 raise UsageError("--adapter begins an adapter with another: it does not go with --no-adapters")
+            if self.adapter_rank != TrainingPlan.adapter_rank:
+                raise UsageError("--adapter-rank goes with --adapters: without, all weights learn")
             return
         if self.adapter:
             own = ("schedule", "horizon", "lengths")

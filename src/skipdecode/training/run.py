@@ -105,7 +105,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         if not len(held_out):
             say("no validation data, or --eval-steps 0: nothing will be evaluated")
             args.eval_strategy = "no"
-        schedules = _schedules(plan, model.config, rows, task.max_new_tokens, say)
+        schedules = _schedules(plan, model.config, rows, plan.max_new_tokens or task.max_new_tokens, say)
         record = _record(plan, config, tokenizer, training, schedules, args)
         torch.manual_seed(plan.seed)
         model = get_method(plan.method).prepare(model, plan.budgets[0], **plan.layers)

@@ -180,10 +180,17 @@ class AdapterTrainer(SkipTrainer):
         """Compute the distance from full depth with the schedule that is learnt now, or evaluated."""
         if self._learning is not None:
             full, schedule, share = self._learning
-            return share * model(full, schedule, num_items_in_batch)
+            return share * self._over_processes(model(full, schedule, num_items_in_batch), num_items_in_batch)
         learner = self.accelerator.unwrap_model(model)
-        loss = model(learner.full_depth(inputs), self._evaluated, num_items_in_batch)
+        loss = self._over_processes(
+            model(learner.full_depth(inputs), self._evaluated, num_items_in_batch), num_items_in_batch
+        )
         return (loss, {"loss": loss}) if return_outputs else loss
+
+    def _over_processes(self, loss: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+        """Return the loss for a mean over processes, where its tokens were counted over all of them."""
+        counted = self.args.average_tokens_across_devices and num_items_in_batch is not None
+        return loss * self.accelerator.num_processes if counted else loss
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """Run full depth once; then forward and back with one schedule after another, to hold one graph at a time."""

@@ -71,7 +71,7 @@ def _from_hub(name: str, split: str, config: str | None) -> Iterable[Mapping[str
             return datasets.load_dataset(name, config, split=split)
         except RuntimeError:
             # datasets no longer runs loading scripts; the hub has their data as Parquet on this branch.
-            return datasets.load_dataset(name, split=split, revision="refs/convert/parquet")
+            return datasets.load_dataset(name, split=split, revision="refs/convert/parquet", data_dir=config)
     except (OSError, ValueError, RuntimeError) as error:
         why = " ".join(str(error).split())
         raise TaskError(f"{name} is no folder here, and the hub's cannot be loaded ({split}): {why}") from None
