@@ -331,7 +331,7 @@ def test_a_compiled_model_is_attached_like_the_one_inside() -> None:
     model = build("llama")
     expected = run(attach(model), prompts(), TOP).sequences
     detach(model)
-    compiled = torch.compile(model, backend="eager")
+    compiled: Any = torch.compile(model, backend="eager")
     for _ in range(3):
         assert attach(compiled, schedule=TOP) is compiled
     assert len([*patches_on(model)]) == len({type(patch) for _, patch in patches_on(model)})

@@ -155,11 +155,11 @@ def test_reading_is_a_row_per_line_or_one_refusal(data: bytes, format: str | Non
         assert list(read_rows(data, format, strict=True)) == rows
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
 @pytest.mark.parametrize("format", [None, *FORMATS])
 def test_other_encodings_are_named(encoding: str, format: str | None) -> None:
     """Their lines would be read as text with zeros in between."""
-    data = "\ufeff".encode(encoding) + "hi\r\nyou".encode(encoding.removesuffix("16") + "16-le")
+    data = "\ufeffhi\r\nyou".encode(encoding)
     with pytest.raises(TaskError, match="UTF-16"):
         list(read_rows(data, format))
 

@@ -430,7 +430,8 @@ def test_budgets_in_another_order_are_another_run(shallow_checkpoint: Path, data
 
 def test_a_pruned_models_layers_are_those_of_its_run(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     """Other layers, asked for or left to the default, have the same shapes: their weights would change places."""
-    common = ("train", checkpoint, "--data", data / "train.jsonl", "--output", tmp_path / "out", "--method", "static")
+    common: tuple[Any, ...] = ("train", checkpoint, "--data", data / "train.jsonl", "--output", tmp_path / "out")
+    common += ("--method", "static")
     common += ("--speedup", 2, "--max-steps", 1, "--save-steps", 1, "--batch-size", 4)
     assert run(*common, "--warmup-layers", 2).returncode == 0
     other = run(*common)
@@ -442,7 +443,8 @@ def test_a_pruned_models_layers_are_those_of_its_run(checkpoint: Path, data: Pat
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_a_new_model_leaves_the_users_adapter_beside_it(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     """LoRA's weights of the run before go, another adapter in the same folder stays."""
-    common = ("train", checkpoint, "--data", data / "train.jsonl", "--output", tmp_path / "out", "--speedup", 2)
+    common: tuple[Any, ...] = ("train", checkpoint, "--data", data / "train.jsonl", "--output", tmp_path / "out")
+    common += ("--speedup", 2)
     common += ("--batch-size", 4)
     assert run(*common, "--max-steps", 1, "--lora-rank", 2).returncode == 0
     folder = tmp_path / "out" / "adapter"

@@ -75,9 +75,7 @@ def attach(
         gates = gate_state(model) or GateState(lenders(model.config))
         if speedup is not None or schedule is not None:
             if not hasattr(model, "generate"):
-                raise ModelError(
-                    f"{type(model).__name__} does not generate: attach a speed-up to the model with its head"
-                )
+                raise ModelError(f"{type(model).__name__} does not generate: a speed-up is for the model with its head")
             config = copy(model.config)
             if adapter is not None:
                 set_entry(config, to_config_entry(adapter.schedules))

@@ -78,8 +78,7 @@ class RunFolder:
         """
         for path in reversed(self.checkpoints()):
             sealed, damage = _damage(path)
-            mine = json.loads(_json(run))
-            differs = [n.replace("_", " ") for n in {**mine, **sealed} if sealed.get(n) != mine.get(n)]
+            differs = [name.replace("_", " ") for name in run if sealed.get(name) != json.loads(_json(run[name]))]
             if damage is None and differs:
                 raise JobError(
                     f"{self.folder} holds checkpoints of a run with another {', '.join(differs)}: "

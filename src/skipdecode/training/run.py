@@ -318,5 +318,5 @@ def _record(
         "optimizer": "Muon" if plan.adapters else "AdamW",
         "learning_rate": plan.rate,
         "batch_size": plan.rows,
-        **({"layers": plan.layers} if plan.layers and get_method(plan.method).takes_layers else {}),
+        **({"layers": plan.layers} if get_method(plan.method).takes_layers else {}),
     } | {name: getattr(plan, name) for name in DECISIVE}
