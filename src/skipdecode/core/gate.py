@@ -7,6 +7,7 @@ only if a pass carries a :class:`~skipdecode.core.cache.SkipCache` or runs insid
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -48,7 +49,8 @@ class Gate(Patch):
             )
         if cache is not None and cache.gates is not gates:
             raise CacheError("this SkipCache was made for another model: make one with SkipCache(model, schedule)")
-        if gates.handed_on is not None and any(each is gates.handed_on for each in (*args, *kwargs.values())):
+        before = gates.handed_on and gates.handed_on()
+        if before is not None and any(each is before for each in (*args, *kwargs.values())):
             raise UnsupportedModel("a layer hands the next one more than hidden states: none can be skipped")
         hidden = args[0] if args else kwargs["hidden_states"]
         axis = gates.axis(hidden, guide.shape)
@@ -86,7 +88,7 @@ class Gate(Patch):
             )
         gates.learn_output(output)
         beside = output[1:] if isinstance(output, tuple) else ()
-        gates.handed_on = next((each for each in beside if isinstance(each, Tensor)), None)
+        gates.handed_on = next((weakref.ref(each) for each in beside if isinstance(each, Tensor)), None)
         if count == width:
             return output
         ran = output[0] if isinstance(output, tuple) else output
@@ -117,7 +119,7 @@ class GateState:
         self.entry_before: Any = None  # the config's entry without the adapter
         self.output_is_known = False
         #: What the layer that ran last returned beside hidden states, if a tensor: the next one must not need it.
-        self.handed_on: Tensor | None = None
+        self.handed_on: weakref.ref[Tensor] | None = None
         self._axis: int | None = None  # of the positions in hidden states that also have an axis of streams
         self._extras: int | None = None  # number of values returned after hidden states; None: no tuple is returned
 
