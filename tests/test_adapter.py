@@ -25,8 +25,8 @@ from helpers.families import (
 from helpers.profiles import profile_of
 from helpers.tiny import TEXTS
 from skipdecode import Schedule, ScheduleError, SkipCache, attach, detach, load, teacher_forced
-from skipdecode.adapters.damage import damage
-from skipdecode.adapters.probe import candidates, probe_model
+from skipdecode.adapters.damage import Damage, damage
+from skipdecode.adapters.probe import Probe, Tried, candidates, probe_model
 from skipdecode.core.adapter import Adapter, gaps_between, runs_of
 from skipdecode.core.adapter_folder import (
     ABOUT,
@@ -277,6 +277,15 @@ def test_what_was_not_learnt_is_refused(saved: tuple[Any, Path, Adapter]) -> Non
         SkipCache(model, other)
     with pytest.raises(ScheduleError, match="not trained to skip layers 2 to"), teacher_forced(model, other, 1):
         pass
+
+
+def test_full_depths_pass_is_paid_once() -> None:
+    """An hour for each of two speeds, of which half is full depth's pass: an hour and a half for both."""
+    near = Damage(0.5, 0.6)
+    tried = [Tried(speed, FULL.flat(depth), near, near, 10.0) for speed, depth in ((2.0, 4), (4.0, 2))]
+    found = Probe("model", tried, 36_000, 20.0)
+    assert [found.hours(each) for each in tried] == [1, 1]
+    assert "about 1.5 hours" in found.advice
 
 
 def test_probing_finds_what_a_stand_in_saves(checkpoint: Path, tmp_path: Path) -> None:

@@ -133,6 +133,9 @@ def test_an_answer_ends_where_its_template_closes_it() -> None:
     assert text_of(tokenizer, ids) == "on a mat<|im_end|>"
     (ids,) = encode_response(TOKENIZERS["open bytes"], [(ASKED, "on a mat")])
     assert text_of(TOKENIZERS["open bytes"], ids) == " on a mat\n</s>"
+    for name in ("chatml", "open bytes"):  # but not if it was cut off
+        (ids,) = encode_response(TOKENIZERS[name], [(ASKED, "on a mat")], cut=[True])
+        assert text_of(TOKENIZERS[name], ids).strip(" ") == "on a mat"
 
 
 def test_an_end_of_sequence_within_the_answer_does_not_cut_it() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from helpers.tiny import TEXTS, WORDS, sentence_pieces
 from skipdecode.data.collation import Collator, encoded
 from skipdecode.data.tasks import Example, get_task
-from skipdecode.data.tokenization import encode_prompts, encode_response, train_tokenizer
+from skipdecode.data.tokenization import decode_behind, encode_prompts, encode_response, train_tokenizer
 from skipdecode.errors import ModelError
 from skipdecode.weights.loading import DEMO
 
@@ -77,6 +77,20 @@ def test_a_boundary_within_a_token_keeps_prompt_and_text(
     assert text_of(tokenizer, before + after[:-1]) == text_of(tokenizer, ids)
     if ids[: len(before)] == before:
         assert before + after[:-1] == ids
+
+
+@ALL
+@FAST
+@given(prompt=words, response=words)
+def test_what_a_model_wrote_is_read_back_as_its_ids(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, response: str
+) -> None:
+    """Behind its prompt, where Llama's kind does not drop the first space; and whole, without an end, if it was cut."""
+    before, after = split(tokenizer, prompt, response)
+    written = decode_behind(tokenizer, before, after)
+    assert written == f" {response}"
+    assert encode_response(tokenizer, [(prompt, written)], as_written=True) == [after]
+    assert encode_response(tokenizer, [(prompt, written)], as_written=True, cut=[True]) == [after[:-1]]
 
 
 def alone(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str) -> list[int]:

@@ -180,7 +180,8 @@ def test_an_adapter_learns_from_its_texts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     texts = [json.loads(line)["response"] for line in (tmp_path / "out" / "own_texts.jsonl").read_text().splitlines()]
     options = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.3, "top_p": 1.0, "top_k": 0}
-    assert texts == GenerationJob("demo", prompts(20), full=True, engine=VllmEngine(), options=options).run().texts
+    job = GenerationJob("demo", prompts(20), full=True, engine=VllmEngine(), options=options, strip=False)
+    assert texts == job.run().texts
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offline, "require_vllm", pytest.fail)
         again = run(*words, "--no-resume", "--engine", "vllm")

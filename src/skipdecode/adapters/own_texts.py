@@ -81,7 +81,9 @@ def own_texts(
     if file and about and about.exists():
         begun: Any = read_json(about)
         if begun.get("job") != key:
-            raise JobError(f"{file} was written by another model, or with other prompts or options: move it away")
+            raise JobError(
+                f"{file} was written by another model or version, or with other prompts or options: move it away"
+            )
         return _read(file, begun["texts"])
     raw = file and file.with_name(f"{file.stem}.{key[:8]}.raw.jsonl")
     if raw and raw.exists() and not raw.with_name(raw.name + ".partial").exists():
@@ -101,7 +103,7 @@ def own_texts(
         text = made[index].text if index in made else None
         if text is None:
             left_out["refused"] += 1
-        elif not text.strip() or ends_in_loop(text):
+        elif not text.strip() or ends_in_loop(text.rstrip()):
             left_out["looping" if text.strip() else "empty"] += 1
         elif ended and made[index].finish_reason != "stop":
             left_out["cut off"] += 1
@@ -156,7 +158,7 @@ def _finished(raw: Path) -> dict[int, Completion]:
 
 def _read(file: Path, count: int) -> list[Example]:
     """Return the texts of a file. Raises JobError unless it holds ``count``."""
-    lines = file.read_text("utf-8").split("\n")[:-1] if file.exists() else []
+    lines = file.read_text("utf-8", "replace").split("\n")[:-1] if file.exists() else []
     if len(lines) != count:
         raise JobError(f"{file} held {count:,} texts and has {len(lines):,}: remove it and {file.with_suffix('.json')}")
     found = []

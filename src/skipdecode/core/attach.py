@@ -62,7 +62,7 @@ def attach(
         >>> attach(model, speedup=3)
         >>> pipeline("text-generation", model=model, tokenizer=tokenizer, batch_size=8)(prompts)
     """
-    if (inside := getattr(model, "_orig_mod", None)) is not None:  # torch.compile(model) sets attributes on that one
+    if (inside := model._modules.get("_orig_mod")) is not None:  # torch.compile(model) sets attributes on that one
         attach(inside, schedule, speedup=speedup, adapter=adapter)
         return model
     gates = gate_state(model)

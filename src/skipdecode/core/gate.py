@@ -49,7 +49,8 @@ class Gate(Patch):
             )
         if cache is not None and cache.gates is not gates:
             raise CacheError("this SkipCache was made for another model: make one with SkipCache(model, schedule)")
-        before = gates.handed_on and gates.handed_on()
+        last = gates.handed_on  # read once: other threads set it
+        before = last and last()
         if before is not None and any(each is before for each in (*args, *kwargs.values())):
             raise UnsupportedModel("a layer hands the next one more than hidden states: none can be skipped")
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -88,7 +89,8 @@ class Gate(Patch):
             )
         gates.learn_output(output)
         beside = output[1:] if isinstance(output, tuple) else ()
-        gates.handed_on = next((weakref.ref(each) for each in beside if isinstance(each, Tensor)), None)
+        states = (each for each in beside if isinstance(each, Tensor) and each.is_floating_point())
+        gates.handed_on = next(map(weakref.ref, states), None)
         if count == width:
             return output
         ran = output[0] if isinstance(output, tuple) else output
@@ -118,7 +120,8 @@ class GateState:
         self.adapter: Adapter | None = None
         self.entry_before: Any = None  # the config's entry without the adapter
         self.output_is_known = False
-        #: What the layer that ran last returned beside hidden states, if a tensor: the next one must not need it.
+        #: A state that the layer that ran last returned beside hidden states: the next one must not need it. (Indices
+        #: that it may reuse are known from the config.)
         self.handed_on: weakref.ref[Tensor] | None = None
         self._axis: int | None = None  # of the positions in hidden states that also have an axis of streams
         self._extras: int | None = None  # number of values returned after hidden states; None: no tuple is returned

@@ -73,8 +73,8 @@ def encoded(
     have no end-of-sequence.
     """
     prompts = encode_prompts(tokenizer, [example.prompt for example in examples])
-    responses = encode_response(tokenizer, [(e.prompt, e.references[0]) for e in examples], as_written=as_written)
-    responses = [ids[:-1] if each.cut else ids for ids, each in zip(responses, examples, strict=True)]
+    pairs, cut = [(each.prompt, each.references[0]) for each in examples], [each.cut for each in examples]
+    responses = encode_response(tokenizer, pairs, as_written=as_written, cut=cut)
     return [
         # The sampler groups by "length": by the prompt's padded width first, then by the response's length.
         {"prompt_ids": p, "response_ids": r, "length": _round_up(len(p), 8) * 10_000 + len(r)}

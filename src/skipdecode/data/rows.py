@@ -67,7 +67,10 @@ def _format(begins: bytes, format: str | None, name: str, text_column: str) -> s
         return format
     header = [each.strip(b' "\r\xef\xbb\xbf') for each in re.split(rb"[,\t]", begins.partition(b"\n")[0])]
     if len(header) > 1 and text_column.encode() in header:
-        raise TaskError(f"{name} begins like a CSV: say --format csv, or --format text if each line is a prompt")
+        raise TaskError(
+            f"{name} begins like a CSV: separate its columns by commas, and name it .csv (generate: --format csv; or "
+            "--format text, if each line is a prompt)"
+        )
     return "jsonl" if re.match(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{", begins) else "text"
 
 

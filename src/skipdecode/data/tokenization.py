@@ -40,9 +40,13 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], prompts: S
 
 
 def encode_response(
-    tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[Prompt, str]], *, as_written: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Sequence[tuple[Prompt, str]],
+    *,
+    as_written: bool = False,
+    cut: Sequence[bool] = (),
 ) -> list[list[int]]:
-    """Return the token ids of each pair's response, with end-of-sequence at the end.
+    """Return the token ids of each pair's response, with end-of-sequence at the end unless the response was ``cut``.
 
     A space separates prompt and response, unless the prompt is empty or either has white space there. A conversation's
     response is the text that the chat template adds after the prompt, up to its end-of-sequence. Templates of models
@@ -66,17 +70,30 @@ def encode_response(
             "give the prompt a share, or set tokenizer.bos_token"
         )
     texts = [prompt if isinstance(prompt, str) else render(tokenizer, prompt) for prompt in prompts]
+    cut = cut or [False] * len(pairs)
     rests = [_rest_of(tokenizer, *pair, text, as_written) for pair, text in zip(pairs, texts, strict=True)]
+    for i, (_, response) in enumerate(pairs):
+        if cut[i]:  # without what a template closes it with
+            at = rests[i].find(response)
+            rests[i] = rests[i][: at + len(response)] if at >= 0 else response
     before = _encode(tokenizer, texts, prompts)
     whole = _encode(tokenizer, [text + rest for text, rest in zip(texts, rests, strict=True)], prompts)
     rows = []
-    for prompt, rest, start, ids in zip(prompts, rests, before, whole, strict=True):
+    for prompt, rest, start, ids, is_cut in zip(prompts, rests, before, whole, cut, strict=True):
         if ids[: len(start)] == start:
             ids = ids[len(start) :]
         elif prompt:  # not for an empty prompt, whose begin-of-text token some tokenizers do not add
             ids = _ids_behind(tokenizer, start, ids, rest)
-        rows.append(_closed(tokenizer, ids) if isinstance(prompt, tuple) else [*ids, tokenizer.eos_token_id])
+        if not is_cut:
+            ids = _closed(tokenizer, ids) if isinstance(prompt, tuple) else [*ids, tokenizer.eos_token_id]
+        rows.append(ids)
     return rows
+
+
+def decode_behind(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """Return the text of ``ids`` as it follows a prompt's: decoded alone, some tokenizers drop its first space."""
+    before, whole = (tokenizer.decode([*each], skip_special_tokens=True) for each in (prompt, [*prompt, *ids]))
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode([*ids], skip_special_tokens=True)
 
 
 def _rest_of(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str, text: str, as_written: bool) -> str:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase, StopStringCriteria
 from ..core.checkpoint_config import CONFIG_KEY, layer_count
 from ..core.schedule import Schedule
 from ..core.stack import text_config
+from ..data.tokenization import decode_behind
 from ..errors import ModelError, SkipDecodeError, UsageError
 from ..generation.engine import Batch, EngineConfig, Write
 from ..generation.results import Completion, Cost
@@ -165,7 +166,7 @@ class _Writer:
         stopped = self._stopped({key: prompts[key] + tokens for key, (tokens, _, _) in written.items()})
         self.engine.abort_request([str(key) for key in stopped if not written[key][1]])
         return {
-            key: self._completion(tokens, key in stopped or reason == "stop")
+            key: self._completion(prompts[key], tokens, key in stopped or reason == "stop")
             for key, (tokens, finished, reason) in written.items()
             if finished or key in stopped
         }
@@ -179,9 +180,12 @@ class _Writer:
         met = self.stop(torch.tensor([[pad] * (width - len(ids)) + ids for ids in ends]), None)
         return {key for key, is_met in zip(texts, met.tolist(), strict=True) if is_met}
 
-    def _completion(self, tokens: list[int], stopped: bool) -> Completion:
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return Completion(text.strip() if self.strip else text, len(tokens), "stop" if stopped else "length")
+    def _completion(self, prompt: list[int], tokens: list[int], stopped: bool) -> Completion:
+        if self.strip:
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+        else:
+            text = decode_behind(self.tokenizer, prompt, tokens)
+        return Completion(text, len(tokens), "stop" if stopped else "length")
 
     def _group(self, prompts: Mapping[int, list[int]], done: Mapping[int, Completion], seconds: float) -> Batch:
         """Return keys, completions and their cost: without padding, each counts the steps it would take alone."""

@@ -25,6 +25,7 @@ from ..core.cache import SkipCache, total_kv_bytes
 from ..core.cache_name import CACHE
 from ..core.checkpoint_config import layer_count
 from ..core.schedule import Schedule
+from ..data.tokenization import decode_behind
 from ..errors import ModelError
 from ..weights.device import synchronize
 from .finished_rows import track_finished_rows
@@ -95,7 +96,7 @@ def generate_batch(
     Args:
         decoding: a schedule, None for the unmodified model, or a function that makes the batch's cache.
         passes: counts the passes of this call.
-        strip: leave out white space around texts.
+        strip: leave out white space around texts; else they are what follows their prompts.
         options: passed to ``model.generate``; decoding is greedy unless they set ``do_sample``.
 
     Returns:
@@ -147,11 +148,13 @@ def generate_batch(
     if criteria:
         ends = [end or _unpadded(row, pad) for row, end in zip(written, ends, strict=True)]
     rows = []
-    for row, count in zip(written, ends, strict=True):
-        text = tokenizer.decode(row[:count], skip_special_tokens=True)
-        rows.append(
-            Completion(text.strip() if strip else text, len(row[:count]), "length" if count is None else "stop")
-        )
+    for prompt, row, count in zip(prompts, written, ends, strict=True):
+        new, reason = row[:count], "length" if count is None else "stop"
+        if strip:
+            text = tokenizer.decode(new, skip_special_tokens=True).strip()
+        else:
+            text = decode_behind(tokenizer, prompt, new)
+        rows.append(Completion(text, len(new), reason))
     steps = passes.count - 1
     if num_beams(options, asked) == 1:  # on MPS, transformers stops a pass late, and drops the token of that pass
         steps = min(steps, len(written[0]) - 1)

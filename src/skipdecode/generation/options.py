@@ -53,7 +53,8 @@ REFUSED = {
     "custom_generate": "it would replace the loop whose steps are counted",
 }
 #: Refused options that a checkpoint's generation_config may not set either.
-NEVER = ("guidance_scale", "min_length", *(name for name, reason in REFUSED.items() if reason in (_DRAFT, _GONE)))
+NEVER = tuple(name for name, reason in REFUSED.items() if reason in (_DRAFT, _GONE))
+NEVER += ("guidance_scale", "min_length", "encoder_no_repeat_ngram_size", "token_healing")
 #: Options that have an effect only with ``do_sample``.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 #: transformers' default of ``max_new_tokens``.

@@ -88,7 +88,6 @@ FUNCTIONS = {
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner.get_kv_cache_spec": "self",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner.initialize_kv_cache": "self",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner.load_model": "self",
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.reload_weights": "self",
     "vllm.v1.worker.gpu_worker.Worker.compile_or_warm_up_model": "self",
     "vllm.v1.worker.gpu_worker.Worker.init_device": "self",
 }
