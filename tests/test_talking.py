@@ -129,13 +129,13 @@ def test_a_full_conversation_is_said(folder: Path) -> None:
 
 def test_a_line_that_is_no_text_is_refused_alone(folder: Path) -> None:
     """And the conversation goes on; what the model is told before it is refused at once."""
-    typed = b"caf\xe9\n" + f"{TEXTS[0]}\n".encode()
+    typed = b"mat\xe9\n" + f"{TEXTS[0]}\n".encode()
     words = ("chat", folder, "--dtype", "float32", "--max-new-tokens", NEW, "--speedup", 2)
     done = run(*words, stdin=typed)
     assert done.returncode == 0, done.stderr
     assert "that line is not UTF-8" in done.stderr
     assert lines_of(done.stdout) == expected(folder, [(TEXTS[0], 2.0)])
-    refused = talk(folder, TEXTS[0], options=("--system", "caf\udce9"))
+    refused = talk(folder, TEXTS[0], options=("--system", "mat\udce9"))
     assert refused.returncode == 2
     assert "--system is not UTF-8" in refused.stderr
 
