@@ -1,6 +1,9 @@
-"""The form of an adapter's schedules, unless the user asks for another (docs/experiments.md)."""
+"""The form of an adapter's schedules and of its training, unless the user asks for another (docs/experiments.md)."""
 
 from __future__ import annotations
+
+#: Texts of a training step, and passes over all of them.
+ROWS, EPOCHS = 8, 3
 
 
 def warmup_layers(num_layers: int, fastest: float) -> int:

@@ -33,7 +33,7 @@ from ..weights.loading import load, read_config, refuse_adapter
 from .closed_form import fit_stand_ins
 from .damage import Damage, damage
 from .forecast import learning_seconds
-from .form import warmup_layers
+from .form import EPOCHS, ROWS, warmup_layers
 from .learner import AdapterLearner
 from .own_prompts import prompts_for
 from .own_texts import SAMPLED, own_texts
@@ -43,10 +43,8 @@ from .own_texts import SAMPLED, own_texts
 WORTH = 0.35
 #: Rank of stand-ins, as training has it, and the longest text.
 RANK, TOKENS = 256, 96
-#: Own texts of the command that is advised, and how often training passes over them.
-OWN_TEXTS, EPOCHS = 4000, 3
-#: Of a batch, as training an adapter has it.
-ROWS = 8
+#: Own texts of the command that is advised.
+OWN_TEXTS = 4000
 #: Tokens of the prompts, in steps whose seconds a profile tells.
 PROMPT = 32
 

@@ -181,10 +181,7 @@ class _Writer:
         return {key for key, is_met in zip(texts, met.tolist(), strict=True) if is_met}
 
     def _completion(self, prompt: list[int], tokens: list[int], stopped: bool) -> Completion:
-        if self.strip:
-            text = self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
-        else:
-            text = decode_behind(self.tokenizer, prompt, tokens)
+        text = decode_behind(self.tokenizer, prompt, tokens, self.strip)
         return Completion(text, len(tokens), "stop" if stopped else "length")
 
     def _group(self, prompts: Mapping[int, list[int]], done: Mapping[int, Completion], seconds: float) -> Batch:

@@ -150,11 +150,7 @@ def generate_batch(
     rows = []
     for prompt, row, count in zip(prompts, written, ends, strict=True):
         new, reason = row[:count], "length" if count is None else "stop"
-        if strip:
-            text = tokenizer.decode(new, skip_special_tokens=True).strip()
-        else:
-            text = decode_behind(tokenizer, prompt, new)
-        rows.append(Completion(text, len(new), reason))
+        rows.append(Completion(decode_behind(tokenizer, prompt, new, strip), len(new), reason))
     steps = passes.count - 1
     if num_beams(options, asked) == 1:  # on MPS, transformers stops a pass late, and drops the token of that pass
         steps = min(steps, len(written[0]) - 1)

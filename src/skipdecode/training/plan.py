@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from ..adapters.form import warmup_layers
+from ..adapters import form
 from ..core.checkpoint_config import (
     ADAPTER_FILE,
     DEFAULT_HORIZON,
@@ -32,9 +32,8 @@ LONGEST = 100_000
 #: Options that exclude each other: one on the command line removes its whole group from the file's options.
 EITHER_OR = (("speedup", "speedups"), ("model", "from_config"), ("max_steps", "num_train_epochs"))
 
-#: Learning rates of all weights with AdamW, and of adapters with Muon; and the rows of a batch.
-RATE, ADAPTER_RATE = 5e-5, 1.5e-3
-ROWS, ADAPTER_ROWS = 32, 8
+#: Learning rates of all weights with AdamW, and of adapters with Muon; and the rows of a batch, of all weights.
+RATE, ADAPTER_RATE, ROWS = 5e-5, 1.5e-3, 32
 #: Options that name files or folders of the user's.
 FILES = frozenset("data prompts adapter teacher from_config tokenizer schedule".split())
 
@@ -77,7 +76,7 @@ class TrainingPlan:
     speedups: tuple[float, ...] | None = option(
         None, "Train for several, e.g. 1,2,3,4,5; each step draws one, with --adapters takes all.", least=1
     )
-    num_train_epochs: float = option(3.0, "Passes over the data.", most=MANY)
+    num_train_epochs: float = option(float(form.EPOCHS), "Passes over the data.", most=MANY)
     max_steps: int | None = option(None, "Stop after N optimizer steps instead.", least=1, most=10**9)
     batch_size: int | None = option(
         None, "Rows per process and batch (default: 32; 8 with --adapters).", least=1, most=MANY
@@ -234,7 +233,7 @@ class TrainingPlan:
     def rows(self) -> int:
         """Return the rows per process and batch; an adapter's as `results/smollm2` was learnt."""
         if self.batch_size is None:
-            return ADAPTER_ROWS if self.adapters else ROWS
+            return form.ROWS if self.adapters else ROWS
         return self.batch_size
 
     @property
@@ -281,7 +280,7 @@ class TrainingPlan:
             return self.style
         style: dict[str, Any] = {"decay": "constant"}
         if self.order in (None, "top"):
-            style["warmup"] = warmup_layers(layer_count(config), max(self.budgets))
+            style["warmup"] = form.warmup_layers(layer_count(config), max(self.budgets))
         return style | self.style
 
     def first_schedules(self, config: Any) -> dict[float, Schedule]:
