@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from helpers.families import (
     FAMILIES,
@@ -105,15 +106,40 @@ def test_texts_after_shared_prompts_are_teacher_forced(name: str, schedule: str)
     assert all(gradients)
 
 
-@pytest.mark.parametrize("name", [*FORMS, "gemma3n"])
-@pytest.mark.parametrize("order", ["top", "even"])
-def test_an_adapter_can_be_learnt(name: str, order: str) -> None:
-    """Its start in closed form is nearer to full depth than bare skipping; all that it trains gets a gradient."""
-    model, text = build(name), run(build(name), prompts()).sequences
+def own_texts_of(model: PreTrainedModel) -> dict[str, Any]:
+    """Return a batch of texts that the model wrote, as the Collator makes one."""
+    text = run(model, prompts()).sequences
     mask = torch.cat([prompts()["attention_mask"], torch.ones(len(text), text.shape[1] - WIDTH, dtype=torch.long)], 1)
     batch = {"input_ids": text[:, :-1], "attention_mask": mask[:, :-1], "prompt_length": WIDTH}
     batch["position_ids"] = (mask[:, :-1].cumsum(1) - 1).clamp(min=0)
     batch["labels"] = torch.cat([torch.full((len(text), 1), -100), text[:, WIDTH:]], 1)
+    return batch
+
+
+def test_distance_is_that_of_texts_however_they_are_batched() -> None:
+    """Its interval is over texts: it holds the mean, and one text has none."""
+    model = build("llama")
+    batch, schedule = own_texts_of(model), FULL.replace(order="top").flat(LAYERS // 2)
+    alone = [
+        {name: value[i : i + 1] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        for i in range(len(batch["labels"]))
+    ]
+    attach(model)
+    together, apart = (
+        damage([TextPasses(model, each) for each in batches], [schedule])[0] for batches in ([batch], alone)
+    )
+    assert torch.tensor([apart.kl, *apart.interval]).allclose(torch.tensor([together.kl, *together.interval]))
+    assert together.interval[0] < together.kl < together.interval[1]
+    (one,) = damage([TextPasses(model, alone[0])], [schedule])
+    assert one.interval == pytest.approx((one.kl, one.kl))
+
+
+@pytest.mark.parametrize("name", [*FORMS, "gemma3n"])
+@pytest.mark.parametrize("order", ["top", "even"])
+def test_an_adapter_can_be_learnt(name: str, order: str) -> None:
+    """Its start in closed form is nearer to full depth than bare skipping; all that it trains gets a gradient."""
+    model = build(name)
+    batch = own_texts_of(model)
     schedule = FULL.replace(order=order, warmup=1).flat(LAYERS // 2)
     (bare,) = damage([TextPasses(attach(model), batch)], [schedule])
     plan = TrainingPlan(model="demo", own_texts=20, speedups=(2,), adapter_rank=8)
@@ -286,6 +312,7 @@ def test_full_depths_pass_is_paid_once() -> None:
     found = Probe("model", tried, 36_000, 20.0)
     assert [found.hours(each) for each in tried] == [1, 1]
     assert "about 1.5 hours" in found.advice
+    assert "Worth it: 2x, 4x" in found.advice
 
 
 def test_probing_finds_what_a_stand_in_saves(checkpoint: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn.functional import kl_div, log_softmax
 from transformers import PreTrainedModel
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from ..core.schedule import Schedule
 from ..core.stack import decoder_layers
 from ..core.text_passes import TextPasses
+from ..data.metrics import draws
 from ..errors import ModelError, UsageError
 
 
@@ -23,10 +25,12 @@ class Damage:
     Attributes:
         kl: mean KL divergence of the next token's distribution from full depth's, in nats per token.
         agreement: share of positions whose most likely token is full depth's.
+        interval: of ``kl``, 95%, by bootstrap over the texts.
     """
 
     kl: float
     agreement: float
+    interval: tuple[float, float] = (math.nan, math.nan)
 
 
 @torch.no_grad()
@@ -48,23 +52,31 @@ def damage(
         UsageError: the texts have no position to measure.
         ModelError: logits are not finite.
     """
-    divergence, same, count = [0.0] * len(schedules), [0] * len(schedules), 0
+    divergence: list[list[float]] = [[] for _ in schedules]  # of each text, the sum over its positions
+    same, lengths = [0] * len(schedules), list[int]()
     for each in passes:
         wanted = each.batch["labels"][:, 2:] != -100  # the first token follows the prompt, which runs all layers
         whole = each if model is None else TextPasses(model, each.batch)
         everything = Schedule.full(len(decoder_layers(whole.model)))
         full = log_softmax(whole.logits(everything)[wanted].float(), -1)
         best = full.argmax(-1)
-        count += len(full)
+        lengths += wanted.sum(1).tolist()
+        text = wanted.nonzero()[:, 0]
         for index, schedule in enumerate(schedules):
             here = log_softmax(each.logits(schedule)[wanted].float(), -1)
-            divergence[index] += float(kl_div(here, full, log_target=True, reduction="sum"))
+            distances = kl_div(here, full, log_target=True, reduction="none").sum(-1)
+            divergence[index] += distances.new_zeros(len(wanted)).index_add(0, text, distances).tolist()
             same[index] += int((here.argmax(-1) == best).sum())
             on_pass()
-    if not count:
+    if not (count := sum(lengths)):
         raise UsageError(
             "no text has a second token, or all are longer than the model's positions: nothing is measured"
         )
-    if not all(map(math.isfinite, divergence)):
+    if not np.isfinite(divergence).all():
         raise ModelError("the model's logits are not finite: a lower speed-up, or float32 or bfloat16, may help")
-    return [Damage(kl / count, agreed / count) for kl, agreed in zip(divergence, same, strict=True)]
+    found, sizes = [], np.array(lengths)
+    drawn = draws(int((sizes > 0).sum()))
+    for each, agreed in zip(np.array(divergence), same, strict=True):
+        low, high = np.percentile(drawn @ each[sizes > 0] / (drawn @ sizes[sizes > 0]), (2.5, 97.5))
+        found.append(Damage(float(each.sum() / count), agreed / count, (float(low), float(high))))
+    return found

@@ -39,7 +39,7 @@ from .own_prompts import prompts_for
 from .own_texts import SAMPLED, own_texts
 
 #: A speed-up is worth training for if closed-form stand-ins keep this share of full depth's most likely tokens: where
-#: they kept 40% of SmolLM2's (2x), the trained adapter kept 62 to 70% (docs/experiments.md).
+#: they kept 44% of SmolLM2's (2x), trained adapters kept 59 to 72% (docs/experiments.md).
 WORTH = 0.35
 #: Rank of stand-ins, as training has it, and the longest text.
 RANK, TOKENS = 256, 96
@@ -115,7 +115,9 @@ class Probe:
         hours = sum(map(self.hours, worth)) - (len(worth) - 1) * self.tokens / self.full_per_second / 3600
         told = f"Before training, linear maps keep of full depth's likeliest tokens: {kept}. Training adds to that."
         if worth[0].stand_ins.agreement < WORTH:
-            told += f" Below {WORTH:.0%} expect little; the command is for the slowest."
+            told += f" None is worth it: below {WORTH:.0%} expect little. The command is for the slowest."
+        else:
+            told += f" Worth it: {', '.join(f'{each.speedup:g}x' for each in worth)} ({WORTH:.0%} and above)."
         learnt = f"Learning from {self.tokens / 1e6:.1f} million tokens takes about {hours:.1f} hours here"
         return f"{told} {learnt}, after the writing of the texts:\n{self.command(worth)}"
 

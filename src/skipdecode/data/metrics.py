@@ -150,11 +150,15 @@ def bootstrap(metric: Metric, rows_a: Array, rows_b: Array, samples: int = 1000,
         samples: number of resampled corpora.
         seed: of the resampling.
     """
-    n = len(rows_a)
-    drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=samples)
+    n, drawn = len(rows_a), draws(len(rows_a), samples, seed)
     totals = zip(drawn @ rows_a, drawn @ rows_b, strict=True)
     low, high = np.percentile([metric.corpus(a, n) - metric.corpus(b, n) for a, b in totals], (2.5, 97.5))
     return float(low), float(high)
+
+
+def draws(n: int, samples: int = 1000, seed: int = 0) -> Array:
+    """Return how often each of ``n`` inputs is in each of ``samples`` bootstrap samples, (samples, n)."""
+    return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=samples).astype(float)
 
 
 def _package(name: str) -> Any:

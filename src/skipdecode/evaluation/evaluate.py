@@ -52,7 +52,7 @@ FILES = (*TABLES, "tradeoff.png")
 Say = Callable[[str], object]
 
 #: Increase it when the keys of a row change: rows of another version are measured again.
-ROW_VERSION = 6
+ROW_VERSION = 7
 #: Largest number of validation inputs used for lengths, CALM's threshold and the loss.
 HELD_OUT_ROWS = 256
 
@@ -403,7 +403,7 @@ class Evaluation:
             "texts": texts,
         }
 
-    def _told(self, variant: Variant, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+    def _told(self, variant: Variant, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return columns; none, and a message, if a model's logits are not finite: other rows are to go on."""
         try:
             return measure()
@@ -413,11 +413,11 @@ class Evaluation:
 
     def _distance(
         self, model: PreTrainedModel, decoding: Decoding, completions: Sequence[Completion]
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Return, as columns, how far a model's texts and next tokens are from the full model's."""
         full, tokenizer = self._model(self.reference.model)
         size, prompts = self.plan.batch_size, [example.prompt for example in self.examples]
-        found = {
+        found: dict[str, Any] = {
             "text_loss": text_loss(full, tokenizer, [*zip(prompts, completions, strict=True)], size),
             "distinct": distinct([completion.text for completion in completions]),
         }
@@ -438,7 +438,8 @@ class Evaluation:
             with suppress(UsageError):  # texts of one token each have nothing to measure
                 (here,) = damage(passes, [schedule], None if model is full else attach(full))
                 found |= {"kl": here.kl, "top_1": 100 * here.agreement}
-        return {name: round(value, 4) for name, value in found.items()}
+                found["kl_interval"] = [round(end, 4) for end in here.interval]
+        return {name: value if isinstance(value, list) else round(value, 4) for name, value in found.items()}
 
     def _scores(self, texts: Sequence[str]) -> dict[str, Any]:
         """Return, as columns, each score, its difference from the reference's, and the difference's 95% interval."""

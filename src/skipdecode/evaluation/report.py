@@ -47,6 +47,9 @@ def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[li
             line += [f"{row[name]:.2f}", f"{row[f'{name}_difference']:+.2f} ({low:+.2f} to {high:+.2f})"]
         digits = {name: 1 if name in ("top_1", "distinct") else 3 for name in (*distances, "loss")}
         line += [f"{row[name]:.{count}f}" if name in row else "" for name, count in digits.items()]
+        if "kl_interval" in row:
+            low, high = row["kl_interval"]
+            line[heads.index("KL")] += f" ({low:.2f} to {high:.2f})"
         line += [
             f"{row['job_seconds_per_1k_tokens']:.2f}",
             f"{row['timed_step_layer_ratio']:.2f}x",
@@ -65,11 +68,12 @@ def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list
     """
     heads, cells = columns(rows, metrics)
     distances = [DISTANCES[name] for name in ("kl", "top_1") if DISTANCES[name] in heads]
-    if not distances:
-        for line in cells:
-            for i, head in enumerate(heads):
-                if head == "vs full (95%)":
-                    line[i - 1] += "\n" + line[i].replace(" (", "\n").rstrip(")")
+    for line in cells:
+        for i, head in enumerate(heads):
+            if head == "KL":
+                line[i] = line[i].replace(" (", "\n").rstrip(")")
+            elif head == "vs full (95%)" and not distances:
+                line[i - 1] += "\n" + line[i].replace(" (", "\n").rstrip(")")
     labels = [label for _, label in metrics]
     shown = ("method", "target", "step layers", *labels, *distances, "step clock", "job clock", "peak KV")
     return [*shown], [[line[heads.index(head)] for head in shown] for line in cells]
@@ -100,7 +104,7 @@ def save(rows: Sequence[Row], metrics: Sequence[tuple[str, str]], about: Mapping
     rows = [{**row, "model": Path(row["model"]).name} for row in rows]  # local paths mean nothing elsewhere
     flat = [{k: v for k, v in row.items() if not isinstance(v, (dict, list))} for row in rows]
     for values, row in zip(flat, rows, strict=True):
-        for name, _ in metrics:
+        for name in (*(name for name, _ in metrics), *(["kl"] if "kl_interval" in row else [])):
             values[f"{name}_low"], values[f"{name}_high"] = row[f"{name}_interval"]
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     head = f'"about": {json.dumps(dict(about), ensure_ascii=False)}'

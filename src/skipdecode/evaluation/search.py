@@ -90,7 +90,7 @@ class Trials:
             self._known |= {key: [each.kl, each.agreement] for key, each in zip(new, found, strict=True)}
             if self._file is not None:
                 write(self._file, json.dumps({"job": self._job, "trials": self._known}) + "\n")
-        return [Damage(*self._known[key]) for key in keys]
+        return [Damage(kl, agreement) for kl, agreement in map(self._known.__getitem__, keys)]
 
 
 def search(

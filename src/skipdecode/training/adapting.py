@@ -145,7 +145,8 @@ def say_damage(
     measured = damage((TextPasses(model, batch) for batch in batches), [*schedules.values()]) if batches else []
     for speedup, found in zip(schedules, measured, strict=False):
         say(
-            f"{speedup:g}x {when}: {found.kl:.3f} nats per token from full depth, "
+            f"{speedup:g}x {when}: {found.kl:.3f} nats per token from full depth "
+            f"(95%: {found.interval[0]:.3f} to {found.interval[1]:.3f}), "
             f"{found.agreement:.1%} of its most likely tokens"
         )
     return measured
