@@ -69,7 +69,7 @@ def own_texts(folder: str, up: str = "") -> None:
             (
                 _target(row),
                 f"{row['step_layers']:g}",
-                f"{row['kl']:.2f}",
+                f"{row['kl']:.2f}" + _within(row),
                 f"{row['top_1']:.0f}%",
                 f"{row['agreement']:.0f}",
                 f"{row['text_loss']:.2f}",
@@ -92,6 +92,12 @@ OF_A_TASK = {
 }
 
 
+def _within(row: Row) -> str:
+    """Return the interval of a row's KL; full depth has none."""
+    low, high = row.get("kl_interval", (0, 0))
+    return f" ({low:.2f} to {high:.2f})" if high else ""
+
+
 def task(folder: str) -> None:
     """A model, its adapters at every speed, and a model of a third of its layers, on a task with references."""
     saved = _saved(folder)
@@ -108,9 +114,10 @@ def task(folder: str) -> None:
             f"{row['rouge_l_difference']:+.2f} ({low:+.2f} to {high:+.2f})" if name else "",
             f"{row['bleu']:.2f}",
             f"{row['tokens'] / count:.0f}",
+            f"{row['peak_kv_bytes'] / 1e6:.0f} MB",
         )
 
-    heads = ("", "layers", "ROUGE-L", "from full depth (95%)", "BLEU", "tokens of a text")
+    heads = ("", "layers", "ROUGE-L", "from full depth (95%)", "BLEU", "tokens of a text", "keys and values")
     _print(heads, map(cells, rows), words=1)
     print(f"{saved['about']['rows']}; {saved['about']['machine']}.")
 
