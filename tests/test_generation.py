@@ -41,14 +41,14 @@ from skipdecode import Schedule
 from skipdecode.core import checkpoint_config
 from skipdecode.core.cache import total_kv_bytes
 from skipdecode.core.cache_name import CACHE
-from skipdecode.core.checkpoint_config import CONFIG_KEY, to_config_entry
+from skipdecode.core.checkpoint_config import CONFIG_KEY, schedule_for, to_config_entry
 from skipdecode.core.stack import decoder_layers
 from skipdecode.data.tokenization import train_tokenizer
 from skipdecode.errors import ModelError, SkipDecodeError, UntrainedWarning, UsageError
 from skipdecode.generation import generate as generating
 from skipdecode.generation import options
 from skipdecode.generation.batch import generate_batch
-from skipdecode.generation.generate import batches, generate_ids, horizon_for
+from skipdecode.generation.generate import batches, generate_ids
 from skipdecode.generation.results import Completion, Cost, Generated
 from skipdecode.generation.sampling import Sampling, stable_hash
 
@@ -251,9 +251,9 @@ def test_the_last_position_is_taken(loaded: Loaded) -> None:
 def test_a_new_schedule_ends_with_the_texts(loaded: Loaded) -> None:
     """A step makes each token but the first; trained schedules have their own end."""
     config = copy.deepcopy(loaded[0].config)
-    assert [horizon_for(config, new) for new in (1, 2, 20)] == [1, 1, 19]
+    assert [schedule_for(config, 2, new_tokens=new).horizon for new in (1, 2, 20)] == [1, 1, 19]
     setattr(config, CONFIG_KEY, to_config_entry({2.0: Schedule(8, 6, 2, 12)}))
-    assert horizon_for(config, 20) is None
+    assert schedule_for(config, 2, new_tokens=20) == schedule_for(config, 2)
 
 
 @pytest.mark.parametrize(

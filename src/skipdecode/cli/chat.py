@@ -51,7 +51,6 @@ def chat(
     from ..core.checkpoint_config import trained_schedules
     from ..data.chat import Message, render
     from ..data.rows import is_text
-    from ..generation.generate import horizon_for
     from ..generation.kept_prompt import KeptPrompt
     from ..generation.options import check_options, check_with_model
     from ..weights.loading import adapter_of, load, load_tokenizer, read_config, read_generation_config
@@ -68,8 +67,7 @@ def chat(
     # Before the weights are loaded: a wrong speed-up, and a tokenizer without a chat template.
     folder = adapter_of(model, adapter)
     config = read_config(model, revision, adapter)
-    horizon = horizon_for(config, max_new_tokens)
-    schedule = trained_schedule(config, speedup, folder, horizon)
+    schedule = trained_schedule(config, speedup, folder, max_new_tokens)
     check_with_model(options, read_generation_config(model, revision))
     told = [] if system is None else [Message("system", system)]
     render(load_tokenizer(model, revision), (*told, Message("user", "Hello")))
@@ -86,7 +84,7 @@ def chat(
         if command == "/speed":
             with _said():
                 asked = _number(value)
-                schedule, name = trained_schedule(loaded.config, asked, folder, horizon), asked
+                schedule, name = trained_schedule(loaded.config, asked, folder, max_new_tokens), asked
                 say(f"{name:g}x from here on")
                 _warn(loaded.config, schedule)
         elif command == "/new":

@@ -88,9 +88,11 @@ def read_schedules(folder: Path) -> dict[float, Schedule]:
         raise FileError(f"the adapter in {folder} is damaged: {error}") from error
 
 
-def trained_schedule(config: Any, speedup: float | None, folder: Path | None, horizon: int | None = None) -> Schedule:
+def trained_schedule(
+    config: Any, speedup: float | None, folder: Path | None, new_tokens: int | None = None
+) -> Schedule:
     """Return :func:`schedule_for` a speed-up. Raises ScheduleError if the adapter in ``folder`` does not know it."""
-    schedule = schedule_for(config, speedup, horizon=horizon)
+    schedule = schedule_for(config, speedup, new_tokens=new_tokens)
     if folder is not None:
         check_trained(read_schedules(folder), with_lenders_first(schedule, config))
     return schedule

@@ -125,6 +125,7 @@ def schedule_for(
     schedule: Schedule | None = None,
     *,
     horizon: int | None = None,
+    new_tokens: int | None = None,
     **style: Any,
 ) -> Schedule:
     """Return ``schedule`` if it is given, else the config's schedule for ``speedup``, else a new one.
@@ -138,6 +139,7 @@ def schedule_for(
         speedup: target, 1 to the number of layers. None: the config's fastest, else :data:`DEFAULT_SPEEDUP`.
         schedule: used instead of a speed-up.
         horizon: decode steps over which a new schedule's depth falls.
+        new_tokens: of the longest text: without schedules in the config, depth falls over its decode steps.
         style: further fields of a new schedule: ``order``, ``decay``, ``warmup``, ….
 
     Raises:
@@ -154,6 +156,8 @@ def schedule_for(
     if target in known and horizon is None and set(style) <= {"prompt_layers"}:
         return known[target].check_layers(layers).replace(**style)
     span, fields = style_of(known, layers)
+    if new_tokens and not known:
+        span = max(new_tokens - 1, 1)
     return Schedule.for_speedup(target, layers, span if horizon is None else horizon, **fields | style)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.checkpoint_config import layer_count, schedule_for, trained_schedules
+from ..core.checkpoint_config import layer_count, schedule_for
 from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..data.chat import Message, Prompt, parse_messages
@@ -64,14 +64,9 @@ def generate(
     schedule = given_schedule(speedup, schedule, full)
     decoding = None
     if not full:
-        horizon = horizon_for(model.config, max_new_tokens(options, model.generation_config))
-        decoding = schedule_for(model.config, speedup, schedule, horizon=horizon)
+        longest = max_new_tokens(options, model.generation_config)
+        decoding = schedule_for(model.config, speedup, schedule, new_tokens=longest)
     return generate_ids(model, tokenizer, encode_prompts(tokenizer, texts), decoding, batch_size, seed=seed, **options)
-
-
-def horizon_for(config: Any, new_tokens: int) -> int | None:
-    """Return the horizon of a new schedule for so many new tokens; None if the config's schedules have their own."""
-    return None if trained_schedules(config) else max(new_tokens - 1, 1)
 
 
 def to_prompts(given: Any) -> list[Prompt]:

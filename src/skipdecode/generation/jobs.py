@@ -31,7 +31,7 @@ from ..provenance import fingerprint
 from ..weights.device import placement
 from ..weights.loading import adapter_of, identity_of, load_tokenizer, read_config, read_generation_config
 from .engine import Engine, EngineConfig, Transformers
-from .generate import horizon_for, max_positions, position_limit, to_prompts
+from .generate import max_positions, position_limit, to_prompts
 from .journal import Journal
 from .options import check_options, check_with_model, given, given_schedule, num_beams
 from .results import Completion, Cost
@@ -253,8 +253,7 @@ class GenerationJob(EngineConfig):
                 raise UsageError("a profile knows rows without beams: give a speedup of layers, or num_beams=1")
             works = workloads(lengths, self.batch_size, max(new_tokens, 2))
             return new_schedule(config, self.speedup, Predictor(self.profile, works, self.clock), **style)
-        horizon = horizon_for(config, new_tokens)
-        return schedule_for(config, self.speedup, schedule, horizon=horizon, **style)
+        return schedule_for(config, self.speedup, schedule, new_tokens=new_tokens, **style)
 
     def _items(self) -> list[Item]:
         if isinstance(self.input, (str, Path)):

@@ -16,7 +16,7 @@ from skipdecode.core.schedule import Schedule
 from skipdecode.data.chat import Message, Prompt
 from skipdecode.data.tokenization import encode_prompts
 from skipdecode.errors import SkipDecodeError, UsageError
-from skipdecode.generation.generate import horizon_for, max_positions
+from skipdecode.generation.generate import max_positions
 from skipdecode.web.drawing import figures, marked, picture
 from skipdecode.web.writing import Written, write_side_by_side
 from skipdecode.weights.loading import adapter_of, load, read_config
@@ -59,8 +59,7 @@ def schedules_for(
         speedups = (1.0, *{faster[(len(faster) - 1) // 2], faster[-1]}) if faster else UNTRAINED
     if len(speedups) > SIDE_BY_SIDE:
         raise UsageError(f"{SIDE_BY_SIDE} speed-ups fit side by side, not {len(speedups)}")
-    horizon = horizon_for(config, LONGEST)
-    return {speedup: trained_schedule(config, speedup, adapter, horizon) for speedup in sorted(speedups)}
+    return {speedup: trained_schedule(config, speedup, adapter, LONGEST) for speedup in sorted(speedups)}
 
 
 def page(model: Any, tokenizer: Any, schedules: Mapping[float, Schedule], name: str = "the model") -> gr.Blocks:
