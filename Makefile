@@ -13,7 +13,7 @@ LOWEST_TORCH ?= 2.9.0
 # Whose tables are written from results/*/table.json, between their cog marks.
 TABLES := README.md docs/index.md docs/experiments.md docs/frontier.md docs/serving_results.md results/README.md src/skipdecode/demo/README.md
 
-.PHONY: demo serve-demo check test test-fast test-lowest test-vllm test-vllm-v2 test-vllm-next soak torture lint format lock \
+.PHONY: demo serve-demo smollm2 check test test-fast test-lowest test-vllm test-vllm-v2 test-vllm-next soak torture lint format lock \
 	mutants clean distclean results-smoke results-e2e bench-smoke bench dist docs
 
 $(VENV)/installed: pyproject.toml requirements.txt
@@ -52,6 +52,9 @@ serve-demo: $(VLLM)/installed      # a vLLM server with the embedded checkpoint,
 	$(VLLM)/bin/python tools/serve_demo.py
 
 check: lint test
+
+smollm2: $(VENV)/installed         # the chat model of the tables: tests that need it are skipped where it is absent
+	$(BIN)/python recipes/smollm2.py smollm2
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

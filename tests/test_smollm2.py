@@ -21,6 +21,7 @@ from skipdecode.core.text_passes import TextPasses
 from skipdecode.data.chat import Prompt, parse_messages
 from skipdecode.data.collation import batches_of
 from skipdecode.data.tasks import Example
+from skipdecode.files import read_json
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(os.environ.get("SMOLLM2", ROOT / "smollm2"))
@@ -87,3 +88,18 @@ def test_it_talks_at_its_speeds() -> None:
     assert "20.0 of 30 layers" in done.stderr
     assert "15.0 of 30 layers" in done.stderr
     assert len(done.stdout.split()) > 20
+
+
+def test_the_figures_of_the_table_are_what_this_code_gives() -> None:
+    """README's distances, of the texts that are kept with them."""
+    rows = {row["target"]: row for row in map(read_json, (RESULTS / "rows").glob("*.json"))}
+    lines = (RESULTS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    asked = [parse_messages(json.loads(line)["messages"]) for line in lines]
+    written = [Example(prompt, (text,)) for prompt, text in zip(asked, rows[1]["texts"], strict=True)]
+    model, tokenizer = load(str(ADAPTER), dtype="float32")
+    attach(model)
+    passes = (TextPasses(model, batch) for batch in batches_of(written, tokenizer, 8, as_written=True))
+    schedules = read_schedules(ADAPTER)
+    for speedup, found in zip(schedules, damage(passes, [*schedules.values()]), strict=True):
+        assert found.kl == pytest.approx(rows[speedup]["kl"], abs=0.005)
+        assert 100 * found.agreement == pytest.approx(rows[speedup]["top_1"], abs=0.5)
