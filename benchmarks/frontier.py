@@ -1,7 +1,7 @@
 """Quality against tokens per second: one model at several speeds, and what people would take instead.
 
     benchmarks/peers/environments.sh llamacpp
-    python benchmarks/frontier.py MODEL ADAPTER --gguf FILE --pruned "pruned, 2x=FOLDER" --output results/frontier
+    python benchmarks/frontier.py MODEL ADAPTER [ADAPTER …] --gguf FILE --pruned "pruned, 2x=FOLDER" --output FOLDER
 
 Run it alone on the machine. Every way has a process of its own, stopped while another is timed, and is asked in turn:
 row by row with the prompts as they are, then with batches of equal prompts. Ends of texts are suppressed, so that all
@@ -73,15 +73,14 @@ class Way:
 def ways(args: argparse.Namespace) -> dict[str, Way]:
     """All ways that the arguments give files for."""
     found: dict[str, Way] = {}
-    calls: dict[str, Any] = {"full depth": {}}
-    for speedup, schedule in read_schedules(args.adapter).items():
-        calls[f"{speedup:g}x"] = {"schedule": schedule.to_dict()}
     for kind in ("bfloat16", "int8"):
-        options = {"adapter": str(args.adapter)} | ({"quantization": "int8"} if kind == "int8" else {})
-        if kind not in args.without:
-            found |= {
-                f"{name}, {kind}": Way(kind, Engine("skipdecode", options=options), calls[name]) for name in calls
-            }
+        for number, adapter in enumerate(args.adapters if kind not in args.without else ()):
+            options = {"adapter": str(adapter)} | ({"quantization": "int8"} if kind == "int8" else {})
+            engine, process = Engine("skipdecode", options=options), f"{kind}{number or ''}"
+            if not number:
+                found[f"full depth, {kind}"] = Way(process, engine)
+            for speedup, schedule in read_schedules(adapter).items():
+                found.setdefault(f"{speedup:g}x, {kind}", Way(process, engine, {"schedule": schedule.to_dict()}))
     names = [name for name, _ in args.pruned]
     if taken := {each for each in names if names.count(each) > 1 or each in TAKEN}:
         raise UsageError(f"{', '.join(taken)}: --pruned needs names of its own")
@@ -126,7 +125,8 @@ def main() -> None:
         "method": f"{len(prompts)} prompts, {args.new_tokens} greedy tokens each, ends of texts suppressed; batch 1: "
         f"the prompts one by one; larger batches: prompts of {args.prompt_tokens} tokens, {args.rounds} rounds; all "
         "ways in turn, medians; decoding is a call's time less that of the same call with one new token",
-        "command": f"python benchmarks/frontier.py MODEL ADAPTER --batch {','.join(map(str, args.batch))} --new-tokens "
+        "command": f"python benchmarks/frontier.py MODEL{' ADAPTER' * len(args.adapters)} --batch "
+        f"{','.join(map(str, args.batch))} --new-tokens "
         f"{args.new_tokens} --prompt-tokens {args.prompt_tokens} --rounds {args.rounds}"
         + f" --limit {args.limit} --threads {args.threads}" * bool(args.limit)
         + f" --without {args.without}" * bool(args.without)
@@ -270,7 +270,9 @@ def _named(text: str) -> tuple[str, str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder of the checkpoint")
-    parser.add_argument("adapter", type=Path, help="folder of its adapter")
+    parser.add_argument(
+        "adapters", type=Path, nargs="+", help="folders of its adapters; of a speed, the first that has it"
+    )
     parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
     named: Any = {"type": _named, "default": [], "action": "append", "metavar": "NAME=FOLDER"}
     parser.add_argument("--pruned", help="a smaller checkpoint made of it; may be repeated", **named)

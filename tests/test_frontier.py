@@ -36,15 +36,17 @@ def test_every_way_is_asked_and_judged(checkpoint: Path, tmp_path: Path, monkeyp
     config = text_config(model.config)
     adapter = Adapter(config.hidden_size, 4, {2: Schedule.full(config.num_hidden_layers).flat(4)})
     save_adapter(tmp_path / "adapter", adapter, model, str(checkpoint))
+    faster = Adapter(config.hidden_size, 4, {4: Schedule.full(config.num_hidden_layers).flat(2)})
+    save_adapter(tmp_path / "faster", faster, model, str(checkpoint))
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": text} for text in TEXTS[:3]])
     pruned = ["--pruned", f"smaller={checkpoint}"]
     options = "--without int8 --batch 1,2 --prompt-tokens 4 --new-tokens 6 --rounds 1 --threads 1"
     places = ["--prompts", prompts, "--output", tmp_path / "out", "--work", tmp_path / "work"]
-    arguments = [checkpoint, tmp_path / "adapter", *options.split(), *pruned, *places]
+    arguments = [checkpoint, tmp_path / "adapter", tmp_path / "faster", *options.split(), *pruned, *places]
     monkeypatch.setattr(sys, "argv", ["frontier", *map(str, arguments)])
     frontier.main()
     rows = {row["way"]: row for row in json.loads((tmp_path / "out" / "table.json").read_text())["rows"]}
-    assert [*rows] == ["full depth, bfloat16", "2x, bfloat16", "smaller", "prompt lookup, bfloat16"]
+    assert [*rows] == ["full depth, bfloat16", "2x, bfloat16", "4x, bfloat16", "smaller", "prompt lookup, bfloat16"]
     assert rows["full depth, bfloat16"]["ratio_2"] == 1
     assert "ratio_2" not in rows["prompt lookup, bfloat16"]
     assert not any(row["failed"] for row in rows.values())
