@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import skipdecode
-from helpers.tiny import TEXTS
+from helpers.tiny import TEXTS, run, write_jsonl
 from skipdecode.data.tokenization import train_tokenizer
 from skipdecode.engines import vllm
 from skipdecode.errors import MissingExtra, UsageError
@@ -112,6 +112,20 @@ def test_its_model_is_the_original_and_can_be_saved(file: Path, original: PreTra
         for each in (model, again)
     ]
     assert found[0] == found[1]
+
+
+def test_a_file_is_taught_to_skip(file: Path, tmp_path: Path) -> None:
+    """Its adapter knows it again, and skips from the folder alone; `probe` takes it too."""
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": text} for text in TEXTS])
+    small = ["--prompts", prompts, "--max-new-tokens", 8]
+    done = run("probe", file, "--texts", 8, "--speedups", 2, *small)
+    assert done.returncode == 0, done.stderr
+    few = ["--own-texts", 20, "--speedups", 2, "--max-steps", 2, "--adapter-rank", 4]
+    done = run("train", file, *few, "--output", tmp_path / "fast", *small)
+    assert done.returncode == 0, done.stderr
+    model, tokenizer = skipdecode.load(str(tmp_path / "fast"))
+    result = skipdecode.generate(model, tokenizer, TEXTS[:2], speedup=2, max_new_tokens=6, eos_token_id=-1)
+    assert result.cost.layer_ratio == 2
 
 
 def test_a_job_of_a_file_goes_on_only_with_the_same_file(file: Path, tmp_path: Path) -> None:
