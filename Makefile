@@ -11,7 +11,7 @@ LOWEST := .venv-lowest
 DIST := .venv-dist
 LOWEST_TORCH ?= 2.9.0
 # Whose tables are written from results/*/table.json, between their cog marks.
-TABLES := README.md docs/index.md docs/experiments.md docs/frontier.md docs/serving_results.md results/README.md src/skipdecode/demo/README.md
+TABLES := README.md docs/index.md docs/adapter_results.md docs/frontier.md docs/serving_results.md results/README.md src/skipdecode/demo/README.md
 
 .PHONY: demo serve-demo smollm2 check test test-fast test-lowest test-vllm test-vllm-v2 test-vllm-next soak torture lint format lock \
 	mutants clean distclean results-smoke results-e2e bench-smoke bench dist docs

@@ -3,7 +3,7 @@
     python recipes/by_position.py ADAPTER RESULTS [--data FILE] [--task NAME] [--dtype bfloat16]
 
 RESULTS is what `skipdecode evaluate` wrote for the adapter's model, with the same data: its rows/ hold greedy texts.
-Writes RESULTS/by_position.json: the tables of docs/experiments.md.
+Writes RESULTS/by_position.json: the tables of docs/adapter_results.md.
 """
 
 from __future__ import annotations

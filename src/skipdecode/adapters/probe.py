@@ -39,7 +39,7 @@ from .own_prompts import prompts_for
 from .own_texts import SAMPLED, own_texts
 
 #: A speed-up is worth training for if closed-form stand-ins keep this share of full depth's most likely tokens: where
-#: they kept 44% of SmolLM2's (2x), trained adapters kept 59 to 72% (docs/experiments.md).
+#: they kept 44% of SmolLM2's (2x), trained adapters kept 59 to 72% (docs/adapter_results.md).
 WORTH = 0.35
 #: Rank of stand-ins, as training has it, and the longest text.
 RANK, TOKENS = 256, 96

@@ -162,7 +162,7 @@ class AdapterTrainer(SkipTrainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # In short runs Muon brings an adapter nearer to full depth than AdamW (docs/experiments.md).
+        # In short runs Muon brings an adapter nearer to full depth than AdamW (docs/adapter_results.md).
         options = {"lr": kwargs["args"].learning_rate, "adjust_lr_fn": "match_rms_adamw"}
         super().__init__(*args, optimizer_cls_and_kwargs=(torch.optim.Muon, options), **kwargs)
         self._learning: tuple[FullDepth, Schedule, float] | None = None
