@@ -432,6 +432,7 @@ def test_prompts_alone_are_evaluated_by_agreement(checkpoint: Path, tmp_path: Pa
     # The full model's distance from itself is none, and its greedy texts are the likeliest to it.
     assert (full["kl"], full["top_1"]) == (0, 100)
     assert rows[0]["kl"] < rows[1]["kl"]
+    assert all(row["kl_interval"][0] <= row["kl"] <= row["kl_interval"][1] for row in rows)
     assert all(row["kl"] > 0 and row["top_1"] < 100 and row["text_loss"] > full["text_loss"] for row in rows)
 
 

@@ -36,7 +36,7 @@ def test_every_way_is_asked_and_judged(checkpoint: Path, tmp_path: Path, monkeyp
     config = text_config(model.config)
     adapter = Adapter(config.hidden_size, 4, {2: Schedule.full(config.num_hidden_layers).flat(4)})
     save_adapter(tmp_path / "adapter", adapter, model, str(checkpoint))
-    faster = Adapter(config.hidden_size, 4, {4: Schedule.full(config.num_hidden_layers).flat(2)})
+    faster = Adapter(config.hidden_size, 4, {s: Schedule.full(config.num_hidden_layers).flat(2) for s in (2, 4)})
     save_adapter(tmp_path / "faster", faster, model, str(checkpoint))
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": text} for text in TEXTS[:3]])
     pruned = ["--pruned", f"smaller={checkpoint}"]

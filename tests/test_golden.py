@@ -90,7 +90,7 @@ def test_without_references_distances_stand_in_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the place of the differences, which say nothing that the scores do not."""
-    row = FULL | {"kl": 9.245, "top_1": 100.0, "text_loss": 12.25, "peak_kv_bytes": 198.4e6}
+    row = FULL | {"kl": 9.245, "kl_interval": [8.1, 10.2], "top_1": 100.0, "text_loss": 12.25, "peak_kv_bytes": 198.4e6}
     for name in ("agreement", "repetition"):
         row |= {name: 100.0, f"{name}_difference": -100.0, f"{name}_interval": [-100.0, -50.0]}
     monkeypatch.setattr(console, "out", Console(width=80))

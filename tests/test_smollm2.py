@@ -30,7 +30,9 @@ ADAPTER = RESULTS / "adapter"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not FOLDER.exists(), reason="needs SmolLM2: python recipes/smollm2.py smollm2"),
+    pytest.mark.skipif(
+        not (FOLDER / "tokenizer.json").exists(), reason="needs SmolLM2: python recipes/smollm2.py smollm2"
+    ),
 ]
 
 
@@ -96,7 +98,7 @@ def test_the_figures_of_the_table_are_what_this_code_gives() -> None:
     lines = (RESULTS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     asked = [parse_messages(json.loads(line)["messages"]) for line in lines]
     written = [Example(prompt, (text,)) for prompt, text in zip(asked, rows[1]["texts"], strict=True)]
-    model, tokenizer = load(str(ADAPTER), dtype="float32")
+    model, tokenizer = load(str(FOLDER), adapter=ADAPTER, dtype="float32")
     attach(model)
     passes = (TextPasses(model, batch) for batch in batches_of(written, tokenizer, 8, as_written=True))
     schedules = read_schedules(ADAPTER)

@@ -117,7 +117,15 @@ def task(folder: str) -> None:
             f"{row['peak_kv_bytes'] / 1e6:.0f} MB",
         )
 
-    heads = ("", "layers", "ROUGE-L", "from full depth (95%)", "BLEU", "tokens of a text", "keys and values")
+    heads = (
+        "",
+        "layers",
+        "ROUGE-L",
+        "from full depth (95%)",
+        "BLEU",
+        "tokens of a text",
+        "most keys and values of a batch",
+    )
     _print(heads, map(cells, rows), words=1)
     print(f"{saved['about']['rows']}; {saved['about']['machine']}.")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -25,12 +24,12 @@ class Damage:
     Attributes:
         kl: mean KL divergence of the next token's distribution from full depth's, in nats per token.
         agreement: share of positions whose most likely token is full depth's.
-        interval: of ``kl``, 95%, by bootstrap over the texts.
+        interval: of ``kl``, 95%, by bootstrap over the texts, those of one prompt too; None of one text.
     """
 
     kl: float
     agreement: float
-    interval: tuple[float, float] = (math.nan, math.nan)
+    interval: tuple[float, float] | None = None
 
 
 @torch.no_grad()
@@ -78,5 +77,6 @@ def damage(
     drawn = draws(int((sizes > 0).sum()))
     for each, agreed in zip(np.array(divergence), same, strict=True):
         low, high = np.percentile(drawn @ each[sizes > 0] / (drawn @ sizes[sizes > 0]), (2.5, 97.5))
-        found.append(Damage(float(each.sum() / count), agreed / count, (float(low), float(high))))
+        interval = (float(low), float(high)) if drawn.shape[1] > 1 else None
+        found.append(Damage(float(each.sum() / count), agreed / count, interval))
     return found

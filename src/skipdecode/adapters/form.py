@@ -1,4 +1,4 @@
-"""The form of an adapter's schedules and of its training, unless the user asks for another (docs/adapter_results.md)."""
+"""The form of an adapter's schedules and training, unless the user asks for another (docs/adapter_results.md)."""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ SAMPLED = 256
 
 
 def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str, files: str | None = None) -> None:
-    """Write an adapter in the dtype of the base model's weights, its schedules, and hashes of those weights.
+    """Write an adapter, its schedules, and hashes of the base model's weights.
+
+    Weights are written in float32; in bfloat16 if the base model is in bfloat16.
 
     Args:
         folder: created if it is missing.
@@ -52,7 +54,7 @@ def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str, fi
     ours = is_adapter(folder) and has_key("skipdecode_adapter")((folder / ABOUT).read_bytes())
     if not ours and (there := [name for name in (ABOUT, WEIGHTS) if (folder / name).exists()]):
         raise FileError(f"{folder / there[0]} is there, and no adapter's: give another folder")
-    dtype = next(model.parameters()).dtype
+    dtype = torch.bfloat16 if next(model.parameters()).dtype == torch.bfloat16 else torch.float32
     weights = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in adapter.state_dict().items()}
     write(folder / WEIGHTS, save(weights))
     write(folder / ABOUT, json.dumps(about, indent=1) + "\n")

@@ -51,7 +51,7 @@ from .variants import Variant, variants
 FILES = (*TABLES, "tradeoff.png")
 Say = Callable[[str], object]
 
-#: Increase it when the keys of a row change: rows of another version are measured again.
+#: Increase it when the keys of a row change: rows of another version are refused without ``overwrite``.
 ROW_VERSION = 7
 #: Largest number of validation inputs used for lengths, CALM's threshold and the loss.
 HELD_OUT_ROWS = 256
@@ -227,7 +227,7 @@ def _about(plan: EvaluationPlan, count: int, command: str | None) -> dict[str, s
         "machine": machine(plan.device),
         **({"made faster": str(dict(plan.faster))} if plan.faster else {}),
         "rounds": f"{plan.repeats}, the full model and the method in turn",
-        "vs full": "paired bootstrap over inputs, 1000 samples",
+        "intervals": "95%, bootstrap over inputs, 1000 samples; of differences from the full model: paired",
     }
 
 
@@ -438,7 +438,8 @@ class Evaluation:
             with suppress(UsageError):  # texts of one token each have nothing to measure
                 (here,) = damage(passes, [schedule], None if model is full else attach(full))
                 found |= {"kl": here.kl, "top_1": 100 * here.agreement}
-                found["kl_interval"] = [round(end, 4) for end in here.interval]
+                if here.interval:
+                    found["kl_interval"] = [round(end, 4) for end in here.interval]
         return {name: value if isinstance(value, list) else round(value, 4) for name, value in found.items()}
 
     def _scores(self, texts: Sequence[str]) -> dict[str, Any]:

@@ -47,9 +47,9 @@ def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[li
             line += [f"{row[name]:.2f}", f"{row[f'{name}_difference']:+.2f} ({low:+.2f} to {high:+.2f})"]
         digits = {name: 1 if name in ("top_1", "distinct") else 3 for name in (*distances, "loss")}
         line += [f"{row[name]:.{count}f}" if name in row else "" for name, count in digits.items()]
-        if "kl_interval" in row:
+        if row.get("kl_interval", (0, 0))[1]:  # full depth's is 0
             low, high = row["kl_interval"]
-            line[heads.index("KL")] += f" ({low:.2f} to {high:.2f})"
+            line[heads.index(DISTANCES["kl"])] += f" ({low:.3f} to {high:.3f})"
         line += [
             f"{row['job_seconds_per_1k_tokens']:.2f}",
             f"{row['timed_step_layer_ratio']:.2f}x",
@@ -70,8 +70,8 @@ def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list
     distances = [DISTANCES[name] for name in ("kl", "top_1") if DISTANCES[name] in heads]
     for line in cells:
         for i, head in enumerate(heads):
-            if head == "KL":
-                line[i] = line[i].replace(" (", "\n").rstrip(")")
+            if head == DISTANCES["kl"]:
+                line[i] = line[i].split(" ")[0]
             elif head == "vs full (95%)" and not distances:
                 line[i - 1] += "\n" + line[i].replace(" (", "\n").rstrip(")")
     labels = [label for _, label in metrics]

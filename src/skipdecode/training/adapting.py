@@ -144,9 +144,9 @@ def say_damage(
     """Say, and return, how far each speed-up is from full depth on the texts that are held out, if there are any."""
     measured = damage((TextPasses(model, batch) for batch in batches), [*schedules.values()]) if batches else []
     for speedup, found in zip(schedules, measured, strict=False):
+        within = f" (95%: {found.interval[0]:.3f} to {found.interval[1]:.3f})" if found.interval else ""
         say(
-            f"{speedup:g}x {when}: {found.kl:.3f} nats per token from full depth "
-            f"(95%: {found.interval[0]:.3f} to {found.interval[1]:.3f}), "
+            f"{speedup:g}x {when}: {found.kl:.3f} nats per token from full depth{within}, "
             f"{found.agreement:.1%} of its most likely tokens"
         )
     return measured

@@ -141,7 +141,7 @@ class Skipping(TrainerCallback):
             self._now, self._passes = before
 
     def save_adapter(self, folder: str | Path, base: str) -> None:
-        """Write the adapter's folder, as ``skipdecode train --adapters`` does.
+        """Write the adapter's folder, as ``skipdecode train --adapters`` does; of a model in bfloat16 in bfloat16.
 
         Args:
             folder: of the adapter.
