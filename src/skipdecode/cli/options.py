@@ -20,7 +20,7 @@ Model = Annotated[
     str,
     Argument(
         metavar="MODEL",
-        help="Directory, hub name, GGUF file, or 'demo' for the embedded checkpoint.",
+        help="Directory, hub name, GGUF file, an adapter's folder, or 'demo' for the model in the package.",
         show_default=False,
     ),
 ]
@@ -30,7 +30,7 @@ Adapter = Annotated[
 ]
 Speedup = Annotated[
     float | None,
-    Option(help="Target layer reduction: 3 runs a third of the layers (default: the model's own schedule, else 2)."),
+    Option(help="Target layer reduction: 3 runs a third of the layers (default: the fastest that it was trained for, else 2)."),
 ]
 ScheduleFile = Annotated[Path | None, Option(help="A schedule's JSON file instead.")]
 Full = Annotated[bool, Option("--full", help="The unmodified model.")]
