@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from helpers.families import (
     FAMILIES,
@@ -256,6 +257,13 @@ def test_another_checkpoints_files_are_refused(saved: tuple[Any, Path, Adapter],
     assert len([*(tmp_path / "shards").glob("*.safetensors")]) > 1
     assert hash_of_files(tmp_path / "shards") == hash_of_files(tmp_path / "other", model)
     assert hash_of_files(tmp_path / "base", model) is None
+    weights = {
+        name.removeprefix("model."): value for name, value in load_file(tmp_path / "other/model.safetensors").items()
+    }
+    (tmp_path / "bare").mkdir()
+    save_file(weights, tmp_path / "bare" / "model.safetensors")
+    assert hash_of_files(tmp_path / "bare", model)
+    assert hash_of_files(tmp_path / "bare", AutoModelForCausalLM.from_pretrained(tmp_path / "base")) is None
     (tmp_path / "shards" / "consolidated.safetensors").write_bytes(b"of another format")
     assert hash_of_files(tmp_path / "shards") == hash_of_files(tmp_path / "other")
     next((tmp_path / "shards").glob("model-*.safetensors")).unlink()

@@ -329,12 +329,11 @@ def test_a_killed_run_ends_with_the_same_adapter(
     (tmp_path / "again" / "own_texts.jsonl").write_bytes(texts[: len(texts) // 2])
     cut = run(*arguments)
     assert cut.returncode == 2
-    assert "own_texts.jsonl held" in cut.stderr
-    first, rest = texts.split(b"\n", 1)
-    (tmp_path / "again" / "own_texts.jsonl").write_bytes(first.replace(b'"response"', b'"answer"') + b"\n" + rest)
+    assert "own_texts.jsonl has changed" in cut.stderr
+    (tmp_path / "again" / "own_texts.jsonl").write_bytes(texts[:20] + bytes([texts[20] ^ 1]) + texts[21:])
     damaged = run(*arguments)
     assert damaged.returncode == 2
-    assert "line 1 of" in damaged.stderr
+    assert "own_texts.jsonl has changed" in damaged.stderr
 
 
 def test_texts_are_learnt_as_they_were_written(checkpoint: Path, tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     DynamicCache,
+    Gemma3TextConfig,
     GlmMoeDsaConfig,
     GPTNeoXJapaneseConfig,
+    LlamaConfig,
     MambaConfig,
     MiniMaxConfig,
     PreTrainedConfig,
@@ -70,6 +72,21 @@ KINDS: dict[str, tuple[PreTrainedConfig, str]] = {
         "cache of its own",
     ),
     "looks ahead": (BertConfig(**TINY, num_attention_heads=4, intermediate_size=32), "looks ahead"),
+    "a decoder made to look ahead": (
+        LlamaConfig(**TINY, num_attention_heads=4, intermediate_size=32, is_causal=False),
+        "looks ahead",
+    ),
+    "an embedding model": (
+        Gemma3TextConfig(
+            **TINY,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=8,
+            intermediate_size=32,
+            use_bidirectional_attention=True,
+        ),
+        "looks ahead",
+    ),
     "layers that reuse what others selected": (
         GlmMoeDsaConfig(
             **TINY,

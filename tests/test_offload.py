@@ -306,18 +306,24 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=9000))
     for name, value in (("max", 3000), ("current", 1000), ("none", "max")):
         (tmp_path / name).write_text(f"{value}\n")
-    groups = ((tmp_path, "none", "current", ""), (tmp_path / "absent", "max", "current", ""))
+    groups = ((tmp_path, "", "none", "current", ""), (tmp_path / "absent", "", "max", "current", ""))
     monkeypatch.setattr(memory, "CGROUPS", groups)
     assert available_memory("cpu") == 9000
-    monkeypatch.setattr(memory, "CGROUPS", ((tmp_path, "max", "current", ""),))
+    monkeypatch.setattr(memory, "CGROUPS", ((tmp_path, "", "max", "current", ""),))
     assert available_memory("cpu") == 2000
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "own").write_text("3:cpu:/elsewhere\n0::/a/b\n")
+    monkeypatch.setattr(memory, "OWN_GROUPS", tmp_path / "own")
+    for name, value in (("max", 1500), ("current", 300)):
+        (tmp_path / "a" / name).write_text(f"{value}\n")
+    assert available_memory("cpu") == 1200, "of the group around this process's"
 
 
 @pytest.mark.parametrize("prefix", ["", "total_"], ids=["version 2", "version 1"])
 def test_a_containers_page_cache_is_not_in_use(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it read of files is free."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=9000))
-    monkeypatch.setattr(memory, "CGROUPS", ((tmp_path, "max", "current", prefix),))
+    monkeypatch.setattr(memory, "CGROUPS", ((tmp_path, "memory" if prefix else "", "max", "current", prefix),))
     (tmp_path / "max").write_text("3000\n")
     (tmp_path / "current").write_text("2500\n")
     held = {f"{prefix}inactive_file": 1500, f"{prefix}active_file": 300, "anon": 700, f"{prefix}shmem": 7}

@@ -104,6 +104,32 @@ def test_a_checkpoint_goes_up_with_its_results(served: Hub, tmp_path: Path) -> N
     assert back.stdout == run("generate", "demo", *job).stdout
 
 
+def test_a_models_commit_counts(checkpoint: Path, served: Hub, tmp_path: Path) -> None:
+    """Once the hub has other files, an unfinished run is refused that began with the former ones."""
+    served.files["you/base"] = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.is_file()}
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "the", "response": "cat sat"}] * 8)
+    learn = ["train", "you/base", "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "out", "--save-steps", 1]
+    first = call(tmp_path, served, *learn, "--max-steps", 1, "--batch-size", 2)
+    assert first.returncode == 0, first.stderr
+    same = call(tmp_path, served, *learn, "--max-steps", 2, "--batch-size", 2)
+    assert same.returncode == 0, same.stderr
+    served.files["you/base"]["README.md"] = b"another commit"
+    other = call(tmp_path, served, *learn, "--max-steps", 3, "--batch-size", 2)
+    assert other.returncode == 2
+    assert "model" in other.stderr
+
+
+def test_a_broken_generation_config_on_the_hub_is_no_missing_one(checkpoint: Path, served: Hub, tmp_path: Path) -> None:
+    files = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.is_file()}
+    served.files["you/none"] = {name: data for name, data in files.items() if name != "generation_config.json"}
+    served.files["you/broken"] = files | {"generation_config.json": b"{"}
+    write = ["--prompt", TEXTS[0], "--max-new-tokens", 2]
+    assert call(tmp_path, served, "generate", "you/none", *write).returncode == 0
+    broken = call(tmp_path, served, "generate", "you/broken", *write)
+    assert broken.returncode == 2
+    assert "generation_config.json cannot be used" in broken.stderr
+
+
 @pytest.mark.parametrize("learnt", ["all weights", "an adapter that begins with another"])
 def test_a_card_names_a_command_that_can_be_typed(learnt: str, checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
     """With files of one's own in place of the words in capital letters; also once the first adapter is gone."""

@@ -300,6 +300,9 @@ def test_a_stock_model_is_left_alone() -> None:
     """Without schedules and without options the plugin does nothing."""
     assert serving_of(vllm_config(additional_config={})) is None
     assert serving_of(vllm_config()) is not None
+    for name in ("skip_decode", "SkipDecode", "speedup"):
+        with pytest.raises(UnsupportedModel, match=f"additional-config has {name}"):
+            serving_of(vllm_config(additional_config={name: {"adapter": "fast"}}))
 
 
 def test_a_server_of_a_stock_model_has_flat_schedules() -> None:

@@ -21,6 +21,7 @@ from skipdecode.core.cache_name import CACHE
 from skipdecode.core.checkpoint_config import trained_schedules
 from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import CacheError, UsageError
+from skipdecode.weights.loading import DEMO
 
 #: TRL still uses names that transformers has deprecated.
 TRL = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
@@ -238,8 +239,14 @@ def test_an_adapter_learns_in_anyones_loop(checkpoint: Path, tmp_path: Path) -> 
         for each in (model.eval(), again)
     ]
     assert torch.equal(*texts)
+    for base, why in ((tmp_path / "nowhere", "no model at"), (DEMO, "other weights")):
+        with pytest.warns(UserWarning, match=f"{base}.*{why}"):
+            skipping.save_adapter(tmp_path / "adapter", str(base))
+        again, _ = skipdecode.load(str(checkpoint), adapter=str(tmp_path / "adapter"))
     with pytest.raises(UsageError, match="adapter_rank"):
         Skipping(speedups=(2,)).save_adapter(tmp_path / "none", "x")
+    with pytest.raises(UsageError, match="schedules are given"):
+        Skipping(speedups={2.0: Schedule.full(8)}, order="bottom")
 
 
 @TRL

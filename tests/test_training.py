@@ -513,6 +513,8 @@ def test_from_scratch_trains_its_own_tokenizer(data: Path, tmp_path: Path) -> No
         (["--lr-scheduler-type", "x"], "--lr-scheduler-type"),
         (["--horizon", 0], "horizon"),
         (["--batch-size", 0], "batch-size"),
+        (["--tokenizer", ""], "--tokenizer takes text"),
+        (["--distill-weight", 1, "--teacher", ""], "--teacher takes text"),
     ],
 )
 def test_wrong_options_are_refused_before_a_model_is_loaded(

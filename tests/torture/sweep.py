@@ -41,9 +41,10 @@ SMALL: dict[int, str] = {
     16: "moe_intermediate_size shared_expert_intermediate_size kv_lora_rank q_lora_rank",
     2: "num_experts_per_tok linear_num_key_heads n_group mamba_expand expand",
     1: "topk_group n_shared_experts first_k_dense_replace n_groups mamba_n_groups bos_token_id",
-    0: "dropout attention_dropout hidden_dropout embd_pdrop attn_pdrop resid_pdrop pad_token_id",
 }
-VALUES = {name: size for size, names in SMALL.items() for name in names.split()}
+VALUES: dict[str, Any] = {name: size for size, names in SMALL.items() for name in names.split()}
+VALUES |= dict.fromkeys("dropout attention_dropout hidden_dropout embd_pdrop attn_pdrop resid_pdrop".split(), 0.0)
+VALUES |= {"pad_token_id": 0}
 
 
 def build(kind: str) -> PreTrainedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def own_texts(
     options = dict(job.options)
     options.setdefault("temperature", 1.0 if len(prompts) == 1 else 0.5)
     job = replace(job, options=options)
-    key = fingerprint(VERSION, identity_of(job.model, job.adapter), job.revision, rows, dict(job.options), job.seed)
+    key = fingerprint(VERSION, identity_of(job.model, job.adapter, job.revision), rows, dict(job.options), job.seed)
     about = file and file.with_suffix(".json")
     if file and about and about.exists():
         begun: Any = read_json(about)
@@ -84,7 +85,7 @@ def own_texts(
             raise JobError(
                 f"{file} was written by another model or version, or with other prompts or options: move it away"
             )
-        return _read(file, begun["texts"])
+        return _read(file, begun.get("sha256"))
     raw = file and file.with_name(f"{file.stem}.{key[:8]}.raw.jsonl")
     if raw and raw.exists() and not raw.with_name(raw.name + ".partial").exists():
         made: Mapping[int, Completion] = _finished(raw)  # by a run that was killed before it chose from them
@@ -120,7 +121,8 @@ def own_texts(
             for each in texts
         )
         write(file, "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines))
-        write(about, json.dumps({"job": key, "texts": len(texts), "left_out": left_out}, indent=1) + "\n")
+        told = {"job": key, "texts": len(texts), "left_out": left_out, "sha256": sha256(file.read_bytes()).hexdigest()}
+        write(about, json.dumps(told, indent=1) + "\n")
         raw.unlink()
     return [*texts]
 
@@ -156,17 +158,13 @@ def _finished(raw: Path) -> dict[int, Completion]:
     return {index: Completion(**row) for index, row in rows if "error" not in row}
 
 
-def _read(file: Path, count: int) -> list[Example]:
-    """Return the texts of a file. Raises JobError unless it holds ``count``."""
-    lines = file.read_text("utf-8", "replace").split("\n")[:-1] if file.exists() else []
-    if len(lines) != count:
-        raise JobError(f"{file} held {count:,} texts and has {len(lines):,}: remove it and {file.with_suffix('.json')}")
+def _read(file: Path, checksum: str) -> list[Example]:
+    """Return the texts of a file. Raises JobError if they are not those that were written."""
+    written = file.read_bytes() if file.exists() else b""
+    if sha256(written).hexdigest() != checksum:
+        raise JobError(f"{file} has changed since it was written: remove it and {file.with_suffix('.json')}")
     found = []
-    try:
-        for row in map(json.loads, lines):
-            prompt = row["prompt"] if isinstance(row["prompt"], str) else parse_messages(row["prompt"])
-            found.append(Example(prompt, (str(row["response"]),), row.get("finish_reason") == "length"))
-    except (ValueError, KeyError, TypeError, TaskError):
-        about = file.with_suffix(".json")
-        raise JobError(f"line {len(found) + 1} of {file} is damaged: remove it and {about}") from None
+    for row in map(json.loads, written.decode().split("\n")[:-1]):
+        prompt = row["prompt"] if isinstance(row["prompt"], str) else parse_messages(row["prompt"])
+        found.append(Example(prompt, (row["response"],), row.get("finish_reason") == "length"))
     return found

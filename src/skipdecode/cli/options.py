@@ -30,7 +30,7 @@ Adapter = Annotated[
 ]
 Speedup = Annotated[
     float | None,
-    Option(help="Target layer reduction: 3 runs a third of the layers (default: the fastest that it was trained for, else 2)."),
+    Option(help="Target layer reduction: 3 runs a third of the layers (default: the fastest one trained, else 2)."),
 ]
 ScheduleFile = Annotated[Path | None, Option(help="A schedule's JSON file instead.")]
 Full = Annotated[bool, Option("--full", help="The unmodified model.")]

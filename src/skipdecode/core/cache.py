@@ -147,6 +147,8 @@ class SkipCache(DynamicCache):
 
     def _begin_pass(self, width: int) -> None:
         schedule, count = self.schedule, len(self.layers)
+        if count != schedule.num_layers:
+            raise CacheError(f"this model keeps states of {count} layers and has {schedule.num_layers}: it cannot skip")
         if self._runs_text:
             self.counts, upcoming = schedule.positions_per_layer(0, width), count
             owners = [self.gates.lenders.get(layer, layer) for layer in range(count)]

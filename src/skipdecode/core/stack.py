@@ -59,11 +59,19 @@ def check_kind(model: nn.Module) -> None:
         raise UnsupportedModel(f"{name} takes no {CACHE}: its state is in no cache that could follow a schedule")
     if isinstance(inner, GenerationMixin) and not inner._supports_default_dynamic_cache():
         raise UnsupportedModel(f"{name} keeps a cache of its own kind, which cannot follow a schedule")
-    causal = {getattr(part, "is_causal", None) for part in inner.modules()}
-    if True not in causal and getattr(config, "is_decoder", True) is False and _looks_ahead(inner):
-        raise UnsupportedModel(f"{name} looks ahead: every new token changes all states before it (is_decoder=False)")
+    if _may_look_ahead(inner) and _looks_ahead(inner):
+        raise UnsupportedModel(f"{name} looks ahead: every new token changes all states before it")
     if "shared" in (getattr(text_config(config), "indexer_types", None) or ()):
         raise UnsupportedModel(f"layers of {name} reuse what the layer below selected: none can be skipped")
+
+
+def _may_look_ahead(model: PreTrainedModel) -> bool:
+    """Tell whether a config or the layers suggest attention to later tokens, which some say that do not pay it."""
+    config = text_config(model.config)
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
+        return True
+    causal = any(getattr(part, "is_causal", None) is True for part in model.modules())
+    return not causal and getattr(config, "is_decoder", True) is False
 
 
 @torch.no_grad()

@@ -346,7 +346,7 @@ def calibrate(
             model,
             batches,
             file=plan.search_file,
-            job=fingerprint(weights, getattr(config, "_commit_hash", None), [asdict(row) for row in rows]),
+            job=fingerprint(weights, [asdict(row) for row in rows]),
             on_pass=on_progress,
         )
         lengths = measure(full.lengths)

@@ -270,8 +270,7 @@ class Evaluation:
         """Return a fingerprint of all that a table row depends on: inputs, settings, machine, variant, model files."""
         plan = self.plan
         for name in {variant.model, self.reference.model} - {*self._versions}:
-            # A hub name does not identify a revision.
-            self._versions[name] = [identity_of(name), getattr(read_config(name), "_commit_hash", None)]
+            self._versions[name] = identity_of(name)
         models = [self._versions[name] for name in (variant.model, self.reference.model)]
         texts = [asdict(example) for example in (*self.examples, *self.held_out)]
         most = plan.max_new_tokens or plan.task.max_new_tokens

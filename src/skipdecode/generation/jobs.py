@@ -231,13 +231,12 @@ class GenerationJob(EngineConfig):
 
     def _fingerprint(self, config: Any, prompts: Sequence[Prompt], schedule: Schedule | None) -> str:
         """Return a hash of all that the texts depend on."""
-        # That is dtype and device, which round differently, and the commit of a hub model.
-        placed = [*map(str, placement(config, self.dtype, self.device)), getattr(config, "_commit_hash", None)]
+        placed = [*map(str, placement(config, self.dtype, self.device))]  # they round differently
         placed += [name if value is True else value for name, value in self.faster().items()]
         placed += [self.engine.name] if self.engine.name else []
         placed += [] if self.strip else ["white space"]
         parts = (prompts, schedule.to_dict() if schedule else None, self.options, self.seed, placed, self.batch_size)
-        return fingerprint(identity_of(self.model, self.adapter), *parts)
+        return fingerprint(identity_of(self.model, self.adapter, self.revision), *parts)
 
     def _target(self, config: Any, schedule: Schedule) -> float:
         """Return what the schedule is called if no speed-up was asked for: the config's fastest, or its own target."""

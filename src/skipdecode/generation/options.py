@@ -54,7 +54,9 @@ REFUSED = {
 }
 #: Refused options that a checkpoint's generation_config may not set either.
 NEVER = tuple(name for name, reason in REFUSED.items() if reason in (_DRAFT, _GONE))
-NEVER += ("guidance_scale", "min_length", "encoder_no_repeat_ngram_size", "token_healing")
+NEVER += ("guidance_scale", "min_length", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "token_healing")
+#: Values of these with which they do nothing, beside None, 0 and False.
+NEUTRAL = {"guidance_scale": 1, "encoder_repetition_penalty": 1}
 #: Options that have an effect only with ``do_sample``.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 #: transformers' default of ``max_new_tokens``.
@@ -101,7 +103,8 @@ def check_with_model(options: Mapping[str, Any], defaults: GenerationConfig, see
     """Check options that depend on a checkpoint's generation_config. Raises UsageError if the two do not fit."""
     options = given(options)
     for name in NEVER:
-        if name not in options and getattr(defaults, name, None):
+        asked = getattr(defaults, name, None)
+        if name not in options and asked and asked != NEUTRAL.get(name):
             raise UsageError(
                 f"the checkpoint's generation_config asks for {name}: {REFUSED[name]}; set it to None there"
             )

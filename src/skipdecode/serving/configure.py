@@ -9,6 +9,7 @@ from typing import Any
 from ..core.checkpoint_config import CONFIG_KEY
 from ..errors import UnsupportedModel
 from .release import ALLOW_GPU
+from .requests import looks_like_ours
 from .settings import Serving
 
 GPU = "skipdecode.serving.gpu_worker.SkipGPUWorker"
@@ -22,14 +23,19 @@ logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's logger has i
 
 
 def serving_of(vllm_config: Any) -> Serving | None:
-    """Return the settings of an engine with this config, or None if the plugin does not act. Raises ScheduleError.
+    """Return the settings of an engine with this config, or None if the plugin does not act.
 
-    It acts if the model has schedules or options are given.
+    It acts if the model has schedules or options are given. Raises ScheduleError for options that cannot be read,
+    UnsupportedModel for some under a name that only resembles ours.
     """
     if vllm_config.model_config is None:
         return None
     config, additional = vllm_config.model_config.hf_config, vllm_config.additional_config
-    options = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
+    additional = additional if isinstance(additional, dict) else {}
+    for name in additional.keys() - {CONFIG_KEY}:
+        if looks_like_ours(str(name)):
+            raise UnsupportedModel(f"--additional-config has {name}, which nobody reads: its name is {CONFIG_KEY}")
+    options = additional.get(CONFIG_KEY)
     return None if options is None and not getattr(config, CONFIG_KEY, None) else Serving(config, options)
 
 

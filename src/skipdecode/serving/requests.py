@@ -49,9 +49,13 @@ def requested_speedup(params: Any, serving: Serving) -> tuple[float, bool]:
 
 def refuse_look_alikes(names: Iterable[str]) -> None:
     """Raise ScheduleError for a name that resembles ``speedup`` or ``skipdecode``: vLLM would ignore it."""
-    for name in names:
-        if re.sub("[^a-z]", "", name.lower()).removesuffix("s") in (SPEEDUP, OWN):
-            raise ScheduleError(f'{name} is no argument of a request: ask with "vllm_xargs": {{"{SPEEDUP}": 2}}')
+    for name in filter(looks_like_ours, names):
+        raise ScheduleError(f'{name} is no argument of a request: ask with "vllm_xargs": {{"{SPEEDUP}": 2}}')
+
+
+def looks_like_ours(name: str) -> bool:
+    """Tell whether a name resembles ``speedup`` or ``skipdecode``."""
+    return re.sub("[^a-z]", "", name.lower()).removesuffix("s") in (SPEEDUP, OWN)
 
 
 @contextmanager

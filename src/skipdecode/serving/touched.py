@@ -97,6 +97,7 @@ ATTRIBUTES = {
     "vllm.forward_context.ForwardContext": (
         "attn_metadata slot_mapping skip_compiled cudagraph_runtime_mode all_moe_layers"
     ),
+    "vllm.model_executor.layers.attention.attention.Attention": "kv_sharing_target_layer_name",
     "vllm.v1.attention.backend.CommonAttentionMetadata": (
         "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound num_reqs num_actual_tokens "
         "max_query_len max_seq_len block_table_tensor slot_mapping causal is_prefilling positions"

@@ -54,7 +54,9 @@ def convert_value(name: str, kind: Any, value: Any, about: Mapping[str, Any]) ->
         return _number(option, bare, value, about)
     if bare is bool:
         return value if isinstance(value, bool) else _refuse(option, value, "takes true or false")
-    return os.fspath(value) if isinstance(value, (str, os.PathLike)) else _refuse(option, value, "takes text")
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value).strip():
+        _refuse(option, value, "takes text")  # as a shell gives for a variable that is not set
+    return os.fspath(value)
 
 
 def _number(option: str, kind: type, value: Any, about: Mapping[str, Any]) -> Any:

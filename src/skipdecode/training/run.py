@@ -186,7 +186,7 @@ def _run(
     if first and plan.adapters:
         with writing(folder.folder):
             files = loading.hash_of_checkpoint(str(plan.model), model.model)
-            save_adapter(staging, model.adapter, model.model, _base(str(plan.model)), files)
+            save_adapter(staging, model.adapter, model.model, loading.base_name(str(plan.model)), files)
             write_custom_generate(staging)
         folder.publish()
     elif first:
@@ -274,11 +274,6 @@ def _schedules(
     return schedules
 
 
-def _base(name: str) -> str:
-    """Return how an adapter names its model: ``demo``, a hub name, or an absolute path."""
-    return name if name == "demo" else loading.resolve(name)
-
-
 def _read(plan: TrainingPlan, task: Task) -> tuple[list[Example], list[Example]]:
     """Return the rows to train on, and those to evaluate with. Raises TaskError if there are none of the former."""
     data = Path(plan.data or ".")
@@ -303,8 +298,8 @@ def _record(
     words = tokenizer.get_vocab() if fast is None else fast.to_str()
     if plan.from_config:
         start: Any = config.to_dict()
-    else:  # a hub name does not identify the version
-        start = [loading.identity_of(str(plan.model)), getattr(config, "_commit_hash", None)]
+    else:
+        start = loading.identity_of(str(plan.model))
     return {
         "model": fingerprint(start),
         "tokenizer": fingerprint(

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from ..core.schedule import Schedule
 from ..core.stack import text_config, with_lenders_first
 from ..errors import SkipDecodeError, UsageError
 from ..planning.resolve import new_schedule
-from ..weights.loading import hash_of_checkpoint
+from ..weights.loading import base_name, hash_of_checkpoint
 
 #: Outputs that hold a row per head or layer, whose columns are not put back.
 BY_HEAD = ("output_attentions", "output_hidden_states")
@@ -81,6 +82,8 @@ class Skipping(TrainerCallback):
             raise UsageError("Skipping needs speed-ups, and a weight for each if there are weights")
         if adapter_rank is not None and (model is None or min(speedups) <= 1):
             raise UsageError("an adapter needs the model at once, and speed-ups above 1: 1x is the model itself")
+        if isinstance(speedups, Mapping) and (style or lengths):
+            raise UsageError("schedules are given: they know their lengths, order and decay already")
         self.speedups, self.weights, self.seed = speedups, weights, seed
         self.basis = {"basis": lengths or (), "horizon": None if lengths else horizon, **style}
         self.rank = adapter_rank
@@ -143,15 +146,26 @@ class Skipping(TrainerCallback):
     def save_adapter(self, folder: str | Path, base: str) -> None:
         """Write the adapter's folder, as ``skipdecode train --adapters`` does; of a model in bfloat16 in bfloat16.
 
+        It warns if the files of ``base`` cannot be read, or are not this model's: engines that compare them, as vLLM's
+        does, will refuse the adapter.
+
         Args:
             folder: of the adapter.
             base: hub name or folder of the model.
         """
         if self.adapter is None:
             raise UsageError("there is no adapter: give Skipping an adapter_rank")
-        files = None
-        with suppress(SkipDecodeError, OSError):  # then engines that compare files refuse it; it is saved all the same
+        files, why = None, "they hold other weights"
+        try:  # what was learnt is saved, whatever comes
+            base = base_name(base)
             files = hash_of_checkpoint(base, self.model)
+        except (SkipDecodeError, OSError) as error:
+            why = str(error)
+        if files is None:
+            warn(
+                f"the files of {base} cannot be told to be this model's ({why}): vLLM will refuse the adapter",
+                stacklevel=2,
+            )
         save_adapter(Path(folder), self.adapter, self.model, base, files)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import EntryNotFoundError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,7 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import is_accelerate_available, is_gguf_available, logging
+from transformers.utils import GENERATION_CONFIG_NAME, is_accelerate_available, is_gguf_available, logging
 
 from ..core.adapter_folder import (
     hash_of_files,
@@ -263,9 +264,16 @@ def hash_of_checkpoint(name: str, model: PreTrainedModel) -> str | None:
     return None if is_gguf(path) else hash_of_files(checkpoint_files(path), model)
 
 
+def base_name(name: str) -> str:
+    """Return how an adapter names its model: ``demo``, a hub name, or an absolute path. Raises as :func:`resolve`."""
+    return name if name == "demo" else resolve(name)
+
+
 def adapter_of(name: str, adapter: str | Path | None = None) -> Path | None:
     """Return the folder of the adapter to attach: ``adapter``, else ``name`` if that is an adapter's folder."""
-    return locate_adapter(adapter) if adapter else Path(name) if is_adapter(Path(name)) else None
+    if adapter is not None:
+        return locate_adapter(adapter)
+    return Path(name) if is_adapter(Path(name)) else None
 
 
 def refuse_adapter(name: str, what: str) -> None:
@@ -274,10 +282,24 @@ def refuse_adapter(name: str, what: str) -> None:
         raise UsageError(f"{what} cannot use adapters yet: {folder} is one, for {resolve(name)}")
 
 
-def identity_of(name: str, adapter: str | Path | None = None) -> list[Any]:
-    """Return what identifies a model and its adapter in a job's hash (:func:`skipdecode.provenance.identity`)."""
-    folder = adapter_of(name, adapter)
-    return identity(resolve(name)) + ([] if folder is None else identity(str(folder)))
+def identity_of(name: str, adapter: str | Path | None = None, revision: str | None = None) -> list[Any]:
+    """Return what identifies a model and its adapter in a job's hash: files as :func:`identity` has them, or a commit.
+
+    Raises ModelError if a hub's commit can be learnt neither from the hub nor from the files that it left here.
+    """
+    folder, path = adapter_of(name, adapter), resolve(name)
+    known = identity(path)
+    if not Path(path).exists():
+        with as_model_error(f"no model could be read at {name}"):
+            known += [Path(_from_hub(path, "config.json", revision)).parent.name]  # …/snapshots/COMMIT/config.json
+    return known + ([] if folder is None else identity(str(folder)))
+
+
+def _from_hub(name: str, file: str, revision: str | None) -> str:
+    """Return where the hub's library keeps a file of a model."""
+    from huggingface_hub import hf_hub_download
+
+    return hf_hub_download(name, file, revision=revision)
 
 
 def read_config(name: str, revision: str | None = None, adapter: str | Path | None = None) -> Any:
@@ -300,11 +322,17 @@ def read_generation_config(name: str, revision: str | None = None) -> Generation
     path = resolve(name)
     if is_gguf(path):  # a generation_config.json beside it may be another model's
         return GenerationConfig()
-    with as_model_error(f"{path}: generation_config.json cannot be used"), suppress(OSError):  # the file is optional
-        config = GenerationConfig.from_pretrained(path, revision=revision)
+    file = Path(path, GENERATION_CONFIG_NAME)
+    with as_model_error(f"{path}: {GENERATION_CONFIG_NAME} cannot be used"):
+        if not Path(path).exists():
+            # It is optional. Where there is no network, one that is not here counts as one that the hub has not either.
+            with suppress(EntryNotFoundError):
+                file = Path(_from_hub(path, GENERATION_CONFIG_NAME, revision))
+        if not file.exists():
+            return GenerationConfig()
+        config = GenerationConfig.from_pretrained(file.parent)
         config.validate()
         return config
-    return GenerationConfig()
 
 
 def new_config(path: Path) -> Any:

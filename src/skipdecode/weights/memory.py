@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 
 from ..errors import MissingExtra, UsageError
 
 GIB = 1 << 30
-#: Memory files of a container's control group (cgroup), versions 2 and 1: folder, file with the limit, file with the
-#: use, and the prefix in ``memory.stat`` of counters that include child groups.
+#: Memory files of control groups (cgroup), versions 2 and 1: folder of the outermost group, the controller's name in
+#: :data:`OWN_GROUPS`, file with the limit, file with the use, and the prefix in ``memory.stat`` of counters that
+#: include child groups.
 CGROUPS = (
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", ""),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    (Path("/sys/fs/cgroup"), "", "memory.max", "memory.current", ""),
+    (Path("/sys/fs/cgroup/memory"), "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
+#: Where the kernel says in which groups this process is.
+OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def available_memory(device: str | torch.device) -> int:
@@ -42,13 +45,19 @@ def available_memory(device: str | torch.device) -> int:
 
 
 def _cgroup_rooms() -> list[int]:
-    """Return the bytes that each memory limit of a container leaves; an empty list without limits."""
+    """Return the bytes that each memory limit leaves: a container's, a job's, a service's; an empty list without."""
+    own: dict[str, str] = {}
+    with suppress(OSError):  # lines like 0::/system.slice/job.scope
+        own = {line.split(":")[1]: line.split(":", 2)[2] for line in OWN_GROUPS.read_text().splitlines()}
     rooms = []
-    for folder, limit, used, prefix in CGROUPS:
-        with suppress(OSError, ValueError):  # no such group, or "max"
-            room = int((folder / limit).read_text()) - int((folder / used).read_text())
-            # The use includes the page cache of the group's files, which the system can free.
-            rooms.append(room + _file_bytes(folder / "memory.stat", prefix))
+    for outermost, name, limit, used, prefix in CGROUPS:
+        inner = PurePosixPath(own.get(name, "/").lstrip("/"))
+        for group in (inner, *inner.parents):
+            with suppress(OSError, ValueError):  # no such group, or "max"
+                folder = outermost / group
+                room = int((folder / limit).read_text()) - int((folder / used).read_text())
+                # The use includes the page cache of the group's files, which the system can free.
+                rooms.append(room + _file_bytes(folder / "memory.stat", prefix))
     return rooms
 
 
