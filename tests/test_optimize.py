@@ -57,7 +57,7 @@ def _can(kind: type[DecodingLinear], dtype: torch.dtype = torch.float32) -> bool
     return True
 
 
-needs = pytest.mark.skipif(not _can(PackedLinear), reason="no oneDNN")
+needs = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")
 needs_bfloat16 = pytest.mark.skipif(not _can(PackedLinear, torch.bfloat16), reason="no bfloat16 products")
 needs_int8 = pytest.mark.skipif(not _can(Int8Linear), reason="no exact int8 products")
 

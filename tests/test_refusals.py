@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
+    ZayaConfig,
 )
 from transformers.generation import utils as generation
 
@@ -151,7 +152,7 @@ def test_a_prompt_in_parts_is_refused_where_it_is_not_exact(name: str, plan: Sch
 def test_a_step_that_mps_runs_too_many_changes_nothing(returned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Apple's GPUs ``generate`` learns a step late that all rows have ended; simulated on a CPU."""
     monkeypatch.setattr(
-        getattr(generation, "DeferredStopCheck", None) or pytest.skip("this transformers learns it in time"),
+        generation.DeferredStopCheck,
         "is_supported",
         lambda device, cache, is_returned, is_assistant: cache is None or cache.is_croppable or not is_returned,
     )
@@ -261,8 +262,7 @@ def test_encoder_decoder_models_are_refused() -> None:
 @pytest.mark.parametrize("forced", [False, True])
 def test_a_state_that_layers_hand_on_is_refused(forced: bool) -> None:
     """Zaya's layers give the next one their router's state, which a skipped layer does not have."""
-    zaya = pytest.importorskip("transformers.models.zaya.configuration_zaya", reason="of newer transformers")
-    config = zaya.ZayaConfig(
+    config = ZayaConfig(
         vocab_size=1000,
         hidden_size=64,
         num_hidden_layers=LAYERS,

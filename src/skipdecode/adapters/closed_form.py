@@ -91,10 +91,9 @@ def _moments(gaps: Mapping[Gap, Schedule], passes: Sequence[TextPasses], below: 
     found: dict[Gap, Moments] = {}
     for each in passes if gaps else ():
         # Only the last position's logits, unless the model would then leave positions out of layers that borrow keys.
-        few = {} if lenders(each.model.config) else {"logits_to_keep": 1}
-        wanted = each.batch["labels"][:, 2:] != -100
+        few: Any = {} if lenders(each.model.config) else {"logits_to_keep": 1}
         with _hidden_states(each, {end for gap in gaps for end in gap}) as full:
-            each.logits(Schedule.full(len(decoder_layers(each.model))), **few)
+            each.logits(**few)
         for gap, schedule in gaps.items():
             given = full[gap.start]
             if below:
@@ -102,7 +101,7 @@ def _moments(gaps: Mapping[Gap, Schedule], passes: Sequence[TextPasses], below: 
                     each.logits(schedule, **few)
                 given = here[gap.start]
             size = given.shape[-1]
-            x, y = (states[wanted].reshape(-1, size) for states in (given, full[gap.stop] - given))
+            x, y = (states[each.counted].reshape(-1, size) for states in (given, full[gap.stop] - given))
             found.setdefault(gap, Moments(size)).add(x, y)
     return found
 

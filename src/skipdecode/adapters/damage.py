@@ -11,7 +11,6 @@ from torch.nn.functional import kl_div, log_softmax
 from transformers import PreTrainedModel
 
 from ..core.schedule import Schedule
-from ..core.stack import decoder_layers
 from ..core.text_passes import TextPasses
 from ..data.metrics import draws
 from ..errors import ModelError, UsageError
@@ -54,10 +53,8 @@ def damage(
     divergence: list[list[float]] = [[] for _ in schedules]  # of each text, the sum over its positions
     same, lengths = [0] * len(schedules), list[int]()
     for each in passes:
-        wanted = each.batch["labels"][:, 2:] != -100  # the first token follows the prompt, which runs all layers
-        whole = each if model is None else TextPasses(model, each.batch)
-        everything = Schedule.full(len(decoder_layers(whole.model)))
-        full = log_softmax(whole.logits(everything)[wanted].float(), -1)
+        wanted, whole = each.counted, each if model is None else TextPasses(model, each.batch)
+        full = log_softmax(whole.logits()[wanted].float(), -1)
         best = full.argmax(-1)
         lengths += wanted.sum(1).tolist()
         text = wanted.nonzero()[:, 0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 #: Texts of a training step, and passes over all of them.
 ROWS, EPOCHS = 8, 3
+#: Rank of maps and bottlenecks.
+RANK = 256
 
 
 def warmup_layers(num_layers: int, fastest: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,17 +12,15 @@ from torch.nn.functional import cross_entropy
 
 from ..core.adapter import Adapter
 from ..core.schedule import Schedule
-from ..core.stack import decoder_layers
 from ..core.text_passes import TextPasses
 from ..data.collation import Collator
+from ..weights.device import synchronize
 
 
 class FullDepth(NamedTuple):
     """What full depth says of a batch of texts, for all schedules that learn from it."""
 
     passes: TextPasses
-    #: Positions that can be learnt from, (batch, R).
-    learned: Tensor
     #: Probabilities of all tokens, (batch, R, vocabulary), and their entropies in nats, (batch, R).
     target: Tensor
     entropy: Tensor
@@ -57,11 +56,10 @@ class AdapterLearner(nn.Module):
         Args:
             batch: as :class:`~skipdecode.data.collation.Collator` makes it.
         """
-        learned = batch["labels"][:, 2:] != -100
         passes = TextPasses(self.model, batch)
-        logits = passes.logits(Schedule.full(len(decoder_layers(self.model)))).float()
+        logits = passes.logits().float()
         target = logits.softmax(-1)
-        return FullDepth(passes, learned, target, _cross_entropy(logits, target))
+        return FullDepth(passes, target, _cross_entropy(logits, target))
 
     def forward(self, full: FullDepth, schedule: Schedule, num_items_in_batch: Any = None) -> Tensor:
         """Return the mean KL divergence from full depth, in nats per text token.
@@ -73,8 +71,21 @@ class AdapterLearner(nn.Module):
         """
         logits = full.passes.logits(schedule).float()
         # Not kl_div, which copies the logits, hundreds of megabytes, more often.
-        loss = (_cross_entropy(logits, full.target) - full.entropy)[full.learned].sum()
-        return loss / (full.learned.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+        counted = full.passes.counted
+        loss = (_cross_entropy(logits, full.target) - full.entropy)[counted].sum()
+        return loss / (counted.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+
+    def seconds(self, schedules: Sequence[Schedule], batch: Mapping[str, Any]) -> float:
+        """Return the seconds of one training step, which teaches all ``schedules``; none times full depth alone.
+
+        Gradients are added to the adapter's.
+        """
+        start = time.perf_counter()
+        full = self.full_depth(batch)
+        for schedule in schedules:
+            self(full, schedule).backward()
+        synchronize(batch["input_ids"].device)
+        return time.perf_counter() - start
 
 
 def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:

@@ -32,8 +32,7 @@ from ..planning.profile import Profile
 from ..weights.loading import load, read_config, refuse_adapter
 from .closed_form import fit_stand_ins
 from .damage import Damage, damage
-from .forecast import learning_seconds
-from .form import EPOCHS, ROWS, warmup_layers
+from .form import EPOCHS, RANK, ROWS, warmup_layers
 from .learner import AdapterLearner
 from .own_prompts import prompts_for
 from .own_texts import SAMPLED, own_texts
@@ -41,8 +40,8 @@ from .own_texts import SAMPLED, own_texts
 #: A speed-up is worth training for if closed-form stand-ins keep this share of full depth's most likely tokens: where
 #: they kept 44% of SmolLM2's (2x), trained adapters kept 59 to 72% (docs/adapter_results.md).
 WORTH = 0.35
-#: Rank of stand-ins, as training has it, and the longest text.
-RANK, TOKENS = 256, 96
+#: Tokens of the longest text.
+TOKENS = 96
 #: Own texts of the command that is advised.
 OWN_TEXTS = 4000
 #: Tokens of the prompts, in steps whose seconds a profile tells.
@@ -242,8 +241,8 @@ def probe_model(
         (mapped,) = damage(measured, [schedule])
         learner, speed = AdapterLearner(model, adapter), 0.0
         if not schedule.is_full:
-            speed = _tokens_per_second(learner, [schedule], measured[0])
-            full_per_second = _tokens_per_second(learner, [], measured[0])
+            count, batch = int(measured[0].counted.sum()), measured[0].batch
+            speed, full_per_second = (count / learner.seconds(each, batch) for each in ([schedule], []))
         step_clock = predictor.ratios(schedule)["step"] if predictor else None
         tried.append(Tried(speedup, schedule, bare, mapped, speed, step_clock))
         put_adapter(model, None)
@@ -253,18 +252,8 @@ def probe_model(
     told += ["--max-new-tokens", str(max_new_tokens)]
     told += [] if batch_size == ROWS else ["--batch-size", str(batch_size)]
     told += ["--bf16"] if model.dtype == torch.bfloat16 else []  # so that it takes as long as it was measured to
-    tokens = sum(map(_tokens, measured)) * OWN_TEXTS * EPOCHS // (len(texts) - half)
+    tokens = sum(int(each.counted.sum()) for each in measured) * OWN_TEXTS * EPOCHS // (len(texts) - half)
     found = Probe(name, tried, tokens, full_per_second, rows, told)
     if folder is not None:
         write(folder / "probe.json", json.dumps(found.to_dict(), indent=1) + "\n")
     return found
-
-
-def _tokens_per_second(learner: AdapterLearner, schedules: Sequence[Schedule], texts: TextPasses) -> float:
-    """Return how many of a batch's text tokens a second of training learns from."""
-    return _tokens(texts) / learning_seconds(learner, schedules, texts.batch)
-
-
-def _tokens(texts: TextPasses) -> int:
-    """Return how many tokens of a batch are learnt from."""
-    return int((texts.batch["labels"][:, 2:] != -100).sum())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from ..adapters.form import RANK, ROWS
 from . import options as o
 from .console import Bar, out, print_table, say
 
@@ -31,10 +32,10 @@ def probe(
     prompts: PromptFile = None,
     texts: Texts = 64,
     max_new_tokens: Tokens = 96,
-    adapter_rank: Rank = 256,
+    adapter_rank: Rank = RANK,
     profile: o.ProfileFile = None,
     output: Folder = None,
-    batch_size: o.BatchSize = 8,
+    batch_size: o.BatchSize = ROWS,
     seed: o.SamplingSeed = 0,
     dtype: o.Dtype = "auto",
     device: o.Device = None,

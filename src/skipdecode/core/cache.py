@@ -22,8 +22,8 @@ from .stack import with_lenders_first
 
 #: Class of layers that store nothing: they have no attention or use another layer's keys. () in older releases.
 STATELESS: Any = getattr(cache_utils, "DummyLayer", ())
-#: Class of layers that store the state of a recurrence or a convolution, with or without keys. () in older releases.
-RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
+#: Class of layers that store the state of a recurrence or a convolution, with or without keys.
+RECURRENT: Any = cache_utils.LinearAttentionCacheLayerMixin
 
 
 class SkipCache(DynamicCache):

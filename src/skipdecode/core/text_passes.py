@@ -30,24 +30,31 @@ class TextPasses:
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         self.model, self.batch, self.prompt = model, batch, batch["prompt_length"]
+        self._full = Schedule.full(len(decoder_layers(model)))
         with torch.no_grad():
-            self._cache: SkipCache | None = SkipCache(model, Schedule.full(len(decoder_layers(model))))
+            self._cache: SkipCache | None = SkipCache(model, self._full)
             model(**self._inputs(0, self.prompt), **{CACHE: self._cache}, use_cache=True, logits_to_keep=1)
         try:
-            self._cache.begin_text(self._cache.schedule)
+            self._cache.begin_text(self._full)
         except CacheError:
             self._cache = None
 
-    def logits(self, schedule: Schedule, **options: Any) -> Tensor:
+    @property
+    def counted(self) -> Tensor:
+        """Return which of the R positions count, (batch, R): a text's first token is the prompt's pass's, and full."""
+        return self.batch["labels"][:, 2:] != -100
+
+    def logits(self, schedule: Schedule | None = None, **options: Any) -> Tensor:
         """Return the logits (batch, R, vocabulary) of the texts' R positions, each with the layers of its decode step.
 
         Args:
-            schedule: the prompt runs all layers.
+            schedule: the prompt runs all layers. None: so does the text.
             options: of the model's ``forward``.
 
         Raises:
             ScheduleError: the schedule leaves out layers in the prompt, or does not fit the model.
         """
+        schedule = schedule or self._full
         if schedule.prompt_layers is not None or schedule.prompt_decay:
             raise ScheduleError("the prompt is computed once, by all layers: leave prompt_layers and prompt_decay out")
         width = self.batch["input_ids"].shape[1]

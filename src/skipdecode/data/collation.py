@@ -106,12 +106,11 @@ def batches(
 ) -> list[dict[str, Any]]:
     """Return batches of encoded rows on a device."""
     collate = Collator(tokenizer.pad_token_id, max_length=max_length)
-    return [to_device(collate(rows[i : i + batch_size]), device) for i in range(0, len(rows), batch_size)]
-
-
-def to_device(batch: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
-    """Return a batch with its tensors on a device."""
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    made = (collate(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size))
+    return [
+        {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        for batch in made
+    ]
 
 
 def _round_up(value: int, multiple: int) -> int:

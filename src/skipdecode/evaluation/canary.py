@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
@@ -28,6 +28,8 @@ LEAST = 1e-6
 
 #: Token -> its log-probability, of the likeliest tokens at one position.
 Likeliest = Mapping[int, float]
+#: Of one compared token: its KL divergence, whether it is full depth's likeliest, how unlikely full depth finds it.
+Position = tuple[float, bool, float]
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,6 @@ class Distance:
     tokens: int
     kl: float
     same_token: float
-    nats: float
-
-
-class _Position(NamedTuple):
-    """One compared token."""
-
-    kl: float
-    same: bool
     nats: float
 
 
@@ -175,11 +169,18 @@ def canary(
         raise UsageError(f"{server.url} offers {offered} alone: there is nothing to compare")
     if missing := ", ".join(f"{speedup:g}x" for speedup in chosen if speedup not in names):
         raise UsageError(f"{server.url} offers {offered}, not {missing}")
-    done: list[list[_Position]] = []
+    done: list[list[Position]] = []
 
-    def one(unit: tuple[list[int], float]) -> list[_Position]:
+    def one(unit: tuple[list[int], float]) -> list[Position]:
         tokens, speedup = unit
-        return _compare(server, names[speedup], names.get(1.0, names[speedup]), tokens, max_new_tokens)
+        text, likeliest = server.write(names[speedup], tokens, max_new_tokens)
+        if len(text) < 2:
+            return []
+        full = server.read(names.get(1.0, names[speedup]), [*tokens, *text])[len(tokens) :]
+        return [
+            (divergence(wanted, here), max(wanted, key=wanted.__getitem__) == token, -wanted[token])
+            for token, here, wanted in zip(text[1:], likeliest[1:], full, strict=True)
+        ]
 
     pool = ThreadPoolExecutor(concurrency)
     try:
@@ -216,18 +217,6 @@ def metrics_text(found: Sequence[Distance], at: float) -> str:
     return "\n".join([*lines, f"# HELP {name} {about}", f"# TYPE {name} gauge", f"{name} {at:.0f}", ""])
 
 
-def _compare(server: Server, name: str, full_name: str, tokens: Sequence[int], count: int) -> list[_Position]:
-    """Compare the text that ``name`` writes for a prompt with the prompts of ``full_name``, after its first token."""
-    text, likeliest = server.write(name, tokens, count)
-    if len(text) < 2:
-        return []
-    full = server.read(full_name, [*tokens, *text])[len(tokens) :]
-    return [
-        _Position(divergence(wanted, here), max(wanted, key=wanted.__getitem__) == token, -wanted[token])
-        for token, here, wanted in zip(text[1:], likeliest[1:], full, strict=True)
-    ]
-
-
 def divergence(full: Likeliest, here: Likeliest) -> float:
     """Return the KL divergence of ``here`` from ``full``, in nats; tokens that one of them lacks are taken as one."""
     both = full.keys() & here.keys()
@@ -236,7 +225,7 @@ def divergence(full: Likeliest, here: Likeliest) -> float:
     return likeliest + rest[0] * math.log(rest[0] / rest[1])
 
 
-def _distance(name: str, speedup: float, texts: Sequence[Sequence[_Position]]) -> Distance:
+def _distance(name: str, speedup: float, texts: Sequence[Sequence[Position]]) -> Distance:
     positions = [position for text in texts for position in text]
     if not positions:
         raise UsageError(f"{name} wrote no text of two tokens: give other prompts, or more tokens")

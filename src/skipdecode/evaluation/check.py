@@ -163,10 +163,7 @@ def attaches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[
 
 @torch.no_grad()
 def is_inert(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Check invariant 3: with gates and no schedule, or a full one, logits are bit-identical to the stock model's.
-
-    Returns whether they are, and how many steps were compared.
-    """
+    """Check invariant 3: with gates and no schedule, or a full one, logits are bit-identical to the stock model's."""
     detach(model)
     stock = batch.generate(model, DynamicCache(config=model.config))
     attach(model, adapter=batch.adapter)
@@ -178,20 +175,14 @@ def is_inert(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[
 
 @torch.no_grad()
 def matches_uncached(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Compare cached decoding with an uncached pass whose skipped layers return the hidden states they are given.
-
-    Returns whether the logits agree as :func:`_compare_with_reference` demands, and their relative error as text.
-    """
+    """Compare cached decoding with an uncached pass whose skipped layers return the hidden states they are given."""
     run = batch.generate(model, SkipCache(model, schedule))
     return _compare_with_reference(model, schedule, batch, run.sequences[:, :-1], torch.stack(run.logits, 1))
 
 
 @torch.no_grad()
 def training_matches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Check invariant 2: a training pass, with each layer run on a prefix of positions, gives decoding's logits.
-
-    Returns whether the logits agree as :func:`_compare_with_reference` demands, and their relative error as text.
-    """
+    """Check invariant 2: a training pass, with each layer run on a prefix of positions, gives decoding's logits."""
     text = batch.generate(model, SkipCache(model, schedule)).sequences[:, :-1]
     with teacher_forced(model, schedule, batch.ids.shape[1]):
         cut = batch.uncached(model, text)
@@ -201,11 +192,7 @@ def training_matches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -
 def _compare_with_reference(
     model: PreTrainedModel, schedule: Schedule, batch: Batch, text: Tensor, logits: Tensor
 ) -> tuple[bool, str]:
-    """Compare ``logits`` with those of an uncached pass over ``text`` whose skipped layers return what they are given.
-
-    Returns whether the relative error is at most :data:`TOLERANCE`, or :data:`TIMES_STOCK` times the error between the
-    stock model's own cached and uncached logits; and both errors as text.
-    """
+    """Compare ``logits`` with an uncached pass over ``text`` whose skipped layers return what they are given."""
     detach(model)
     stock = batch.generate(model, DynamicCache(config=model.config))
     rounding = _distance(torch.stack(stock.logits, 1), batch.uncached(model, stock.sequences[:, :-1]))
@@ -220,10 +207,7 @@ def _compare_with_reference(
 
 @torch.no_grad()
 def matches_alone(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Check invariant 4: the greedy tokens of a row do not depend on other rows or on padding.
-
-    Returns whether all rows are equal in the batch and alone, and the number of equal rows as text.
-    """
+    """Check invariant 4: the greedy tokens of a row do not depend on other rows or on padding."""
     together, alone = (batch.tokens(model, partial(SkipCache, model, schedule), one) for one in (False, True))
     equal = sum(a == b for a, b in zip(together, alone, strict=True))
     detail = f"{equal} of {len(alone)} rows equal"
@@ -236,10 +220,7 @@ def matches_alone(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> t
 
 @torch.no_grad()
 def runs_repeat(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Check that a second call generates the same tokens: the first call leaves no state in the model.
-
-    Returns whether all rows are equal, and the number of equal rows as text.
-    """
+    """Check that a second call generates the same tokens: the first call leaves no state in the model."""
     cache = partial(SkipCache, model, schedule)
     first = batch.tokens(model, cache)
     batch.generate(model, cache(), row=1)
@@ -250,10 +231,7 @@ def runs_repeat(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tup
 
 @torch.no_grad()
 def work_falls(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Check invariant 7: a step at reduced depth takes a full step's FLOPs minus those of the skipped layers.
-
-    An adapter's maps add theirs. Returns whether the difference is exactly that, and the FLOPs of both steps as text.
-    """
+    """Check invariant 7: a reduced step takes a full one's FLOPs minus the skipped layers', plus an adapter's maps'."""
     layers = decoder_layers(model)
     names = {id(module): name for name, module in model.named_modules()}
     owner = type(model).__name__
@@ -271,6 +249,7 @@ def work_falls(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tupl
 
 
 ATTACHES = "its layers can be skipped"
+#: Each returns whether its claim holds, and what was measured, as text.
 CHECKS: dict[str, Callable[[PreTrainedModel, Schedule, Batch], tuple[bool, str]]] = {
     ATTACHES: attaches,
     "inert at full depth": is_inert,

@@ -373,14 +373,15 @@ class Evaluation:
             self._steps = typical_steps(result.lengths)
         answered = [example for example in self.held_out if example.references]
         loss = {}
-        if answered and not callable(decoding):  # else depths depend on the tokens
+        # None: depths depend on the tokens.
+        schedule = None if callable(decoding) else decoding or Schedule.full(layer_count(model.config))
+        if answered and schedule:
             limit = max_positions(model.config)
             batches = batches_of(answered, tokenizer, self.plan.batch_size, limit, model.device)
-            schedule = decoding or Schedule.full(layer_count(model.config))
             if batches:
                 loss = self._told(variant, lambda: {"loss": round(response_loss(model, batches, schedule), 4)})
         if not all(example.references for example in self.examples):
-            loss |= self._told(variant, lambda: self._distance(model, decoding, result.completions))
+            loss |= self._told(variant, lambda: self._distance(model, schedule, result.completions))
         trained = variant.method.is_trained_by(trained_method(model.config))
         return {
             "method": variant.file or variant.method.name,
@@ -411,7 +412,7 @@ class Evaluation:
             return {}
 
     def _distance(
-        self, model: PreTrainedModel, decoding: Decoding, completions: Sequence[Completion]
+        self, model: PreTrainedModel, schedule: Schedule | None, completions: Sequence[Completion]
     ) -> dict[str, Any]:
         """Return, as columns, how far a model's texts and next tokens are from the full model's."""
         full, tokenizer = self._model(self.reference.model)
@@ -420,15 +421,9 @@ class Evaluation:
             "text_loss": text_loss(full, tokenizer, [*zip(prompts, completions, strict=True)], size),
             "distinct": distinct([completion.text for completion in completions]),
         }
-        schedule = decoding or Schedule.full(layer_count(model.config))
         same_tokens = text_config(model.config).vocab_size == text_config(full.config).vocab_size
         # Where depths depend on the tokens, or the prompt leaves out layers, no one pass does what decoding does.
-        if (
-            same_tokens
-            and isinstance(schedule, Schedule)
-            and schedule.prompt_layers is None
-            and not schedule.prompt_decay
-        ):
+        if schedule and same_tokens and schedule.prompt_layers is None and not schedule.prompt_decay:
             texts = self._reference_texts or [completion.text for completion in completions]
             written = [Example(prompt, (text,)) for prompt, text in zip(prompts, texts, strict=True)]
             limit = max_positions(model.config)

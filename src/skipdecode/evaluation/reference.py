@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,39 +35,28 @@ def discarding_skipped(
     counts = with_lenders_first(schedule, model.config).positions_per_layer(prompt_length, text.shape[1])
     shapes = GateState({})
 
-    def discard(count: int) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            hidden, made = args[0] if args else kwargs["hidden_states"], output
-            if isinstance(output, tuple):
-                made = output[0]
-            axis = shapes.axis(hidden, tuple(text.shape))
-            # A model may drop leading positions whose logits are not needed.
-            width = hidden.shape[axis]
-            kept = max(count - (text.shape[1] - width), 0)
-            mixed = torch.cat([made.narrow(axis, 0, kept), hidden.narrow(axis, kept, width - kept)], dim=axis)
-            return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
+    def discard(count: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        made = output[0] if isinstance(output, tuple) else output
+        axis = shapes.axis(hidden, tuple(text.shape))
+        # A model may drop leading positions whose logits are not needed.
+        width = hidden.shape[axis]
+        kept = max(count - (text.shape[1] - width), 0)
+        mixed = torch.cat([made.narrow(axis, 0, kept), hidden.narrow(axis, kept, width - kept)], dim=axis)
+        return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
 
-        return hook
+    def stand_in(index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        axis = shapes.axis(hidden, tuple(text.shape))
+        dropped = text.shape[1] - hidden.shape[axis]
+        here = [max(count - dropped, 0) for count in counts]
+        filled = adapter.apply_before(index, hidden, axis, here) if adapter else hidden
+        return ((filled, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": filled})
 
-    def stand_in(index: int) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            axis = shapes.axis(hidden, tuple(text.shape))
-            dropped = text.shape[1] - hidden.shape[axis]
-            here = [max(count - dropped, 0) for count in counts]
-            filled = adapter.apply_before(index, hidden, axis, here) if adapter else hidden
-            return ((filled, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": filled})
-
-        return hook
-
-    hooks: list[Any] = [
-        layer.register_forward_pre_hook(stand_in(index), with_kwargs=True)
-        for index, layer in enumerate(decoder_layers(model))
-    ]
-    hooks += [
-        layer.register_forward_hook(discard(count), with_kwargs=True)
-        for layer, count in zip(decoder_layers(model), counts, strict=True)
-    ]
+    hooks: list[Any] = []
+    for index, (layer, count) in enumerate(zip(decoder_layers(model), counts, strict=True)):
+        hooks.append(layer.register_forward_pre_hook(partial(stand_in, index), with_kwargs=True))
+        hooks.append(layer.register_forward_hook(partial(discard, count), with_kwargs=True))
     try:
         yield
     finally:

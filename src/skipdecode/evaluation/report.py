@@ -28,16 +28,8 @@ def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[li
     heads = ["method", "target", "layers per step", "step layers", "token layers", "job layers"]
     heads += [cell for _, label in metrics for cell in (label, "vs full (95%)")]
     distances = [name for name in DISTANCES if any(name in row for row in rows)]
-    heads += [DISTANCES[name] for name in distances]
-    heads += [
-        "loss",
-        "job s / 1k tokens",
-        "timed step layers",
-        "timed job layers",
-        "step clock",
-        "job clock",
-        "peak KV",
-    ]
+    heads += [*(DISTANCES[name] for name in distances), "loss", "job s / 1k tokens"]
+    heads += ["timed step layers", "timed job layers", "step clock", "job clock", "peak KV"]
     cells = []
     for row in rows:
         line = [row["label"], f"{row['target']:g}x", f"{row['step_layers']:.2f}"]

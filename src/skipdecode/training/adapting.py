@@ -13,8 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..adapters.closed_form import fit_stand_ins
 from ..adapters.damage import Damage, damage
-from ..adapters.forecast import learning_seconds, writing_seconds
-from ..adapters.learner import AdapterLearner, TextCollator
+from ..adapters.learner import AdapterLearner
 from ..adapters.own_prompts import LONGEST, prompts_for
 from ..adapters.own_texts import SAMPLED, hold_out, own_texts
 from ..core.adapter import Adapter
@@ -23,16 +22,19 @@ from ..core.attach import attach
 from ..core.schedule import Schedule
 from ..core.stack import text_config, with_lenders_first
 from ..core.text_passes import TextPasses
-from ..data.collation import to_device
+from ..data.collation import batches
 from ..data.tasks import Example, Task
+from ..data.tokenization import encode_prompts
 from ..generation.engine import Engine
-from ..generation.generate import max_positions
+from ..generation.generate import generate_ids, max_positions
 from ..generation.jobs import GenerationJob
 from .checkpoints import RunFolder
 from .plan import TrainingPlan
 
 #: The texts, in the run's folder.
 OWN_TEXTS = "own_texts.jsonl"
+#: Decode steps that a forecast times, after one that is not.
+STEPS = 8
 #: Texts that are written at a time on a CPU, at least; and how many times as many elsewhere, where there is room:
 #: keys and values take less memory than the probabilities of all tokens.
 WRITTEN, TIMES = 32, 8
@@ -70,18 +72,21 @@ def forecast(
     """
     count, longest = plan.own_texts or 0, job.options["max_new_tokens"]
     asks = plan.prompts is None and plan.data is None and tokenizer.chat_template is not None
-    writing = writing_seconds(model.to(device), tokenizer, count, longest + LONGEST * asks, job.batch_size)
+    prompts, size = encode_prompts(tokenizer, ["The"]) * min(job.batch_size, count), job.batch_size
+    few: Any = SAMPLED | {"min_new_tokens": STEPS + 1, "max_new_tokens": STEPS + 1}
+    model.to(device)
+    cost = [generate_ids(model, tokenizer, prompts, None, size, **few).cost for _ in range(2)][-1]
+    writing = cost.decode_seconds / cost.steps * (longest + LONGEST * asks) * math.ceil(count / size)
 
     schedules = plan.first_schedules(model.config)
     learner = make_learner(plan, model, schedules, (), str)
-    collate = TextCollator(tokenizer.pad_token_id, max_length=max_positions(model.config))
     for rows, tokens in ((1, 8), (plan.rows, longest)):  # the first is not counted
         ids = {"prompt_ids": [tokenizer.pad_token_id] * 32, "response_ids": [tokenizer.pad_token_id] * tokens}
-        batch = to_device(collate([ids] * rows), device)
-        batch_seconds = learning_seconds(learner, [*schedules.values()], batch)
-    batches = plan.gradient_accumulation_steps
-    steps = plan.max_steps or math.ceil(count * plan.num_train_epochs / (plan.rows * batches))
-    learning = steps * batches * batch_seconds
+        (batch,) = batches([ids] * rows, tokenizer, rows, max_positions(model.config), device)
+        batch_seconds = learner.seconds([*schedules.values()], batch)
+    passes = plan.gradient_accumulation_steps
+    steps = plan.max_steps or math.ceil(count * plan.num_train_epochs / (plan.rows * passes))
+    learning = steps * passes * batch_seconds
 
     whole, *parts = map(tqdm.format_interval, (writing + learning, writing, learning))
     what = "questions and texts" if asks else "texts"

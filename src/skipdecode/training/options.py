@@ -82,11 +82,7 @@ def read_order(value: Any) -> str | tuple[int, ...] | None:
     try:
         return convert_value("order", tuple[int, ...], value, {"least": 0, "most": MOST_LAYERS})
     except UsageError:
-        _refuse(
-            "--order",
-            value,
-            f"takes {', '.join(ORDERS)}, or all layers (0,2,1,…); --schedule takes a file",
-        )
+        _refuse("--order", value, f"takes {', '.join(ORDERS)}, or all layers (0,2,1,…); --schedule takes a file")
 
 
 def read_schedule(value: Any) -> Schedule | None:

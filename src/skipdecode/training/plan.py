@@ -127,7 +127,7 @@ class TrainingPlan:
         "Learn small maps in the place of skipped layers, and leave the model as it is (default: with --own-texts).",
         ADAPTERS,
     )
-    adapter_rank: int = option(256, "Rank of these maps.", ADAPTERS, least=1, most=10_000)
+    adapter_rank: int = option(form.RANK, "Rank of these maps.", ADAPTERS, least=1, most=10_000)
     adapter: str | None = option(
         None,
         "Begin with this adapter of MODEL, or of the model that MODEL was fine-tuned from: its layers, rank and "
@@ -232,9 +232,7 @@ class TrainingPlan:
     @property
     def rows(self) -> int:
         """Return the rows per process and batch; an adapter's as `results/smollm2` was learnt."""
-        if self.batch_size is None:
-            return form.ROWS if self.adapters else ROWS
-        return self.batch_size
+        return self.batch_size or (form.ROWS if self.adapters else ROWS)
 
     @property
     def budgets(self) -> tuple[float, ...]:

@@ -119,11 +119,10 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         set_entry(model.config, to_config_entry(schedules, plan.method))
         args._n_gpu = 1  # no DataParallel: its copies' gates would point to the first GPU
         trained: Any = attach(model.train())  # before peft wraps it
-        collator = Collator(tokenizer.pad_token_id, max_length=max_positions(model.config))
+        collator = (TextCollator if plan.adapters else Collator)(tokenizer.pad_token_id, max_length=limit)
         if plan.adapters:
-            collator = TextCollator(tokenizer.pad_token_id, max_length=max_positions(model.config))
             first, measured = (
-                batches_of(part, tokenizer, 8, max_positions(model.config), args.device, as_written=written)
+                batches_of(part, tokenizer, 8, limit, args.device, as_written=written)
                 for part in (training[:FITTED], validation)
             )
             trained = make_learner(plan, model.to(args.device), schedules, [] if checkpoint else first, say)
@@ -183,16 +182,14 @@ def _run(
         model = model.merge_and_unload()
     refuse_nonfinite(model)
     model.config.use_cache = True  # the Trainer turns it off
-    if first and plan.adapters:
+    if first:
         with writing(folder.folder):
-            files = loading.hash_of_checkpoint(str(plan.model), model.model)
-            save_adapter(staging, model.adapter, model.model, loading.base_name(str(plan.model)), files)
-            write_custom_generate(staging)
-        folder.publish()
-    elif first:
-        with writing(folder.folder):
-            model.save_pretrained(staging)
-            trainer.processing_class.save_pretrained(staging)
+            if plan.adapters:
+                files = loading.hash_of_checkpoint(str(plan.model), model.model)
+                save_adapter(staging, model.adapter, model.model, loading.base_name(str(plan.model)), files)
+            else:
+                model.save_pretrained(staging)
+                trainer.processing_class.save_pretrained(staging)
             write_custom_generate(staging)
         folder.publish()
 

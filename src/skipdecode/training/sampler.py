@@ -6,8 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch.utils.data import Sampler
-from transformers.trainer_pt_utils import get_length_grouped_indices
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 
 def draw(*what: object) -> int:
@@ -15,11 +14,11 @@ def draw(*what: object) -> int:
     return random.Random(" ".join(map(str, what))).getrandbits(32)
 
 
-class LengthGrouped(Sampler[int]):
-    """Yields each example once, grouped by length as transformers does it, but from its own random generator.
+class LengthGrouped(LengthGroupedSampler):
+    """Yields each example once, grouped by length, from a random generator of its own.
 
-    transformers' sampler draws from the global generator, whose state a resumed run does not have, so that run would
-    train on other examples. The epoch comes from a callback because accelerate does not forward ``set_epoch`` while it
+    transformers' draws from the global one, whose state a resumed run does not have, so that run would train on other
+    examples. The epoch comes from a callback because accelerate does not forward ``set_epoch`` while it
     skips batches. All processes compute one order and share its batches: resume with the same number of processes.
 
     Args:
@@ -30,14 +29,9 @@ class LengthGrouped(Sampler[int]):
     """
 
     def __init__(self, lengths: Sequence[int], group: int, seed: int, epoch: Callable[[], int]) -> None:
-        self.lengths = list(lengths)
-        self.group = group
-        self.seed = seed
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self.lengths)
+        super().__init__(group, lengths=list(lengths))
+        self.seed, self.epoch = seed, epoch
 
     def __iter__(self) -> Iterator[int]:
-        dice = torch.Generator().manual_seed(draw("order", self.seed, self.epoch()))
-        return iter(get_length_grouped_indices(self.lengths, self.group, generator=dice))
+        self.generator = torch.Generator().manual_seed(draw("order", self.seed, self.epoch()))
+        return super().__iter__()

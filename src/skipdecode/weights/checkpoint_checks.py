@@ -19,16 +19,7 @@ from ..errors import FileError, ModelError, SkipDecodeError, UnsupportedModel
 from ..files import read_json
 
 #: Suffixes of keys in old checkpoints whose values models now compute: masks, angles, versions.
-COMPUTED = (
-    "inv_freq",
-    "masked_bias",
-    "attn.bias",
-    "attention.bias",
-    "causal_mask",
-    "cos_cached",
-    "sin_cached",
-    ".version",
-)
+COMPUTED = tuple("inv_freq masked_bias attn.bias attention.bias causal_mask cos_cached sin_cached .version".split())
 
 TEXT_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 

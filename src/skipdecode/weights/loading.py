@@ -24,14 +24,7 @@ from transformers import (
 )
 from transformers.utils import GENERATION_CONFIG_NAME, is_accelerate_available, is_gguf_available, logging
 
-from ..core.adapter_folder import (
-    hash_of_files,
-    is_adapter,
-    load_adapter,
-    locate_adapter,
-    read_about,
-    read_schedules,
-)
+from ..core.adapter_folder import hash_of_files, is_adapter, load_adapter, locate_adapter, read_about, read_schedules
 from ..core.attach import attach
 from ..core.checkpoint_config import CONFIG_KEY, set_entry, to_config_entry
 from ..core.stack import text_config
