@@ -23,6 +23,14 @@ train() { # NAME SPEEDUPS OPTIONS…
     touch "$run/$1/done"
 }
 
+# The top layers alone, as economize (PyPI) runs an untrained model.
+schedules=()
+for speedup in ${speedups//,/ }; do
+    file=$out/top-alone-${speedup}x.json
+    "$skipdecode" schedule "$model" --speedup "$speedup" --decay constant --order top --warmup-layers 0 --save "$file"
+    schedules+=(--schedule "$file")
+done
+
 for seed in ${SEEDS:-0 1 2}; do
     run=$out/seed$seed
     train adapters "$speedups" --adapters "${layers[@]}"
@@ -35,7 +43,7 @@ for seed in ${SEEDS:-0 1 2}; do
     for method in $methods; do train $method "$speedups" --method $method --learning-rate 3e-4; done
     rows=skipdecode=$run/adapters,skipdecode=$run/closed-form,skipdecode=$run/shared,static=$run/static-{speedup}
     for method in $methods; do rows+=,$method=$run/$method; done
-    "$skipdecode" evaluate "$model" --data "$out/data/test.jsonl" --methods "full=$model,skipdecode,$rows" \
+    "$skipdecode" evaluate "$model" --data "$out/data/test.jsonl" --methods "full=$model,skipdecode,$rows" "${schedules[@]}" \
         --speedups "$speedups" --max-new-tokens "$tokens" --limit "${LIMIT:-64}" --batch-size 32 --output "$run/table" \
         --timing-rows 8 --repeats 1 # seconds are not what this table is for
 done

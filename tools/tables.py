@@ -135,19 +135,21 @@ OURS = {"adapters": "**adapter**", "closed-form": "maps in closed form", "shared
 
 
 def seeds(folder: str) -> None:
-    """Methods after the same steps on the same texts: means over seeds of training, and their extremes."""
+    """Methods after the same steps on the same texts: means and extremes over seeds, of one seed 95% over texts."""
     tables = [_saved(str(path.parent.relative_to(RESULTS))) for path in sorted(RESULTS.glob(f"{folder}/*/table.json"))]
     found: dict[str, dict[float, list[Row]]] = {}
     for table in tables:
         for row in table["rows"]:
             if row["method"] != "full":
                 ours = OURS.get(row["model"], "untrained")
-                name = ours if row["method"] == "skipdecode" else row["label"]
+                top_alone = "top layers alone, untrained" if row["method"].startswith("top-alone") else row["label"]
+                name = ours if row["method"] == "skipdecode" else top_alone
                 found.setdefault(name, {}).setdefault(row["target"], []).append(row)
 
     def cell(rows: Sequence[Row]) -> str:
         kl, same = [row["kl"] for row in rows], mean(row["top_1"] for row in rows)
-        spread = f" ({min(kl):.2f} to {max(kl):.2f})" if len(kl) > 1 else ""
+        low, high = (min(kl), max(kl)) if len(kl) > 1 else rows[0].get("kl_interval") or (None, None)
+        spread = "" if low is None else f" ({low:.2f} to {high:.2f})"
         return f"{mean(kl):.2f}{spread}, {same:.0f}%, {mean(row['step_layer_ratio'] for row in rows):.2f}x"
 
     targets = sorted({target for by_target in found.values() for target in by_target})

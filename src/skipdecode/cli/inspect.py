@@ -26,6 +26,9 @@ def schedule(
     horizon: Annotated[int | None, Option(min=1, help="Decode steps over which the depth falls (default 64).")] = None,
     order: o.Order = None,
     decay: o.Decay = None,
+    warmup_layers: Annotated[
+        int | None, Option(min=0, help="Bottom layers that order top keeps first (default: the model's, else 1).")
+    ] = None,
     prompt_layers: o.PromptLayers = None,
     save: Annotated[Path | None, Option(help="Write it as JSON, for --schedule.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print the schedule's JSON.")] = False,
@@ -40,6 +43,7 @@ def schedule(
     if (model is None) == (layers is None):
         raise UsageError("give either MODEL or --layers")
     style: dict[str, Any] = o.style_options(order, decay, prompt_layers)
+    style |= {} if warmup_layers is None else {"warmup": warmup_layers}
     if layers is not None:
         target = DEFAULT_SPEEDUP if speedup is None else speedup
         shown = Schedule.for_speedup(target, layers, horizon or DEFAULT_HORIZON, **style)
