@@ -23,7 +23,7 @@ train() { # NAME SPEEDUPS OPTIONS…
     touch "$run/$1/done"
 }
 
-# The top layers alone, as economize (PyPI) runs an untrained model.
+# The top layers alone, as economize (PyPI) runs an untrained model: in the first seed's table.
 schedules=()
 for speedup in ${speedups//,/ }; do
     file=$out/top-alone-${speedup}x.json
@@ -46,4 +46,5 @@ for seed in ${SEEDS:-0 1 2}; do
     "$skipdecode" evaluate "$model" --data "$out/data/test.jsonl" --methods "full=$model,skipdecode,$rows" "${schedules[@]}" \
         --speedups "$speedups" --max-new-tokens "$tokens" --limit "${LIMIT:-64}" --batch-size 32 --output "$run/table" \
         --timing-rows 8 --repeats 1 # seconds are not what this table is for
+    schedules=()
 done

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     BertConfig,
     DynamicCache,
@@ -153,6 +154,8 @@ def test_what_a_config_says_of_looking_ahead_is_tried_out() -> None:
     model = AutoModelForCausalLM.from_config(config).train()
     attach(model)
     assert model.training
+    with pytest.raises(UnsupportedModel, match="looks ahead"):
+        attach(AutoModel.from_config(KINDS["an embedding model"][0]))
 
 
 # --- the cache knows its model, and notices when it is not asked

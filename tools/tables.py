@@ -154,7 +154,11 @@ def seeds(folder: str) -> None:
 
     targets = sorted({target for by_target in found.values() for target in by_target})
     _print(
-        ("KL (seeds), same token, layers saved", "seeds", *(f"{target:g}x" for target in targets)),
+        (
+            "KL (seeds; of one seed 95% over texts), same token, layers saved",
+            "seeds",
+            *(f"{target:g}x" for target in targets),
+        ),
         [
             (name, str(len(by_target[targets[0]])), *(cell(by_target[target]) for target in targets))
             for name, by_target in found.items()

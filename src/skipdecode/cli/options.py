@@ -20,7 +20,7 @@ Model = Annotated[
     str,
     Argument(
         metavar="MODEL",
-        help="Directory, hub name, GGUF file, an adapter's folder, or 'demo' for the model in the package.",
+        help="Directory, hub name, GGUF file, or 'demo' for the model in the package.",
         show_default=False,
     ),
 ]

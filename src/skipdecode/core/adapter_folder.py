@@ -189,15 +189,11 @@ def hash_of_files(base: Path, model: nn.Module | None = None) -> str | None:
                 found |= {name: hash_of(weights.get_tensor(name)) for name in weights.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{file} cannot be read: {error}") from error
-    if model is not None:
-        prefix = f"{getattr(model, 'base_model_prefix', '')}."  # some files leave it out
-        pairs = [
-            (found.get(name) or found.get(name.removeprefix(prefix)), value) for name, value in hashes(model).items()
-        ]
-        known = [mine == theirs for theirs, mine in pairs if theirs]
-        if not known or not all(known):
-            return None
-    if not found:
+    loaded = {} if model is None else hashes(model)
+    bare = f"{getattr(model, 'base_model_prefix', '')}."  # which some files leave out
+    if not found or any(
+        (found.get(name) or found.get(name.removeprefix(bare), value)) != value for name, value in loaded.items()
+    ):
         return None
     return hashlib.sha256("\n".join(sorted(map(" ".join, found.items()))).encode()).hexdigest()[:16]
 

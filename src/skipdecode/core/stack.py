@@ -76,11 +76,11 @@ def _may_look_ahead(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _looks_ahead(model: PreTrainedModel) -> bool:
-    """Tell whether a second token changes the logits of the first."""
+    """Tell whether a second token changes what comes of the first."""
     ids = torch.tensor([[2, 3], [2, 4]], device=model.device)
     training = model.training
     model.eval()
-    first, second = model(input_ids=ids, use_cache=False).logits[:, 0]
+    first, second = model(input_ids=ids, use_cache=False)[0][:, 0]  # logits, or hidden states of a model without a head
     model.train(training)
     return not torch.allclose(first, second, rtol=1e-4, atol=1e-5)
 
