@@ -200,7 +200,10 @@ def _compare_with_reference(
         error = _distance(logits, batch.uncached(model, text))
     attach(model, adapter=batch.adapter)
     if rounding > ROUNDING:
-        return False, f"the stock model's own cached and uncached logits differ by {rounding:.1e}: it looks ahead"
+        return (
+            False,
+            f"the stock model's own cached and uncached logits differ by {rounding:.1e}: more than rounding in float32",
+        )
     held = error <= max(TOLERANCE, TIMES_STOCK * rounding)
     return held, f"off by {error:.1e} of the largest logit, rounding (the stock model itself: {rounding:.1e})"
 
