@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import skipdecode
 from helpers.tiny import run
 from skipdecode import Schedule
-from skipdecode.cli import app
+from skipdecode.cli import app, console
 from skipdecode.cli.app import main
 from skipdecode.core import cache, gate, prefix
 from skipdecode.data.tasks import TASKS
@@ -391,3 +391,9 @@ def test_numbers_that_no_option_can_mean_are_refused(checkpoint: Path, arguments
     assert words in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
     assert "Loading weights" not in done.stderr
+
+
+def test_what_a_model_writes_is_no_emojis_name(capsys: pytest.CaptureFixture[str]) -> None:
+    console.out.print("one :x: two :key: [b]", markup=False)
+    console.print_table(["a", "b"], [[":x:", "[b]"]])
+    assert capsys.readouterr().out.split() == ["one", ":x:", "two", ":key:", "[b]", "a", "b", ":x:", "[b]"]

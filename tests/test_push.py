@@ -154,6 +154,7 @@ def test_a_card_names_a_command_that_can_be_typed(learnt: str, checkpoint: Path,
     done = run("train", checkpoint, *options, "--max-steps", 1, "--output", out)
     assert done.returncode == 0, done.stderr
     shutil.rmtree(tmp_path / "begun", ignore_errors=True)
+    (out / "LICENSES").mkdir()  # a folder whose name is like that of a file to upload
     done = run("push", out, "me/fast", "--base-model", "you/base", "--prepare", tmp_path / "card")
     assert done.returncode == 0, done.stderr
     (line,) = [

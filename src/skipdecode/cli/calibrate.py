@@ -111,7 +111,6 @@ def _show(calibration: Calibration) -> None:
         )
         + f" ({after.ratio / plan.speedup - 1:+.1%}) over {len(after.texts)} texts "
         f"in batches of {plan.batch_size}, {min(after.lengths)} to {max(after.lengths)} steps each",
-        highlight=False,
     )
     columns = (calibration.full, calibration.before, after)
     rows = [["step layers", *(f"{each.step_layer_ratio:.2f}x" for each in columns), ""]]

@@ -185,12 +185,7 @@ def _answer(
             _, cost = generate_batch(model, tokenizer, [ids], lambda _: kept.cache(ids, schedule), **options)
         except KeyboardInterrupt:
             streamer.end()
-    took = (
-        ""
-        if cost is None
-        else (
-            f"{cost.tokens} tokens, {cost.tokens / cost.seconds:.1f} tokens/s with the prompt, "
-            f"{cost.average_depth:.1f} of {schedule.num_layers} layers a step"
-        )
-    )
-    return streamer.text.strip(), took
+    if cost is None:
+        return streamer.text.strip(), ""
+    took = f"{cost.tokens} tokens, {cost.tokens / cost.seconds:.1f} tokens/s with the prompt, "
+    return streamer.text.strip(), took + f"{cost.average_depth:.1f} of {schedule.num_layers} layers a step"

@@ -70,7 +70,7 @@ def profile(
         rows.append([str(step.batch_size), str(step.length), *(f"{1e3 * each:.2f}" for each in seconds)])
     heads = ["batch", "context", "full depth", "the head", "the rest", *(f"one {kind}" for kind in measured.kinds)]
     _show(f"{measured.model}, {measured.dtype}: milliseconds of a decode step", heads, rows)
-    out.print(f"rounds differ by {measured.noise:.1%}; {measured.machine}", highlight=False, soft_wrap=True)
+    out.print(f"rounds differ by {measured.noise:.1%}; {measured.machine}", markup=False, soft_wrap=True)
     if measured.warning:
         say(measured.warning)
 
@@ -140,11 +140,11 @@ def plan(
     heads = ["batch", "asked", "depths", "over steps", "prompt", "layers", "step", "job", "job s"]
     _show(f"{measured.model}: {prompt_tokens} prompt tokens, {new_tokens} new; of full depth, predicted", heads, lines)
     for note in notes:
-        out.print(note, highlight=False, markup=False, soft_wrap=True)
+        out.print(note, markup=False, soft_wrap=True)
     if measured.warning:
         say(measured.warning)
     here = machine(measured.device)
-    out.print(f"measured on: {measured.machine}", highlight=False, soft_wrap=True)
+    out.print(f"measured on: {measured.machine}", markup=False, soft_wrap=True)
     if here != measured.machine:
         say(f"this is another machine ({here}): what is planned holds there, not here")
     if as_json:
@@ -196,7 +196,7 @@ def bench(
     cells = [cells_of(row) for row in rows]
     _show(f"{name}: full depth and targets", HEADS, cells)
     for key, value in about.items():
-        out.print(f"{key}: {value}", highlight=False, soft_wrap=True, markup=False)
+        out.print(f"{key}: {value}", soft_wrap=True, markup=False)
     if output:
         save_tables(output, rows, HEADS, cells, about)
         say(f"wrote {output}")
@@ -206,7 +206,7 @@ def _show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> No
     """Print a Markdown table whose lines are not cut to the terminal's width."""
     from ..clock.tables import markdown_table
 
-    out.print(f"{title}\n\n{markdown_table(heads, rows)}\n", highlight=False, soft_wrap=True, markup=False)
+    out.print(f"{title}\n\n{markdown_table(heads, rows)}\n", soft_wrap=True, markup=False)
 
 
 def _load(

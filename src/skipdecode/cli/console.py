@@ -9,9 +9,9 @@ from contextlib import suppress
 
 from rich.console import Console
 
-#: Results go to standard output, messages and progress to standard error.
-out = Console()
-err = Console(stderr=True, highlight=False)
+#: Results go to standard output, messages and progress to standard error. What models write is no emoji's name.
+out = Console(highlight=False, emoji=False)
+err = Console(stderr=True, highlight=False, emoji=False)
 
 
 def say(message: str) -> None:
@@ -42,7 +42,7 @@ def print_table(heads: Sequence[str], cells: Sequence[Sequence[str]], bold: Cont
             table.add_column(head.replace(" ", "\n"), justify="right", no_wrap=True, min_width=widest)
     for number, row in enumerate(cells):
         table.add_row(*map(Text, row), style="bold" if number in bold else None)
-    out.print(table, highlight=False)
+    out.print(table)
 
 
 class Bar:

@@ -63,15 +63,15 @@ def demo(
         runs = {speedup: partial(write, schedule=schedule, **same) for speedup, schedule in schedules.items()}
         timings = alternate(runs, repeats, on_run=bar.advance)
     for i, item in enumerate(items[:3]):
-        out.print(f"\n{item.columns['mr']}", style="bold", highlight=False, markup=False)
+        out.print(f"\n{item.columns['mr']}", style="bold", markup=False)
         for speedup, result in written.items():
-            out.print(f"  {speedup:g}x  {result.completions[i].text}", highlight=False, markup=False)
+            out.print(f"  {speedup:g}x  {result.completions[i].text}", markup=False)
     out.print(
         f"\n{len(items)} inputs, batch 32, {same['max_new_tokens'] - 1} decode steps at every speed, "
         f"medians of {repeats} rounds"
     )
     _print_table(timings, repeats)
-    out.print(f"[dim]{machine()}[/]", highlight=False)
+    out.print(f"[dim]{machine()}[/]")
     if png is not None:
         draw_demo(schedules, timings, png, machine())
         say(f"wrote {png}")
@@ -91,6 +91,6 @@ def _print_table(timings: dict[float, Timing], repeats: int) -> None:
         cells.append([*layers, *clock_cells, f"{cost.peak_kv_bytes / 1e6:.1f} MB"])
     heads = "target layers/step layer_reduction ms/step step_faster seconds all_faster peak_KV".split()
     print_table([head.replace("_", " ") for head in heads], cells)
-    out.print("step: one decode step; all: the whole run, prompts included", highlight=False)
+    out.print("step: one decode step; all: the whole run, prompts included")
     for name, remark in remarks(figures, full.cost.rows, len(full.result.lengths) * repeats).items():
-        out.print(f"{name}: {remark}", highlight=False, markup=False)
+        out.print(f"{name}: {remark}", markup=False)

@@ -72,7 +72,7 @@ def _print_schedule(schedule: Schedule) -> None:
     steps = range(0, length, stride)
     for layer in reversed(range(schedule.num_layers)):
         cells = "".join("█" if layer in schedule.layers(schedule.depth(g)) else "·" for g in steps)
-        out.print(f"layer {layer:3d} {cells}", highlight=False)
+        out.print(f"layer {layer:3d} {cells}")
     out.print(f"          {'each column is ' + str(stride) + ' steps' if stride > 1 else 'one column per step'}")
     depths = ", ".join(map(str, schedule.distinct_depths))
     out.print(
@@ -105,7 +105,7 @@ def check(
         findings.append(finding)
         if not as_json:
             mark = "[green]holds[/]" if finding.held else "[bold red]FAILS[/]"
-            out.print(f"{mark}  {finding.claim:44s} {escape(finding.detail)}", highlight=False, soft_wrap=True)
+            out.print(f"{mark}  {finding.claim:44s} {escape(finding.detail)}", soft_wrap=True)
     if as_json:
         print(json.dumps([vars(finding) for finding in findings]))
     if not all(finding.held for finding in findings):

@@ -53,6 +53,8 @@ def probe(
     """
     from ..adapters.probe import probe_model
 
+    if output:  # before hours of work: matplotlib may be missing
+        from ..evaluation.plots import draw_probe
     with Bar() as bar:
         found = probe_model(
             model,
@@ -71,8 +73,6 @@ def probe(
         )
     _show(found)
     if output:
-        from ..evaluation.plots import draw_probe
-
         draw_probe(found, output / "probe.png")
         say(f"wrote texts.jsonl, probe.json and probe.png to {output}")
     if as_json:
@@ -93,4 +93,4 @@ def _show(found: Probe) -> None:
     best = found.best
     print_table(heads, rows, bold=[number for number, each in enumerate(found.tried) if each in best])
     # A command that is broken by lines, or loses brackets of a path, cannot be pasted.
-    out.print(found.advice, highlight=False, markup=False, soft_wrap=True)
+    out.print(found.advice, markup=False, soft_wrap=True)

@@ -103,7 +103,7 @@ def remarks(figures: Sequence[str], rows: int, batches: int) -> dict[str, str]:
 
 
 def alternate(
-    runs: Mapping[Name, Callable[[], Generated]], repeats: int, on_run: Callable[[], object] | None = None
+    runs: Mapping[Name, Callable[[], Generated]], repeats: int, on_run: Callable[[], object] = lambda: None
 ) -> dict[Name, Timing]:
     """Make every run once per round: one round to warm up, then ``repeats`` timed rounds.
 
@@ -115,8 +115,7 @@ def alternate(
             result = run()
             if round_ > 0:
                 results[name].append(result)
-            if on_run:
-                on_run()
+            on_run()
     return {
         name: Timing(
             many[-1],

@@ -71,7 +71,7 @@ def prepare(
         (target / ABOUT).write_text(json.dumps(about | {"base_model": base_model}, indent=1) + "\n")
         shutil.copyfile(folder / WEIGHTS, target / WEIGHTS)
     else:
-        for file in {path for pattern in CHECKPOINT for path in folder.glob(pattern)}:
+        for file in {path for pattern in CHECKPOINT for path in folder.glob(pattern) if path.is_file()}:
             shutil.copyfile(file, target / file.name)
     write_custom_generate(target)
     card.save(target / "README.md")

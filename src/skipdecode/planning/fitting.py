@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -189,7 +188,7 @@ def refit(schedule: Schedule, speedup: float, lengths: Sequence[int] | Measure) 
 
 
 def _move_horizon(schedule: Schedule, horizons: range, speedup: float, measure: Measure) -> Schedule:
-    return nearest(lambda horizon: replace(schedule, horizon=horizon), horizons, speedup, measure)
+    return nearest(lambda horizon: schedule.replace(horizon=horizon), horizons, speedup, measure)
 
 
 def bisect_ratio(

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from ..core.adapter_folder import check_base_files
@@ -53,11 +54,11 @@ def server_command(
         UnsupportedModel: this release of vLLM was not tested.
     """
     refuse_gguf(model, "the server")
-    path, options = resolve(model), dict(options or {})
+    path, options, revision = resolve(model), dict(options or {}), _value(vllm, "--revision")
     if (folder := adapter_of(model, options.get("adapter"))) is not None:
         options["adapter"] = os.path.abspath(folder)
-        check_base_files(folder, checkpoint_files(path))
-    Serving(read_config(model), options)
+        check_base_files(folder, checkpoint_files(path, revision))
+    Serving(read_config(model, revision), options)
     for given in vllm:
         name = given.partition("=")[0].partition(".")[0].replace("_", "-")
         if name.strip("-") and any(option.startswith(name) for option in REFUSED):  # vLLM takes shortened names
@@ -77,6 +78,12 @@ def server_command(
 def _has(vllm: Sequence[str], name: str) -> bool:
     negated = name.replace("--", "--no-", 1)
     return any(given.partition("=")[0].replace("_", "-") in (name, negated) for given in vllm)
+
+
+def _value(vllm: Sequence[str], name: str) -> str | None:
+    """Return what an option of vLLM's is given as; None without it."""
+    words = [word for given in vllm for word in (given.split("=", 1) if given.startswith(f"{name}=") else [given])]
+    return next((value for option, value in pairwise(words) if option == name), None)
 
 
 def _check_plugin() -> None:

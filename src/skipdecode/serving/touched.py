@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from importlib import import_module
-from typing import Any
+from pkgutil import resolve_name
 
 #: Function or method -> the parameters that are passed to it or read from its calls, in order.
 FUNCTIONS = {
@@ -145,7 +144,7 @@ def changes() -> list[str]:
 def _changed_functions() -> Iterator[str]:
     for name, wanted in FUNCTIONS.items():
         try:
-            given = list(inspect.signature(found(name)).parameters)
+            given = list(inspect.signature(resolve_name(name)).parameters)
         except (ImportError, AttributeError) as error:
             yield f"{name} is gone ({error})"
             continue
@@ -156,7 +155,7 @@ def _changed_functions() -> Iterator[str]:
 def _changed_attributes() -> Iterator[str]:
     for name, wanted in ATTRIBUTES.items():
         try:
-            kind = found(name)
+            kind = resolve_name(name)
         except (ImportError, AttributeError) as error:
             yield f"{name} is gone ({error})"
             continue
@@ -166,19 +165,3 @@ def _changed_attributes() -> Iterator[str]:
             fields = any(each in vars(one) or each in getattr(one, "__annotations__", ()) for one in ours)
             if not fields and f"self.{each}" not in source:
                 yield f"{name} has no attribute {each}"
-
-
-def found(name: str) -> Any:
-    """Return what a name with its module's says. Raises ImportError or AttributeError if it does not exist."""
-    parts = name.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        try:
-            value = import_module(".".join(parts[:count]))
-        except ModuleNotFoundError as error:
-            if not name.startswith(str(error.name)):
-                raise
-            continue
-        for part in parts[count:]:
-            value = getattr(value, part)
-        return value
-    raise ImportError(f"there is no {parts[0]}")
