@@ -235,13 +235,13 @@ def test_what_the_operator_says_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment == {}
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
     assert server.server_command("demo", None, ["--kv-cache-memory-bytes", "1G"])[1] == {}
-    read, config = list[Any](), server.read_config("demo")
+    read, config = list[Any](), read_config("demo")
 
-    def read_config(name: str, revision: str | None) -> Any:
+    def reads(name: str, revision: str | None) -> Any:
         read.append(revision)
         return config
 
-    monkeypatch.setattr(server, "read_config", read_config)
+    monkeypatch.setattr(server, "read_config", reads)
     for given in (["--revision", "v1"], ["--port", "8000", "--revision=v1"], []):
         server.server_command("demo", None, given)
     assert read == ["v1", "v1", None]
