@@ -85,7 +85,7 @@ def own_texts(
             raise JobError(
                 f"{file} was written by another model or version, or with other prompts or options: move it away"
             )
-        return _read(file, begun.get("sha256"))
+        return _read(file, begun["sha256"])
     raw = file and file.with_name(f"{file.stem}.{key[:8]}.raw.jsonl")
     if raw and raw.exists() and not raw.with_name(raw.name + ".partial").exists():
         made: Mapping[int, Completion] = _finished(raw)  # by a run that was killed before it chose from them
@@ -120,8 +120,10 @@ def own_texts(
             | ({"finish_reason": "length"} if each.cut else {})
             for each in texts
         )
-        write(file, "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines))
-        told = {"job": key, "texts": len(texts), "left_out": left_out, "sha256": sha256(file.read_bytes()).hexdigest()}
+        content = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
+        write(file, content)
+        checksum = sha256(content.encode()).hexdigest()
+        told = {"job": key, "texts": len(texts), "left_out": left_out, "sha256": checksum}
         write(about, json.dumps(told, indent=1) + "\n")
         raw.unlink()
     return [*texts]

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from rich.console import Console
 
-#: Results go to standard output, messages and progress to standard error. What models write is no emoji's name.
+#: Results go to standard output, messages and progress to standard error. A model's :x: is no emoji.
 out = Console(highlight=False, emoji=False)
 err = Console(stderr=True, highlight=False, emoji=False)
 

@@ -41,7 +41,7 @@ class TextPasses:
 
     @property
     def counted(self) -> Tensor:
-        """Return which of the R positions count, (batch, R): a text's first token is the prompt's pass's, and full."""
+        """Return which of the R positions count, (batch, R): a text's first token, of the prompt's pass, does not."""
         return self.batch["labels"][:, 2:] != -100
 
     def logits(self, schedule: Schedule | None = None, **options: Any) -> Tensor:
