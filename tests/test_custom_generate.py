@@ -11,11 +11,18 @@ from shutil import copytree
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import skipdecode
+from helpers.families import LAYERS, build, prompts
 from helpers.tiny import TEXTS, run, write_jsonl
+from skipdecode import Schedule
+from skipdecode.core.adapter import Adapter
+from skipdecode.core.adapter_folder import save_adapter
 from skipdecode.core.patch import gate_state
 from skipdecode.hub.custom_generate import ROOT, sources, write_custom_generate
+from skipdecode.hub.generate import generate
 from skipdecode.weights.loading import DEMO
 
 #: What a user without this package runs; its folder, model, adapter and the calls' options are given as JSON.
@@ -94,6 +101,31 @@ def test_an_adapter_acts_in_its_model(checkpoint: Path, tmp_path: Path) -> None:
         skipdecode.attach(model, speedup=call["speedup"])
         expected = model.generate(**inputs, max_new_tokens=12, do_sample=False)
         assert tokens == expected[:, inputs["input_ids"].shape[1] :].tolist()
+
+
+def test_an_adapter_acts_again_after_detach(tmp_path: Path) -> None:
+    """And after another one has taken its place: what was read before is not taken for what acts."""
+    model = build("llama")
+    for name, seed in (("a", 0), ("b", 1)):
+        torch.manual_seed(seed)
+        made = Adapter(model.config.hidden_size, 4, {2.0: Schedule(LAYERS, 4, 4, horizon=1, decay="constant")})
+        for weight in made.parameters():
+            nn.init.normal_(weight)
+        save_adapter(tmp_path / name, made, model, "tiny")
+    inputs = prompts()
+
+    def written(**options: Any) -> list[list[int]]:
+        return generate(model, **inputs, speedup=2, max_new_tokens=8, do_sample=False, **options).tolist()
+
+    expected = written(adapter=tmp_path / "a")
+    assert written() == expected
+    other = written(adapter=tmp_path / "b")
+    assert other != expected
+    assert written(adapter=tmp_path / "a") == expected
+    skipdecode.attach(model, adapter=tmp_path / "b")
+    assert written(adapter=tmp_path / "a") == expected
+    skipdecode.detach(model)
+    assert written(adapter=tmp_path / "a") == expected
 
 
 @pytest.mark.parametrize("name", sorted(sources()))

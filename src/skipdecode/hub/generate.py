@@ -11,6 +11,7 @@ from typing import Any
 from ..core.attach import attach
 from ..core.checkpoint_config import schedule_for
 from ..core.guards import with_cache
+from ..core.patch import gate_state
 
 
 def generate(
@@ -26,9 +27,11 @@ def generate(
     Raises:
         SkipDecodeError: the model cannot skip layers exactly, or what was asked for does not fit; the message says why.
     """
-    known = getattr(model, "_skipdecode_adapter", None)  # read and compared with the model once
-    attach(model, adapter=adapter if adapter != known else None)
-    model._skipdecode_adapter = adapter or known
+    gates = gate_state(model)
+    acting = getattr(gates and gates.adapter, "read_from", None)  # so that it is read and compared with the model once
+    attach(model, adapter=None if adapter == acting else adapter)
+    if adapter is not None:
+        gate_state(model).adapter.read_from = adapter
     kwargs = with_cache(model, schedule_for(model.config, speedup), args, kwargs)
     # The class's method: ``from_pretrained`` may have put this function in its place on the instance.
     return type(model).generate(model, *args, **kwargs)
