@@ -38,7 +38,7 @@ def main(
     """Write FILE, one conversation a line."""
     writer = get_engine(engine)
     job = GenerationJob(model, task=get_task("jsonl"), batch_size=128, seed=seed, dtype="bfloat16", engine=writer)
-    asked = prompts_for(job, None, questions, file.parent, say=typer.echo)
+    asked = prompts_for(job, None, questions, file.with_name("own_prompts.jsonl"), say=typer.echo)
     held_out = {json.loads(line)["messages"][0]["content"] for line in HELD_OUT.read_text("utf-8").splitlines()}
     messages = [prompt[0].content for prompt in asked if not isinstance(prompt, str)]
     messages = [message for message in messages if message not in held_out]

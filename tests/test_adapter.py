@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from helpers.tiny import TEXTS
 from skipdecode import Schedule, ScheduleError, SkipCache, attach, detach, load, teacher_forced
 from skipdecode.adapters.damage import Damage, damage
 from skipdecode.adapters.probe import Probe, Tried, candidates, probe_model
-from skipdecode.core.adapter import Adapter, gaps_between, runs_of
+from skipdecode.core.adapter import Adapter, gaps_between, step_runs
 from skipdecode.core.adapter_folder import (
     ABOUT,
     WEIGHTS,
@@ -44,7 +45,7 @@ from skipdecode.core.checkpoint_config import CONFIG_KEY
 from skipdecode.core.patch import gate_state
 from skipdecode.core.stack import text_config
 from skipdecode.core.text_passes import TextPasses
-from skipdecode.errors import FileError, ModelError, TaskError, UsageError
+from skipdecode.errors import FileError, JobError, ModelError, TaskError, UsageError
 from skipdecode.evaluation.check import run_checks
 from skipdecode.training.adapting import make_learner
 from skipdecode.training.plan import TrainingPlan
@@ -181,7 +182,7 @@ def test_gaps_are_what_lies_between_the_layers_that_run() -> None:
             skipped = [layer for gap in gaps for layer in range(gap.start, gap.stop)]
             assert sorted([*running, *skipped]) == list(range(LAYERS))
             assert all(gap.stop in (*running, LAYERS) and gap.start - 1 in (-1, *running) for gap in gaps)
-            assert running in runs_of(schedule)
+            assert running in step_runs(schedule)
 
 
 @pytest.fixture
@@ -313,6 +314,9 @@ def test_what_was_not_learnt_is_refused(saved: tuple[Any, Path, Adapter]) -> Non
         SkipCache(model, other)
     with pytest.raises(ScheduleError, match="not trained to skip layers 2 to"), teacher_forced(model, other, 1):
         pass
+    SkipCache(model, TOP.replace(horizon=TOP.horizon + 1))
+    with pytest.raises(ScheduleError, match=r"not trained to skip layers 1 to .* in a prompt"):
+        SkipCache(model, TOP.replace(prompt_layers="max"))
 
 
 def test_full_depths_pass_is_paid_once() -> None:
@@ -323,6 +327,8 @@ def test_full_depths_pass_is_paid_once() -> None:
     assert [found.hours(each) for each in tried] == [1, 1]
     assert "about 1.5 hours" in found.advice
     assert "Worth it: 2x, 4x" in found.advice
+    assert "--decay" not in found.advice
+    assert "--order top --warmup-layers 0 --decay constant" in replace(found, trained=True).advice
     far = [Tried(each.speedup, each.schedule, each.bare, Damage(2.0, 0.2), 10.0) for each in tried]
     assert "None is worth it" in Probe("model", far, 36_000, 20.0).advice
 
@@ -371,3 +377,10 @@ def test_probing_finds_what_a_stand_in_saves(checkpoint: Path, tmp_path: Path) -
     assert (tmp_path / "texts.jsonl").read_text() == texts
     assert [each.stand_ins for each in again.tried] == [each.stand_ins for each in found.tried if each.speedup == 2]
     assert json.loads((tmp_path / "probe.json").read_text())["advice"] == again.advice
+    (tmp_path / "texts.json").unlink()
+    with pytest.raises(JobError, match=r"texts.jsonl is there and was not written"):
+        probe_model(str(checkpoint), (2,), folder=tmp_path, **options)
+    assert (tmp_path / "texts.jsonl").read_text() == texts
+    (tmp_path / "probe.json").write_text("{}")
+    with pytest.raises(FileError, match=r"probe.json is there"):
+        probe_model(str(checkpoint), (2,), folder=tmp_path, **options)

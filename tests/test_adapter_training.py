@@ -151,17 +151,21 @@ def test_a_speed_that_the_adapter_did_not_learn_is_refused_at_once(
         attach(model, adapter=trained, speedup=1.2)
     assert getattr(model.config, CONFIG_KEY, None) is None
     assert gate_state(model).adapter is None
+    Schedule.full(8).flat(7).save(other := tmp_path / "other.json")
     for verb in ("generation.engine", "evaluation.evaluate", "evaluation.check", "weights.loading"):
         monkeypatch.setattr(f"skipdecode.{verb}.load", lambda *_, **__: pytest.fail("loaded"))
     for words in (
         ["generate", trained, "--input", prompts, "--speedup", 1.2],
         ["check", trained, "--speedup", 1.2],
         ["demo", trained, "--speedups", "1,1.2"],
+        ["generate", trained, "--input", prompts, "--speedup", 2, "--prompt-layers", "max"],
         ["evaluate", trained, "--data", prompts, "--speedups", "1.2,2", "--output", tmp_path / "table"],
+        ["evaluate", trained, "--data", prompts, "--schedule", other, "--output", tmp_path / "table"],
+        ["evaluate", trained, "--data", prompts, "--methods", "skipdecode,unified", "--output", tmp_path / "table"],
     ):
         done = run(*words)
         assert done.returncode == 2
-        assert "was not trained to skip" in done.stderr
+        assert "was not trained " in done.stderr
 
 
 def test_an_evaluation_is_of_the_speeds_that_the_adapter_learnt(trained: Path, prompts: Path, tmp_path: Path) -> None:

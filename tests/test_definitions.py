@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule
 from skipdecode.core.decays import budget, flat_depth, mix, ranking, remaining, round_half_up, share_of_max, target
+from skipdecode.planning.fitting import fit
 
 PAPER: dict[tuple[int, int | Fraction], tuple[int, int]] = {
     (24, 2): (16, 8),
@@ -130,7 +131,8 @@ def test_budgets_are_the_papers_and_else_the_rules(layers: int) -> None:
     for quarters in range(4, 4 * layers + 1):
         speedup = Fraction(quarters, 4)
         assert budget(float(speedup), layers) == PAPER.get((layers, speedup), rule(speedup, layers))
-        assert flat_depth(float(speedup), layers) == max(half_up(layers / speedup), 1)
+        off = {depth: abs(layers / Fraction(depth) - speedup) for depth in range(1, layers + 1)}
+        assert flat_depth(float(speedup), layers) == min(off, key=off.__getitem__)
         assert share_of_max(float(speedup)) == pytest.approx(
             float(min(max(Fraction(2, 3) - (speedup - 2) / 50, Fraction(3, 5)), Fraction(2, 3)))
         )
@@ -154,7 +156,8 @@ def test_a_target_is_the_papers_name_and_else_the_ratio(layers: int) -> None:
 
 @given(st.integers(1, 64), st.floats(1, 64))
 def test_a_constant_depth_is_the_nearest_to_the_speedup(layers: int, speedup: float) -> None:
-    """for_speedup with the constant decay: L / speed-up layers at every step, and at least one."""
+    """for_speedup with the constant decay: one depth at every step, the same that fitting to lengths takes."""
     speedup = min(speedup, float(layers))
     schedule = Schedule.for_speedup(speedup, layers, horizon=8, decay="constant", warmup=0)
     assert schedule.max_depth == schedule.min_depth == flat_depth(speedup, layers) <= layers
+    assert schedule.max_depth == fit(layers, speedup, [9, 30], decay="constant", warmup=0).max_depth

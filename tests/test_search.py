@@ -20,7 +20,7 @@ from skipdecode.core.text_passes import TextPasses
 from skipdecode.data.collation import batches_of
 from skipdecode.errors import ScheduleError
 from skipdecode.evaluation import search
-from skipdecode.planning.fitting import NEAR, Lengths
+from skipdecode.planning.fitting import TOLERANCE, Lengths
 
 LENGTHS = Lengths([5, 20, 23, 31])
 
@@ -63,7 +63,7 @@ def test_all_that_is_tried_achieves_the_speedup_and_the_best_is_nearest(eight: P
     for each in found:
         assert each.texts == texts
         assert each.ratio == pytest.approx(LENGTHS.ratio(each.schedule))
-        assert abs(each.ratio / speedup - 1) <= NEAR
+        assert abs(each.ratio / speedup - 1) <= TOLERANCE
         passes = (TextPasses(attach(trials.model), batch) for batch in trials.batches)
         (again,) = damage(passes, [each.schedule])
         assert (again.kl, again.agreement) == pytest.approx((each.damage.kl, each.damage.agreement))
@@ -149,7 +149,7 @@ def test_an_interrupted_search_goes_on(
     found = json.loads(done.stdout.splitlines()[-1])
     assert 1 <= len(found["trials"]) <= search.FINALISTS
     assert Schedule.from_dict(found["schedule"]) == schedule
-    assert found["step_layer_ratio"] == pytest.approx(2, rel=NEAR)
+    assert found["step_layer_ratio"] == pytest.approx(2, rel=TOLERANCE)
     assert run("calibrate", eight, "--data", prompts, *common).returncode == 0
     assert len(passed) == before
     assert Schedule.load(target) == schedule

@@ -33,7 +33,7 @@ class Moments:
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add samples, both (samples, size)."""
-        x, y = x.double().cpu(), y.double().cpu()
+        x, y = x.cpu().double(), y.cpu().double()  # Apple's GPUs have no float64
         self.count += len(x)
         self.x += x.sum(0)
         self.y += y.sum(0)

@@ -24,7 +24,7 @@ def prompts_for(
     job: GenerationJob,
     source: str | Path | None,
     count: int,
-    folder: Path | None = None,
+    file: Path | None = None,
     *,
     on_start: Callable[[int, int], object] = lambda total, done: None,
     on_batch: Callable[[Any], object] = lambda cost: None,
@@ -39,7 +39,7 @@ def prompts_for(
         job: the model; its other options are those of the texts.
         source: as :func:`read_prompts` takes it.
         count: of messages to write; those that are empty, loop, do not end, or were written before are left out.
-        folder: keeps the messages in ``own_prompts.jsonl``, as :func:`own_texts` does its texts.
+        file: keeps the messages, as :func:`own_texts` does its texts.
         on_start, on_batch, say: as :meth:`GenerationJob.run` takes them.
 
     Raises:
@@ -60,7 +60,6 @@ def prompts_for(
     positions = max_positions(read_config(job.model, job.revision))
     longest = min(LONGEST, positions // 4) if positions else LONGEST  # the template and the answer need some too
     asking = replace(job, options=ASKED | {"max_new_tokens": longest, "stop_strings": [after]})
-    file = folder and folder / "own_prompts.jsonl"
     asked = own_texts(asking, [before], count, file, ended=True, on_start=on_start, on_batch=on_batch, say=say)
     messages = [text.references[0].split(after)[0].strip() for text in asked]
     if not any(messages):

@@ -68,7 +68,8 @@ def own_texts(
         The texts, without those that are empty, end in a loop, or were written before for the same prompt.
 
     Raises:
-        JobError: ``file`` holds texts of another model, or written with other prompts or options; or it is damaged.
+        JobError: ``file`` holds texts of another model, or written with other prompts or options; or it is damaged, or
+            no file of this function.
         SkipDecodeError: as :meth:`GenerationJob.run` raises it.
     """
     chosen = [each.prompt for each in subsample([Example(prompt, ()) for prompt in prompts], count)]
@@ -87,7 +88,10 @@ def own_texts(
             )
         return _read(file, begun["sha256"])
     raw = file and file.with_name(f"{file.stem}.{key[:8]}.raw.jsonl")
-    if raw and raw.exists() and not raw.with_name(raw.name + ".partial").exists():
+    finished = raw and raw.exists() and not raw.with_name(raw.name + ".partial").exists()
+    if file and file.exists() and not finished:
+        raise JobError(f"{file} is there and was not written by skipdecode: move it away, or give another folder")
+    if raw and finished:
         made: Mapping[int, Completion] = _finished(raw)  # by a run that was killed before it chose from them
     else:
         items = [Item(number, {}, prompt) for number, prompt in enumerate(rows, 1)]

@@ -15,7 +15,7 @@ import torch
 
 from ..core.adapter import Adapter
 from ..core.attach import attach, put_adapter
-from ..core.checkpoint_config import layer_count
+from ..core.checkpoint_config import DEFAULT_METHOD, layer_count, schedules_of
 from ..core.decays import flat_depth
 from ..core.schedule import Schedule
 from ..core.stack import text_config, with_lenders_first
@@ -23,7 +23,7 @@ from ..core.text_passes import TextPasses
 from ..data.collation import batches_of
 from ..data.tasks import get_task
 from ..errors import UsageError
-from ..files import write
+from ..files import check_target, has_key, write
 from ..generation.generate import max_positions
 from ..generation.jobs import GenerationJob
 from ..planning.check_profile import check_profile
@@ -44,6 +44,8 @@ WORTH = 0.35
 TOKENS = 96
 #: Own texts of the command that is advised.
 OWN_TEXTS = 4000
+#: Tells whether a file's bytes are a :class:`Probe`, which may be replaced.
+is_probe = has_key("tried")
 #: Tokens of the prompts, in steps whose seconds a profile tells.
 PROMPT = 32
 
@@ -80,6 +82,7 @@ class Probe:
         full_per_second: tokens for which training has full depth's pass in a second.
         batch_size: of the steps of ``step_clock``.
         options: those that training needs too.
+        trained: the model has schedules, whose order and decay training would keep.
     """
 
     model: str
@@ -88,6 +91,7 @@ class Probe:
     full_per_second: float
     batch_size: int | None = None
     options: Sequence[str] = ()
+    trained: bool = False
 
     @property
     def best(self) -> list[Tried]:
@@ -126,10 +130,11 @@ class Probe:
         schedule, layers = worth[-1].schedule, worth[-1].schedule.num_layers
         words = ["skipdecode", "train", self.model, "--own-texts", str(OWN_TEXTS), *self.options]
         words += ["--speedups", speedups]
-        if schedule.order != "top":
+        if schedule.order != "top" or self.trained:
             words += ["--order", str(schedule.order)]
-        elif schedule.warmup != warmup_layers(layers, worth[-1].speedup):
+        if schedule.order == "top" and (self.trained or schedule.warmup != warmup_layers(layers, worth[-1].speedup)):
             words += ["--warmup-layers", str(schedule.warmup)]
+        words += ["--decay", "constant"] if self.trained else []
         return shlex.join([*words, "--output", "fast"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -172,7 +177,7 @@ def probe_model(
         count: number of texts.
         max_new_tokens: longest text.
         rank: of the stand-ins.
-        folder: keeps ``texts.jsonl`` and ``probe.json``.
+        folder: keeps ``texts.jsonl``, a chat model's own prompts in ``prompts.jsonl``, and ``probe.json``.
         batch_size, seed: of the texts; batches of the same size are measured.
         profile: file of :mod:`skipdecode.planning.profile`, measured with this model here; its largest batch is told.
         where: ``dtype``, ``device`` and ``revision``, as :func:`skipdecode.load` takes them.
@@ -181,12 +186,14 @@ def probe_model(
 
     Raises:
         UsageError: fewer than four texts are left, ``name`` is an adapter, or the profile is for something else.
+        FileError, JobError: one of the files in ``folder`` is there, and was not written by a probe like this one.
         SkipDecodeError: the model, or the prompts, cannot be read.
     """
     refuse_adapter(name, "probe")
     task, where = get_task("jsonl"), dict(where or {})
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
+        check_target(folder / "probe.json", may_replace=is_probe)
     config = read_config(name, where.get("revision"))
     speedups, layers = sorted({*speedups}), layer_count(config)
     if not 1 <= speedups[0] <= speedups[-1] <= layers:
@@ -208,7 +215,7 @@ def probe_model(
         on_progress("texts", done, count)
 
     file = folder and folder / "texts.jsonl"
-    asked = prompts_for(job, prompts, count, folder, say=say)
+    asked = prompts_for(job, prompts, count, folder and folder / "prompts.jsonl", say=say)
     texts = own_texts(job, asked, count, file, on_batch=wrote, say=say)
     if len(texts) < 4:
         raise UsageError(f"probing needs at least four texts; {len(texts)} of {count} can be used")
@@ -253,7 +260,7 @@ def probe_model(
     told += [] if batch_size == ROWS else ["--batch-size", str(batch_size)]
     told += ["--bf16"] if model.dtype == torch.bfloat16 else []  # so that it takes as long as it was measured to
     tokens = sum(int(each.counted.sum()) for each in measured) * OWN_TEXTS * EPOCHS // (len(texts) - half)
-    found = Probe(name, tried, tokens, full_per_second, rows, told)
+    found = Probe(name, tried, tokens, full_per_second, rows, told, bool(schedules_of(config, DEFAULT_METHOD)))
     if folder is not None:
         write(folder / "probe.json", json.dumps(found.to_dict(), indent=1) + "\n")
     return found

@@ -119,8 +119,9 @@ def _show(calibration: Calibration) -> None:
         rows.append([label, *(f"{value:.2f}" for value in (each.full, each.before, each.after)), each.change])
     print_table(["", "full depth", "before", "after", "after - before (95%)"], rows)
     if calibration.trials:
+        ratio = "step layers" if plan.clock == "layers" else f"faster {plan.clock}s"
         print_table(
-            ["found by the search", "order", "step layers", "KL", "same token"],
+            ["found by the search", "order", ratio, "KL", "same token"],
             [
                 [
                     f"{each.schedule.max_depth} to {each.schedule.min_depth}, {each.schedule.decay}",

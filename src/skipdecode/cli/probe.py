@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from ..adapters.form import RANK, ROWS
+from ..errors import UsageError
 from . import options as o
 from .console import Bar, out, print_table, say
 
@@ -55,6 +56,9 @@ def probe(
 
     if output:  # before hours of work: matplotlib may be missing
         from ..evaluation.plots import draw_probe
+
+        if (output / "probe.png").exists() and not (output / "probe.json").exists():
+            raise UsageError(f"{output / 'probe.png'} is there, without a probe's other files: give another folder")
     with Bar() as bar:
         found = probe_model(
             model,
@@ -71,7 +75,7 @@ def probe(
             on_progress=bar.show,
             say=say,
         )
-    _show(found)
+    _show(found, revision)
     if output:
         draw_probe(found, output / "probe.png")
         say(f"wrote texts.jsonl, probe.json and probe.png to {output}")
@@ -79,7 +83,7 @@ def probe(
         print(json.dumps(found.to_dict()))
 
 
-def _show(found: Probe) -> None:
+def _show(found: Probe, revision: str | None) -> None:
     rows = []
     for each in found.tried:
         schedule = each.schedule
@@ -94,3 +98,5 @@ def _show(found: Probe) -> None:
     print_table(heads, rows, bold=[number for number, each in enumerate(found.tried) if each in best])
     # A command that is broken by lines, or loses brackets of a path, cannot be pasted.
     out.print(found.advice, markup=False, soft_wrap=True)
+    if revision:
+        say(f"train takes the hub's main revision: for {revision}, download it and give its folder")

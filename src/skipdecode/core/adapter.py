@@ -91,7 +91,7 @@ class Adapter(nn.Module):
         self.size = size
         self.rank = min(rank, size)
         self.schedules = dict(schedules)
-        runs = set().union(*map(runs_of, schedules.values()))
+        runs = set().union(*(prompt_runs(each) | step_runs(each) for each in schedules.values()))
         total = next(iter(schedules.values())).num_layers
         gaps = {gap for layers in runs for gap in gaps_between(layers, total)}
         running = {layer for layers in runs if len(layers) < total for layer in layers if (layer + 1) % EVERY == 0}
@@ -154,18 +154,23 @@ def check_trained(trained: Mapping[float, Schedule], schedule: Schedule) -> None
         trained: the adapter's schedules by target speed-up.
         schedule: the one to check.
     """
-    known = set().union(*map(runs_of, trained.values()))
-    for layers in sorted(runs_of(schedule) - known):
-        if gaps := gaps_between(layers, schedule.num_layers):
-            skipped = ", ".join(f"{gap.start} to {gap.stop - 1}" for gap in gaps)
-            speedups = ", ".join(f"{speedup:g}" for speedup in trained)
-            raise ScheduleError(
-                f"the adapter was not trained to skip layers {skipped}, as the schedule does: take one of its "
-                f"speed-ups ({speedups})"
-            )
+    for runs, where in ((prompt_runs, " in a prompt"), (step_runs, "")):
+        known = set().union(*map(runs, trained.values()))
+        for layers in sorted(runs(schedule) - known):
+            if gaps := gaps_between(layers, schedule.num_layers):
+                skipped = ", ".join(f"{gap.start} to {gap.stop - 1}" for gap in gaps)
+                speedups = ", ".join(f"{speedup:g}" for speedup in trained)
+                raise ScheduleError(
+                    f"the adapter was not trained to skip layers {skipped}{where}, as the schedule does: take one of "
+                    f"its speed-ups ({speedups}), as they are"
+                )
 
 
-def runs_of(schedule: Schedule) -> set[tuple[int, ...]]:
-    """Return the layers that positions run, of all positions of a schedule, in the prompt too."""
-    in_prompt = {schedule.prompt_depth(distance) for distance in range(1, schedule.prompt_decay + 2)}
-    return {schedule.layers(depth) for depth in in_prompt | {*schedule.distinct_depths}}
+def prompt_runs(schedule: Schedule) -> set[tuple[int, ...]]:
+    """Return the layers that the positions of a prompt run."""
+    return {schedule.layers(schedule.prompt_depth(distance)) for distance in range(1, schedule.prompt_decay + 2)}
+
+
+def step_runs(schedule: Schedule) -> set[tuple[int, ...]]:
+    """Return the layers that the positions of decode steps run."""
+    return {schedule.layers(depth) for depth in schedule.distinct_depths}

@@ -38,8 +38,9 @@ def budget(speedup: float, num_layers: int) -> tuple[int, int]:
 
 
 def flat_depth(speedup: float, num_layers: int) -> int:
-    """Return the depth of a constant schedule: ``L / speedup`` rounded, at least one layer."""
-    return max(round_half_up(num_layers / speedup), 1)
+    """Return the depth of a constant schedule: that whose ``L / depth`` is nearest to ``speedup``."""
+    below = max(int(num_layers / speedup), 1)
+    return min(below, min(below + 1, num_layers), key=lambda depth: abs(num_layers / depth - speedup))
 
 
 def share_of_max(speedup: float) -> float:

@@ -22,11 +22,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..adapters.damage import damage
 from ..clock.tables import FILES as TABLES
 from ..clock.timing import alternate, compare, forced, typical_steps
+from ..core.adapter import check_trained
 from ..core.adapter_folder import read_schedules, trained_schedule
 from ..core.attach import attach
 from ..core.checkpoint_config import DEFAULT_METHOD, layer_count, schedule_for, trained_method
 from ..core.schedule import Schedule
-from ..core.stack import text_config
+from ..core.stack import text_config, with_lenders_first
 from ..core.text_passes import TextPasses
 from ..data.chat import texts_for_a_chat_model
 from ..data.collation import batches_of
@@ -41,7 +42,7 @@ from ..generation.generate import generate_ids, max_positions
 from ..generation.results import Completion, Generated
 from ..provenance import fingerprint
 from ..weights.device import machine, placement
-from ..weights.loading import adapter_of, identity_of, load, load_tokenizer, read_config
+from ..weights.loading import adapter_of, identity_of, load, load_tokenizer, read_config, resolve
 from ..weights.optimize import check_optimizations, optimizations
 from . import report
 from .loss import response_loss, text_loss
@@ -194,8 +195,13 @@ def _select(plan: EvaluationPlan) -> list[Variant]:
     for variant in selected:
         config = read_config(variant.model)
         folder = adapter_of(variant.model)
-        if folder is not None and variant.method.name == DEFAULT_METHOD and variant.schedule is None:
+        if folder is not None and variant.schedule is not None:
+            check_trained(read_schedules(folder), with_lenders_first(variant.schedule, config))
+        elif folder is not None and variant.method.name == DEFAULT_METHOD:
             trained_schedule(config, variant.speedup, folder)
+        elif folder is not None and variant.method.skips:
+            name, base = variant.method.name, resolve(variant.model)
+            raise UsageError(f"{folder} was not trained for {name}: give {name}={base}, or a model that was")
         where = placement(config, plan.dtype, plan.device)
         check_optimizations(variant.model, config, *where, **plan.faster)
         if variant.schedule is not None:

@@ -1,8 +1,9 @@
 """Search for a schedule's form: which layers each depth keeps, and how steeply the depth falls.
 
-All candidates achieve the same speed-up. They are judged by the distance from full depth on texts that the model wrote
-itself at full depth: all on a few texts, the better half on twice as many, and so on (successive halving, Jamieson and
-Talwalkar, 2016). Loss on people's texts does not count: it can rank schedules in another order than what they write.
+All candidates achieve the same speed-up, within 1%. They are judged by the distance from full depth on texts that the
+model wrote itself at full depth: all on a few texts, the better half on twice as many, and so on (successive halving,
+Jamieson and Talwalkar, 2016). Loss on people's texts does not count: it can rank schedules in another order than what
+they write.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..core.schedule import Schedule
 from ..core.text_passes import TextPasses
 from ..errors import ScheduleError
 from ..files import has_key, read_json, write
-from ..planning.fitting import NEAR, Measure, fit, refit
+from ..planning.fitting import TOLERANCE, Measure, fit, refit
 
 #: Shares of the greatest depth in the sum of greatest and least: from a gentle fall to a steep one; the paper's is 2/3.
 SHARES = (0.55, 0.61, 2 / 3, 0.75, 0.85)
@@ -104,7 +105,8 @@ def search(
 ) -> list[Trial]:
     """Return the best schedules that achieve a speed-up, nearest to full depth first; at most :data:`FINALISTS`.
 
-    Tried are the orders of :func:`orders`, each at constant depth and with falls of several shares.
+    Tried are the orders of :func:`orders`, each with falls of several shares, and at constant depth if one of whole
+    layers achieves the speed-up. If nothing does, what comes nearest is returned.
 
     Args:
         trials: measures them.
@@ -126,7 +128,7 @@ def search(
             f"no schedule with decay {decay} achieves {speedup:g}x on texts as long as these: leave it out"
         )
     ratios = {each: lengths.ratio(each) for each in chosen}
-    near = [each for each, ratio in ratios.items() if abs(ratio / speedup - 1) <= NEAR]
+    near = [each for each, ratio in ratios.items() if abs(ratio / speedup - 1) <= TOLERANCE]
     left = near or [min(ratios, key=lambda each: abs(ratios[each] / speedup - 1))]
     batches = 1
     while True:

@@ -32,7 +32,7 @@ from .checkpoints import RunFolder
 from .plan import TrainingPlan
 
 #: The texts, in the run's folder.
-OWN_TEXTS = "own_texts.jsonl"
+OWN_TEXTS, OWN_PROMPTS = "own_texts.jsonl", "own_prompts.jsonl"
 #: Decode steps that a forecast times, after one that is not.
 STEPS = 8
 #: Texts that are written at a time on a CPU, at least; and how many times as many elsewhere, where there is room:
@@ -107,7 +107,7 @@ def write_own_texts(
             bar.update(done)
 
         told: dict[str, Any] = {"on_start": start, "on_batch": lambda cost: bar.update(cost.rows), "say": say}
-        prompts = prompts_for(job, plan.prompts or plan.data, count, folder.folder, **told)
+        prompts = prompts_for(job, plan.prompts or plan.data, count, folder.folder / OWN_PROMPTS, **told)
         texts = own_texts(job, prompts, count, folder.folder / OWN_TEXTS, **told)
     return hold_out(texts, plan.max_eval_samples if plan.eval_steps else 0)
 
