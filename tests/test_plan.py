@@ -22,7 +22,7 @@ from skipdecode.errors import FileError, JobError, SkipDecodeError, UsageError
 from skipdecode.files import locked
 from skipdecode.training.checkpoints import AUTHOR, RECORD
 from skipdecode.training.options import option_name
-from skipdecode.training.plan import TrainingPlan, option_fields
+from skipdecode.training.plan import TrainingPlan, command_of, option_fields
 from skipdecode.training.run import train
 from skipdecode.weights import loading
 
@@ -73,6 +73,16 @@ def test_an_adapter_learns_in_smaller_batches() -> None:
     assert TrainingPlan(model="demo", data="rows.jsonl").rows > TrainingPlan(model="demo", own_texts=20).rows > 1
     for values in ({"data": "rows.jsonl"}, {"own_texts": 20}):
         assert TrainingPlan(model="demo", batch_size=5, **values).rows == 5
+
+
+def test_a_default_that_depends_on_other_options_stays_one(tmp_path: Path) -> None:
+    """A run on data, read again with own texts, learns an adapter; what was asked for stays."""
+    for asked, later in ((None, True), (False, False)):
+        plan = TrainingPlan(model="demo", data="rows.jsonl", adapters=asked)
+        assert plan.learns_adapter is False
+        (tmp_path / "plan.json").write_text(json.dumps(plan.to_dict()))
+        assert TrainingPlan.load(tmp_path / "plan.json", own_texts=20, data=None).learns_adapter is later
+    assert "adapters" not in command_of(TrainingPlan(model="demo", data="rows.jsonl").to_dict())
 
 
 def test_values_are_read_as_people_write_them(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import socket
@@ -22,10 +23,11 @@ from skipdecode import generate, load
 from skipdecode.core.schedule import Schedule
 from skipdecode.data.tokenization import encode_prompts
 from skipdecode.errors import UsageError
-from skipdecode.web.app import CHARACTERS, SIDE_BY_SIDE, launch, page, schedules_for
+from skipdecode.web.app import CHARACTERS, SIDE_BY_SIDE, launch, page, play, schedules_for
 from skipdecode.web.drawing import marked, picture
 from skipdecode.web.turns import Turns
 from skipdecode.web.writing import write_side_by_side
+from skipdecode.weights.loading import DEMO
 
 PROMPT = "name Zizzi, food English, area riverside ->"
 NEW = 24
@@ -161,6 +163,14 @@ def test_speeds_that_are_shown() -> None:
 
 
 # --- the page
+
+
+def test_a_checkpoint_that_asks_for_two_passes_is_refused(tmp_path: Path) -> None:
+    """At the start, as other commands refuse it, not in the middle of a text."""
+    shutil.copytree(DEMO, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"guidance_scale": 1.5}))
+    with pytest.raises(UsageError, match="guidance_scale"):
+        play(str(tmp_path / "model"))
 
 
 def test_a_port_that_is_taken_is_said() -> None:

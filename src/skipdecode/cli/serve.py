@@ -46,13 +46,12 @@ def serve(
 
     Options that are not below go to vLLM's API server, which replaces this process.
     """
-    from ..core.schedule import parse_prompt_layers
     from ..serving import server
 
     options = {
         "speedups": None if speedups is None else list(o.parse_numbers(speedups)),
         "speedup": speedup,
-        "prompt_layers": parse_prompt_layers(prompt_layers),
+        "prompt_layers": prompt_layers,
         "adapter": None if adapter is None else str(adapter),
         "load_speedup": load_speedup,
         "load_waiting": load_waiting,

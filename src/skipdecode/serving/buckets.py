@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from ..core.schedule import Schedule
+from .depths import Table
 
 #: The layer indices of each bucket; each layer is in exactly one.
 Buckets = tuple[tuple[int, ...], ...]
@@ -59,13 +60,8 @@ def retirements(schedule: Schedule, buckets: Buckets) -> tuple[float, ...]:
     Positions count from the prompt's end: 0 is the first decode step, negative ones are in the prompt. Minus infinity:
     no position runs the bucket; infinity: it never ends.
     """
-    depths = [schedule.prompt_depth(distance) for distance in range(schedule.prompt_decay, 0, -1)]
-    depths += [schedule.depth(step) for step in range(schedule.horizon)]
-    rank = {layer: place for place, layer in enumerate(schedule.ranking)}
-    ends = []
+    table, ends = Table(schedule), list[float]()
     for bucket in buckets:
-        first = min(rank[layer] for layer in bucket)
-        running = sum(depth > first for depth in depths)  # depths never increase
-        end = running - schedule.prompt_decay if schedule.deepest > first else -math.inf
-        ends.append(math.inf if running == len(depths) else end)
+        running = int(table.runs[:, list(bucket)].any(axis=1).sum())  # the first so many rows, as depths never increase
+        ends.append(math.inf if running == len(table.runs) else running - table.shift if running else -math.inf)
     return tuple(ends)

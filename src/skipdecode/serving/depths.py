@@ -90,8 +90,9 @@ class Tables:
             tables: each request's table, from :meth:`of`.
             counts: (requests,), how many tokens each request has in the step; they are contiguous.
             computed: (requests,), how many tokens of each request earlier steps have computed.
-            prompts: (requests,), each request's prompt length.
+            prompts: (requests,), each request's prompt length. All three may be of any integer type.
         """
+        counts, computed, prompts = (each.astype(np.int64) for each in (counts, computed, prompts))
         facts = [(table.shift, len(table.runs) - 1, table.first, table.full) for table in tables]
         shift, last, first, full = np.array(facts, dtype=np.int64).T
         starts = np.zeros(len(tables) + 1, dtype=np.int64)

@@ -7,9 +7,9 @@ Transformers backend. Like the gate for transformers, this one replaces ``forwar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,6 @@ from .depths import Part, Step
 Narrowed = Callable[[Part], AbstractContextManager[Tensor]]
 
 
-class Layers(Protocol):
-    """Another way to run a layer."""
-
-    def run(self, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: int) -> Any:
-        """Return what ``forward``, a layer's bound method, returns for ``tokens`` tokens."""
-
-
 class Plan:
     """The state that all gates of a model share: the current step, how to narrow attention to a part, and counters."""
 
@@ -37,7 +30,7 @@ class Plan:
         self.narrowed: Narrowed | None = None
         self.adds_residual = True  # a layer's input is the sum of hidden states and residual, where it takes one
         self.extras: int | None = None  # values after hidden states in a layer's tuple; None: it returns a tensor
-        self.layers: Layers | None = None  # runs a layer in another way than by its ``forward``
+        self.layers: Any = None  # a CompiledLayers, which runs a layer in another way than by its ``forward``
         #: Since the start: steps, and layer-tokens (one token in one layer) at full depth, needed, and run.
         self.steps = self.full_tokens = self.needed_tokens = self.run_tokens = 0
 

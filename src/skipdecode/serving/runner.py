@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
@@ -22,7 +21,7 @@ from ..errors import UnsupportedModel
 from ..weights.loading import checkpoint_files
 from .blocks import in_buckets
 from .compiled import CompiledLayers, is_compiled
-from .depths import Step, Table, Tables
+from .depths import Step, Tables
 from .gate import add_gates, layers_of
 from .narrow import Narrowing, Prepared
 from .residual import adds_residual
@@ -92,10 +91,6 @@ class Skipping(Runner):
                 raise UnsupportedModel(
                     f"attention by {name} reads blocks of {group.kernel_block_size} tokens: give that --block-size"
                 )
-
-    def planned(self, tables: Sequence[Table], counts: Any, computed: Any, prompts: Any) -> Step:
-        """Return a step's plan; the arguments are those of :meth:`Tables.step`, of any integer type."""
-        return self.skip_tables.step(tables, *(each.astype(np.int64) for each in (counts, computed, prompts)))
 
     def compile_layers(self) -> None:
         """Compile the layers for steps that skip, if vLLM compiles the model: run each kind of step once."""

@@ -22,7 +22,8 @@ class SkippingV1(Skipping):
         count = batch.num_reqs
         tables = [self.skip_tables.of(speedup_of(self.requests[name].sampling_params)) for name in batch.req_ids]
         counts = np.diff(self.query_start_loc.np[: count + 1])
-        step = self.planned(tables, counts, batch.num_computed_tokens_cpu[:count], batch.num_prompt_tokens[:count])
+        computed, prompts = batch.num_computed_tokens_cpu[:count], batch.num_prompt_tokens[:count]
+        step = self.skip_tables.step(tables, counts, computed, prompts)
         with self.following(step, positions, self._prepared):
             return super()._model_forward(input_ids, positions, *args, **kwargs)
 

@@ -68,7 +68,9 @@ class SkippingV2(Skipping):
             tables = [self.skip_requests[name] for name in batch.req_ids]
             computed, prompts = self.req_states.num_computed_tokens_np, self.req_states.prompt_len.np
             places = batch.idx_mapping_np
-            self.skip_step = self.planned(tables, batch.num_scheduled_tokens, computed[places], prompts[places])
+            self.skip_step = self.skip_tables.step(
+                tables, batch.num_scheduled_tokens, computed[places], prompts[places]
+            )
         return batch, uniform
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:

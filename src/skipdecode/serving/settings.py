@@ -18,7 +18,7 @@ from ..core.checkpoint_config import (
     trained_schedules,
     untrained_warning,
 )
-from ..core.schedule import Schedule
+from ..core.schedule import Schedule, parse_prompt_layers
 from ..errors import ScheduleError
 from .buckets import Buckets, choose_buckets
 
@@ -83,11 +83,7 @@ class Serving:
         else:
             stored = trained_schedules(config)
             offered = self._offered(options, stored)
-            layers = options.get("prompt_layers")
-            if layers not in (None, "max", *range(1, self.num_layers + 1)) or layers is True:
-                raise ScheduleError(
-                    f"prompt_layers must be a number from 1 to {self.num_layers}, or 'max', not {layers!r}"
-                )
+            layers = parse_prompt_layers(options.get("prompt_layers"))
             self.schedules = {speedup: _schedule(config, speedup, layers, stored) for speedup in offered}
             trained = [speedup for speedup in offered if speedup in stored]
             self.default = self.speedup(options.get("speedup", max(trained, default=offered[0])))

@@ -5,20 +5,15 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from tqdm import tqdm
 from transformers import TrainerCallback, set_seed
 from transformers.trainer_callback import ProgressCallback
 
 from .sampler import draw
-
-#: Steps that the estimate of the remaining time is measured over; the first step of all is not counted.
-TIMED = 10
 
 
 class TrainingBar(ProgressCallback):
@@ -29,21 +24,10 @@ class TrainingBar(ProgressCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the bar, whose time left is estimated from the mean of all steps, as steps differ."""
         super().on_train_begin(args, state, control, **kwargs)
-        self.start = self.current_step = state.global_step
+        self.current_step = state.global_step
         if self.training_bar is not None:
             self.training_bar.smoothing = 0
-            self.training_bar.initial = self.training_bar.n = self.start
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Advance the bar; after ``TIMED`` steps, print how long the rest will take."""
-        super().on_step_end(args, state, control, **kwargs)
-        done, left = state.global_step - self.start, state.max_steps - state.global_step
-        if done == 1:
-            self.began = time.perf_counter()
-        elif done == 1 + TIMED and left and self.training_bar is not None:
-            pace = (time.perf_counter() - self.began) / TIMED
-            line = f"{pace:.2g} seconds a step: about {tqdm.format_interval(pace * left)} for the {left:,} to come"
-            self.training_bar.write(line, file=sys.stderr)
+            self.training_bar.initial = self.training_bar.n = self.current_step
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Print the losses and the tokens per second in ``logs``."""

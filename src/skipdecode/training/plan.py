@@ -218,21 +218,26 @@ class TrainingPlan:
 
             object.__setattr__(self, "adapter", self.adapter or self.model)
             object.__setattr__(self, "model", read_about(Path(self.model))["base_model"])
-        if self.adapters is None:
-            object.__setattr__(self, "adapters", self.own_texts is not None or self.adapter is not None)
         self._check_combinations()
+
+    @property
+    def learns_adapter(self) -> bool:
+        """Tell whether an adapter learns, and the model stays as it is."""
+        if self.adapters is None:
+            return self.own_texts is not None or self.adapter is not None
+        return self.adapters
 
     @property
     def rate(self) -> float:
         """Return the peak learning rate."""
         if self.learning_rate is None:
-            return ADAPTER_RATE if self.adapters else RATE
+            return ADAPTER_RATE if self.learns_adapter else RATE
         return self.learning_rate
 
     @property
     def rows(self) -> int:
         """Return the rows per process and batch; an adapter's as `results/smollm2` was learnt."""
-        return self.batch_size or (form.ROWS if self.adapters else ROWS)
+        return self.batch_size or (form.ROWS if self.learns_adapter else ROWS)
 
     @property
     def budgets(self) -> tuple[float, ...]:
@@ -274,7 +279,7 @@ class TrainingPlan:
         """
         if not get_method(self.method).takes_style:
             return {}
-        if not self.adapters or schedules_of(config, self.method):
+        if not self.learns_adapter or schedules_of(config, self.method):
             return self.style
         style: dict[str, Any] = {"decay": "constant"}
         if self.order in (None, "top"):
@@ -341,7 +346,7 @@ class TrainingPlan:
             raise UsageError("own texts follow the prompts of one of --prompts and --data: leave one out")
         if self.own_texts and self.from_config:
             raise UsageError("--own-texts needs a model that can write, not --from-config")
-        if not self.adapters:
+        if not self.learns_adapter:
             if self.adapter:
                 raise UsageError("--adapter begins an adapter with another: it does not go with --no-adapters")
             if self.adapter_rank != TrainingPlan.adapter_rank:
@@ -393,7 +398,7 @@ class TrainingPlan:
                     f"of width {width}"
                 )
         for speedup, schedule in self.first_schedules(config).items():
-            if self.adapters and schedule.is_full:
+            if self.learns_adapter and schedule.is_full:
                 raise UsageError(f"{speedup:g}x of {layers} layers is all of them: an adapter has nothing to learn")
         missing = sorted({*self.report_to} - {"none", *(known := get_available_reporting_integrations())})
         if missing:

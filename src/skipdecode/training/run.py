@@ -87,7 +87,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
                 read_prompts(source, task)
             job = writing_job(plan, task, Transformers() if done else get_engine(plan.engine), args.device)
             job.engine.check(job, config, loading.read_generation_config(job.model))
-            if plan.adapters and not done:
+            if plan.learns_adapter and not done:
                 say(forecast(plan, job, *_load(plan, config, ()), args.device))
                 gc.collect()  # gates and layers hold each other: this model is not to stay beside the next
             training, validation = write_own_texts(plan, job, folder, say)
@@ -119,8 +119,8 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         set_entry(model.config, to_config_entry(schedules, plan.method))
         args._n_gpu = 1  # no DataParallel: its copies' gates would point to the first GPU
         trained: Any = attach(model.train())  # before peft wraps it
-        collator = (TextCollator if plan.adapters else Collator)(tokenizer.pad_token_id, max_length=limit)
-        if plan.adapters:
+        collator = (TextCollator if plan.learns_adapter else Collator)(tokenizer.pad_token_id, max_length=limit)
+        if plan.learns_adapter:
             first, measured = (
                 batches_of(part, tokenizer, 8, limit, args.device, as_written=written)
                 for part in (training[:FITTED], validation)
@@ -132,7 +132,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
 
             lora = LoraConfig(r=plan.lora_rank, lora_alpha=2 * plan.lora_rank, target_modules="all-linear")
             trained = get_peft_model(model, lora)
-        kind: Any = AdapterTrainer if plan.adapters else SkipTrainer
+        kind: Any = AdapterTrainer if plan.learns_adapter else SkipTrainer
         trainer = kind(
             model=trained,
             args=args,
@@ -147,7 +147,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
             record=record,
         )
         _run(trainer, plan, folder, checkpoint, say)
-        if plan.adapters:
+        if plan.learns_adapter:
             now = say_damage(model, schedules, measured, "now", say)
             if any(then.kl <= here.kl for then, here in zip(before, now, strict=False)):
                 say("a speed-up is no nearer than before training: so few steps do not pay, give it more")
@@ -184,7 +184,7 @@ def _run(
     model.config.use_cache = True  # the Trainer turns it off
     if first:
         with writing(folder.folder):
-            if plan.adapters:
+            if plan.learns_adapter:
                 files = loading.hash_of_checkpoint(str(plan.model), model.model)
                 save_adapter(staging, model.adapter, model.model, loading.base_name(str(plan.model)), files)
             else:
@@ -203,7 +203,7 @@ SAME = (
 #: Options that a resumed run must share. Others may differ, or show in what :func:`_record` adds.
 DECISIVE = (
     "method weights distill_weight gradient_accumulation_steps lr_scheduler_type warmup_steps "
-    "weight_decay adam_beta2 lora_rank adapters adapter_rank bf16 attn_implementation seed"
+    "weight_decay adam_beta2 lora_rank adapter_rank bf16 attn_implementation seed"
 ).split()
 
 
@@ -216,7 +216,7 @@ def make_args(plan: TrainingPlan) -> TrainingArguments:
         per_device_train_batch_size=plan.rows,
         per_device_eval_batch_size=plan.rows,
         use_cpu=not torch.accelerator.is_available(),
-        bf16=plan.bf16 and not plan.adapters,  # the frozen model is in bfloat16 itself
+        bf16=plan.bf16 and not plan.learns_adapter,  # the frozen model is in bfloat16 itself
         logging_steps=10,
         report_to=list(plan.report_to),
         eval_strategy="steps" if plan.eval_steps else "no",
@@ -239,7 +239,7 @@ def _load(
         if len({each.get_text_config(decoder=True).vocab_size for each in both}) > 1:
             raise UsageError(f"{plan.teacher} has another vocabulary than the model: its logits cannot be learned from")
     # Weights that learn stay float32, also with --bf16; the Trainer moves them to the device.
-    dtype = "bfloat16" if plan.bf16 and plan.adapters else "float32"
+    dtype = "bfloat16" if plan.bf16 and plan.learns_adapter else "float32"
     return made or loading.load(str(plan.model), dtype=dtype, device="cpu", attention=attention)
 
 
@@ -307,7 +307,7 @@ def _record(
         "teacher": teacher,
         "adapter": adapter,
         "number of processes": args.world_size,
-        "optimizer": "Muon" if plan.adapters else "AdamW",
+        "optimizer": "Muon" if plan.learns_adapter else "AdamW",
         "learning_rate": plan.rate,
         "batch_size": plan.rows,
         **({"layers": plan.layers} if get_method(plan.method).takes_layers else {}),

@@ -17,9 +17,10 @@ from skipdecode.data.chat import Message, Prompt
 from skipdecode.data.tokenization import encode_prompts
 from skipdecode.errors import SkipDecodeError, UsageError
 from skipdecode.generation.generate import max_positions
+from skipdecode.generation.options import check_with_model
 from skipdecode.web.drawing import figures, marked, picture
 from skipdecode.web.writing import Written, write_side_by_side
-from skipdecode.weights.loading import adapter_of, load, read_config
+from skipdecode.weights.loading import adapter_of, load, read_config, read_generation_config
 
 #: Most characters of a prompt, tokens of a text, texts side by side, and people whose texts are written at once.
 CHARACTERS, TOKENS, SIDE_BY_SIDE, PEOPLE = 8000, 512, 3, 8
@@ -164,6 +165,7 @@ def play(
         SkipDecodeError: the model cannot be loaded, or has no such speeds; or the port is taken.
     """
     where = where or {}
+    check_with_model({}, read_generation_config(name, where.get("revision")))
     schedules = schedules_for(read_config(name, where.get("revision"), adapter), adapter_of(name, adapter), speedups)
     model, tokenizer = load(name, adapter=adapter, **where)
     launch(page(model, tokenizer, schedules, name), **options)

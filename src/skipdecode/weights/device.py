@@ -20,15 +20,19 @@ def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tupl
     For device None it is an accelerator, if there is one, else the CPU. There dtype ``auto`` becomes float32, unless
     the config says bfloat16 and the CPU multiplies it in hardware; elsewhere it stays ``auto``.
     """
-    if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device = "cpu" if accelerator is None else accelerator.type
+    device = device or default_device()
     check_device(device)
     check_dtype(dtype)
     device = "cpu" if torch.device(device).type == "cpu" else device  # cpu:0 is the same
     if dtype == "auto" and device == "cpu" and (config.dtype != torch.bfloat16 or not _fast_bfloat16()):
         dtype = torch.float32
     return dtype, device
+
+
+def default_device() -> str:
+    """Return the type of the accelerator, if there is one, else ``cpu``."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def check_device(device: str) -> None:
@@ -67,10 +71,11 @@ def synchronize(device: torch.device) -> None:
 
 def machine(device: str | None = None) -> str:
     """Return the machine and library versions, for reports; ``device`` as :func:`skipdecode.load` takes it."""
-    if torch.cuda.is_available() and (device is None or device.startswith("cuda")):
-        device = torch.cuda.get_device_name(device)
+    device = device or default_device()
+    if device.startswith("cuda"):
+        name = torch.cuda.get_device_name(device)
     else:
-        name = cpu_capabilities().get("cpu_name") or platform.machine()
-        device = f"{name}, {torch.get_num_threads()} threads"
+        name = f"{cpu_capabilities().get('cpu_name') or platform.machine()}, {torch.get_num_threads()} threads"
+        name += "" if device.startswith("cpu") else f", {device}"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return f"{device}; {versions}, Python {platform.python_version()}"
+    return f"{name}; {versions}, Python {platform.python_version()}"
