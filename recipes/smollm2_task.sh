@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# A task with a real model: SmolLM2 fine-tuned at full depth, then an adapter for three speeds, learnt from what the
+# A task with a real model: SmolLM2 fine-tuned at full depth, then an adapter for SPEEDUPS, learnt from what the
 # fine-tuned model writes itself, beside the layers alone that it runs at 3x, with as many steps as the fine-tuning had:
 #   recipes/smollm2_task.sh TASK DATA OUTPUT_DIR [RESULTS]
-# TASK: reddit_tldr, e2e or cnn_dm; DATA: its folder (docs/training.md). For cnn_dm nothing is fine-tuned: the model
+# TASK: reddit_tldr, e2e or cnn_dm; DATA: its folder (docs/data.md). RESULTS (default: results): its tables of the
+# same name are replaced. For cnn_dm nothing is fine-tuned: the model
 # answers requests for a summary. Of its 300 validation articles 200 train the adapter and the third of the layers, and
 # 100 are scored. JUDGING: options of evaluate, such as "--limit 50".
 # The same command goes on after an interruption; TL;DR takes about four hours on a CPU core with bfloat16. Other STEPS

@@ -158,7 +158,7 @@ class TrainingPlan:
         None, "Shape of the fall of the depth (default: linear; with --adapters constant).", BUDGETS
     )
     warmup_layers: int | None = option(
-        None, "Bottom layers that order top never skips (default: 1; with --adapters a sixth of all).", BUDGETS
+        None, "Bottom layers that order top never skips (default: 1; with --adapters a sixth of all, or less).", BUDGETS
     )
     prompt_decay: int | None = option(
         None, "Let the depth fall over the last N prompt positions already (default: 0).", BUDGETS, most=MANY
