@@ -9,6 +9,7 @@ inputs at full depth, 3x and 5x, paired with START at full depth. The same comma
 from __future__ import annotations
 
 import csv
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,6 +68,9 @@ def main(start: str, data: Path, runs: Path, results: Path, steps: int = 150, on
     variants += [Variant(skipping, k, str(runs / name), f"{name}-{k:g}x") for name in names for k in (1.0, 3.0, 5.0)]
     evaluation = Evaluation(plan, validation, validation, variants)
     missing = [name for name in names if not (runs / name / "model.safetensors").exists()]
+    for name in {*names} - {*missing}:
+        if json.loads((runs / name / "training.json").read_text("utf-8"))["plan"]["max_steps"] != steps:
+            raise typer.BadParameter(f"{runs / name} was not trained for {steps} steps: give another RUNS")
     if missing:
         draw_rows(data, runs / "data", 2 * BATCH * steps)
         lengths = evaluation.held_out_lengths()

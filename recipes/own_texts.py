@@ -4,7 +4,7 @@
 
 OUTPUTS is what `skipdecode generate --full` wrote: sequence-level distillation (Kim & Rush, 2016). People's texts,
 TRAIN's column REFERENCE, go in TIMES times, the model's OWN_TIMES; of the other columns those that OUTPUTS has too.
-CSV or JSONL, as the files' names say.
+A text that was cut off keeps its finish_reason, so that no end is learnt there. CSV or JSONL, as the files' names say.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ def main(train: Path, outputs: Path, reference: str, target: Path, times: int, o
         raise typer.BadParameter(
             f"{train} needs the column {reference}, and one of the prompts that the rows of {outputs} have too"
         )
-    rows = [{name: row[name] for name in (*columns, reference)} for row in people] * times
-    rows += [{name: row[name] for name in columns} | {reference: row["text"]} for row in texts] * own_times
+    cut = any(row.get("finish_reason") == "length" for row in texts)
+    kept = [*columns, reference, *(["finish_reason"] if cut else [])]
+    rows = [{**row, "finish_reason": ""} for row in people] * times
+    rows += [{**row, reference: row["text"]} for row in texts] * own_times
+    rows = [{name: row[name] for name in kept} for row in rows]
     with target.open("w", encoding="utf-8", newline="") as file:
         if target.suffix == ".csv":
-            writer = csv.DictWriter(file, [*columns, reference])
+            writer = csv.DictWriter(file, kept)
             writer.writeheader()
             writer.writerows(rows)
         else:

@@ -351,6 +351,10 @@ def test_the_verbs(tmp_path: Path) -> None:
     assert f"job: {written['job']}" in done.stdout
     assert len((table / "table.csv").read_text().splitlines()) == 1 + len(written["rows"]) == 5
     assert "| full depth |" in (table / "table.md").read_text()
+    (table / "table.json").write_text(json.dumps({"about": {}, "rows": []}))  # as evaluate writes it
+    done = run("bench", *small, *job, *clock)
+    assert done.returncode == 2
+    assert "of another command" in done.stderr
 
 
 def test_a_plan_for_a_model_has_its_trained_style(checkpoint: Path, tmp_path: Path) -> None:

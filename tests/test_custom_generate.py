@@ -21,6 +21,7 @@ from skipdecode import Schedule
 from skipdecode.core.adapter import Adapter
 from skipdecode.core.adapter_folder import save_adapter
 from skipdecode.core.patch import gate_state
+from skipdecode.errors import UsageError
 from skipdecode.hub.custom_generate import ROOT, sources, write_custom_generate
 from skipdecode.hub.generate import generate
 from skipdecode.weights.loading import DEMO
@@ -126,6 +127,15 @@ def test_an_adapter_acts_again_after_detach(tmp_path: Path) -> None:
     assert written(adapter=tmp_path / "a") == expected
     skipdecode.detach(model)
     assert written(adapter=tmp_path / "a") == expected
+
+
+def test_gates_of_another_copy_are_refused() -> None:
+    """As of the installed package, whose adapter would not act."""
+    model = build("llama")
+    layer = model.model.layers[0]
+    layer.forward = type("Gate", (), {"__call__": lambda self, *a, **k: type(layer).forward(layer, *a, **k)})()
+    with pytest.raises(UsageError, match="gates of the installed skipdecode"):
+        generate(model, **prompts(), speedup=2)
 
 
 @pytest.mark.parametrize("name", sorted(sources()))

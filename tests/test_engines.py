@@ -175,6 +175,22 @@ def job(checkpoint: Path, tmp_path: Path, name: str, **options: Any) -> Generati
     return GenerationJob(str(checkpoint), prompts, tmp_path / name, speedup=2, batch_size=4, options=new, **options)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "workers", "on_gpu", "cpus"),
+    [
+        ([{"CPU": 8.0}, {"CPU": 8.0}], 3, False, 4),
+        ([{"CPU": 16.0}] * 4, 2, False, 16),
+        ([{"CPU": 2.0}], 3, False, 0),
+        ([{"CPU": 8.0}, {"CPU": 8.0, "GPU": 2.0}], 2, True, 4),
+        ([{"CPU": 8.0}, {"CPU": 8.0, "GPU": 2.0}], 3, True, 0),
+        ([], 1, False, 0),
+    ],
+)
+def test_every_worker_finds_a_place(nodes: list[dict[str, float]], workers: int, on_gpu: bool, cpus: int) -> None:
+    """One that fits on no node would be waited for without end."""
+    assert ray.cpus_each(nodes, workers, on_gpu) == cpus
+
+
 @needs_ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)

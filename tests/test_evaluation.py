@@ -21,9 +21,9 @@ from skipdecode import Schedule, load
 from skipdecode.core import checkpoint_config
 from skipdecode.core.growing import ROOM
 from skipdecode.data.collation import batches_of
-from skipdecode.data.tasks import Example
+from skipdecode.data.tasks import Example, get_task
 from skipdecode.errors import UsageError
-from skipdecode.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
+from skipdecode.evaluation.evaluate import Evaluation, EvaluationPlan, _select, evaluate
 from skipdecode.evaluation.loss import response_loss, text_loss
 from skipdecode.evaluation.variants import variants
 from skipdecode.files import locked
@@ -170,6 +170,11 @@ def test_early_exits_share_a_training(name: str, checkpoint: Path, data: Path, t
     done = run("evaluate", tmp_path / "exits", *options(data, tmp_path, *more))
     labels = [row["label"] for row in json.loads(done.stdout.splitlines()[-1])["rows"]]
     assert labels == ["full model", "multi-layer exit", "CALM-DEC", "Unified Layer Skipping, untrained"]
+
+
+def test_speed_ups_that_nobody_named_fit_the_model(shallow_checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    plan = EvaluationPlan(str(shallow_checkpoint), data, get_task("jsonl"), output=tmp_path)
+    assert {variant.speedup for variant in _select(plan)} == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize(

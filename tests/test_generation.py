@@ -537,6 +537,20 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "max_new_tokens": 10, "eos_token_i
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("option", [{"no_repeat_ngram_size": 1}, {"repetition_penalty": 9.0}])
+def test_padding_is_no_text_to_what_looks_back(loaded: Loaded, option: dict[str, Any]) -> None:
+    """Even if the padding token is just the one that the row writes: it writes it in a batch too."""
+    model, tokenizer = loaded
+    plan = Schedule.for_speedup(2, 8, 6)
+    long: list[int] = tokenizer(TEXTS[0])["input_ids"]
+    short = long[:3]
+    same: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1} | option
+    alone = generate_ids(model, tokenizer, [short], plan, 1, **same).completions[0]
+    first = tokenizer(alone.text)["input_ids"][0]
+    together = generate_ids(model, tokenizer, [short, long], plan, 2, pad_token_id=first, **same).completions[0]
+    assert together.text == alone.text
+
+
 @settings(max_examples=6)
 @given(st.permutations(range(len(TEXTS))), st.integers(1, 9), st.integers(0, 2**40))
 def test_a_rows_sample_depends_on_its_seed_and_number_alone(

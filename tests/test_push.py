@@ -104,6 +104,17 @@ def test_a_checkpoint_goes_up_with_its_results(served: Hub, tmp_path: Path) -> N
     assert back.stdout == run("generate", "demo", *job).stdout
 
 
+def test_another_models_full_depth_is_not_pushed_as_this_ones(tmp_path: Path) -> None:
+    """A checkpoint's 1x is its own; the table's first row may be the base model's."""
+    results = shutil.copytree(RESULTS / "e2e", tmp_path / "table")
+    table = json.loads((results / "table.json").read_text())
+    table["rows"][0]["model"] = "another"
+    (results / "table.json").write_text(json.dumps(table))
+    done = run("push", DEMO, "me/demo", "--results", results, "--prepare", tmp_path / "out")
+    assert done.returncode == 2
+    assert "compares models" in done.stderr
+
+
 def test_a_models_commit_counts(checkpoint: Path, served: Hub, tmp_path: Path) -> None:
     """Once the hub has other files, an unfinished run is refused that began with the former ones."""
     served.files["you/base"] = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.is_file()}

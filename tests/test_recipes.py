@@ -89,6 +89,10 @@ def test_own_texts_of_jsonl_can_be_trained_on(prompt: Any, tmp_path: Path) -> No
     run("own_texts.py", *files, "response", tmp_path / "own.jsonl", 1, 2)
     examples = get_task("jsonl").read(tmp_path / "own.jsonl", "train")
     assert [example.references for example in examples] == [("a place",), ("mine",), ("mine",)]
+    assert not any(example.cut for example in examples)
+    write_jsonl(tmp_path / "texts.jsonl", [*texts, texts[0] | {"text": "mine that", "finish_reason": "length"}])
+    run("own_texts.py", *files, "response", tmp_path / "cut.jsonl", 1, 1)
+    assert [each.cut for each in get_task("jsonl").read(tmp_path / "cut.jsonl", "train")] == [False, False, True]
     assert len({repr(example.prompt) for example in examples}) == 1
     run("own_texts.py", *files, "ref", "no.jsonl", "0", "1", code=2)
 

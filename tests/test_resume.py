@@ -439,6 +439,16 @@ def test_a_pruned_models_layers_are_those_of_its_run(checkpoint: Path, data: Pat
     assert "another layers" in other.stderr
 
 
+def test_a_peft_adapter_of_the_users_is_not_removed(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """Where a run of ours would put, and replace, its own."""
+    (folder := tmp_path / "out" / "adapter").mkdir(parents=True)
+    (folder / "adapter_model.safetensors").write_bytes(b"mine")
+    done = run("train", checkpoint, "--data", data / "train.jsonl", "--output", tmp_path / "out", "--max-steps", 1)
+    assert done.returncode == 2
+    assert "was written by no training run" in done.stderr
+    assert (folder / "adapter_model.safetensors").read_bytes() == b"mine"
+
+
 # peft 0.21 still asks transformers for a name it deprecates.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_a_new_model_leaves_the_users_adapter_beside_it(checkpoint: Path, data: Path, tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def bench(
     targets = o.parse_numbers(speedups)
     plan = BenchPlan(targets, sizes, prompt_tokens, new_tokens, clock, measured, repeats, style)
     if output:
-        check_folder(output)
+        check_folder(output, "rounds")
     loaded, tokenizer, name, options = _load(given, prompt_tokens + new_tokens, measured)
     if measured is not None and measured.warning:
         say(measured.warning)

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import check_target, write
+from ..errors import FileError
+from ..files import check_target, has_key, write
 
 Row = Mapping[str, Any]
 #: Files of :func:`save_tables`.
@@ -28,11 +29,17 @@ def markdown_table(heads: Sequence[str], cells: Sequence[Sequence[str]], words: 
     return "\n".join([line(heads), line(rule), *map(line, cells)])
 
 
-def check_folder(folder: Path) -> None:
-    """Create ``folder``. Raises OSError or FileError if :func:`save_tables` cannot write to it."""
+def check_folder(folder: Path, key: str | None = None) -> None:
+    """Create ``folder``. Raises OSError or FileError if :func:`save_tables` cannot write to it.
+
+    With ``key``, files that are there may be replaced only if their ``table.json`` has it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         check_target(folder / name)
+    there, record = [name for name in FILES if (folder / name).exists()], folder / "table.json"
+    if key and there and not (record.exists() and has_key(key)(record.read_bytes())):
+        raise FileError(f"{folder / there[0]} is there, and of another command: give another folder")
 
 
 def save_tables(

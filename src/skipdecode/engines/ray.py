@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -15,9 +15,29 @@ from typing import Any
 from ..core.schedule import Schedule
 from ..errors import MissingExtra, SkipDecodeError, UsageError
 from ..generation.engine import Batch, Engine, EngineConfig, Transformers, Write
+from ..weights.device import placement
+from ..weights.loading import read_config
 
 #: A worker whose engine does its own batching gets up to so many batches of prompts at a time.
 BATCHES = 8
+
+
+def cpus_each(nodes: Sequence[Mapping[str, float]], workers: int, on_gpu: bool = False) -> int:
+    """Return the most CPUs that each worker can have, each on one node; 0: some would find no place.
+
+    Args:
+        nodes: the resources of each, by Ray's names.
+        workers: how many there are to be.
+        on_gpu: each needs a GPU of its node too.
+    """
+
+    def places(node: Mapping[str, float], cpus: int) -> int:
+        room = int(node.get("CPU", 0)) // cpus
+        return min(room, int(node.get("GPU", 0))) if on_gpu else room
+
+    most = max((int(node.get("CPU", 0)) for node in nodes), default=0)
+    shares = (cpus for cpus in range(most, 0, -1) if sum(places(node, cpus) for node in nodes) >= workers)
+    return next(shares, 0)
 
 
 @dataclass(frozen=True)
@@ -29,7 +49,8 @@ class RayEngine:
 
     Args:
         engine: the engine that each worker runs.
-        workers: number of workers. Each gets an equal share of the CPUs, and one GPU if there are enough.
+        workers: number of workers, each with an equal share of the CPUs. They compute on the kind of device, and in the
+            dtype, that the starting process would: where that is a GPU, each gets one.
 
     Raises:
         MissingExtra: Ray is not installed.
@@ -63,17 +84,20 @@ class RayEngine:
         """
         import ray
 
+        dtype, device = placement(read_config(job.model, job.revision, job.adapter), job.dtype, job.device)
+        job, on_gpu = replace(job, dtype=str(dtype).removeprefix("torch."), device=device), device != "cpu"
         mine = not ray.is_initialized()
         if mine:
             os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # errors that end a job are raised anyway
             ray.init(log_to_driver=False, logging_level="ERROR")
         workers = []
         try:
-            there = ray.cluster_resources()
-            cpus = int(there.get("CPU", 0))
-            if self.workers > cpus:
-                raise UsageError(f"{self.workers} workers need a CPU each, and the cluster has {cpus}")
-            resources = {"num_cpus": cpus // self.workers, "num_gpus": int(there.get("GPU", 0) >= self.workers)}
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            cpus = cpus_each(nodes, self.workers, on_gpu)
+            if not cpus:
+                need, have = "a CPU and a GPU" if on_gpu else "a CPU", ", ".join(map(str, nodes)) or "no node"
+                raise UsageError(f"{self.workers} workers need {need} each, and the cluster has {have}")
+            resources = {"num_cpus": cpus, "num_gpus": int(on_gpu)}
             # Workers that die, as with their node, are started again, and groups that they had are generated again.
             actor: Any = ray.remote(max_restarts=-1, max_task_retries=-1, **resources)(Worker)
             workers += [actor.remote(self.engine, job, schedule, positions) for _ in range(self.workers)]

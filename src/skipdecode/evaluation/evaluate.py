@@ -187,9 +187,10 @@ def _read(plan: EvaluationPlan, say: Say) -> tuple[list[Example], list[Example]]
 
 def _select(plan: EvaluationPlan) -> list[Variant]:
     """Return the variants to evaluate, after checking models, options and schedules against the configs."""
-    speedups = plan.speedups or _known(plan) or (1, 2, 3, 4, 5)
+    speedups = plan.speedups or _known(plan)
+    layers = layer_count(read_config(variants(plan.methods, plan.model, (2,))[0].model))
+    speedups = speedups or [speedup for speedup in (1, 2, 3, 4, 5) if speedup <= layers]
     selected = variants(plan.methods, plan.model, speedups, plan.schedules)
-    layers = layer_count(read_config(selected[0].model))
     if max(speedups) > layers:
         raise UsageError(f"speed-ups go up to the model's number of layers, {layers}: {max(speedups):g} is more")
     for variant in selected:
@@ -362,7 +363,7 @@ class Evaluation:
     def _measure(self, variant: Variant) -> dict[str, Any]:
         """Measure the variant and return its table row; a ratio is the full model's figure divided by the variant's."""
         full_layers = layer_count(self._model(self.reference.model)[0].config)
-        model, tokenizer = self._model(variant.model)
+        model, _ = self._model(variant.model)
         decoding: Decoding = variant.schedule
         notes = {"schedule": variant.schedule.to_dict()} if variant.schedule else {}
         if variant.schedule is None:
@@ -382,10 +383,7 @@ class Evaluation:
         # None: depths depend on the tokens.
         schedule = None if callable(decoding) else decoding or Schedule.full(layer_count(model.config))
         if answered and schedule:
-            limit = max_positions(model.config)
-            batches = batches_of(answered, tokenizer, self.plan.batch_size, limit, model.device)
-            if batches:
-                loss = self._told(variant, lambda: {"loss": round(response_loss(model, batches, schedule), 4)})
+            loss = self._told(variant, lambda: self._loss(variant.model, answered, schedule))
         if not all(example.references for example in self.examples):
             loss |= self._told(variant, lambda: self._distance(model, schedule, result.completions))
         trained = variant.method.is_trained_by(trained_method(model.config))
@@ -410,12 +408,18 @@ class Evaluation:
         }
 
     def _told(self, variant: Variant, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return columns; none, and a message, if a model's logits are not finite: other rows are to go on."""
+        """Return columns; none, and a message, if a model cannot be measured so: other rows are to go on."""
         try:
             return measure()
         except ModelError as error:
             self.say(f"{variant.label} at {variant.speedup:g}x: {error}")
             return {}
+
+    def _loss(self, name: str, answered: Sequence[Example], schedule: Schedule) -> dict[str, Any]:
+        """Return, as a column, the loss on people's responses; none if all are too long."""
+        model, tokenizer = self._model(name)
+        batches = batches_of(answered, tokenizer, self.plan.batch_size, max_positions(model.config), model.device)
+        return {"loss": round(response_loss(model, batches, schedule), 4)} if batches else {}
 
     def _distance(
         self, model: PreTrainedModel, schedule: Schedule | None, completions: Sequence[Completion]

@@ -109,9 +109,14 @@ def generate_batch(
     options, asked = given(options), model.generation_config
     width, layers = max(map(len, prompts)), layer_count(model.config)
     padding = tokenizer.pad_token_id, asked.pad_token_id, min(end_tokens({}, asked), default=None), 0
-    # Any token will do, since the attention mask hides it.
     pad = options.setdefault("pad_token_id", next(token for token in padding if token is not None))
-    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=model.device)
+    # Any token will do, since the attention mask hides it; but these options take padding for text (the penalty before
+    # transformers 5.24), to which a prompt's own first token adds none.
+    penalty, grams = (
+        options.get(name, getattr(asked, name)) for name in ("repetition_penalty", "no_repeat_ngram_size")
+    )
+    is_text = penalty not in (None, 1.0) or grams == 1
+    ids = torch.tensor([[p[0] if is_text else pad] * (width - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     start = time.perf_counter()
     if decoding is None:

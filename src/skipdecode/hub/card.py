@@ -99,7 +99,7 @@ def model_card(
     Raises:
         FileError: ``results`` holds no table of ``skipdecode evaluate``, or one of several models.
     """
-    table = None if results is None else _table(results)
+    table = None if results is None else _table(results, is_adapter)
     name, speeds = repo.split("/")[-1], [speed for speed in schedules if speed > 1]
     data = ModelCardData(
         library_name="transformers",
@@ -143,12 +143,13 @@ def _depths(schedule: Schedule) -> str:
     return f"{span} of {schedule.num_layers} layers"
 
 
-def _table(results: Path) -> dict[str, Any]:
+def _table(results: Path, is_adapter: bool) -> dict[str, Any]:
     table = read_json(results / "table.json")
     if not isinstance(table, dict) or not {"about", "rows"} <= table.keys():
         raise FileError(f"{results} holds no table of skipdecode evaluate")
-    told = [(row.get("model"), row.get("target")) for row in table["rows"][1:]]
-    if len({model for model, _ in told}) > 1 or len({*told}) < len(told):
+    told = [(row.get("model"), row.get("target")) for row in table["rows"]]
+    models = {model for model, _ in (told[1:] if is_adapter else told)}  # an adapter's 1x is its base
+    if len(models) > 1 or len({*told[1:]}) < len(told[1:]):
         raise FileError(f"{results} compares models, methods or schedules: a card takes one model, each speed once")
     return table
 

@@ -10,8 +10,10 @@ from typing import Any
 
 from ..core.attach import attach
 from ..core.checkpoint_config import schedule_for
+from ..core.gate import Gate
 from ..core.guards import with_cache
 from ..core.patch import gate_state
+from ..errors import UsageError
 
 
 def generate(
@@ -28,6 +30,11 @@ def generate(
         SkipDecodeError: the model cannot skip layers exactly, or what was asked for does not fit; the message says why.
     """
     gates = gate_state(model)
+    if gates is None and any(type(vars(each).get("forward")).__name__ == Gate.__name__ for each in model.modules()):
+        raise UsageError(
+            "the model has gates of the installed skipdecode, which would run beside these: call "
+            "skipdecode.detach(model) first; or skipdecode.attach(model, speedup=…), and leave custom_generate out"
+        )
     acting = getattr(gates and gates.adapter, "read_from", None)  # so that it is read and compared with the model once
     attach(model, adapter=None if adapter == acting else adapter)
     if adapter is not None:

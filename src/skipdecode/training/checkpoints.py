@@ -60,6 +60,7 @@ class RunFolder:
                 raise FileError(f"{path} was not written by {AUTHOR}: give another --output")
         else:
             theirs = [p for p in self.folder.glob("*") if p.is_file() and any(fnmatch(p.name, m) for m in MATTERS)]
+            theirs += [path for name in PEFT for path in self.folder.glob(f"adapter/{name}")]
         theirs += [p for p in self.folder.glob("checkpoint-*") if NAME.fullmatch(p.name) and not (p / SEAL).exists()]
         if theirs:
             raise FileError(f"{min(theirs)} was written by no training run: move it away, or give another --output")

@@ -143,7 +143,7 @@ class TrainingPlan:
     )
     lengths: tuple[int, ...] | None = option(
         None,
-        "Decode steps of batches to fit schedules to, as calibrate prints them (default: those of the responses).",
+        "Decode steps of batches to fit schedules to, as calibrate --json has them (default: those of the responses).",
         BUDGETS,
         least=1,
         most=LONGEST,
