@@ -154,7 +154,7 @@ def test_a_target_is_the_papers_name_and_else_the_ratio(layers: int) -> None:
             assert Schedule(layers, most, least, 4, warmup=0).target == expected
 
 
-@given(st.integers(1, 64), st.floats(1, 64))
+@given(st.integers(1, 64), st.floats(1, 64) | st.integers(20, 1280).map(lambda n: n / 20))
 def test_a_constant_depth_is_the_nearest_to_the_speedup(layers: int, speedup: float) -> None:
     """for_speedup with the constant decay: one depth at every step, the same that fitting to lengths takes."""
     speedup = min(speedup, float(layers))

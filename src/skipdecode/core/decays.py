@@ -40,7 +40,7 @@ def budget(speedup: float, num_layers: int) -> tuple[int, int]:
 def flat_depth(speedup: float, num_layers: int) -> int:
     """Return the depth of a constant schedule: that whose ``L / depth`` is nearest to ``speedup``."""
     below = max(int(num_layers / speedup), 1)
-    return min(below, min(below + 1, num_layers), key=lambda depth: abs(num_layers / depth - speedup))
+    return min(below, min(below + 1, num_layers), key=lambda depth: abs(num_layers / depth / speedup - 1))
 
 
 def share_of_max(speedup: float) -> float:
