@@ -134,9 +134,8 @@ def task(folder: str) -> None:
 OURS = {"adapters": "**adapter**", "closed-form": "maps in closed form", "shared": "all weights, SkipDecode, distilled"}
 
 
-def seeds(folder: str) -> None:
-    """Methods after the same steps on the same texts: means and extremes over seeds, of one seed 95% over texts."""
-    tables = [_saved(str(path.parent.relative_to(RESULTS))) for path in sorted(RESULTS.glob(f"{folder}/*/table.json"))]
+def _by_method(tables: Iterable[dict[str, Any]]) -> dict[str, dict[float, list[Row]]]:
+    """The rows of tables, by what the method is called and by target."""
     found: dict[str, dict[float, list[Row]]] = {}
     for table in tables:
         for row in table["rows"]:
@@ -145,6 +144,38 @@ def seeds(folder: str) -> None:
                 top_alone = "top layers alone, untrained" if row["method"].startswith("top-alone") else row["label"]
                 name = ours if row["method"] == "skipdecode" else top_alone
                 found.setdefault(name, {}).setdefault(row["target"], []).append(row)
+    return found
+
+
+def longer(*folders: str) -> None:
+    """KL of methods after shorter and longer training on the same texts, one seed; the interval of the last."""
+    tables = [_saved(folder) for folder in folders]
+    found = [_by_method([table]) for table in tables]
+    targets = sorted(found[-1][OURS["adapters"]])
+
+    def cell(name: str, target: float) -> str:
+        told: dict[str, Row | None] = {}
+        for each in found:
+            rows = each.get(name, {})  # a schedule's own target is the ratio of its whole layers
+            near = min(rows, key=lambda known: abs(known - target), default=None)
+            row = None if near is None else rows[near][0]
+            told["not run" if row is None else f"{row['kl']:.2f}"] = row
+        *_, last = told.values()
+        return ", ".join(told) + (_within(last) if last else "")
+
+    names = dict.fromkeys(name for each in reversed(found) for name in each)
+    _print(
+        ("KL", *(f"{target:g}x" for target in targets)),
+        [(name, *(cell(name, target) for target in targets)) for name in names],
+        words=1,
+    )
+    print(f"{tables[-1]['about']['rows'].replace(' of jsonl', '')}; {tables[-1]['about']['machine']}.")
+
+
+def seeds(folder: str) -> None:
+    """Methods after the same steps on the same texts: means and extremes over seeds, of one seed 95% over texts."""
+    tables = [_saved(str(path.parent.relative_to(RESULTS))) for path in sorted(RESULTS.glob(f"{folder}/*/table.json"))]
+    found = _by_method(tables)
 
     def cell(rows: Sequence[Row]) -> str:
         kl, same = [row["kl"] for row in rows], mean(row["top_1"] for row in rows)
