@@ -113,7 +113,7 @@ def test_an_adapter_acts_again_after_detach(tmp_path: Path) -> None:
         for weight in made.parameters():
             nn.init.normal_(weight)
         save_adapter(tmp_path / name, made, model, "tiny")
-    inputs = prompts()
+    inputs: dict[str, Any] = prompts()
 
     def written(**options: Any) -> list[list[int]]:
         return generate(model, **inputs, speedup=2, max_new_tokens=8, do_sample=False, **options).tolist()
@@ -134,8 +134,9 @@ def test_gates_of_another_copy_are_refused() -> None:
     model = build("llama")
     layer = model.model.layers[0]
     layer.forward = type("Gate", (), {"__call__": lambda self, *a, **k: type(layer).forward(layer, *a, **k)})()
+    inputs: dict[str, Any] = prompts()
     with pytest.raises(UsageError, match="gates of the installed skipdecode"):
-        generate(model, **prompts(), speedup=2)
+        generate(model, **inputs, speedup=2)
 
 
 @pytest.mark.parametrize("name", sorted(sources()))

@@ -20,7 +20,7 @@ def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tupl
     For device None it is an accelerator, if there is one, else the CPU. There dtype ``auto`` becomes float32, unless
     the config says bfloat16 and the CPU multiplies it in hardware; elsewhere it stays ``auto``.
     """
-    device = device or default_device()
+    device = default_device() if device is None else device
     check_device(device)
     check_dtype(dtype)
     device = "cpu" if torch.device(device).type == "cpu" else device  # cpu:0 is the same
@@ -71,7 +71,7 @@ def synchronize(device: torch.device) -> None:
 
 def machine(device: str | None = None) -> str:
     """Return the machine and library versions, for reports; ``device`` as :func:`skipdecode.load` takes it."""
-    device = device or default_device()
+    device = default_device() if device is None else device
     if device.startswith("cuda"):
         name = torch.cuda.get_device_name(device)
     else:
