@@ -13,7 +13,7 @@ LOWEST_TORCH ?= 2.9.0
 # Whose tables are written from results/*/table.json, between their cog marks.
 TABLES := README.md docs/index.md docs/adapter_results.md docs/frontier.md docs/serving_results.md results/README.md src/skipdecode/demo/README.md
 
-.PHONY: demo serve-demo smollm2 check test test-fast test-lowest test-vllm test-vllm-v2 test-vllm-next soak torture lint format lock \
+.PHONY: demo smollm2 check test test-fast test-lowest test-vllm test-vllm-v2 test-vllm-next soak torture lint format lock \
 	mutants clean distclean results-smoke results-e2e bench-smoke bench dist docs
 
 $(VENV)/installed: pyproject.toml requirements.txt
@@ -47,9 +47,6 @@ $(VLLM)/installed: pyproject.toml
 
 demo: $(VENV)/installed
 	$(BIN)/skipdecode demo
-
-serve-demo: $(VLLM)/installed      # a vLLM server with the embedded checkpoint, and texts streamed at 1x and 5x
-	$(VLLM)/bin/python tools/serve_demo.py
 
 check: lint test
 

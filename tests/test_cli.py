@@ -171,17 +171,6 @@ def test_demo_needs_the_full_speed_to_compare_with(checkpoint: Path) -> None:
     assert "needs 1 among them" in done.stderr
 
 
-def test_library_and_command_line_write_the_same(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "in.txt").write_text("the cat\nthe dog sat\n")
-    options = ("--max-new-tokens", 7, "--speedup", 2)
-    done = run("generate", checkpoint, "--input", tmp_path / "in.txt", *options)
-    model, tokenizer = skipdecode.load(str(checkpoint))
-    result = skipdecode.generate(
-        model, tokenizer, ["the cat", "the dog sat"], speedup=2, max_new_tokens=7, do_sample=False
-    )
-    assert [json.loads(line)["text"] for line in done.stdout.splitlines()] == [row.text for row in result.completions]
-
-
 def test_full_is_the_stock_model(checkpoint: Path) -> None:
     model, tokenizer = skipdecode.load(str(checkpoint))
     texts = ["the cat", "the dog sat"]
@@ -194,12 +183,6 @@ def test_full_is_the_stock_model(checkpoint: Path) -> None:
         tokenizer.decode(r, skip_special_tokens=True).strip() for r in new
     ]
     assert full.cost.layer_ratio == 1
-
-
-def test_more_positions_than_the_model_has_is_named(checkpoint: Path) -> None:
-    model, tokenizer = skipdecode.load(str(checkpoint))
-    with pytest.raises(ValueError, match="model has 256"):
-        skipdecode.generate(model, tokenizer, ["the cat"], max_new_tokens=300)
 
 
 def in_error(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

@@ -117,7 +117,7 @@ def test_csv_rows_come_back_as_they_were_written(folder: Path, rows: list[tuple[
 @given(st.lists(st.binary(max_size=12).filter(lambda line: not {10, 13} & set(line))))
 def test_any_bytes_are_a_row_or_an_error_per_line(folder: Path, lines: list[bytes]) -> None:
     """No input raises anything but TaskError, and no line of JSONL or text goes missing."""
-    for name, blank in (("in.jsonl", False), ("in.txt", True)):
+    for name, blank in (("in.jsonl", False), ("in.csv", False), ("in.txt", True)):
         try:
             items = read(folder, b"\n".join(lines), name)
         except TaskError:
@@ -203,12 +203,6 @@ def test_a_csv_row_begins_at_its_own_line(tmp_path: Path) -> None:
     """Whatever line breaks are in it, or blank lines before it."""
     items = read(tmp_path, b'prompt\r\n"a\r\nb\rc\nd"\r\n\r\ne\r\n', "in.csv")
     assert [(item.line, item.prompt) for item in items] == [(2, "a\r\nb\rc\nd"), (7, "e")]
-
-
-def test_a_column_twice_is_refused(tmp_path: Path) -> None:
-    """One of the two would be lost."""
-    with pytest.raises(TaskError, match="has a column twice: prompt, x, prompt"):
-        read(tmp_path, b"prompt,x,prompt\na,b,c\n", "in.csv")
 
 
 def test_a_csv_may_begin_with_a_row_without_a_prompt(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from skipdecode import Schedule, files
 from skipdecode.data.chat import Message
 from skipdecode.data.inputs import Item, read_items
 from skipdecode.data.tasks import get_task
-from skipdecode.errors import FileError, JobError, MissingExtra, TaskError, UsageError
+from skipdecode.errors import FileError, JobError, TaskError, UsageError
 from skipdecode.generation import generate as generation
 from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.engine import EngineConfig
@@ -920,25 +920,6 @@ def test_bad_rows_beside_good_ones(rope: Path, checkpoint: Path, tmp_path: Path)
         result = GenerationJob(str(checkpoint), ["a", "the cat"], engine=Echo(), full=True, options=options).run()
         assert [item.line for item in result.items if item.error] == bad
         assert result.jsonl.count("line 2: too long") == len(bad)
-
-
-def test_scores_have_two_decimals_or_are_said_to_be_missing(
-    rope: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the library that counts them the texts are there all the same."""
-    source = tmp_path / "in.jsonl"
-    source.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
-    job = GenerationJob(str(rope), source, engine=Echo(), full=True, **NEW)
-    monkeypatch.setattr(type(job.task), "score", lambda *_: {"rouge": 1.23456})
-    assert job.run().summary["rouge"] == 1.23
-
-    def missing(*_: Any) -> None:
-        raise MissingExtra("eval")
-
-    monkeypatch.setattr(type(job.task), "score", missing)
-    said: list[str] = []
-    assert "rouge" not in job.run(say=said.append).summary
-    assert sum("skipdecode[eval]" in each for each in said) == 1
 
 
 def test_a_profile_counts_only_where_there_is_work(rope: Path) -> None:

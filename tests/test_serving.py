@@ -401,11 +401,18 @@ def vllm_config(**changes: Any) -> Any:
     return made
 
 
+def choose(made: Any) -> None:
+    """Choose a worker, as the plugin does of a config for which it acts."""
+    serving = serving_of(made)
+    assert serving is not None
+    choose_worker(made, serving)
+
+
 def test_the_plugin_chooses_its_worker_twice_alike() -> None:
     """vLLM checks a config where it is made, and again where it is copied."""
     made = vllm_config()
     for _ in range(2):
-        choose_worker(made)
+        choose(made)
         assert made.parallel_config.worker_cls == "skipdecode.serving.cpu_worker.SkipCPUWorker"
 
 
@@ -428,7 +435,7 @@ def test_what_an_operator_may_not_expect_is_said_once(
     changes = {"model_config__hf_config": its, "model_config__dtype": dtype}
     made = vllm_config(additional_config={"skipdecode": options}, **changes)
     for _ in range(2):
-        choose_worker(made)
+        choose(made)
     assert len(caplog.messages) == len(said)
     assert all(text in line for text, line in zip(said, caplog.messages, strict=True))
 
@@ -436,8 +443,7 @@ def test_what_an_operator_may_not_expect_is_said_once(
 def test_a_stock_model_keeps_vllms_worker_whatever_is_asked() -> None:
     """Without a schedule nothing is refused and nothing changes."""
     made = vllm_config(additional_config={}, speculative_config=object())
-    choose_worker(made)
-    assert made.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    assert serving_of(made) is None
 
 
 @pytest.mark.parametrize(
@@ -465,16 +471,16 @@ def test_a_stock_model_keeps_vllms_worker_whatever_is_asked() -> None:
 def test_what_was_not_shown_to_be_exact_is_refused(change: dict[str, Any], message: str) -> None:
     """At the start, with the reason."""
     with pytest.raises(UnsupportedModel, match=message):
-        choose_worker(vllm_config(**change))
+        choose(vllm_config(**change))
 
 
 def test_vllms_rust_frontend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It never asks the plugin what a request wants."""
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "0")
-    choose_worker(vllm_config())
+    choose(vllm_config())
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     with pytest.raises(UnsupportedModel, match="unset VLLM_USE_RUST_FRONTEND"):
-        choose_worker(vllm_config())
+        choose(vllm_config())
 
 
 def test_untested_releases_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

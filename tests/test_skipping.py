@@ -17,11 +17,9 @@ import skipdecode
 from helpers.families import FAMILIES, FORMS, LAYERS, SCHEDULES, build
 from helpers.tiny import EXAMPLES, run, write_jsonl
 from skipdecode import Schedule, Skipping, attach, teacher_forced
-from skipdecode.core.cache_name import CACHE
 from skipdecode.core.checkpoint_config import trained_schedules
 from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import CacheError, UsageError
-from skipdecode.weights.loading import DEMO
 
 #: TRL still uses names that transformers has deprecated.
 TRL = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
@@ -140,7 +138,7 @@ def test_what_a_row_may_not_hold_is_refused() -> None:
         model(input_ids=batch["input_ids"], labels=batch["labels"], attention_mask=None)
     with pytest.raises(UsageError, match="another model"):
         skipping.attach(build("llama"))
-    for wrong in ({"speedups": ()}, {"weights": (1.0,)}, {"adapter_rank": 4}, {"model": model, "adapter_rank": 4}):
+    for wrong in ({"speedups": ()}, {"weights": (1.0,)}, {"speedups": {2.0: SCHEDULES["top"]}, "order": "bottom"}):
         with pytest.raises(UsageError):
             Skipping(**wrong)
 
@@ -211,42 +209,6 @@ def test_a_trainers_steps_are_those_of_a_loop(checkpoint: Path, tmp_path: Path) 
         done = run("generate", tmp_path / "True", "--input", prompts, "--speedup", speedup, "--max-new-tokens", 6)
         assert done.returncode == 0, done.stderr
         assert "not trained" not in done.stderr
-
-
-def test_an_adapter_learns_in_anyones_loop(checkpoint: Path, tmp_path: Path) -> None:
-    """The model stays as it was, to the bit; the folder is one that every verb takes."""
-    model, tokenizer = skipdecode.load(str(checkpoint))
-    before = {name: weight.clone() for name, weight in model.named_parameters()}
-    skipping = Skipping(model, speedups=(2, 4), lengths=(6,), adapter_rank=4, decay="constant")
-    assert skipping.adapter is not None
-    optimizer = torch.optim.AdamW(skipping.adapter.parameters(), 1e-2)
-    losses: list[float] = []
-    batch = collate(rows_of(tokenizer)[:4])
-    for _ in range(12):
-        with skipping.at(4.0):
-            loss = model(**batch).loss
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    assert losses[-1] < losses[0]
-    assert all(torch.equal(before[name], weight) for name, weight in model.named_parameters())
-    skipping.save_adapter(tmp_path / "adapter", str(checkpoint))
-    again, _ = skipdecode.load(str(checkpoint), adapter=str(tmp_path / "adapter"))
-    ids = {name: batch[name][:1, :5] for name in ("input_ids", "attention_mask")}
-    texts = [
-        each.generate(**ids, max_new_tokens=6, **{CACHE: skipdecode.SkipCache(each, skipping.schedules[4.0])})
-        for each in (model.eval(), again)
-    ]
-    assert torch.equal(*texts)
-    for base, why in ((tmp_path / "nowhere", "no model at"), (DEMO, "other weights")):
-        with pytest.warns(UserWarning, match=f"{base}.*{why}"):
-            skipping.save_adapter(tmp_path / "adapter", str(base))
-        again, _ = skipdecode.load(str(checkpoint), adapter=str(tmp_path / "adapter"))
-    with pytest.raises(UsageError, match="adapter_rank"):
-        Skipping(speedups=(2,)).save_adapter(tmp_path / "none", "x")
-    with pytest.raises(UsageError, match="schedules are given"):
-        Skipping(speedups={2.0: Schedule.full(8)}, order="bottom")
 
 
 @TRL

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from skipdecode.data.chat import Message
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import TASKS, Example, Task, get_task
-from skipdecode.errors import MissingExtra, SkipDecodeError, TaskError
+from skipdecode.errors import MissingExtra, TaskError
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 DATA = SHARED / "e2e"
@@ -462,15 +462,6 @@ def test_a_line_that_no_tokenizer_takes_is_named(tmp_path: Path, line: str, matc
     assert len(str(caught.value)) < 500
 
 
-def test_a_json_array_is_refused_in_one_line(tmp_path: Path) -> None:
-    """B11, for training data: one error, and it says what is wanted."""
-    rows = [{"prompt": "a", "response": "b"}] * 3
-    for text in (json.dumps(rows), json.dumps(rows, indent=2), "\n " + json.dumps(rows)):
-        (tmp_path / "train.jsonl").write_text(text, encoding="utf-8")
-        with pytest.raises(TaskError, match=r"train\.jsonl is a JSON array: one object per line"):
-            get_task("jsonl").read(tmp_path, "train")
-
-
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_what_is_not_there_is_said_to_be_not_there(tmp_path: Path, task: str) -> None:
     """G: `--data nope` "holds no train.jsonl" though it does not exist."""
@@ -503,23 +494,6 @@ def test_whatever_a_file_holds_reading_ends_in_examples_or_one_line(tmp_path: Pa
         with suppress(TaskError):
             for one in get_task("jsonl").read(path, "train"):
                 assert f"{one.prompt}{one.references[0]}".encode()
-
-
-@pytest.mark.parametrize("form", ["jsonl", "csv", "text", None])
-@settings(max_examples=150)
-@given(
-    data=st.binary(max_size=60) | st.text(st.sampled_from('prompt,":{}[]\\\n\r \x00ud8é'), max_size=60).map(str.encode)
-)
-def test_whatever_an_input_holds_is_items_in_order_or_one_line(tmp_path: Path, form: str | None, data: bytes) -> None:
-    """Held: bad rows are reported, never fatal."""
-    path = tmp_path / "input"
-    path.write_bytes(data)
-    with suppress(SkipDecodeError):
-        items = read_items(str(path), get_task("jsonl"), form)
-        lines = [item.line for item in items]
-        assert lines == sorted(lines)
-        assert all((item.error is None) == bool(item.prompt) for item in items)
-        assert json.dumps([item.columns for item in items], ensure_ascii=False).encode()
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

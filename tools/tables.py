@@ -16,15 +16,6 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 #: Ratios further from their target than this share are shown beside the score.
 OFF_TARGET = 0.02
-#: What the keys of older tables are called now.
-RENAMED = {
-    "layers": "step_layers",
-    "layer_ratio": "step_layer_ratio",
-    "timed_layer_ratio": "timed_step_layer_ratio",
-    "decode_clock_ratio": "step_clock_ratio",
-    "clock_ratio": "job_clock_ratio",
-    "seconds_per_1k_tokens": "job_seconds_per_1k_tokens",
-}
 
 Row = dict[str, Any]  # one method at one speed, as in evaluation.report
 
@@ -32,7 +23,6 @@ Row = dict[str, Any]  # one method at one speed, as in evaluation.report
 @cache
 def _saved(folder: str) -> dict[str, Any]:
     saved: dict[str, Any] = json.loads((RESULTS / folder / "table.json").read_text(encoding="utf-8"))
-    saved["rows"] = [{RENAMED.get(name, name): value for name, value in row.items()} for row in saved["rows"]]
     return saved
 
 

@@ -58,7 +58,7 @@ def parse(
     if given.model and (given.layers or given.precision != PRECISIONS[0]):
         raise UsageError("--layers and --precision are of a --shape; a --model is what it is")
     if not Path(given.python).exists():
-        raise UsageError(f"there is no {given.python}: make serve-demo sets vLLM up, --python names another place")
+        raise UsageError(f"there is no {given.python}: make .venv-vllm/installed, or --python names another")
     given.command = f"python {parser.prog} {shlex.join(arguments)}"
     return given
 

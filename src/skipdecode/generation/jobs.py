@@ -21,7 +21,7 @@ from ..data.chat import Message, Prompt, as_json, render, texts_for_a_chat_model
 from ..data.inputs import Item, read_items, to_item
 from ..data.tasks import Task, get_task
 from ..data.tokenization import encode_prompts
-from ..errors import MissingExtra, ModelError, UsageError
+from ..errors import ModelError, UsageError
 from ..files import check_target, is_stream, write
 from ..planning.check_profile import check_profile
 from ..planning.planner import CLOCKS, Predictor, workloads
@@ -49,8 +49,7 @@ class JobResult:
         items: all items of the input; ``error`` says what is wrong with a bad one.
         completions: by index of their item; bad items have none.
         summary: figures of the job with its earlier, killed runs: :meth:`Cost.summary`, ``bad_rows`` (items),
-            ``target_speedup`` and ``target_of`` (layers, step or job), ``layers`` (of the model), and scores if the
-            input has references.
+            ``target_speedup`` and ``target_of`` (layers, step or job), and ``layers`` (of the model).
     """
 
     items: Sequence[Item]
@@ -221,7 +220,7 @@ class GenerationJob(EngineConfig):
                 "target_speedup": 1.0 if schedule is None else self.speedup or self._target(config, schedule),
                 "target_of": self.clock,
             }
-            summary = cost.summary() | figures | self._scores(items, completions, say)
+            summary = cost.summary() | figures
             result = JobResult(items, completions, summary)
             if journal:
                 journal.finish(result.jsonl)
@@ -272,20 +271,6 @@ class GenerationJob(EngineConfig):
             if self.chat and isinstance(item.prompt, str):
                 item.prompt = (Message("user", item.prompt),)
         return items
-
-    def _scores(
-        self, items: Sequence[Item], completions: Mapping[int, Completion], say: Callable[[str], object]
-    ) -> dict[str, float]:
-        """Return the task's scores by name; {} without references, or (``say`` tells) without the scoring library."""
-        scored = [index for index in completions if items[index].references]
-        if not scored:
-            return {}
-        try:
-            scores = self.task.score([completions[i].text for i in scored], [items[i].references for i in scored])
-        except MissingExtra:
-            say("the input has references; pip install 'skipdecode[eval]' to see the score")
-            return {}
-        return {name: round(value, 2) for name, value in scores.items()}
 
 
 def encode_items(

@@ -39,16 +39,8 @@ def serving_of(vllm_config: Any) -> Serving | None:
     return None if options is None and not getattr(config, CONFIG_KEY, None) else Serving(config, options)
 
 
-def choose_worker(vllm_config: Any) -> None:
-    """Replace vLLM's worker class by ours, if the model has schedules.
-
-    Raises:
-        UnsupportedModel: the config has an option that would not be exact with schedules, or was never tested.
-        ScheduleError: the schedules or options cannot be read.
-    """
-    serving = serving_of(vllm_config)
-    if serving is None:
-        return
+def choose_worker(vllm_config: Any, serving: Serving) -> None:
+    """Replace vLLM's worker class by ours. Raises UnsupportedModel as :func:`refuse` does."""
     refuse(vllm_config, serving)
     parallel = vllm_config.parallel_config
     if parallel.worker_cls in WORKERS:  # warn once: vLLM checks the config again when it copies it

@@ -72,11 +72,11 @@ def _check_config(failures: list[Exception], original: Any, vllm_config: Any, *a
     original(vllm_config, *args, **kwargs)
     from .configure import choose_worker, serving_of
 
-    if serving_of(vllm_config) is None:
+    if (serving := serving_of(vllm_config)) is None:
         return
     for error in failures:
         raise UnsupportedModel(f"skipdecode does not fit this vLLM: {error}") from error
-    choose_worker(vllm_config)
+    choose_worker(vllm_config, serving)
     # An LLM has imported this module; elsewhere nobody needs it, and the import is slow.
     if offline := sys.modules.get("vllm.entrypoints.generate.beam_search.offline"):
         patch(offline.BeamSearchOfflineMixin, "beam_search", _beam_search)

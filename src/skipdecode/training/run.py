@@ -185,8 +185,10 @@ def _run(
     if first:
         with writing(folder.folder):
             if plan.learns_adapter:
-                files = loading.hash_of_checkpoint(str(plan.model), model.model)
-                save_adapter(staging, model.adapter, model.model, loading.base_name(str(plan.model)), files)
+                name = str(plan.model)
+                files = loading.hash_of_checkpoint(name, model.model)
+                base = name if name == "demo" else loading.resolve(name)  # an absolute path, or a name on the hub
+                save_adapter(staging, model.adapter, model.model, base, files)
             else:
                 model.save_pretrained(staging)
                 trainer.processing_class.save_pretrained(staging)

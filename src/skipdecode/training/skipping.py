@@ -14,24 +14,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from ..core.adapter import Adapter
-from ..core.adapter_folder import save_adapter
 from ..core.attach import attach, teacher_forced
 from ..core.checkpoint_config import set_entry, to_config_entry, trained_schedules
 from ..core.gate import refuse_packed
 from ..core.schedule import Schedule
-from ..core.stack import text_config, with_lenders_first
-from ..errors import SkipDecodeError, UsageError
+from ..errors import UsageError
 from ..planning.resolve import new_schedule
-from ..weights.loading import base_name, hash_of_checkpoint
 
 #: Outputs that hold a row per head or layer, whose columns are not put back.
 BY_HEAD = ("output_attentions", "output_hidden_states")
@@ -51,13 +45,10 @@ class Skipping(TrainerCallback):
         seed: of the draws, which depend on it and on the step's number alone.
         lengths: decode steps of batches that schedules are fitted to; None: the paper's budgets over ``horizon`` steps.
         horizon: about as many tokens as a response has.
-        adapter_rank: freeze the model, and train an adapter of this rank in its place: ``adapter.parameters()`` go
-            to the optimizer, and :meth:`save_adapter` writes it. The model must be given.
         style: further fields of the schedules, such as ``order`` and ``decay``.
 
     Attributes:
         schedules: by target speed-up; empty before there is a model.
-        adapter: what is trained in the model's place; None without ``adapter_rank``.
 
     Raises:
         UsageError: the arguments contradict each other; later, from a pass: rows that hold several texts or responses,
@@ -75,21 +66,16 @@ class Skipping(TrainerCallback):
         seed: int = 0,
         lengths: Sequence[int] | None = None,
         horizon: int = 128,
-        adapter_rank: int | None = None,
         **style: Any,
     ) -> None:
         if not speedups or (weights is not None and len(weights) != len(speedups)):
             raise UsageError("Skipping needs speed-ups, and a weight for each if there are weights")
-        if adapter_rank is not None and (model is None or min(speedups) <= 1):
-            raise UsageError("an adapter needs the model at once, and speed-ups above 1: 1x is the model itself")
         if isinstance(speedups, Mapping) and (style or lengths):
             raise UsageError("schedules are given: they know their lengths, order and decay already")
         self.speedups, self.weights, self.seed = speedups, weights, seed
         self.basis = {"basis": lengths or (), "horizon": None if lengths else horizon, **style}
-        self.rank = adapter_rank
         self.model: Any = None
         self.schedules: dict[float, Schedule] = dict(speedups) if isinstance(speedups, Mapping) else {}
-        self.adapter: Adapter | None = None
         self._now: Schedule | None = None
         self._passes = ExitStack()  # of the current step: closed after its backward pass
         self._steps = ExitStack()  # of a trainer
@@ -106,14 +92,7 @@ class Skipping(TrainerCallback):
         config: Any = attach(model).config
         if not self.schedules:
             self.schedules = {float(each): new_schedule(config, each, **self.basis) for each in self.speedups}
-        if self.rank is not None:
-            model.eval().requires_grad_(False)
-            known = {each: with_lenders_first(schedule, config) for each, schedule in self.schedules.items()}
-            if whole := [f"{each:g}x" for each, schedule in known.items() if schedule.is_full]:
-                raise UsageError(f"{whole[0]} runs all layers of this model: an adapter has nothing to learn")
-            self.adapter = Adapter(text_config(config).hidden_size, self.rank, known).requires_grad_(True)
-            attach(model, adapter=self.adapter)
-        elif trained_schedules(config) != self.schedules:
+        if trained_schedules(config) != self.schedules:
             set_entry(config, to_config_entry(self.schedules))
         self.model = model
         model.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -142,31 +121,6 @@ class Skipping(TrainerCallback):
                 passed.close()
             del self._under_way[under_way:]
             self._now, self._passes = before
-
-    def save_adapter(self, folder: str | Path, base: str) -> None:
-        """Write the adapter's folder, as ``skipdecode train --adapters`` does; of a model in bfloat16 in bfloat16.
-
-        It warns if the files of ``base`` cannot be read, or are not this model's: engines that compare them, as vLLM's
-        does, will refuse the adapter.
-
-        Args:
-            folder: of the adapter.
-            base: hub name or folder of the model.
-        """
-        if self.adapter is None:
-            raise UsageError("there is no adapter: give Skipping an adapter_rank")
-        files, why = None, "they hold other weights"
-        try:  # what was learnt is saved, whatever comes
-            base = base_name(base)
-            files = hash_of_checkpoint(base, self.model)
-        except (SkipDecodeError, OSError) as error:
-            why = str(error)
-        if files is None:
-            warn(
-                f"the files of {base} cannot be told to be this model's ({why}): vLLM will refuse the adapter",
-                stacklevel=2,
-            )
-        save_adapter(Path(folder), self.adapter, self.model, base, files)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Attach to the trainer's model. Raises UsageError for what cannot skip layers: packing, DataParallel."""

@@ -257,11 +257,6 @@ def hash_of_checkpoint(name: str, model: PreTrainedModel) -> str | None:
     return None if is_gguf(path) else hash_of_files(checkpoint_files(path), model)
 
 
-def base_name(name: str) -> str:
-    """Return how an adapter names its model: ``demo``, a hub name, or an absolute path. Raises as :func:`resolve`."""
-    return name if name == "demo" else resolve(name)
-
-
 def adapter_of(name: str, adapter: str | Path | None = None) -> Path | None:
     """Return the folder of the adapter to attach: ``adapter``, else ``name`` if that is an adapter's folder."""
     if adapter is not None:
