@@ -96,8 +96,13 @@ def trained_schedule(
     """Return :func:`schedule_for` a speed-up. Raises ScheduleError if the adapter in ``folder`` does not know it."""
     schedule = schedule_for(config, speedup, new_tokens=new_tokens)
     if folder is not None:
-        check_trained(read_schedules(folder), with_lenders_first(schedule, config))
+        check_learnt(folder, schedule, config)
     return schedule
+
+
+def check_learnt(folder: Path, schedule: Schedule, config: Any) -> None:
+    """Raise ScheduleError if the adapter in ``folder`` did not learn a schedule's layers, with a model's config."""
+    check_trained(read_schedules(folder), with_lenders_first(schedule, config))
 
 
 def read_about(folder: Path) -> dict[str, Any]:

@@ -22,12 +22,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..adapters.damage import damage
 from ..clock.tables import FILES as TABLES
 from ..clock.timing import alternate, compare, forced, typical_steps
-from ..core.adapter import check_trained
-from ..core.adapter_folder import read_schedules, trained_schedule
+from ..core.adapter_folder import check_learnt, read_schedules, trained_schedule
 from ..core.attach import attach
 from ..core.checkpoint_config import DEFAULT_METHOD, layer_count, schedule_for, trained_method
 from ..core.schedule import Schedule
-from ..core.stack import text_config, with_lenders_first
+from ..core.stack import text_config
 from ..core.text_passes import TextPasses
 from ..data.chat import texts_for_a_chat_model
 from ..data.collation import batches_of
@@ -197,7 +196,7 @@ def _select(plan: EvaluationPlan) -> list[Variant]:
         config = read_config(variant.model)
         folder = adapter_of(variant.model)
         if folder is not None and variant.schedule is not None:
-            check_trained(read_schedules(folder), with_lenders_first(variant.schedule, config))
+            check_learnt(folder, variant.schedule, config)
         elif folder is not None and variant.method.name == DEFAULT_METHOD:
             trained_schedule(config, variant.speedup, folder)
         elif folder is not None and variant.method.skips:

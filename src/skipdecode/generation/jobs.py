@@ -12,11 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..core.adapter import check_trained
-from ..core.adapter_folder import read_schedules
+from ..core.adapter_folder import check_learnt
 from ..core.checkpoint_config import layer_count, schedule_for, trained_schedules, untrained_warning
 from ..core.schedule import Schedule, parse_prompt_layers
-from ..core.stack import with_lenders_first
 from ..data.chat import Message, Prompt, as_json, render, texts_for_a_chat_model
 from ..data.inputs import Item, read_items, to_item
 from ..data.tasks import Task, get_task
@@ -184,7 +182,7 @@ class GenerationJob(EngineConfig):
             say(f"some rows need more than the model's {made_for} positions: their texts may be poor")
         schedule = None if self.full else self._schedule(config, lengths, num_beams(self.options, defaults))
         if schedule is not None and (folder := adapter_of(self.model, self.adapter)) is not None:
-            check_trained(read_schedules(folder), with_lenders_first(schedule, config))
+            check_learnt(folder, schedule, config)
         if schedule is not None and (warning := untrained_warning(config, schedule)):
             say(warning)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import gradio as gr
 
-from skipdecode.core.adapter_folder import read_schedules, trained_schedule
+from skipdecode.core.adapter_folder import trained_schedule
 from skipdecode.core.checkpoint_config import trained_schedules, untrained_warning
 from skipdecode.core.schedule import Schedule
 from skipdecode.data.chat import Message, Prompt
@@ -54,7 +54,7 @@ def schedules_for(
         UsageError: there are more than three speed-ups.
         ScheduleError: the model or the adapter has no schedule for one of them.
     """
-    trained = read_schedules(adapter) if adapter else trained_schedules(config)
+    trained = trained_schedules(config)
     if speedups is None:
         faster = sorted(speedup for speedup in trained if speedup > 1)
         speedups = (1.0, *{faster[(len(faster) - 1) // 2], faster[-1]}) if faster else UNTRAINED
