@@ -14,18 +14,19 @@ from transformers import AutoTokenizer, LlamaConfig, TrainingArguments
 
 from helpers.tiny import TEXTS, run, write_jsonl
 from skipdecode import detach, load
+from skipdecode.adapters import own_prompts
 from skipdecode.adapters.learner import AdapterLearner
 from skipdecode.adapters.own_texts import SAMPLED, ends_in_loop, hold_out, own_texts
 from skipdecode.core.adapter import Adapter
 from skipdecode.core.adapter_folder import WEIGHTS, read_about, read_schedules
 from skipdecode.core.attach import attach
-from skipdecode.core.checkpoint_config import CONFIG_KEY
+from skipdecode.core.checkpoint_config import CONFIG_KEY, set_entry, to_config_entry
 from skipdecode.core.patch import gate_state
 from skipdecode.core.schedule import Schedule
 from skipdecode.core.stack import text_config
 from skipdecode.data.collation import batches_of, encoded
 from skipdecode.data.tasks import Example, get_task
-from skipdecode.errors import FileError, JobError, ModelError, ScheduleError, UsageError
+from skipdecode.errors import FileError, JobError, ModelError, ScheduleError, TaskError, UsageError
 from skipdecode.generation.engine import Transformers
 from skipdecode.generation.jobs import GenerationJob
 from skipdecode.serving import server
@@ -301,6 +302,18 @@ def test_own_texts_are_surer_where_prompts_differ(
     assert texts[0] == texts[1]
 
 
+def test_where_no_text_is_left_the_reason_is_told(checkpoint: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Each time: nothing is kept of them."""
+    monkeypatch.setattr("skipdecode.adapters.own_texts.ends_in_loop", lambda text: True)
+    job = GenerationJob(str(checkpoint), batch_size=4, options=SAMPLED | {"max_new_tokens": 6}, seed=0)
+    for _ in range(2):
+        with pytest.raises(TaskError, match=r"no text is left to learn from \(.*4 looping"):
+            own_texts(job, TEXTS[:4], 4, tmp_path / "texts.jsonl")
+    (tmp_path / "mine.json").write_text("[1]")
+    with pytest.raises(JobError, match="was not written by skipdecode"):
+        own_texts(job, TEXTS[:4], 4, tmp_path / "mine.jsonl")
+
+
 class Killed(BaseException):
     """What nothing catches."""
 
@@ -391,8 +404,13 @@ def test_own_texts_that_a_killed_run_wrote_are_kept(
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_a_chat_model_writes_its_users_messages_too(checkpoint: Path, tmp_path: Path, begins: bool) -> None:
-    """Without prompts: each own text answers a message that ended by itself, and none is asked twice."""
+def test_a_chat_model_writes_its_users_messages_too(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: bool
+) -> None:
+    """Without prompts: each own text answers a message that ended by itself, and none is asked twice.
+
+    A run goes on on another day, though templates may write the date.
+    """
     model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     tokenizer = AutoTokenizer.from_pretrained(model)
     ends, begin = tokenizer.eos_token, ("{{ bos_token }}" if begins and tokenizer.bos_token else "")
@@ -403,6 +421,9 @@ def test_a_chat_model_writes_its_users_messages_too(checkpoint: Path, tmp_path: 
     # Random weights seldom end a message: of 200 some do.
     many = [200 if each == 24 else each for each in OWN]
     arguments = ["train", model, *many, "--output", tmp_path / "out"]
+    day = iter(("1 May", "2 May"))
+    around = own_prompts.around_message
+    monkeypatch.setattr(own_prompts, "around_message", lambda its: (f"{next(day)} {around(its)[0]}", around(its)[1]))
     done = run(*arguments)
     assert done.returncode == 0, done.stderr
     assert "writes its users' messages too" in done.stderr
@@ -421,6 +442,19 @@ def test_a_chat_model_writes_its_users_messages_too(checkpoint: Path, tmp_path: 
     assert again.returncode == 0, again.stderr
     assert prompts
     assert [line["prompt"] for line in lines("own_texts.jsonl")] == prompts
+
+
+def test_an_adapters_prompts_run_all_layers_whatever_the_model_learnt(checkpoint: Path, tmp_path: Path) -> None:
+    """A checkpoint whose own schedules skip layers in prompts gets an adapter like any other."""
+    model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    config = read_config(str(model))
+    skips = Schedule.for_speedup(2, config.num_hidden_layers, 8, prompt_layers="max")
+    set_entry(config, to_config_entry({2.0: skips}))
+    config.save_pretrained(model)
+    source = write_jsonl(tmp_path / "prompts.jsonl", ({"prompt": text} for text in TEXTS))
+    done = run("train", model, *OWN, "--prompts", source, "--output", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert {each.prompt_layers for each in read_schedules(tmp_path / "out").values()} == {None}
 
 
 @pytest.mark.parametrize(("prompts", "each", "most"), [(40, 1, 100), (40, 3, 100), (40, 3, 2), (1, 30, 100), (5, 4, 0)])

@@ -409,6 +409,18 @@ def test_a_signal_saves_the_step_under_way(
     assert torch.equal(go(checkpoint, tmp_path / "stopped", monkeypatch, **options), whole)
 
 
+def test_a_resumed_run_saves_and_evaluates_as_often_as_it_says(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as often as the run before it, which its checkpoint tells; the weights are the same."""
+    whole = go(checkpoint, tmp_path / "whole", monkeypatch, save_steps=4, eval_steps=0, max_steps=9)
+    with pytest.raises(KilledError):
+        go(checkpoint, tmp_path / "out", monkeypatch, 5, save_steps=4, eval_steps=0, max_steps=9)
+    resumed = go(checkpoint, tmp_path / "out", monkeypatch, save_steps=3, eval_steps=2, max_steps=9)
+    assert [path.name for path in RunFolder(tmp_path / "out").checkpoints()] == ["checkpoint-6", "checkpoint-9"]
+    assert torch.equal(resumed, whole)
+
+
 def test_budgets_in_another_order_are_another_run(shallow_checkpoint: Path, data: Path, tmp_path: Path) -> None:
     """Which budget a step draws depends on their order: weights would change places."""
     common: tuple[object, ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 from ..data.chat import Message, Prompt, around_message, texts_for_a_chat_model
 from ..errors import TaskError
+from ..files import read_json, write
 from ..generation.generate import max_positions
 from ..generation.jobs import GenerationJob
-from ..weights.loading import load_tokenizer, read_config
+from ..provenance import fingerprint
+from ..weights.loading import identity_of, load_tokenizer, read_config
 from .own_texts import own_texts, read_prompts
 
 #: A little surer than the model's own distribution: small models ask more sensibly so.
@@ -56,6 +59,8 @@ def prompts_for(
     bos = tokenizer.bos_token
     if bos and before.startswith(bos) and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
         before = before.removeprefix(bos)  # the tokenizer adds one
+    if file is not None:
+        before = _begun_with(file, before, fingerprint(identity_of(job.model, job.adapter, job.revision)))
     say("no prompts are given: the model writes its users' messages too")
     positions = max_positions(read_config(job.model, job.revision))
     longest = min(LONGEST, positions // 4) if positions else LONGEST  # the template and the answer need some too
@@ -65,3 +70,13 @@ def prompts_for(
     if not any(messages):
         raise TaskError("the model writes no user's message that ends: give --prompts FILE")
     return [(Message("user", message),) for message in dict.fromkeys(messages) if message]
+
+
+def _begun_with(file: Path, before: str, model: str) -> str:
+    """Return what stood before the messages when this model began to write them: templates may write today's date."""
+    kept = file.with_suffix(".begin.json")
+    begun: Any = read_json(kept) if kept.exists() else {}
+    if isinstance(begun, dict) and begun.get("model") == model:
+        return str(begun["before"])
+    write(kept, json.dumps({"model": model, "before": before}, indent=1) + "\n")
+    return before

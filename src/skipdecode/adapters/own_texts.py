@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -82,7 +83,9 @@ def own_texts(
     about = file and file.with_suffix(".json")
     if file and about and about.exists():
         begun: Any = read_json(about)
-        if begun.get("job") != key:
+        if not isinstance(begun, dict) or "job" not in begun:
+            raise JobError(f"{about} was not written by skipdecode: move it away, or give another folder")
+        if begun["job"] != key:
             raise JobError(
                 f"{file} was written by another model or version, or with other prompts or options: move it away"
             )
@@ -99,6 +102,7 @@ def own_texts(
             on_start=on_start, on_batch=on_batch, say=say
         )
         made = result.completions
+        gc.collect()  # gates and layers hold each other: this model is not to stay beside the next
         if not made:
             if raw:
                 raw.unlink()
@@ -117,7 +121,10 @@ def own_texts(
         else:
             texts[written] = None
     if any(left_out.values()):
-        say("left out of the own texts: " + ", ".join(f"{n:,} {what}" for what, n in left_out.items() if n))
+        lost = ", ".join(f"{n:,} {what}" for what, n in left_out.items() if n)
+        if not texts:
+            raise TaskError(f"no text is left to learn from ({lost}): give other --prompts, or another --temperature")
+        say(f"left out of the own texts: {lost}")
     if file and about and raw:
         lines = (
             {"prompt": as_json(each.prompt), "response": each.references[0]}

@@ -50,6 +50,10 @@ class StepSeed(TrainerCallback):
     A checkpoint's random state is not enough: evaluation draws from it too, maybe at other steps in a resumed run.
     """
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Evaluate and save as often as this run says: a checkpoint's state has what the run before it said."""
+        state.compute_steps(args, state.max_steps)
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Seed all random generators from the run's seed, the step and the process."""
         set_seed(draw("step", args.seed, state.global_step, args.process_index))

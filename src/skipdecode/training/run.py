@@ -88,7 +88,8 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
             job = writing_job(plan, task, Transformers() if done else get_engine(plan.engine), args.device)
             job.engine.check(job, config, loading.read_generation_config(job.model))
             if plan.learns_adapter and not done:
-                say(forecast(plan, job, *_load(plan, config, ()), args.device))
+                begun = ", with what is written already" if any(folder.folder.glob("own_*.jsonl*")) else ""
+                say(forecast(plan, job, *_load(plan, config, ()), args.device) + begun)
                 gc.collect()  # gates and layers hold each other: this model is not to stay beside the next
             training, validation = write_own_texts(plan, job, folder, say)
         model, tokenizer = _load(plan, config, training)
@@ -170,7 +171,8 @@ def _run(
     finally:
         trainer.bar.close()
     if cut := trainer.data_collator.cut:
-        say(f"{cut} responses lost their ends: beside a longer prompt they passed the model's positions")
+        where = "beside a longer prompt they passed the model's positions"
+        say(f"responses lost their ends {cut} times, in all epochs: {where}")
     model: Any = trainer.model
     staging = folder.folder / STAGING
     if first:
@@ -257,7 +259,7 @@ def _schedules(
 
     style = plan.style_for(config)
 
-    def schedule(speedup: float) -> Schedule:
+    def fitted(speedup: float) -> Schedule:
         if plan.adapter or plan.schedule is not None:
             return plan.first_schedules(config)[speedup]
         if plan.lengths is None and plan.horizon is None:
@@ -265,7 +267,9 @@ def _schedules(
         basis, options = plan.lengths or (), {"horizon": plan.horizon, **style}
         return new_schedule(config, speedup, basis, method=get_method(plan.method), **options)
 
-    schedules = {speedup: schedule(speedup) for speedup in plan.budgets}
+    schedules = {speedup: fitted(speedup) for speedup in plan.budgets}
+    if plan.learns_adapter:  # whose prompts run all layers, whatever the model was trained for
+        schedules = {k: schedule.replace(prompt_layers=None, prompt_decay=0) for k, schedule in schedules.items()}
     kept = [k for k, schedule in schedules_of(config, plan.method).items() if schedules.get(k) == schedule]
     if kept:
         which = ", ".join(f"{k:g}x" for k in kept)

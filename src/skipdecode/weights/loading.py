@@ -78,8 +78,10 @@ def resolve(name: str, files: Sequence[str] = ("config.json",)) -> str:
         if (path / "adapter_config.json").exists():
             raise ModelError(f"{name} holds a PEFT adapter: merge it first (merge_and_unload), save the whole model")
         if not any((path / file).exists() for file in files):
-            if any((*path.glob("checkpoint-*"), *path.glob("own_*.jsonl*"))):
+            if any((*path.glob("training.json"), *path.glob("own_*.jsonl*"))):
                 raise ModelError(f"training of {name} has not ended: the same train command goes on")
+            if saved := sorted(path.glob("checkpoint-*"), key=lambda each: each.stat().st_mtime):
+                raise ModelError(f"{name} holds checkpoints and no model: give one of them, such as {saved[-1]}")
             raise ModelError(f"{name} holds no {' or '.join(files)}: is it a Hugging Face checkpoint?")
         return os.path.abspath(path)
     if path.suffix == ".gguf" and path.is_file():
