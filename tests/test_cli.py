@@ -27,6 +27,7 @@ from skipdecode.core import cache, gate, prefix
 from skipdecode.data.tasks import TASKS
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.check import CHECKS, in_float64, run_checks
+from skipdecode.evaluation.plots import check_picture
 from skipdecode.generation import generate as generation
 from skipdecode.generation import jobs
 from skipdecode.generation.batch import generate_batch
@@ -163,6 +164,11 @@ def test_demo_times_every_speed_and_draws(checkpoint: Path, tmp_path: Path, monk
     assert ratios[0] == 1
     assert ratios == sorted(ratios)
     assert picture.stat().st_size > 10_000
+    check_picture(picture)
+    picture.write_bytes(b"of the user's own")
+    done = run("demo", checkpoint, "--png", picture)
+    assert done.returncode == 2
+    assert picture.read_bytes() == b"of the user's own"
 
 
 def test_demo_needs_the_full_speed_to_compare_with(checkpoint: Path) -> None:

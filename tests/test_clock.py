@@ -366,6 +366,10 @@ def test_a_plan_for_a_model_has_its_trained_style(checkpoint: Path, tmp_path: Pa
     assert "this is another machine" in done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
     assert {row["schedule"]["decay"] for row in rows if "schedule" in row and row["asked"] > 1} == {"cosine"}
+    _made(shape=shape_of(config), machine="a GPU", device="cuda:7").save(tmp_path / "p.json")  # none here
+    done = run("plan", checkpoint, "--profile", tmp_path / "p.json", "--new-tokens", 20)
+    assert done.returncode == 0, done.stderr
+    assert "measured on: a GPU" in done.stdout
     _made(shape="another", machine="there", device="cpu").save(tmp_path / "p.json")
     assert run("plan", checkpoint, "--profile", tmp_path / "p.json").returncode == 2
 

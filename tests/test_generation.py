@@ -200,6 +200,18 @@ def test_a_model_that_computes_no_numbers_is_refused(loaded: Loaded, options: di
         skipdecode.generate(model, tokenizer, "the cat", max_new_tokens=3, **options)
 
 
+def test_memory_that_is_out_is_the_users_to_mend(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the batch."""
+    model, tokenizer = loaded
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(model, "generate", full)
+    with pytest.raises(ModelError, match=r"2 rows of \d+ prompt tokens do not fit into memory"):
+        skipdecode.generate(model, tokenizer, ["the cat", "the dog sat"], max_new_tokens=3)
+
+
 def test_a_tokenizer_needs_no_padding_token(loaded: Loaded) -> None:
     """C6: padding is masked, so any token will do; also where no token ends a text."""
     model, tokenizer = copy.deepcopy(loaded[0]), copy.deepcopy(loaded[1])
@@ -299,6 +311,8 @@ def test_only_a_seeded_sample_draws_for_itself(
         ({"guidance_scale": 1.0}, {}, None, None),
         ({"encoder_repetition_penalty": 1.3}, {}, None, "asks for encoder_repetition_penalty"),
         ({"encoder_repetition_penalty": 1.0}, {}, None, None),
+        ({"num_beam_groups": 2}, {}, None, "asks for num_beam_groups"),
+        ({"num_beam_groups": 1}, {}, None, None),
         ({}, {"length_penalty": 2.0}, None, "goes with num_beams"),
         ({"num_beams": 2}, {"length_penalty": 2.0}, None, None),
         ({}, {"watermarking_config": {}, "do_sample": True}, 1, "leave one out"),

@@ -95,7 +95,7 @@ def plan(
     from ..planning.planner import plan as plan_depths
     from ..planning.profile import Profile, shape_of
     from ..planning.resolve import new_schedule
-    from ..weights.device import machine
+    from ..weights.device import is_here, machine
     from ..weights.loading import read_config, refuse_adapter
 
     targets, measured = o.parse_numbers(speedups), Profile.load(profile)
@@ -143,7 +143,7 @@ def plan(
         out.print(note, markup=False, soft_wrap=True)
     if measured.warning:
         say(measured.warning)
-    here = machine(measured.device)
+    here = machine(measured.device if is_here(measured.device) else "cpu")  # plan is for other machines too
     out.print(f"measured on: {measured.machine}", markup=False, soft_wrap=True)
     if here != measured.machine:
         say(f"this is another machine ({here}): what is planned holds there, not here")

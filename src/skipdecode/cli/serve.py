@@ -22,7 +22,9 @@ def serve(
     ] = None,
     speedup: Annotated[
         float | None,
-        Option(help="Speed-up of requests that name none (default: the fastest trained one, else 1)."),
+        Option(
+            help="Speed-up of requests that name none (default: the fastest trained one, else the slowest offered)."
+        ),
     ] = None,
     prompt_layers: o.PromptLayers = None,
     adapter: o.Adapter = None,

@@ -16,6 +16,15 @@ from ..errors import MissingExtra, UsageError
 
 Array = NDArray[np.float64]
 
+#: Scripts that leave no space between words: Thai, Lao, Burmese, Khmer, kana, Han.
+UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[^\w\s]")
+
+
+def words(text: str) -> list[str]:
+    """Split a text into words and single punctuation marks; of an ``UNSPACED`` script each character is a word."""
+    return WORD.findall(text)
+
 
 class Metric(ABC):
     """A score of a corpus, 0 to 100, computed from statistics summed over its texts."""
@@ -70,16 +79,26 @@ class _Mean(Metric):
 
 
 class RougeL(_Mean):
-    """ROUGE-L with stemming: the F-measure against the best reference."""
+    """ROUGE-L with stemming: the F-measure against the best reference.
+
+    rouge-score knows the letters a to z alone. Where most letters of the references are others, it counts
+    :func:`words`, lower-cased and not stemmed.
+    """
 
     name = "rouge_l"
     label = "ROUGE-L"
 
     def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
         """Return (n, 1): each text's F-measure (0 to 1) against its best reference."""
-        scorer = _package("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=True)
+        letters = [each for refs in references for ref in refs for each in ref if each.isalpha()]
+        own = None if 2 * sum(map(str.isascii, letters)) >= len(letters) else self
+        scorer = _package("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=True, tokenizer=own)
         pairs = zip(texts, references, strict=True)
         return np.array([[scorer.score_multi(refs, text)["rougeL"].fmeasure] for text, refs in pairs])
+
+    def tokenize(self, text: str) -> list[str]:
+        """Return a text's :func:`words`, lower-cased."""
+        return words(text.lower())
 
 
 class Agreement(_Mean):
@@ -100,8 +119,8 @@ class Agreement(_Mean):
         )
 
     def tokenize(self, text: str) -> list[str]:
-        """Split a text into words and single punctuation marks."""
-        return re.findall(r"\w+|[^\w\s]", text)
+        """Return a text's :func:`words`."""
+        return words(text)
 
 
 class Repetition(_Mean):
@@ -115,8 +134,7 @@ class Repetition(_Mean):
 
     def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
         """Return (n, 1): each text's share (0 to 1), of words and punctuation marks; 0 without any 4-gram."""
-        words = map(Agreement().tokenize, texts)
-        grams = [[*zip(*(each[i:] for i in range(4)), strict=False)] for each in words]
+        grams = [[*zip(*(each[i:] for i in range(4)), strict=False)] for each in map(words, texts)]
         return np.array([[1 - len({*each}) / len(each) if each else 0.0] for each in grams])
 
 
@@ -125,8 +143,7 @@ def distinct(texts: Sequence[str]) -> float:
 
     It falls with the length and number of texts: compare it only between texts for the same prompts. 0 without any.
     """
-    words = map(Agreement().tokenize, texts)
-    grams = [gram for each in words for gram in pairwise(each)]
+    grams = [gram for each in map(words, texts) for gram in pairwise(each)]
     return 100 * len({*grams}) / len(grams) if grams else 0.0
 
 

@@ -18,12 +18,15 @@ from ..files import check_target, write
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+#: Formats that have a title, which tells our pictures from others.
+FORMATS, TITLE = (".png", ".pdf", ".svg"), "made by skipdecode"
+
 
 def check_picture(path: Path) -> None:
-    """Raise FileError if ``path`` cannot be written, UsageError if its suffix is not that of an image format."""
-    check_target(path)
-    if path.suffix.removeprefix(".").lower() not in plt.Figure().canvas.get_supported_filetypes():
-        raise UsageError(f"{path} does not end like a picture: .png, .pdf or .svg, say")
+    """Raise FileError if a file at ``path`` is no picture of ours, UsageError if its suffix is not in ``FORMATS``."""
+    check_target(path, may_replace=lambda content: TITLE.encode() in content)
+    if path.suffix.lower() not in FORMATS:
+        raise UsageError(f"{path} does not end like a picture: {', '.join(FORMATS)}")
 
 
 def draw_demo(schedules: Mapping[float, Schedule], timings: Mapping[float, Timing], path: Path, note: str) -> None:
@@ -80,6 +83,6 @@ def draw_probe(found: Probe, path: Path) -> None:
 
 def _save(figure: plt.Figure, path: Path) -> None:
     content = io.BytesIO()
-    figure.savefig(content, dpi=140, format=path.suffix.removeprefix(".").lower())
+    figure.savefig(content, dpi=140, format=path.suffix.removeprefix(".").lower(), metadata={"Title": TITLE})
     plt.close(figure)
     write(path, content.getvalue())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ def generate_batch(
         The completions in the order of ``prompts``, and the cost of the batch.
 
     Raises:
-        ModelError: the model's logits are NaN.
+        ModelError: the model's logits are NaN, or the batch does not fit into memory.
     """
     passes = passes or Passes()
     options, asked = given(options), model.generation_config
@@ -130,7 +130,7 @@ def generate_batch(
     # These override what the checkpoint's generation config says of cache and outputs.
     defaults = {"do_sample": False, "num_return_sequences": 1, "use_cache": True, "cache_implementation": None}
     defaults |= {"max_new_tokens": max_new_tokens(options, asked)}
-    with finished or nullcontext():
+    with finished or nullcontext(), _names_memory(len(prompts), width):
         output = model.generate(
             ids,
             attention_mask=mask,
@@ -183,3 +183,14 @@ def _unpadded(row: Sequence[int], pad: int) -> int | None:
     """Return the number of tokens before the padding at the end of ``row``; None if there is no padding."""
     length = next((n for n in range(len(row), 0, -1) if row[n - 1] != pad), 0)
     return length if length < len(row) else None
+
+
+@contextmanager
+def _names_memory(rows: int, width: int) -> Iterator[None]:
+    """Raise ModelError for a batch that an accelerator has no memory for."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"{rows} rows of {width} prompt tokens do not fit into memory: a smaller batch size"
+        ) from error

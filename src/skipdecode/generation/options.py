@@ -56,7 +56,7 @@ REFUSED = {
 NEVER = tuple(name for name, reason in REFUSED.items() if reason in (_DRAFT, _GONE))
 NEVER += ("guidance_scale", "min_length", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "token_healing")
 #: Values of these with which they do nothing, beside None, 0 and False.
-NEUTRAL = {"guidance_scale": 1, "encoder_repetition_penalty": 1}
+NEUTRAL = {"guidance_scale": 1, "encoder_repetition_penalty": 1, "num_beam_groups": 1}
 #: Options that have an effect only with ``do_sample``.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 #: transformers' default of ``max_new_tokens``.

@@ -50,7 +50,7 @@ class _Turn(Passes):
     """Counts passes, and ends a turn after each: ``generate`` goes on when it is this text's turn again."""
 
     def __init__(self, writer: _Writer) -> None:
-        super().__init__()
+        super().__init__(every=True)  # a turn ends when its kernels have run
         self.writer = writer
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:

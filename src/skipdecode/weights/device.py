@@ -47,6 +47,15 @@ def check_device(device: str) -> None:
         raise ModelError(f"there is no device {device!r} here that computes")
 
 
+def is_here(device: str) -> bool:
+    """Return whether this machine has such a device."""
+    try:
+        check_device(device)
+    except ModelError:
+        return False
+    return True
+
+
 def check_dtype(dtype: str | torch.dtype) -> None:
     """Raise ModelError for a dtype other than ``auto`` and :data:`DTYPES`."""
     if dtype not in ("auto", *DTYPES, *(getattr(torch, kind) for kind in DTYPES)):
