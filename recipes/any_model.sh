@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Adapters beside every method that trains all weights: the same start, the same texts of the model's own, the same steps.
+# Adapters and `shared` learn full depth's probabilities, the others its texts by cross-entropy.
 # It ends with OUTPUT_DIR/seed0/table/table.md: how far from MODEL each is at each speed.
 #   recipes/any_model.sh MODEL PROMPTS OUTPUT_DIR
 # PROMPTS: JSONL with `prompt` or `messages`; "" for the begin-of-text token alone. The same command resumes a killed run.

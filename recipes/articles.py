@@ -29,6 +29,8 @@ def main(data: Path, output: Path) -> None:
         rows.append({"messages": [{"role": "user", "content": asked}], "response": each.references[0]})
     learned = len(rows) * 2 // 3
     output.mkdir(parents=True, exist_ok=True)
+    if output.samefile(data):
+        raise SystemExit(f"{output} holds the articles: give another folder")
     for name, part in (("prompts", rows[:learned]), ("test", rows[learned:])):
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in part)
         (output / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -41,6 +41,8 @@ def main(
     """Let MODEL write the texts, and write FOLDER."""
     task = get_task("jsonl")
     folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.glob("*.jsonl*")) and not any(folder.glob("own_texts.*")):
+        raise SystemExit(f"{folder} holds other data: give another folder")
     options = SAMPLED | {"temperature": temperature, "max_new_tokens": max_new_tokens}
     job = GenerationJob(model, task=task, batch_size=128, options=options, dtype=dtype, engine=get_engine(engine))
     texts = own_texts(job, read_prompts(prompts or None, task), count, folder / "own_texts.jsonl", say=typer.echo)

@@ -24,6 +24,7 @@ from skipdecode.core.checkpoint_config import CONFIG_KEY, set_entry, to_config_e
 from skipdecode.core.patch import gate_state
 from skipdecode.core.schedule import Schedule
 from skipdecode.core.stack import text_config
+from skipdecode.data import chat
 from skipdecode.data.collation import batches_of, encoded
 from skipdecode.data.tasks import Example, get_task
 from skipdecode.errors import FileError, JobError, ModelError, ScheduleError, TaskError, UsageError
@@ -368,6 +369,8 @@ def test_texts_are_learnt_as_they_were_written(checkpoint: Path, tmp_path: Path)
     lines = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
     read = get_task("jsonl").examples([("here", line) for line in lines], "train")
     assert [each.cut for each in read] == [each.cut for each in texts]
+    held = get_task("jsonl").examples([("here", line) for line in lines], "validation")
+    assert {each.prompt: each.cut for each in held} == {each.prompt: each.cut for each in reversed(texts)}
 
 
 @pytest.mark.parametrize("killed", ["write", "choose"])
@@ -422,7 +425,7 @@ def test_a_chat_model_writes_its_users_messages_too(
     many = [200 if each == 24 else each for each in OWN]
     arguments = ["train", model, *many, "--output", tmp_path / "out"]
     day = iter(("1 May", "2 May"))
-    around = own_prompts.around_message
+    around = chat.around_message
     monkeypatch.setattr(own_prompts, "around_message", lambda its: (f"{next(day)} {around(its)[0]}", around(its)[1]))
     done = run(*arguments)
     assert done.returncode == 0, done.stderr

@@ -135,7 +135,7 @@ def test_gates_of_another_copy_are_refused() -> None:
     layer = model.model.layers[0]
     layer.forward = type("Gate", (), {"__call__": lambda self, *a, **k: type(layer).forward(layer, *a, **k)})()
     inputs: dict[str, Any] = prompts()
-    with pytest.raises(UsageError, match="gates of the installed skipdecode"):
+    with pytest.raises(UsageError, match="gates of another copy"):
         generate(model, **inputs, speedup=2)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -175,6 +176,23 @@ def test_early_exits_share_a_training(name: str, checkpoint: Path, data: Path, t
 def test_speed_ups_that_nobody_named_fit_the_model(shallow_checkpoint: Path, data: Path, tmp_path: Path) -> None:
     plan = EvaluationPlan(str(shallow_checkpoint), data, get_task("jsonl"), output=tmp_path)
     assert {variant.speedup for variant in _select(plan)} == {1, 2, 3, 4}
+
+
+def test_speed_ups_that_were_trained_are_evaluated_unasked(
+    shallow_checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
+    """And beside a bfloat16 model a trained one, which is saved in float32, is not measured in float32."""
+    half = Path(shutil.copytree(shallow_checkpoint, tmp_path / "half"))
+    config = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    out = tmp_path / "trained"
+    train = ("--data", data, "--max-steps", 1, "--eval-steps", 0, "--lengths", "11", "--speedups", "1,4")
+    assert run("train", half, *train, "--output", out).returncode == 0
+    plan = EvaluationPlan(str(half), data, get_task("jsonl"), methods=f"skipdecode={out}", output=tmp_path / "table")
+    chosen = _select(plan)
+    assert {variant.speedup for variant in chosen} == {1, 4}
+    evaluation = Evaluation(plan, [], [], chosen)
+    assert {str(evaluation._model(variant.model)[0].dtype) for variant in chosen} == {str(evaluation.where[0])}
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,10 @@ def test_another_models_full_depth_is_not_pushed_as_this_ones(tmp_path: Path) ->
     table = json.loads((results / "table.json").read_text())
     table["rows"][0]["model"] = "another"
     (results / "table.json").write_text(json.dumps(table))
+    other = shutil.copytree(DEMO, tmp_path / "other")
+    done = run("push", other, "me/demo", "--results", RESULTS / "e2e", "--prepare", tmp_path / "out")
+    assert done.returncode == 2
+    assert "has the results of demo, not of other" in done.stderr
     done = run("push", DEMO, "me/demo", "--results", results, "--prepare", tmp_path / "out")
     assert done.returncode == 2
     assert "compares models" in done.stderr

@@ -16,9 +16,7 @@ from .console import Bar, print_table, say
 
 Speedups = Annotated[
     str | None,
-    Option(
-        help="Targets of every method: times fewer layers (default: those of an adapter among them, else 1,2,3,4,5)."
-    ),
+    Option(help="Targets of every method: times fewer layers (default: those that were trained, else 1,2,3,4,5)."),
 ]
 Methods = Annotated[
     str,

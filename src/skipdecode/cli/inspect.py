@@ -48,16 +48,18 @@ def schedule(
         target = DEFAULT_SPEEDUP if speedup is None else speedup
         shown = Schedule.for_speedup(target, layers, horizon or DEFAULT_HORIZON, **style)
     else:
+        from ..core.stack import with_lenders_first
         from ..weights.loading import read_config
 
-        shown = schedule_for(read_config(str(model)), speedup, horizon=horizon, **style)
+        config = read_config(str(model))
+        shown = schedule_for(config, speedup, horizon=horizon, **style)
     if save:
         shown.save(save)
         say(f"wrote {save}")
     if as_json:
         print(shown.to_json())
     else:
-        _print_schedule(shown)
+        _print_schedule(shown if layers is not None else with_lenders_first(shown, config))
 
 
 def _print_schedule(schedule: Schedule) -> None:

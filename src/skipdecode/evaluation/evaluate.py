@@ -17,14 +17,22 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..adapters.damage import damage
 from ..clock.tables import FILES as TABLES
 from ..clock.timing import alternate, compare, forced, typical_steps
-from ..core.adapter_folder import check_learnt, read_schedules, trained_schedule
+from ..core.adapter_folder import check_learnt, trained_schedule
 from ..core.attach import attach
-from ..core.checkpoint_config import DEFAULT_METHOD, layer_count, schedule_for, trained_method
+from ..core.checkpoint_config import (
+    DEFAULT_METHOD,
+    layer_count,
+    schedule_for,
+    trained_method,
+    trained_schedules,
+    untrained_warning,
+)
 from ..core.schedule import Schedule
 from ..core.stack import text_config
 from ..core.text_passes import TextPasses
@@ -65,8 +73,8 @@ class EvaluationPlan:
         model: directory, hub name or ``demo``: the full model, also used by each method that names no checkpoint.
         data: folder with the task's files, hub name, or one file of inputs, in which prompts are enough.
         task: how inputs are prompted and scored.
-        speedups: target layer ratios of every method; None: those of the adapter, if ``model`` or a method's checkpoint
-            is one, else 1 to 5.
+        speedups: target layer ratios of every method; None: those that ``model`` or a method's checkpoint was trained
+            for, else 1 to 5.
         methods: as :func:`skipdecode.evaluation.variants.variants` takes them.
         schedules: JSON files of further schedules to evaluate.
         output: folder for tables, a plot and finished table rows.
@@ -75,7 +83,7 @@ class EvaluationPlan:
         max_new_tokens: None: the task's.
         timing_rows: number of inputs to time, evenly drawn.
         repeats: timed rounds; each runs the full model and the variant once.
-        dtype, device: as :func:`skipdecode.load` takes them.
+        dtype, device: as :func:`skipdecode.load` takes them; ``auto`` is for all models what it is for the full one.
         faster: the options ``quantization`` and ``prepack`` of :func:`skipdecode.load`, for all models alike.
         overwrite: replace results of other settings or models in ``output``.
 
@@ -166,7 +174,7 @@ def evaluate(
             rows.append(evaluation.row(variant))
         on_progress(variant.key, len(rows), len(selected))
         labels = [(metric.name, metric.label) for metric in metrics]
-        about = _about(plan, len(examples), command) | report.notes(rows)
+        about = _about(plan, evaluation.where[0], len(examples), command) | report.notes(rows)
         report.save(rows, labels, about, plan.output)
         draw_tradeoff(rows, labels, plan.output / "tradeoff.png")
     return Results(rows, labels, about, [plan.output / name for name in FILES])
@@ -202,17 +210,23 @@ def _select(plan: EvaluationPlan) -> list[Variant]:
         elif folder is not None and variant.method.skips:
             name, base = variant.method.name, resolve(variant.model)
             raise UsageError(f"{folder} was not trained for {name}: give {name}={base}, or a model that was")
-        where = placement(config, plan.dtype, plan.device)
-        check_optimizations(variant.model, config, *where, **plan.faster)
+        check_optimizations(variant.model, config, *_placement(plan, selected[0]), **plan.faster)
         if variant.schedule is not None:
             schedule_for(config, schedule=variant.schedule)
     return selected
 
 
+def _placement(plan: EvaluationPlan, reference: Variant) -> tuple[str | torch.dtype, str]:
+    """Return the dtype and device of all models: by themselves, a trained one would be float32 beside bfloat16."""
+    config = read_config(reference.model)
+    dtype, device = placement(config, plan.dtype, plan.device)
+    return (config.dtype or torch.float32) if dtype == "auto" else dtype, device
+
+
 def _known(plan: EvaluationPlan) -> list[float]:
-    """Return the speed-ups of the first adapter among the plan's checkpoints; none without one."""
-    folders = [adapter_of(variant.model) for variant in variants(plan.methods, plan.model, (2,))]
-    return next((sorted(read_schedules(folder)) for folder in folders if folder is not None), [])
+    """Return the speed-ups that the first trained one of the plan's checkpoints knows; none without one."""
+    trained = (trained_schedules(read_config(variant.model)) for variant in variants(plan.methods, plan.model, (2,)))
+    return next((sorted(schedules) for schedules in trained if schedules), [])
 
 
 def _metrics(examples: Sequence[Example], say: Say) -> list[Metric]:
@@ -226,11 +240,12 @@ def _metrics(examples: Sequence[Example], say: Say) -> list[Metric]:
     return metrics
 
 
-def _about(plan: EvaluationPlan, count: int, command: str | None) -> dict[str, str]:
+def _about(plan: EvaluationPlan, dtype: Any, count: int, command: str | None) -> dict[str, str]:
     """Return the settings that go below the tables, by name; ``count`` is the number of scored inputs."""
     return ({"command": command} if command else {}) | {
         "rows": f"{count} test inputs of {plan.task.name}, greedy, batch {plan.batch_size}",
         "machine": machine(plan.device),
+        "weights": str(dtype).removeprefix("torch."),
         **({"made faster": str(dict(plan.faster))} if plan.faster else {}),
         "rounds": f"{plan.repeats}, the full model and the method in turn",
         "intervals": "95%, bootstrap over inputs, 1000 samples; of differences from the full model: paired",
@@ -264,6 +279,7 @@ class Evaluation:
         self.variants, self.reference = variants, variants[0]
         self.metrics = metrics
         self.say = say
+        self.where = _placement(plan, self.reference)
         self._folder = plan.output / "rows"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
@@ -281,7 +297,7 @@ class Evaluation:
         texts = [asdict(example) for example in (*self.examples, *self.held_out)]
         most = plan.max_new_tokens or plan.task.max_new_tokens
         numbers = [plan.batch_size, most, plan.timing_rows, plan.repeats]
-        where = [plan.dtype, plan.device, dict(plan.faster), machine(plan.device), version("skipdecode")]
+        where = [str(self.where[0]), plan.device, dict(plan.faster), machine(plan.device), version("skipdecode")]
         scores = [metric.name for metric in self.metrics]
         chosen = [variant.method.name, variant.speedup, variant.model, variant.key, variant.schedule]
         return fingerprint(ROW_VERSION, texts, numbers, where, scores, chosen, models)
@@ -339,7 +355,8 @@ class Evaluation:
         """Return a checkpoint's model and tokenizer; keep only the reference and the last one loaded in memory."""
         if name not in self._loaded:
             self._loaded = {k: v for k, v in self._loaded.items() if k == self.reference.model}
-            self._loaded[name] = load(name, dtype=self.plan.dtype, device=self.plan.device, **self.plan.faster)
+            dtype, device = self.where
+            self._loaded[name] = load(name, dtype=dtype, device=device, **self.plan.faster)
         return self._loaded[name]
 
     def generate(self, name: str, examples: Sequence[Example], decoding: Decoding, **options: Any) -> Generated:
@@ -386,6 +403,8 @@ class Evaluation:
         if not all(example.references for example in self.examples):
             loss |= self._told(variant, lambda: self._distance(model, schedule, result.completions))
         trained = variant.method.is_trained_by(trained_method(model.config))
+        if variant.schedule is None and isinstance(decoding, Schedule):
+            trained = trained and untrained_warning(model.config, decoding) is None
         return {
             "method": variant.file or variant.method.name,
             "label": variant.label + ("" if trained else ", untrained"),

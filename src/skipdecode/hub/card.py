@@ -81,6 +81,7 @@ def model_card(
     base_model: str | None = None,
     trained_with: str | None = None,
     results: Path | None = None,
+    evaluated: str | None = None,
     license: str | None = None,
     datasets: Sequence[str] = (),
 ) -> ModelCard:
@@ -93,13 +94,14 @@ def model_card(
         base_model: hub name of what it was trained from.
         trained_with: the command.
         results: folder that ``skipdecode evaluate`` has written.
+        evaluated: the name of the checkpoint's folder, whose results these have to be.
         license: as the hub names it, e.g. ``apache-2.0``.
         datasets: hub names of what it was trained on.
 
     Raises:
-        FileError: ``results`` holds no table of ``skipdecode evaluate``, or one of several models.
+        FileError: ``results`` holds no table of ``skipdecode evaluate``, or one of other models.
     """
-    table = None if results is None else _table(results, is_adapter)
+    table = None if results is None else _table(results, is_adapter, evaluated)
     name, speeds = repo.split("/")[-1], [speed for speed in schedules if speed > 1]
     data = ModelCardData(
         library_name="transformers",
@@ -143,7 +145,7 @@ def _depths(schedule: Schedule) -> str:
     return f"{span} of {schedule.num_layers} layers"
 
 
-def _table(results: Path, is_adapter: bool) -> dict[str, Any]:
+def _table(results: Path, is_adapter: bool, evaluated: str | None) -> dict[str, Any]:
     table = read_json(results / "table.json")
     if not isinstance(table, dict) or not {"about", "rows"} <= table.keys():
         raise FileError(f"{results} holds no table of skipdecode evaluate")
@@ -151,6 +153,8 @@ def _table(results: Path, is_adapter: bool) -> dict[str, Any]:
     models = {model for model, _ in (told[1:] if is_adapter else told)}  # an adapter's 1x is its base
     if len(models) > 1 or len({*told[1:]}) < len(told[1:]):
         raise FileError(f"{results} compares models, methods or schedules: a card takes one model, each speed once")
+    if other := models - {evaluated or None}:
+        raise FileError(f"{results} has the results of {other.pop()}, not of {evaluated}: evaluate that folder")
     return table
 
 

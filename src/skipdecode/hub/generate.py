@@ -32,8 +32,9 @@ def generate(
     gates = gate_state(model)
     if gates is None and any(type(vars(each).get("forward")).__name__ == Gate.__name__ for each in model.modules()):
         raise UsageError(
-            "the model has gates of the installed skipdecode, which would run beside these: call "
-            "skipdecode.detach(model) first; or skipdecode.attach(model, speedup=…), and leave custom_generate out"
+            "the model has gates of another copy of this code, which would run beside these. Of another "
+            "custom_generate: keep it, and give this folder as adapter=; or load the model again. Of the installed "
+            "skipdecode: skipdecode.detach(model) first; or skipdecode.attach(model, speedup=…) without custom_generate"
         )
     acting = getattr(gates and gates.adapter, "read_from", None)  # so that it is read and compared with the model once
     attach(model, adapter=None if adapter == acting else adapter)

@@ -65,7 +65,8 @@ def prepare(
         if not is_trained(config):
             raise UsageError(f"{folder} was not trained to skip layers: push is for models and adapters that were")
         schedules = trained_schedules(config)
-    card = model_card(repo, schedules, is_adapter=adapter, base_model=base_model, results=results, **more)
+    more |= {"results": results, "evaluated": folder.resolve().name}
+    card = model_card(repo, schedules, is_adapter=adapter, base_model=base_model, **more)
     target.mkdir(parents=True, exist_ok=True)
     if adapter:
         (target / ABOUT).write_text(json.dumps(about | {"base_model": base_model}, indent=1) + "\n")

@@ -13,6 +13,7 @@ import gradio as gr
 from skipdecode.core.adapter_folder import trained_schedule
 from skipdecode.core.checkpoint_config import trained_schedules, untrained_warning
 from skipdecode.core.schedule import Schedule
+from skipdecode.core.stack import with_lenders_first
 from skipdecode.data.chat import Message, Prompt
 from skipdecode.data.tokenization import encode_prompts
 from skipdecode.errors import SkipDecodeError, UsageError
@@ -60,7 +61,8 @@ def schedules_for(
         speedups = (1.0, *{faster[(len(faster) - 1) // 2], faster[-1]}) if faster else UNTRAINED
     if len(speedups) > SIDE_BY_SIDE:
         raise UsageError(f"{SIDE_BY_SIDE} speed-ups fit side by side, not {len(speedups)}")
-    return {speedup: trained_schedule(config, speedup, adapter, LONGEST) for speedup in sorted(speedups)}
+    chosen = {speedup: trained_schedule(config, speedup, adapter, LONGEST) for speedup in sorted(speedups)}
+    return {speedup: with_lenders_first(schedule, config) for speedup, schedule in chosen.items()}
 
 
 def page(model: Any, tokenizer: Any, schedules: Mapping[float, Schedule], name: str = "the model") -> gr.Blocks:

@@ -79,7 +79,9 @@ class Task(ABC):
             found.append(replace(example, cut=row.get("finish_reason") == "length"))
         if split == "train":
             return [Example(each.prompt, (text,), each.cut) for each in found for text in each.references]
-        return gather((each.prompt, each.references) for each in found)
+        cut = {(each.prompt, each.references[0]) for each in found if each.cut}
+        gathered = gather((each.prompt, each.references) for each in found)
+        return [replace(each, cut=(each.prompt, each.references[0]) in cut) for each in gathered]
 
     def check_text(self, row: Mapping[str, Any], columns: Iterable[str]) -> None:
         """Raise TaskError if one of ``columns`` holds no text in ``row``."""
