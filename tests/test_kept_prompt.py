@@ -111,6 +111,16 @@ def test_rows_are_not_made_up() -> None:
     assert run(model, alone, **{CACHE: cache}, num_beams=2).sequences.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_prefix_leaves_a_token_to_compute(more: int) -> None:
+    """Else the prompt would be computed again, behind itself."""
+    model, inputs = attach(build("llama")), prompts()
+    prefix = prefix_of(model, inputs, inputs["input_ids"].shape[1])
+    shorter = {name: value[:, : value.shape[1] - more] for name, value in inputs.items()}
+    with pytest.raises(CacheError, match="holds the whole prompt"):
+        run(model, shorter, **{CACHE: SkipCache(model, TOP, prefix=prefix)})
+
+
 def test_a_full_skip_cache_may_be_the_prefix() -> None:
     """Calls that begin with it share no spare room: the second text is the first."""
     model, inputs = attach(build("llama")), prompts()

@@ -50,7 +50,7 @@ def test_attentions_metadata_are_made_for_the_layers_of_a_part_alone(monkeypatch
         groups = [group for groups in runner(it).attn_groups for group in groups]
         for group in groups:
             of = group.build_metadata
-            group.build_metadata = lambda *args, of=of: (built.append(1), of(*args))[1]  # type: ignore[func-returns-value]
+            group.build_metadata = lambda *args, of=of, **more: (built.append(1), of(*args, **more))[1]  # type: ignore[func-returns-value]
         serve(it, requests_of(8))
         whole = runner(it).skip_plan.steps * len(groups)
     assert len(groups) == 8

@@ -73,6 +73,27 @@ def test_responses(server: Server, client: Any, solo: Reference, inputs: list[st
     assert server.total("skipdecode_requests_total", speedup="3") == before + 4
 
 
+@pytest.mark.parametrize("how", [{"model": "demo:3x"}, {"model": "demo:3x", "vllm_xargs": {"speedup": 3}}])
+def test_responses_by_the_models_name(
+    server: Server, client: Any, solo: Reference, inputs: list[str], how: dict[str, Any]
+) -> None:
+    """Streamed too, in another task than that which looks the name up; what is not offered is refused before."""
+
+    async def respond(text: str) -> str:
+        made = await client.responses.create(
+            model=how["model"], input=text, temperature=0, max_output_tokens=NEW, stream=True, extra_body=how
+        )
+        return "".join([event.delta async for event in made if event.type == "response.output_text.delta"])
+
+    requests = [Request(tuple(solo.tokenizer(text)["input_ids"]), 3.0, NEW) for text in inputs[:2]]
+    expected = [solo.tokenizer.decode(text, skip_special_tokens=True) for text in solo.texts(requests)]
+    assert together(*(respond(text) for text in inputs[:2])) == expected
+    for name, speedup in (("demo", 99), ("demo:2x", 3)):
+        body = {"model": name, "input": "a", "stream": True, "vllm_xargs": {"speedup": speedup}}
+        status, answer = post(server, "/v1/responses", json.dumps(body))
+        assert status == 400, answer
+
+
 @pytest.mark.parametrize("how", [{"model": "demo:3x"}, {"model": "demo", "vllm_xargs": {"speedup": 3}}])
 def test_messages(server: Server, solo: Reference, inputs: list[str], how: dict[str, Any]) -> None:
     """Anthropic's API, by the model's name and by the argument."""

@@ -283,7 +283,8 @@ class SkipCache(DynamicCache):
         if not self.schedule.is_full:
             raise CacheError("a SkipCache cannot be cropped: retired layers hold nothing to go back to")
         super().crop(tokens_to_remove)
-        self._length = self.get_seq_length()
+        kept = (layer.get_seq_length() for i, layer in enumerate(self.layers) if self._attends(i))
+        self._length = next(kept, self._length)
 
     def reset(self) -> None:
         """Raise CacheError: every call needs a new cache."""

@@ -74,8 +74,11 @@ class PromptGuard(Patch):
                 "with use_cache=False every step runs the whole text anew: leave it out, or the SkipCache (detach)"
             )
         # ``generate`` gives a decode step its length, 1. (Before 5.23, it gives a chunk of a prompt neither argument.)
-        if kwargs.get("is_first_iteration") or kwargs.get("next_sequence_length") is None:
+        new = kwargs.get("next_sequence_length")
+        if kwargs.get("is_first_iteration") or new is None:
             cache.begin_prompt()
+            if new is not None and new < 1:
+                raise CacheError("the cache holds the whole prompt: leave at least its last token out of a prefix")
         inputs = self.original(*args, **kwargs)
         ids = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
         self.gates.expected[threading.get_ident()] = weakref.ref(cache), ids

@@ -22,7 +22,16 @@ from .depths import Tables
 from .metrics import count_finished, observe_times, show_load, work
 from .patch import patch
 from .policy import Load
-from .requests import NAMED, OWN, SPEEDUP, bad_request, model_names, refuse_look_alikes
+from .requests import (
+    NAMED,
+    OWN,
+    SPEEDUP,
+    bad_request,
+    model_names,
+    refuse_look_alikes,
+    requested_speedup,
+    take_name,
+)
 from .settings import Serving
 
 logger = init_logger(f"vllm.{__name__}")  # a child of vLLM's logger has its handlers and level
@@ -84,7 +93,7 @@ class Frontend:
         patch(processor, "abort_requests", self._abort_requests)
         patch(client, "shutdown", functools.partial(self._shutdown, client))
         for request in (CompletionRequest, ChatCompletionRequest, ResponsesRequest):
-            patch(request, "to_sampling_params", _to_sampling_params)
+            patch(request, "to_sampling_params", self._to_sampling_params)
         patch(models.OpenAIServingModels, "__init__", self._init_models)
         patch(models.OpenAIModelRegistry, "is_base_model", self._is_base_model)
         for module in (completion, chat_completion):
@@ -103,6 +112,18 @@ class Frontend:
         """Answer as vLLM does, which asks this of each request's model in the task that answers the request."""
         NAMED.set(self._names.get(name))
         return original(registry, name)
+
+    def _to_sampling_params(self, original: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do as vLLM does, and take the speed-up: the task that streams a response no longer knows the model's name.
+
+        A top-level field ``speedup`` is refused: the OpenAI API would accept and ignore it.
+        """
+        with bad_request():
+            refuse_look_alikes(request.model_extra or ())
+            params = original(request, *args, **kwargs)
+            take_name(params)
+            requested_speedup(params, self.serving)
+        return params
 
     def _add_request(self, original: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         original(request, *args, **kwargs)
@@ -170,13 +191,6 @@ class TokenTimes(StatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         """Do nothing: vLLM calls this when it logs that the engine is ready."""
-
-
-def _to_sampling_params(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Do as vLLM does, but refuse a top-level field ``speedup``: the OpenAI API would accept and ignore it."""
-    with bad_request():
-        refuse_look_alikes(self.model_extra or ())
-    return original(self, *args, **kwargs)
 
 
 def _timing_metrics(original: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:

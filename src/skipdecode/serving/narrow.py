@@ -123,5 +123,6 @@ class Groups:
             slots = self.whole[name][self.tokens]
             table = self.prepared.block_table(place)[self.requests]
             common = CommonAttentionMetadata(**self.common, block_table_tensor=table, slot_mapping=slots)
-            self._made[id(group)] = group.build_metadata(common), slots
+            # A fast build: else FlashAttention 3 would write each part's plan into the buffer of the whole step's.
+            self._made[id(group)] = group.build_metadata(common, fast_build=True), slots
         return self._made[id(group)]
