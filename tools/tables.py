@@ -189,6 +189,25 @@ def seeds(folder: str) -> None:
     print(f"{tables[0]['about']['rows'].replace(' of jsonl', '')}; {tables[0]['about']['machine']}.")
 
 
+def two_ways(folder: str) -> None:
+    """Two checkpoints of one method at each speed, on the full model's own texts."""
+    saved = _saved(folder)
+
+    def cells(row: Row) -> tuple[str, ...]:
+        low, high = row["kl_interval"]
+        near = f"{row['kl']:.2f} ({low:.2f} to {high:.2f})" if row["kl"] else "0.00"
+        return near, f"{row['top_1']:.0f}%", f"{row['text_loss']:.2f}", f"{row['repetition']:.1f}%"
+
+    names = {"fast": "adapter", "all-weights": "all weights"}
+    rows = [row for row in saved["rows"] if row["model"] in names]
+    _print(
+        ("trained", "target", "KL", "same token", "nats of its texts", "repeated 4-grams"),
+        [(names[row["model"]], _target(row), *cells(row)) for row in rows],
+        words=1,
+    )
+    print(f"{saved['about']['rows'].replace(' of jsonl', '')}; {saved['about']['machine']}.")
+
+
 def answer(folder: str, *rows: str) -> None:
     """What each row wrote to the first prompt."""
     prompt = json.loads((RESULTS / folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0])
