@@ -79,9 +79,9 @@ class Task(ABC):
             found.append(replace(example, cut=row.get("finish_reason") == "length"))
         if split == "train":
             return [Example(each.prompt, (text,), each.cut) for each in found for text in each.references]
-        cut = {(each.prompt, each.references[0]) for each in found if each.cut}
+        cut = {each.prompt: each.cut for each in reversed(found)}  # of the first reference: the loss is on that one
         gathered = gather((each.prompt, each.references) for each in found)
-        return [replace(each, cut=(each.prompt, each.references[0]) in cut) for each in gathered]
+        return [replace(each, cut=cut[each.prompt]) for each in gathered]
 
     def check_text(self, row: Mapping[str, Any], columns: Iterable[str]) -> None:
         """Raise TaskError if one of ``columns`` holds no text in ``row``."""
