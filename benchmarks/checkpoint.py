@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from skipdecode.clock.model_shapes import shape_config
-from skipdecode.core.stack import decoder_layers
-from skipdecode.weights.loading import DEMO, load_tokenizer
+from skipdecode.latency.model_shapes import shape_config
+from skipdecode.loading.load import DEMO, load_tokenizer
+from skipdecode.model.inspect import decoder_layers
 
 
 def make(config: Any, folder: Path, dtype: torch.dtype, seed: int = 0) -> int:

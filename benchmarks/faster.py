@@ -22,10 +22,10 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
 
 from skipdecode import Schedule, SkipCache, attach
-from skipdecode.core.adapter import Adapter
-from skipdecode.core.cache_name import CACHE
-from skipdecode.weights.device import machine
-from skipdecode.weights.optimize import optimize
+from skipdecode.loading.device import machine
+from skipdecode.loading.optimize import optimize
+from skipdecode.model.adapter import Adapter
+from skipdecode.model.cache_name import CACHE
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -30,18 +30,18 @@ from peers.catalogue import Engine
 from peers.engines.skipdecode import Ids
 from peers.processes import EngineFailed, Running
 from skipdecode import Schedule
-from skipdecode.core.adapter_folder import read_schedules
-from skipdecode.data.collation import Collator
+from skipdecode.data.collator import Collator
 from skipdecode.data.inputs import read_items
 from skipdecode.data.metrics import Agreement, Repetition
 from skipdecode.data.tasks import get_task
-from skipdecode.data.tokenization import encode_prompts
+from skipdecode.data.tokenize import encode_prompts
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.loss import response_loss
 from skipdecode.files import write
 from skipdecode.generation.generate import generate_ids
-from skipdecode.weights.device import machine
-from skipdecode.weights.loading import read_generation_config
+from skipdecode.loading.device import machine
+from skipdecode.loading.load import read_generation_config
+from skipdecode.model.adapter_folder import read_schedules
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

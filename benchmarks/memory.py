@@ -33,10 +33,10 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     from transformers import LogitsProcessor, LogitsProcessorList
 
     from skipdecode import Schedule, SkipCache, generate, load
-    from skipdecode.core.cache import total_kv_bytes
-    from skipdecode.core.checkpoint_config import layer_count
     from skipdecode.generation.batch import generate_batch
-    from skipdecode.planning.resolve import new_schedule
+    from skipdecode.latency.resolve import new_schedule
+    from skipdecode.model.cache import total_kv_bytes
+    from skipdecode.model.config import layer_count
 
     generate(*load("demo", device="cpu"), "first things first", max_new_tokens=2)  # what is only allocated once
     model, tokenizer = load(str(given.model), device="cpu", dtype=given.dtype)
@@ -147,8 +147,8 @@ def main() -> None:
         vars(given).update(json.loads(given.cell))
         print(json.dumps(measure(given)))
         return
-    from skipdecode.clock.tables import markdown_table, save_tables
-    from skipdecode.weights.device import machine
+    from skipdecode.latency.tables import markdown_table, save_tables
+    from skipdecode.loading.device import machine
 
     rows = []
     for batch in map(int, given.batch.split(",")):

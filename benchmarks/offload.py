@@ -31,13 +31,13 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from skipdecode import Schedule, generate, load
-    from skipdecode.clock.timing import forced
-    from skipdecode.core.checkpoint_config import layer_count
-    from skipdecode.core.stack import decoder_layers
     from skipdecode.generation.generate import generate_ids
-    from skipdecode.planning.resolve import new_schedule
-    from skipdecode.weights.loading import read_config
-    from skipdecode.weights.offload import Offload
+    from skipdecode.latency.resolve import new_schedule
+    from skipdecode.latency.timing import forced
+    from skipdecode.loading.load import read_config
+    from skipdecode.loading.offload import Offload
+    from skipdecode.model.config import layer_count
+    from skipdecode.model.inspect import decoder_layers
 
     config = read_config(str(given.model))
     schedule = Schedule.full(layer_count(config))
@@ -132,8 +132,8 @@ def main() -> None:
     if given.speedup is not None:
         print(json.dumps(measure(given)))
         return
-    from skipdecode.clock.tables import markdown_table, save_tables
-    from skipdecode.weights.device import machine
+    from skipdecode.latency.tables import markdown_table, save_tables
+    from skipdecode.loading.device import machine
 
     rows: list[dict[str, Any]] = []
     for speedup in given.speedups.split(","):

@@ -20,13 +20,13 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from skipdecode import Schedule, attach
-from skipdecode.clock.model_shapes import random_model
-from skipdecode.clock.timing import alternate
 from skipdecode.generation import batch
 from skipdecode.generation import finished_rows as leaving
-from skipdecode.generation.results import Generated
-from skipdecode.planning.resolve import new_schedule
-from skipdecode.weights.device import machine
+from skipdecode.generation.stats import Generated
+from skipdecode.latency.model_shapes import random_model
+from skipdecode.latency.resolve import new_schedule
+from skipdecode.latency.timing import alternate
+from skipdecode.loading.device import machine
 
 #: Deciles of response lengths in tokens: E2E NLG's dev set.
 DECILES = (7, 16, 19, 21, 24, 26, 28, 30, 33, 37, 94)

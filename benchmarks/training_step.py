@@ -16,8 +16,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from skipdecode import Schedule, teacher_forced
-from skipdecode.clock.model_shapes import random_model
-from skipdecode.weights.device import machine
+from skipdecode.latency.model_shapes import random_model
+from skipdecode.loading.device import machine
 
 
 def main() -> None:

@@ -18,16 +18,16 @@ import typer
 from torch.nn.functional import log_softmax
 
 from skipdecode import attach
-from skipdecode.core.adapter_folder import read_schedules
-from skipdecode.core.checkpoint_config import layer_count
-from skipdecode.core.schedule import Schedule
-from skipdecode.core.text_passes import TextPasses
-from skipdecode.data.collation import batches_of
+from skipdecode.data.collator import batches_of
 from skipdecode.data.inputs import read_examples
 from skipdecode.data.tasks import Example, get_task
-from skipdecode.data.tokenization import encode_response
+from skipdecode.data.tokenize import encode_response
 from skipdecode.generation.generate import max_positions
-from skipdecode.weights.loading import load
+from skipdecode.loading.load import load
+from skipdecode.model.adapter_folder import read_schedules
+from skipdecode.model.config import layer_count
+from skipdecode.model.teacher_forcing import TextPasses
+from skipdecode.schedule import Schedule
 
 #: Positions of generated tokens, from the second on: the first follows the prompt, which runs all layers.
 PARTS = ((2, 8), (9, 16), (17, 32), (33, 64), (65, 128))

@@ -18,18 +18,18 @@ from typing import Any
 import typer
 
 from skipdecode import load
-from skipdecode.data.collation import batches_of
+from skipdecode.data.collator import batches_of
 from skipdecode.data.metrics import DEFAULT
 from skipdecode.data.tasks import Example, get_task
 from skipdecode.evaluation.evaluate import Evaluation, EvaluationPlan
 from skipdecode.evaluation.loss import response_loss
+from skipdecode.evaluation.methods import get_method
 from skipdecode.evaluation.report import save
 from skipdecode.evaluation.search import spare
 from skipdecode.evaluation.variants import Variant
-from skipdecode.methods import get_method
-from skipdecode.training.plan import TrainingPlan
-from skipdecode.training.run import train
-from skipdecode.weights.device import machine
+from skipdecode.loading.device import machine
+from skipdecode.training.config import TrainingPlan
+from skipdecode.training.train import train
 
 BASE = Path(__file__).parent / "e2e" / "experiments.yaml"
 BATCH = 32

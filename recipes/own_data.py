@@ -16,11 +16,11 @@ from pathlib import Path
 
 import typer
 
-from skipdecode.adapters.own_texts import SAMPLED, hold_out, own_texts, read_prompts
 from skipdecode.data.chat import Prompt, as_json
 from skipdecode.data.tasks import Example, get_task
-from skipdecode.engines import get_engine
-from skipdecode.generation.jobs import GenerationJob
+from skipdecode.generation.engines import get_engine
+from skipdecode.generation.job import GenerationJob
+from skipdecode.training.self_generated import SAMPLED, hold_out, own_texts, read_prompts
 
 #: Texts that are held out for validation, and as many for tests.
 HELD_OUT = 128

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import typer
 
-from skipdecode.adapters.own_prompts import prompts_for
 from skipdecode.data.tasks import get_task
-from skipdecode.engines import get_engine
-from skipdecode.generation.jobs import GenerationJob
+from skipdecode.generation.engines import get_engine
+from skipdecode.generation.job import GenerationJob
+from skipdecode.training.self_prompts import prompts_for
 
 #: Words of a post.
 LONGEST = 90

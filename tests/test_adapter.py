@@ -28,10 +28,11 @@ from helpers.families import (
 from helpers.profiles import profile_of
 from helpers.tiny import TEXTS
 from skipdecode import Schedule, ScheduleError, SkipCache, attach, detach, load, teacher_forced
-from skipdecode.adapters.damage import Damage, damage
-from skipdecode.adapters.probe import Probe, Tried, candidates, probe_model
-from skipdecode.core.adapter import Adapter, gaps_between, step_runs
-from skipdecode.core.adapter_folder import (
+from skipdecode.errors import FileError, JobError, ModelError, TaskError, UsageError
+from skipdecode.evaluation.divergence import Damage, damage
+from skipdecode.evaluation.exactness import run_checks
+from skipdecode.model.adapter import Adapter, gaps_between, step_runs
+from skipdecode.model.adapter_folder import (
     ABOUT,
     WEIGHTS,
     check_base_files,
@@ -40,15 +41,14 @@ from skipdecode.core.adapter_folder import (
     read_schedules,
     save_adapter,
 )
-from skipdecode.core.cache_name import CACHE
-from skipdecode.core.checkpoint_config import CONFIG_KEY
-from skipdecode.core.patch import gate_state
-from skipdecode.core.stack import text_config
-from skipdecode.core.text_passes import TextPasses
-from skipdecode.errors import FileError, JobError, ModelError, TaskError, UsageError
-from skipdecode.evaluation.check import run_checks
-from skipdecode.training.adapting import make_learner
-from skipdecode.training.plan import TrainingPlan
+from skipdecode.model.cache_name import CACHE
+from skipdecode.model.config import CONFIG_KEY
+from skipdecode.model.inspect import text_config
+from skipdecode.model.patch import gate_state
+from skipdecode.model.teacher_forcing import TextPasses
+from skipdecode.training.config import TrainingPlan
+from skipdecode.training.distill import make_learner
+from skipdecode.training.probe import Probe, Tried, candidates, probe_model
 
 FULL = Schedule.full(LAYERS)
 TOLERANCE = 1e-5
@@ -219,8 +219,8 @@ def test_check_takes_an_adapter_along_to_float64(
     seen = set()
     for module in (*adapter.stand_ins.values(), *adapter.bottlenecks.values()):
         module.register_forward_pre_hook(lambda module, args: seen.add((args[0].dtype, module.down.dtype)))
-    monkeypatch.setattr("skipdecode.evaluation.check.TOLERANCE", 1e-6)
-    monkeypatch.setattr("skipdecode.evaluation.check.TIMES_STOCK", 0)
+    monkeypatch.setattr("skipdecode.evaluation.exactness.TOLERANCE", 1e-6)
+    monkeypatch.setattr("skipdecode.evaluation.exactness.TIMES_STOCK", 0)
     findings = list(run_checks(model, TOP))
     assert [finding for finding in findings if not finding.held] == []
     assert any("in float64" in finding.detail for finding in findings)

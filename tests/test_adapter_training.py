@@ -14,29 +14,29 @@ from transformers import AutoTokenizer, LlamaConfig, TrainingArguments
 
 from helpers.tiny import TEXTS, run, write_jsonl
 from skipdecode import detach, load
-from skipdecode.adapters import own_prompts
-from skipdecode.adapters.learner import AdapterLearner
-from skipdecode.adapters.own_texts import SAMPLED, ends_in_loop, hold_out, own_texts
-from skipdecode.core.adapter import Adapter
-from skipdecode.core.adapter_folder import WEIGHTS, read_about, read_schedules
-from skipdecode.core.attach import attach
-from skipdecode.core.checkpoint_config import CONFIG_KEY, set_entry, to_config_entry
-from skipdecode.core.patch import gate_state
-from skipdecode.core.schedule import Schedule
-from skipdecode.core.stack import text_config
 from skipdecode.data import chat
-from skipdecode.data.collation import batches_of, encoded
+from skipdecode.data.collator import batches_of, encoded
 from skipdecode.data.tasks import Example, get_task
 from skipdecode.errors import FileError, JobError, ModelError, ScheduleError, TaskError, UsageError
 from skipdecode.generation.engine import Transformers
-from skipdecode.generation.jobs import GenerationJob
+from skipdecode.generation.job import GenerationJob
+from skipdecode.loading.load import read_config
+from skipdecode.model.adapter import Adapter
+from skipdecode.model.adapter_folder import WEIGHTS, read_about, read_schedules
+from skipdecode.model.attach import attach
+from skipdecode.model.config import CONFIG_KEY, set_entry, to_config_entry
+from skipdecode.model.inspect import text_config
+from skipdecode.model.patch import gate_state
+from skipdecode.schedule import Schedule
 from skipdecode.serving import server
 from skipdecode.serving.settings import Serving
-from skipdecode.training import adapting
-from skipdecode.training import run as training
-from skipdecode.training.plan import TrainingPlan
+from skipdecode.training import distill as adapting
+from skipdecode.training import self_prompts as own_prompts
+from skipdecode.training import train as training
+from skipdecode.training.config import TrainingPlan
+from skipdecode.training.learner import AdapterLearner
+from skipdecode.training.self_generated import SAMPLED, ends_in_loop, hold_out, own_texts
 from skipdecode.training.trainer import AdapterTrainer
-from skipdecode.weights.loading import read_config
 
 OWN = [
     "--own-texts",
@@ -305,7 +305,7 @@ def test_own_texts_are_surer_where_prompts_differ(
 
 def test_where_no_text_is_left_the_reason_is_told(checkpoint: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Each time: nothing is kept of them."""
-    monkeypatch.setattr("skipdecode.adapters.own_texts.ends_in_loop", lambda text: True)
+    monkeypatch.setattr("skipdecode.training.self_generated.ends_in_loop", lambda text: True)
     job = GenerationJob(str(checkpoint), batch_size=4, options=SAMPLED | {"max_new_tokens": 6}, seed=0)
     for _ in range(2):
         with pytest.raises(TaskError, match=r"no text is left to learn from \(.*4 looping"):
@@ -392,7 +392,9 @@ def test_own_texts_that_a_killed_run_wrote_are_kept(
         )
 
     if killed == "choose":
-        monkeypatch.setattr("skipdecode.adapters.own_texts.ends_in_loop", lambda text: (_ for _ in ()).throw(Killed))
+        monkeypatch.setattr(
+            "skipdecode.training.self_generated.ends_in_loop", lambda text: (_ for _ in ()).throw(Killed)
+        )
     file = tmp_path / "texts.jsonl"
     with pytest.raises(Killed):
         texts(4, file=file, on_batch=wrote)
@@ -582,7 +584,7 @@ def test_an_engine_that_refuses_does_so_before_a_model_is_loaded(
             raise UsageError("not here")
 
     monkeypatch.setattr(training, "get_engine", lambda name: Refusing())
-    monkeypatch.setattr("skipdecode.weights.loading.load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("skipdecode.loading.load.load", lambda *_, **__: pytest.fail("loaded"))
     plan = TrainingPlan(model=str(checkpoint), own_texts=20, prompts=str(prompts), adapters=True, output=str(tmp_path))
     with pytest.raises(UsageError, match="not here"):
         training.train(plan)
@@ -602,7 +604,7 @@ def test_what_a_model_cannot_learn_is_told_before_it_is_loaded(
 ) -> None:
     """A speed-up that rounds to all layers, or prompts or data that are not there."""
     options = [*options, str(prompts)] if options[-1] == "--prompts" else options
-    monkeypatch.setattr("skipdecode.weights.loading.load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("skipdecode.loading.load.load", lambda *_, **__: pytest.fail("loaded"))
     done = run("train", checkpoint, "--own-texts", 20, *options, "--output", tmp_path / "out")
     assert done.returncode == 2
     assert said in done.stderr

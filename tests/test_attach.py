@@ -20,12 +20,12 @@ import skipdecode
 from helpers.families import FAMILIES, SCHEDULES, TOP, build, distance, prompts, run
 from helpers.tiny import TEXTS, save_checkpoint
 from skipdecode import Schedule, SkipCache, attach, detach
-from skipdecode.core import checkpoint_config
-from skipdecode.core.cache_name import CACHE
-from skipdecode.core.checkpoint_config import to_config_entry
-from skipdecode.core.patch import Patch, patches_on, put
 from skipdecode.errors import CacheError, ModelError, ScheduleError, UntrainedWarning, UsageError
-from skipdecode.evaluation.check import run_checks
+from skipdecode.evaluation.exactness import run_checks
+from skipdecode.model import config as checkpoint_config
+from skipdecode.model.cache_name import CACHE
+from skipdecode.model.config import to_config_entry
+from skipdecode.model.patch import Patch, patches_on, put
 
 
 def logits_of(model: PreTrainedModel, **options: Any) -> tuple[Tensor, ...]:

@@ -12,9 +12,9 @@ import pytest
 import skipdecode
 from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule
-from skipdecode.clock.timing import Comparison, Timing, alternate, compare, forced, remarks, shown, typical_steps
 from skipdecode.errors import ModelError
-from skipdecode.generation.results import Cost, Generated
+from skipdecode.generation.stats import Cost, Generated
+from skipdecode.latency.timing import Comparison, Timing, alternate, compare, forced, remarks, shown, typical_steps
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule
 from skipdecode.serving.buckets import Buckets, choose_buckets, held_layers, retirements
-from skipdecode.serving.depths import Table
 from skipdecode.serving.requests import assign_speedup, ends_of
 from skipdecode.serving.settings import Serving
+from skipdecode.serving.steps import Table
 
 LAYERS = 12
 FALLING = {speedup: Schedule.for_speedup(speedup, LAYERS, 20) for speedup in (2.0, 3.0, 5.0)}

@@ -14,15 +14,15 @@ from transformers.cache_utils import DynamicLayer
 
 from helpers.families import FAMILIES, LAYERS, LENGTHS, SCHEDULES, STEPS, TOP, WIDTH, build, decode, prompts, run
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
-from skipdecode.core import checkpoint_config
-from skipdecode.core.cache import RECURRENT, layer_kv_bytes, total_kv_bytes
-from skipdecode.core.cache_name import CACHE
-from skipdecode.core.checkpoint_config import CONFIG_KEY
-from skipdecode.core.gate import ForcedPass, GateState
-from skipdecode.core.growing import ROOM, GrowingLayer
-from skipdecode.core.guards import _shape
-from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import CacheError, UnsupportedModel, UntrainedWarning
+from skipdecode.model import config as checkpoint_config
+from skipdecode.model.cache import RECURRENT, layer_kv_bytes, total_kv_bytes
+from skipdecode.model.cache_name import CACHE
+from skipdecode.model.config import CONFIG_KEY
+from skipdecode.model.gate import ForcedPass, GateState
+from skipdecode.model.growing import ROOM, GrowingLayer
+from skipdecode.model.guards import _shape
+from skipdecode.model.inspect import decoder_layers
 
 FULL = Schedule.full(LAYERS)
 

@@ -15,12 +15,12 @@ from transformers import AutoConfig
 
 from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule
-from skipdecode.core import checkpoint_config
 from skipdecode.data.metrics import Agreement
 from skipdecode.errors import FileError, UsageError
 from skipdecode.evaluation import calibration
 from skipdecode.evaluation.calibration import POINTS, CalibrationPlan
-from skipdecode.planning.fitting import refit
+from skipdecode.latency.fitting import refit
+from skipdecode.model import config as checkpoint_config
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 import skipdecode
 from helpers.tiny import TEXTS, WORDS, run, save_checkpoint, sentence_pieces
 from skipdecode.data.chat import Chat, Message, Prompt, around_message, parse_messages, render
-from skipdecode.data.collation import encoded
+from skipdecode.data.collator import encoded
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import Example, get_task
-from skipdecode.data.tokenization import encode_prompts, encode_response, train_tokenizer
+from skipdecode.data.tokenize import encode_prompts, encode_response, train_tokenizer
 from skipdecode.errors import ModelError, TaskError
 
 #: ChatML closes every message with a token of its own; a line break follows it.

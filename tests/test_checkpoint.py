@@ -10,10 +10,10 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 import skipdecode
-from skipdecode.core.checkpoint_config import trained_schedules
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
-from skipdecode.weights.loading import DEMO
+from skipdecode.loading.load import DEMO
+from skipdecode.model.config import trained_schedules
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "e2e"
 

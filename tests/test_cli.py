@@ -21,16 +21,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import skipdecode
 from helpers.tiny import run
 from skipdecode import Schedule
-from skipdecode.cli import app, console
-from skipdecode.cli.app import main
-from skipdecode.core import cache, gate, prefix
+from skipdecode.cli import console
+from skipdecode.cli import main as app
+from skipdecode.cli.main import main
 from skipdecode.data.tasks import TASKS
 from skipdecode.errors import UsageError
-from skipdecode.evaluation.check import CHECKS, in_float64, run_checks
+from skipdecode.evaluation.exactness import CHECKS, in_float64, run_checks
 from skipdecode.evaluation.plots import check_picture
 from skipdecode.generation import generate as generation
-from skipdecode.generation import jobs
+from skipdecode.generation import job as jobs
 from skipdecode.generation.batch import generate_batch
+from skipdecode.model import cache, gate, prefix
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def test_schedule_shows_and_saves(tmp_path: Path) -> None:
 def test_schedules_and_help_need_no_torch() -> None:
     """The first answer comes at once: torch and transformers are imported by the verbs that use them."""
     code = (
-        "import sys, skipdecode.cli.app, skipdecode.core.schedule\n"
+        "import sys, skipdecode.cli.main, skipdecode.schedule\n"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -108,8 +109,8 @@ def test_check_tells_rounding_from_faults(monkeypatch: pytest.MonkeyPatch) -> No
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     schedule = Schedule.for_speedup(1.3, 10, 8)
     with monkeypatch.context() as strict:  # how far float32 goes astray depends on the CPU: here it always does too far
-        strict.setattr("skipdecode.evaluation.check.TOLERANCE", 1e-6)
-        strict.setattr("skipdecode.evaluation.check.TIMES_STOCK", 0)
+        strict.setattr("skipdecode.evaluation.exactness.TOLERANCE", 1e-6)
+        strict.setattr("skipdecode.evaluation.exactness.TIMES_STOCK", 0)
         findings = list(run_checks(model, schedule))
     assert [finding for finding in findings if not finding.held] == []
     assert any("in float64" in finding.detail for finding in findings)
@@ -128,7 +129,7 @@ def test_check_finds_what_a_run_leaves_behind(checkpoint: Path, monkeypatch: pyt
     """A model with noise in it."""
     model, _ = skipdecode.load(str(checkpoint))
     model.get_input_embeddings().register_forward_hook(lambda m, args, output: output + torch.randn_like(output))
-    monkeypatch.setattr("skipdecode.evaluation.check.load", lambda *args, **kwargs: (model, None))
+    monkeypatch.setattr("skipdecode.evaluation.exactness.load", lambda *args, **kwargs: (model, None))
     done = run("check", checkpoint, "--json")
     assert done.returncode == 1
     assert not {finding["claim"]: finding["held"] for finding in json.loads(done.stdout)}[

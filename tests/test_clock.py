@@ -17,22 +17,22 @@ from torch import nn
 from helpers.families import FAMILIES, build
 from helpers.tiny import run
 from skipdecode import Schedule, SkipCache, attach
-from skipdecode.clock import profiler as profiling
-from skipdecode.clock.bench import BenchPlan, bench
-from skipdecode.clock.model_shapes import SHAPES, random_model, shape_config
-from skipdecode.clock.profiler import FilledCache, Profiler, layer_kinds
-from skipdecode.core.cache import layer_kv_bytes
-from skipdecode.core.stack import decoder_layers
-from skipdecode.data.tokenization import encode_prompts
+from skipdecode.data.tokenize import encode_prompts
 from skipdecode.errors import SkipDecodeError, UsageError
 from skipdecode.generation import engine
 from skipdecode.generation.batch import generate_batch
-from skipdecode.generation.jobs import GenerationJob
-from skipdecode.planning.check_profile import check_profile
-from skipdecode.planning.planner import SHORT, Predictor, Workload, plan, workloads
-from skipdecode.planning.profile import Pass, Profile, shape_of
-from skipdecode.weights.device import machine
-from skipdecode.weights.loading import DEMO, load_tokenizer, read_config
+from skipdecode.generation.job import GenerationJob
+from skipdecode.latency import profiler as profiling
+from skipdecode.latency.bench import BenchPlan, bench
+from skipdecode.latency.check_profile import check_profile
+from skipdecode.latency.model_shapes import SHAPES, random_model, shape_config
+from skipdecode.latency.planner import SHORT, Predictor, Workload, plan, workloads
+from skipdecode.latency.profile import Pass, Profile, shape_of
+from skipdecode.latency.profiler import FilledCache, Profiler, layer_kinds
+from skipdecode.loading.device import machine
+from skipdecode.loading.load import DEMO, load_tokenizer, read_config
+from skipdecode.model.cache import layer_kv_bytes
+from skipdecode.model.inspect import decoder_layers
 
 #: Seconds of work on the clock of these tests: of a layer, by kind, and of each of its positions; of the head.
 WEIGHTS, POSITION, HEAD = (0.010, 0.004), 0.0001, 0.030

@@ -18,13 +18,13 @@ import skipdecode
 from helpers.families import LAYERS, build, prompts
 from helpers.tiny import TEXTS, run, write_jsonl
 from skipdecode import Schedule
-from skipdecode.core.adapter import Adapter
-from skipdecode.core.adapter_folder import save_adapter
-from skipdecode.core.patch import gate_state
 from skipdecode.errors import UsageError
 from skipdecode.hub.custom_generate import ROOT, sources, write_custom_generate
 from skipdecode.hub.generate import generate
-from skipdecode.weights.loading import DEMO
+from skipdecode.loading.load import DEMO
+from skipdecode.model.adapter import Adapter
+from skipdecode.model.adapter_folder import save_adapter
+from skipdecode.model.patch import gate_state
 
 #: What a user without this package runs; its folder, model, adapter and the calls' options are given as JSON.
 ALONE = """

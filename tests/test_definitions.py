@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode import Schedule
-from skipdecode.core.decays import budget, flat_depth, mix, ranking, remaining, round_half_up, share_of_max, target
-from skipdecode.planning.fitting import fit
+from skipdecode.decays import budget, flat_depth, mix, ranking, remaining, round_half_up, share_of_max, target
+from skipdecode.latency.fitting import fit
 
 PAPER: dict[tuple[int, int | Fraction], tuple[int, int]] = {
     (24, 2): (16, 8),

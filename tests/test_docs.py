@@ -15,9 +15,9 @@ import transformers
 import typer
 
 import skipdecode
-from skipdecode.cli.app import app
-from skipdecode.core.cache_name import CACHE
+from skipdecode.cli.main import app
 from skipdecode.data.tasks import TASKS
+from skipdecode.model.cache_name import CACHE
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "skipdecode"

@@ -22,15 +22,15 @@ from transformers import GenerationConfig, OPTConfig
 
 from helpers.tiny import TEXTS, run, write_jsonl
 from skipdecode import Schedule
-from skipdecode.engines import ray
-from skipdecode.engines import vllm as offline
-from skipdecode.engines.vllm_sampling import sampling_params, stop_strings
 from skipdecode.errors import ModelError, ScheduleError, UsageError
-from skipdecode.generation import jobs
-from skipdecode.generation.jobs import GenerationJob
+from skipdecode.generation import job as jobs
+from skipdecode.generation import ray
+from skipdecode.generation import vllm as offline
+from skipdecode.generation.job import GenerationJob
+from skipdecode.generation.vllm_sampling import sampling_params, stop_strings
+from skipdecode.loading import load as loading
 from skipdecode.serving import release
 from skipdecode.serving.settings import Serving
-from skipdecode.weights import loading
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'skipdecode[ray]'"

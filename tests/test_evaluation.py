@@ -19,16 +19,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoConfig, LlamaCo
 import skipdecode
 from helpers.tiny import TEXTS, run, save_checkpoint, write_examples
 from skipdecode import Schedule, load
-from skipdecode.core import checkpoint_config
-from skipdecode.core.growing import ROOM
-from skipdecode.data.collation import batches_of
+from skipdecode.data.collator import batches_of
 from skipdecode.data.tasks import Example, get_task
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.evaluate import Evaluation, EvaluationPlan, _select, evaluate
 from skipdecode.evaluation.loss import response_loss, text_loss
 from skipdecode.evaluation.variants import variants
 from skipdecode.files import locked
-from skipdecode.generation.results import Completion
+from skipdecode.generation.stats import Completion
+from skipdecode.model import config as checkpoint_config
+from skipdecode.model.growing import ROOM
 
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
 

@@ -15,7 +15,7 @@ from skipdecode.errors import SkipDecodeError
 from skipdecode.evaluation import evaluate as evaluation
 from skipdecode.evaluation.calibration import CalibrationPlan, calibrate
 from skipdecode.evaluation.evaluate import EvaluationPlan, evaluate
-from skipdecode.weights.loading import load
+from skipdecode.loading.load import load
 
 FEW: dict[str, Any] = {"max_new_tokens": 9, "batch_size": 4, "timing_rows": 8, "repeats": 1}
 

@@ -20,18 +20,18 @@ import skipdecode
 from helpers.families import DENSE, FAMILIES, FORMS, SCHEDULES, TOP, build
 from helpers.tiny import TEXTS
 from skipdecode import Schedule, SkipCache, attach, detach
-from skipdecode.baselines.early_exit import install_exits
-from skipdecode.core.cache import total_kv_bytes
-from skipdecode.core.cache_name import CACHE
-from skipdecode.core.patch import patches_on
-from skipdecode.core.stack import decoder_layers
-from skipdecode.data.tokenization import encode_prompts
+from skipdecode.data.tokenize import encode_prompts
+from skipdecode.evaluation.early_exit import install_exits
+from skipdecode.evaluation.methods import get_method
 from skipdecode.generation import finished_rows
 from skipdecode.generation.batch import Decoding, Passes, generate_batch
 from skipdecode.generation.batch import _unpadded as unpadded
 from skipdecode.generation.generate import generate_ids
-from skipdecode.generation.results import Completion, Cost
-from skipdecode.methods import get_method
+from skipdecode.generation.stats import Completion, Cost
+from skipdecode.model.cache import total_kv_bytes
+from skipdecode.model.cache_name import CACHE
+from skipdecode.model.inspect import decoder_layers
+from skipdecode.model.patch import patches_on
 
 PAD, END, NEW = 0, 1, 16
 LENGTHS = (9, 5, 2, 7, 3, 4, 8, 6)

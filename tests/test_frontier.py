@@ -11,10 +11,10 @@ import pytest
 import frontier
 from helpers.tiny import TEXTS, write_jsonl
 from skipdecode import Schedule, load
-from skipdecode.core.adapter import Adapter
-from skipdecode.core.adapter_folder import ABOUT, save_adapter
-from skipdecode.core.stack import text_config
 from skipdecode.errors import UsageError
+from skipdecode.model.adapter import Adapter
+from skipdecode.model.adapter_folder import ABOUT, save_adapter
+from skipdecode.model.inspect import text_config
 
 
 @pytest.mark.parametrize("names", [["--pruned", "int8=A"], ["--pruned", "x=A", "--pruned", "x=B"]])

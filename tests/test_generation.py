@@ -38,19 +38,19 @@ from transformers.generation import utils
 import skipdecode
 from helpers.tiny import TEXTS, run
 from skipdecode import Schedule
-from skipdecode.core import checkpoint_config
-from skipdecode.core.cache import total_kv_bytes
-from skipdecode.core.cache_name import CACHE
-from skipdecode.core.checkpoint_config import CONFIG_KEY, schedule_for, to_config_entry
-from skipdecode.core.stack import decoder_layers
-from skipdecode.data.tokenization import train_tokenizer
+from skipdecode.data.tokenize import train_tokenizer
 from skipdecode.errors import ModelError, SkipDecodeError, UntrainedWarning, UsageError
 from skipdecode.generation import generate as generating
 from skipdecode.generation import options
 from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.generate import batches, generate_ids
-from skipdecode.generation.results import Completion, Cost, Generated
 from skipdecode.generation.sampling import Sampling, stable_hash
+from skipdecode.generation.stats import Completion, Cost, Generated
+from skipdecode.model import config as checkpoint_config
+from skipdecode.model.cache import total_kv_bytes
+from skipdecode.model.cache_name import CACHE
+from skipdecode.model.config import CONFIG_KEY, schedule_for, to_config_entry
+from skipdecode.model.inspect import decoder_layers
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 

@@ -12,12 +12,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import skipdecode
 from helpers.tiny import TEXTS, run, write_jsonl
-from skipdecode.data.tokenization import train_tokenizer
-from skipdecode.engines import vllm
+from skipdecode.data.tokenize import train_tokenizer
 from skipdecode.errors import MissingExtra, UsageError
-from skipdecode.generation.jobs import GenerationJob
+from skipdecode.generation import vllm
+from skipdecode.generation.job import GenerationJob
+from skipdecode.loading import load as loading
 from skipdecode.serving.server import server_command
-from skipdecode.weights import loading
 
 #: Names of a layer's weights in transformers, and in a GGUF file of type Llama.
 NAMES = {

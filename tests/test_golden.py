@@ -12,11 +12,11 @@ from rich.console import Console
 
 from helpers.tiny import run
 from skipdecode.cli import console
-from skipdecode.cli.app import app
-from skipdecode.clock.tables import markdown_table
-from skipdecode.core.checkpoint_config import CONFIG_KEY, to_config_entry, trained_method, trained_schedules
+from skipdecode.cli.main import app
 from skipdecode.evaluation.report import brief, columns
-from skipdecode.weights.loading import DEMO
+from skipdecode.latency.tables import markdown_table
+from skipdecode.loading.load import DEMO
+from skipdecode.model.config import CONFIG_KEY, to_config_entry, trained_method, trained_schedules
 
 Golden = Callable[[str, str], None]
 COMMAND: Any = typer.main.get_command(app)

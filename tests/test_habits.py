@@ -49,15 +49,15 @@ from helpers.families import (
     uncached,
 )
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
-from skipdecode.core.cache import total_kv_bytes
-from skipdecode.core.cache_name import CACHE
-from skipdecode.core.gate import Gate
-from skipdecode.core.guards import PassGuard, PromptGuard
-from skipdecode.core.patch import patches_on
-from skipdecode.core.prefix import Prefix
-from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import CacheError, UnsupportedModel
-from skipdecode.evaluation.check import CHECKS, run_checks
+from skipdecode.evaluation.exactness import CHECKS, run_checks
+from skipdecode.model.cache import total_kv_bytes
+from skipdecode.model.cache_name import CACHE
+from skipdecode.model.gate import Gate
+from skipdecode.model.guards import PassGuard, PromptGuard
+from skipdecode.model.inspect import decoder_layers
+from skipdecode.model.patch import patches_on
+from skipdecode.model.prefix import Prefix
 
 FULL = Schedule.full(LAYERS)
 

@@ -28,8 +28,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from skipdecode.core.cache_name import CACHE
-from skipdecode.evaluation.harness import SkipLM, main
+from skipdecode.evaluation.lm_eval import SkipLM, main
+from skipdecode.model.cache_name import CACHE
 
 LENGTHS = [(9, 1), (5, 16), (2, 7), (12, 1), (1, 20), (5, 3), (9, 12)]  # tokens of context and of continuation
 PAIRS = [(" ".join(WORDS[:n]), " " + " ".join(WORDS[n : n + m])) for n, m in [(3, 1), (7, 6), (1, 9), (5, 2)]]

@@ -18,16 +18,16 @@ from helpers.families import LAYERS, SCHEDULES, TOP, build, distance, naive, pro
 from helpers.tiny import TEXTS, no_file_above
 from helpers.tiny import run as command
 from skipdecode import Schedule, attach, detach
-from skipdecode.core.patch import gate_state
-from skipdecode.core.stack import decoder_layers
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.errors import SkipDecodeError
 from skipdecode.evaluation import evaluate as evaluation
 from skipdecode.files import parse_json, write
-from skipdecode.generation.jobs import JobResult
+from skipdecode.generation.job import JobResult
 from skipdecode.generation.journal import Journal
-from skipdecode.generation.results import Completion, Cost
+from skipdecode.generation.stats import Completion, Cost
+from skipdecode.model.inspect import decoder_layers
+from skipdecode.model.patch import gate_state
 
 
 @pytest.fixture(scope="module")

@@ -43,12 +43,12 @@ from helpers.families import (
     window,
 )
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
-from skipdecode.core.cache import total_kv_bytes
-from skipdecode.core.cache_name import CACHE
-from skipdecode.core.gate import Gate
-from skipdecode.core.growing import ROOM, GrowingLayer
-from skipdecode.core.patch import gate_state
-from skipdecode.core.stack import decoder_layers, lenders, with_lenders_first
+from skipdecode.model.cache import total_kv_bytes
+from skipdecode.model.cache_name import CACHE
+from skipdecode.model.gate import Gate
+from skipdecode.model.growing import ROOM, GrowingLayer
+from skipdecode.model.inspect import decoder_layers, lenders, with_lenders_first
+from skipdecode.model.patch import gate_state
 
 FULL = Schedule.full(LAYERS)
 TOLERANCE = 1e-5  # fp32, relative to the logits' scale

@@ -41,12 +41,12 @@ from skipdecode.errors import FileError, JobError, TaskError, UsageError
 from skipdecode.generation import generate as generation
 from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.engine import EngineConfig
-from skipdecode.generation.jobs import GenerationJob, encode_items
+from skipdecode.generation.job import GenerationJob, encode_items
 from skipdecode.generation.journal import MAGIC, Journal
-from skipdecode.generation.results import Completion, Cost
-from skipdecode.planning.profile import shape_of
-from skipdecode.weights import loading
-from skipdecode.weights.device import machine
+from skipdecode.generation.stats import Completion, Cost
+from skipdecode.latency.profile import shape_of
+from skipdecode.loading import load as loading
+from skipdecode.loading.device import machine
 
 
 def write_rows(path: Path, prompts: Sequence[str]) -> Path:

@@ -14,12 +14,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from helpers.families import FAMILIES, LAYERS, SCHEDULES, TOP, build, decode, distance, prompts, run
 from skipdecode import Schedule, SkipCache, attach
-from skipdecode.core.adapter import Adapter
-from skipdecode.core.cache import RECURRENT
-from skipdecode.core.cache_name import CACHE
-from skipdecode.core.stack import text_config
 from skipdecode.errors import CacheError
 from skipdecode.generation.kept_prompt import KeptPrompt
+from skipdecode.model.adapter import Adapter
+from skipdecode.model.cache import RECURRENT
+from skipdecode.model.cache_name import CACHE
+from skipdecode.model.inspect import text_config
 
 SPEEDS = {"top": TOP, "even": SCHEDULES["even"], "full": Schedule.full(LAYERS)}
 

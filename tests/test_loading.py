@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditio
 from helpers.families import FAMILIES, LAYERS, build
 from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule, ScheduleError, SkipDecodeError, load, provenance
-from skipdecode.core import checkpoint_config
-from skipdecode.core.checkpoint_config import set_entry, to_config_entry, trained_schedules
-from skipdecode.data.tokenization import train_tokenizer
+from skipdecode.data.tokenize import train_tokenizer
 from skipdecode.errors import ModelError
-from skipdecode.weights import device as device_module
-from skipdecode.weights import loading
+from skipdecode.loading import device as device_module
+from skipdecode.loading import load as loading
+from skipdecode.model import config as checkpoint_config
+from skipdecode.model.config import set_entry, to_config_entry, trained_schedules
 
 WEIGHTS = "model.safetensors"
 Damage = Callable[[Path], object]

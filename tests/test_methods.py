@@ -15,18 +15,18 @@ from transformers import PreTrainedTokenizerBase, Qwen3NextConfig, Qwen3NextForC
 import skipdecode
 from helpers.families import FAMILIES, build
 from helpers.tiny import TEXTS, run
-from skipdecode.baselines.early_exit import Calm, read_out
-from skipdecode.baselines.pruned import prune
-from skipdecode.core.attach import teacher_forced
-from skipdecode.core.schedule import Schedule
-from skipdecode.core.stack import decoder_layers
-from skipdecode.data.tokenization import encode_prompts
+from skipdecode.data.tokenize import encode_prompts
 from skipdecode.errors import ModelError, ScheduleError, UnsupportedModel
+from skipdecode.evaluation.early_exit import Calm, read_out
+from skipdecode.evaluation.methods import METHODS, get_method
+from skipdecode.evaluation.pruned import prune
 from skipdecode.generation.generate import generate_ids
-from skipdecode.generation.results import Cost
-from skipdecode.methods import METHODS, get_method
-from skipdecode.methods.objectives import Distillation, Objective
-from skipdecode.planning.fitting import Lengths, batch_lengths, fit
+from skipdecode.generation.stats import Cost
+from skipdecode.latency.fitting import Lengths, batch_lengths, fit
+from skipdecode.model.attach import teacher_forced
+from skipdecode.model.inspect import decoder_layers
+from skipdecode.schedule import Schedule
+from skipdecode.training.losses import Distillation, Objective
 
 LENGTHS = [44, 39, 40, 36, 35, 32, 25]
 FITTED = ("skipdecode", "multi_exit", "calm", "d3", "hsd")

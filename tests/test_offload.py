@@ -23,14 +23,14 @@ from helpers.families import FORMS, LAYERS, SCHEDULES, TOP, build, prompts, run
 from helpers.tiny import run as command
 from helpers.tiny import write_jsonl
 from skipdecode import Schedule, attach, detach
-from skipdecode.clock.model_shapes import shape_config
-from skipdecode.core.adapter import Adapter
-from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import ModelError, UsageError
-from skipdecode.weights import memory, offload
-from skipdecode.weights.loading import read_weights
-from skipdecode.weights.memory import GIB, available_memory
-from skipdecode.weights.offload import Offload, ReadAhead, device_map, prepare_offloaded
+from skipdecode.latency.model_shapes import shape_config
+from skipdecode.loading import memory, offload
+from skipdecode.loading.load import read_weights
+from skipdecode.loading.memory import GIB, available_memory
+from skipdecode.loading.offload import Offload, ReadAhead, device_map, prepare_offloaded
+from skipdecode.model.adapter import Adapter
+from skipdecode.model.inspect import decoder_layers
 
 accelerate = pytest.importorskip("accelerate")
 

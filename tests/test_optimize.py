@@ -32,14 +32,14 @@ from helpers.families import (
 )
 from helpers.tiny import run as command
 from skipdecode import Schedule, attach, detach
-from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import ModelError, SkipDecodeError, UnsupportedModel, UsageError
-from skipdecode.generation.jobs import GenerationJob
-from skipdecode.weights.int8 import Int8Linear
-from skipdecode.weights.linear import DecodingLinear, check_linear
-from skipdecode.weights.loading import load, read_weights
-from skipdecode.weights.optimize import check_optimizations, linear_kind, optimize
-from skipdecode.weights.prepack import PackedLinear
+from skipdecode.generation.job import GenerationJob
+from skipdecode.loading.int8 import Int8Linear
+from skipdecode.loading.linear import DecodingLinear, check_linear
+from skipdecode.loading.load import load, read_weights
+from skipdecode.loading.optimize import check_optimizations, linear_kind, optimize
+from skipdecode.loading.prepack import PackedLinear
+from skipdecode.model.inspect import decoder_layers
 
 CPU = SimpleNamespace(dtype=torch.bfloat16)
 #: As many rows as F.linear needs to take oneDNN's product for weights as small as these: below it has one of its own.
@@ -485,7 +485,7 @@ def test_options_that_contradict_each_other_are_refused_before_weights_are_read(
     given: dict[str, Any], message: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By load, and so by every verb."""
-    monkeypatch.setattr("skipdecode.weights.loading.read_weights", None)
+    monkeypatch.setattr("skipdecode.loading.load.read_weights", None)
     with pytest.raises(UsageError, match=message):
         load(str(checkpoint), device="cpu", **given)
 

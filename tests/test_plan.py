@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 from helpers.tiny import run
 from skipdecode import Schedule
-from skipdecode.cli.app import Stopped, app
+from skipdecode.cli.main import Stopped, app
 from skipdecode.cli.options import Task
 from skipdecode.errors import FileError, JobError, SkipDecodeError, UsageError
 from skipdecode.files import locked
+from skipdecode.loading import load as loading
 from skipdecode.training.checkpoints import AUTHOR, RECORD
+from skipdecode.training.config import TrainingPlan, command_of, option_fields
 from skipdecode.training.options import option_name
-from skipdecode.training.plan import TrainingPlan, command_of, option_fields
-from skipdecode.training.run import train
-from skipdecode.weights import loading
+from skipdecode.training.train import train
 
 SHORT: dict[str, Any] = {"batch_size": 4, "save_steps": 1, "max_steps": 2, "eval_steps": 0, "speedups": "1,2"}
 
@@ -277,7 +277,7 @@ def test_what_a_stopped_run_says_is_true(tmp_path: Path, monkeypatch: pytest.Mon
     def stopped(*args: object, **kwargs: object) -> None:
         raise Stopped(signal.SIGINT)
 
-    monkeypatch.setattr("skipdecode.training.run.train", stopped)
+    monkeypatch.setattr("skipdecode.training.train.train", stopped)
     for options, resumes in (((), True), (("--no-resume",), False)):
         done = run("train", "demo", "--output", tmp_path / "out", *options)
         assert done.returncode == 130

@@ -19,11 +19,11 @@ from transformers import LlamaConfig
 from helpers.profiles import LENGTHS, made
 from skipdecode import Schedule, ScheduleError
 from skipdecode.errors import FileError, SkipDecodeError, UsageError
-from skipdecode.planning.check_profile import check_profile
-from skipdecode.planning.fitting import constant_schedules
-from skipdecode.planning.planner import CLOCKS, SHORT, Predictor, Workload, plan, workloads
-from skipdecode.planning.profile import Pass, Profile, shape_of
-from skipdecode.weights import device
+from skipdecode.latency.check_profile import check_profile
+from skipdecode.latency.fitting import constant_schedules
+from skipdecode.latency.planner import CLOCKS, SHORT, Predictor, Workload, plan, workloads
+from skipdecode.latency.profile import Pass, Profile, shape_of
+from skipdecode.loading import device
 
 
 def summed(profile: Profile, schedule: Schedule, work: Workload) -> tuple[float, float]:

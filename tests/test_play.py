@@ -20,14 +20,14 @@ from playwright.sync_api import sync_playwright
 
 from helpers.tiny import run
 from skipdecode import generate, load
-from skipdecode.core.schedule import Schedule
-from skipdecode.data.tokenization import encode_prompts
+from skipdecode.data.tokenize import encode_prompts
 from skipdecode.errors import UsageError
-from skipdecode.web.app import CHARACTERS, SIDE_BY_SIDE, launch, page, play, schedules_for
+from skipdecode.loading.load import DEMO
+from skipdecode.schedule import Schedule
 from skipdecode.web.drawing import marked, picture
+from skipdecode.web.play import CHARACTERS, SIDE_BY_SIDE, launch, page, play, schedules_for
 from skipdecode.web.turns import Turns
 from skipdecode.web.writing import write_side_by_side
-from skipdecode.weights.loading import DEMO
 
 PROMPT = "name Zizzi, food English, area riverside ->"
 NEW = 24

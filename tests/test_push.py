@@ -17,7 +17,7 @@ import yaml
 
 from helpers.hub import Hub, hub
 from helpers.tiny import TEXTS, run, write_jsonl
-from skipdecode.weights.loading import DEMO
+from skipdecode.loading.load import DEMO
 
 RESULTS = Path(__file__).parents[1] / "results"
 COMMAND = [sys.executable, "-m", "skipdecode"]

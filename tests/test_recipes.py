@@ -16,9 +16,9 @@ import typer
 
 from helpers import tiny
 from helpers.tiny import write_jsonl
-from skipdecode.cli.app import app
+from skipdecode.cli.main import app
 from skipdecode.data.tasks import get_task
-from skipdecode.training.plan import TrainingPlan
+from skipdecode.training.config import TrainingPlan
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 

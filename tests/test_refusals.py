@@ -24,8 +24,8 @@ from transformers.generation import utils as generation
 
 from helpers.families import LAYERS, NEW, TOP, WIDTH, build, distance, positions, prompts, row, run, uncached
 from skipdecode import Schedule, ScheduleError, SkipCache, attach, teacher_forced
-from skipdecode.core.cache_name import CACHE
 from skipdecode.errors import CacheError, UnsupportedModel, UsageError
+from skipdecode.model.cache_name import CACHE
 
 FULL = Schedule.full(LAYERS)
 FAMILIES = pytest.mark.parametrize("name", ["opt", "gpt2", "llama", "gemma3"])

@@ -55,5 +55,5 @@ def test_workflows_run_what_contributors_run() -> None:
 
 def test_batches_need_no_datasets() -> None:
     """Only training does: demo and probe work with the extra cli."""
-    code = "import sys; sys.modules['datasets'] = None; import skipdecode.data.collation, skipdecode.adapters.probe"
+    code = "import sys; sys.modules['datasets'] = None; import skipdecode.data.collator, skipdecode.training.probe"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,13 @@ import skipdecode
 from helpers.families import TOP, build
 from helpers.profiles import made
 from skipdecode import attach
-from skipdecode.core.checkpoint_config import (
+from skipdecode.errors import FileError, ScheduleError, UsageError
+from skipdecode.evaluation.methods import METHODS, get_method
+from skipdecode.generation.job import GenerationJob
+from skipdecode.latency.fitting import Lengths, fit
+from skipdecode.latency.planner import Predictor, Workload
+from skipdecode.latency.resolve import method_schedule, new_schedule
+from skipdecode.model.config import (
     CONFIG_KEY,
     is_trained,
     save_calibrated,
@@ -27,13 +31,7 @@ from skipdecode.core.checkpoint_config import (
     trained_schedules,
     untrained_warning,
 )
-from skipdecode.core.schedule import Schedule
-from skipdecode.errors import FileError, ScheduleError, UsageError
-from skipdecode.generation.jobs import GenerationJob
-from skipdecode.methods import METHODS, get_method
-from skipdecode.planning.fitting import Lengths, fit
-from skipdecode.planning.planner import Predictor, Workload
-from skipdecode.planning.resolve import method_schedule, new_schedule
+from skipdecode.schedule import Schedule
 
 LENGTHS = [20, 24, 31]
 EVEN = Schedule(8, 4, 2, 12, order="even", decay="cosine")
@@ -244,12 +242,6 @@ def test_a_malformed_entry_is_refused(entry: Any, tmp_path: Path) -> None:
     for read in (lambda: is_trained(config), lambda: save_calibrated(tmp_path, 2, EVEN, "skipdecode")):
         with pytest.raises(ScheduleError, match="'skipdecode' needs schedules, and may name a method"):
             read()
-
-
-def test_choices_of_methods_need_no_torch() -> None:
-    """``--help`` lists them in a tenth of a second."""
-    code = "import sys; from skipdecode.methods import get_method; get_method('d3'); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_model_of_a_later_version_opens_with_a_warning() -> None:

@@ -23,14 +23,14 @@ from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM, Traine
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from helpers.tiny import TEXTS, run, write_examples
-from skipdecode.data.collation import Collator
+from skipdecode.data.collator import Collator
 from skipdecode.data.tasks import Example
-from skipdecode.data.tokenization import train_tokenizer
+from skipdecode.data.tokenize import train_tokenizer
 from skipdecode.errors import JobError
-from skipdecode.training import run as training
+from skipdecode.training import train as training
 from skipdecode.training.callbacks import StepSeed
 from skipdecode.training.checkpoints import SEAL, RunFolder
-from skipdecode.training.plan import TrainingPlan
+from skipdecode.training.config import TrainingPlan
 from skipdecode.training.sampler import LengthGrouped
 from skipdecode.training.trainer import SkipTrainer
 

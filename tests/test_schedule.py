@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode import Schedule, ScheduleError
-from skipdecode.core.decays import DECAYS
-from skipdecode.core.schedule import MOST_LAYERS, MOST_TOKENS, parse_prompt_layers
+from skipdecode.decays import DECAYS
 from skipdecode.errors import FileError
+from skipdecode.schedule import MOST_LAYERS, MOST_TOKENS, parse_prompt_layers
 
 RATES = st.floats(min_value=0, exclude_min=True, allow_infinity=False)  # every rate that is allowed, tiny and huge
 

@@ -14,13 +14,13 @@ import pytest
 import skipdecode
 from helpers.tiny import EXAMPLES, TEXTS, run, save_checkpoint
 from skipdecode import Schedule
-from skipdecode.adapters.damage import damage
-from skipdecode.core.attach import attach
-from skipdecode.core.text_passes import TextPasses
-from skipdecode.data.collation import batches_of
+from skipdecode.data.collator import batches_of
 from skipdecode.errors import ScheduleError
 from skipdecode.evaluation import search
-from skipdecode.planning.fitting import TOLERANCE, Lengths
+from skipdecode.evaluation.divergence import damage
+from skipdecode.latency.fitting import TOLERANCE, Lengths
+from skipdecode.model.attach import attach
+from skipdecode.model.teacher_forcing import TextPasses
 
 LENGTHS = Lengths([5, 20, 23, 31])
 

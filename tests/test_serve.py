@@ -16,15 +16,15 @@ import pytest
 from helpers.tiny import run
 from serving.processes import running
 from skipdecode import Schedule
-from skipdecode.core.checkpoint_config import schedule_for
 from skipdecode.errors import MissingExtra, ModelError, ScheduleError, UsageError
+from skipdecode.loading.load import DEMO, read_config
+from skipdecode.model.config import schedule_for
 from skipdecode.serving import release, server
-from skipdecode.serving.depths import Table, Tables
+from skipdecode.serving.load_policy import WINDOW, Load
 from skipdecode.serving.metrics import work
-from skipdecode.serving.policy import WINDOW, Load
 from skipdecode.serving.requests import OWN, assign_speedup, requested_speedup
 from skipdecode.serving.settings import Serving
-from skipdecode.weights.loading import DEMO, read_config
+from skipdecode.serving.steps import Table, Tables
 
 
 class World:

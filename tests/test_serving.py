@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from skipdecode import Schedule
-from skipdecode.core.adapter import Adapter
 from skipdecode.errors import ScheduleError, UnsupportedModel
+from skipdecode.model.adapter import Adapter
 from skipdecode.serving.configure import choose_worker, serving_of
-from skipdecode.serving.depths import Part, Step, Tables
 from skipdecode.serving.gate import add_gates, cut
 from skipdecode.serving.release import require_tested
 from skipdecode.serving.requests import assign_speedup, block_keys, ends_of, speedup_of
 from skipdecode.serving.settings import Serving
+from skipdecode.serving.steps import Part, Step, Tables
 
 LAYERS = 8
 SCHEDULES = {

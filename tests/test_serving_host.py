@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from skipdecode import Schedule
-from skipdecode.serving.depths import Step, Tables
+from skipdecode.serving.steps import Step, Tables
 
 LAYERS = 24
 SCHEDULES = {

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import skipdecode
-from skipdecode.cli.app import app
+from skipdecode.cli.main import app
 
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "build" / "site"

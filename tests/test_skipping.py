@@ -17,9 +17,9 @@ import skipdecode
 from helpers.families import FAMILIES, FORMS, LAYERS, SCHEDULES, build
 from helpers.tiny import EXAMPLES, run, write_jsonl
 from skipdecode import Schedule, Skipping, attach, teacher_forced
-from skipdecode.core.checkpoint_config import trained_schedules
-from skipdecode.core.stack import decoder_layers
 from skipdecode.errors import CacheError, UsageError
+from skipdecode.model.config import trained_schedules
+from skipdecode.model.inspect import decoder_layers
 
 #: TRL still uses names that transformers has deprecated.
 TRL = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")

@@ -12,16 +12,16 @@ import torch
 
 from helpers.tiny import run
 from skipdecode import attach, detach, generate, load
-from skipdecode.adapters.damage import damage
-from skipdecode.core.adapter_folder import read_schedules
-from skipdecode.core.cache import SkipCache
-from skipdecode.core.cache_name import CACHE
-from skipdecode.core.schedule import Schedule
-from skipdecode.core.text_passes import TextPasses
 from skipdecode.data.chat import Prompt, parse_messages
-from skipdecode.data.collation import batches_of
+from skipdecode.data.collator import batches_of
 from skipdecode.data.tasks import Example
+from skipdecode.evaluation.divergence import damage
 from skipdecode.files import read_json
+from skipdecode.model.adapter_folder import read_schedules
+from skipdecode.model.cache import SkipCache
+from skipdecode.model.cache_name import CACHE
+from skipdecode.model.teacher_forcing import TextPasses
+from skipdecode.schedule import Schedule
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(os.environ.get("SMOLLM2", ROOT / "smollm2"))

@@ -14,9 +14,9 @@ from torch import nn
 
 from helpers.families import LAYERS, TOP, build
 from skipdecode import Schedule
-from skipdecode.core.prefix import Prefix, packed
-from skipdecode.core.stack import decoder_layers, lenders, with_lenders_first
 from skipdecode.errors import CacheError, ModelError, ScheduleError, UnsupportedModel
+from skipdecode.model.inspect import decoder_layers, lenders, with_lenders_first
+from skipdecode.model.prefix import Prefix, packed
 
 
 def config(**values: Any) -> SimpleNamespace:

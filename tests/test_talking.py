@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, TextStreamer
 
 from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule, generate, load
-from skipdecode.core.checkpoint_config import to_config_entry
 from skipdecode.data.chat import Message
+from skipdecode.model.config import to_config_entry
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from helpers.tiny import TEXTS, WORDS, sentence_pieces
-from skipdecode.data.collation import Collator, encoded
+from skipdecode.data.collator import Collator, encoded
 from skipdecode.data.tasks import Example, get_task
-from skipdecode.data.tokenization import decode_behind, encode_prompts, encode_response, train_tokenizer
+from skipdecode.data.tokenize import decode_behind, encode_prompts, encode_response, train_tokenizer
 from skipdecode.errors import ModelError
-from skipdecode.weights.loading import DEMO
+from skipdecode.loading.load import DEMO
 
 E2E = Path(__file__).parents[2] / "shared" / "data" / "e2e"
 

@@ -22,13 +22,13 @@ from transformers import AutoModelForCausalLM
 import skipdecode
 from helpers.tiny import EXAMPLES, TEXTS, Done, no_file_above, run, save_checkpoint, write_examples
 from skipdecode import Schedule
-from skipdecode.core.checkpoint_config import trained_schedules
-from skipdecode.data.collation import Collator, encoded
+from skipdecode.data.collator import Collator, encoded
 from skipdecode.errors import DivergedError, FileError
 from skipdecode.files import locked
+from skipdecode.loading import load as loading
+from skipdecode.model.config import trained_schedules
 from skipdecode.training.checkpoints import RECORD, SEAL, RunFolder
 from skipdecode.training.trainer import SkipTrainer, training_args
-from skipdecode.weights import loading
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_what_is_asked_for_by_name_is_what_is_trained(checkpoint: Path, data: Pa
 
 def test_another_tokenizer_is_another_run(data: Path, tmp_path: Path) -> None:
     """B8: with --tokenizer the weights of a run with another one are not taken over."""
-    from skipdecode.data.tokenization import train_tokenizer
+    from skipdecode.data.tokenize import train_tokenizer
 
     config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64, "vocab_size": 300}
     (tmp_path / "config.json").write_text(json.dumps(config))

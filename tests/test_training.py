@@ -22,15 +22,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig
 import skipdecode
 from helpers.tiny import EXAMPLES, TEXTS, run, save_checkpoint, write_examples
 from skipdecode import Schedule, SkipCache
-from skipdecode.core.attach import teacher_forced
-from skipdecode.core.cache_name import CACHE
-from skipdecode.core.checkpoint_config import default_schedule, schedule_for, to_config_entry, trained_schedules
-from skipdecode.data.collation import Collator, encoded
+from skipdecode.data.collator import Collator, encoded
 from skipdecode.data.tasks import Example
-from skipdecode.methods.objectives import Distillation, Objective
-from skipdecode.training import skipping
+from skipdecode.model.attach import teacher_forced
+from skipdecode.model.cache_name import CACHE
+from skipdecode.model.config import default_schedule, schedule_for, to_config_entry, trained_schedules
+from skipdecode.training import callback as skipping
 from skipdecode.training import trainer as training
 from skipdecode.training.checkpoints import SEAL
+from skipdecode.training.losses import Distillation, Objective
 from skipdecode.training.trainer import SkipTrainer, training_args
 
 MANY = EXAMPLES * 3
@@ -286,7 +286,7 @@ def test_another_model_does_not_get_the_weights_of_the_last_one(checkpoint: Path
 #: Two commands in the processes of one launch, which take long to start.
 TWICE = """
 import sys
-from skipdecode.cli.app import main
+from skipdecode.cli.main import main
 for steps in "25":
     try:
         sys.argv[sys.argv.index("--max-steps") + 1 :] = [steps]
@@ -521,7 +521,7 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(
     checkpoint: Path, data: Path, tmp_path: Path, options: list[Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit code 2, with a line that names the option."""
-    monkeypatch.setattr("skipdecode.weights.loading.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("skipdecode.loading.load.load", lambda *a, **k: pytest.fail("a model was loaded"))
     done = run("train", checkpoint, "--data", data, "--output", tmp_path / "trained", *options)
     assert done.returncode == 2
     assert words in done.stderr

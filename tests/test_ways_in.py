@@ -11,11 +11,11 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import skipdecode
 from helpers.tiny import TEXTS, run, save_checkpoint
-from skipdecode.core.cache_name import CACHE
 from skipdecode.errors import FileError, JobError, ModelError, UsageError
 from skipdecode.generation import engine, options
-from skipdecode.generation.jobs import GenerationJob
+from skipdecode.generation.job import GenerationJob
 from skipdecode.generation.journal import Journal
+from skipdecode.model.cache_name import CACHE
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

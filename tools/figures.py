@@ -9,9 +9,9 @@ import matplotlib
 import torch
 
 from skipdecode import Schedule, SkipCache, load
-from skipdecode.core.cache import total_kv_bytes
-from skipdecode.core.cache_name import CACHE
-from skipdecode.core.checkpoint_config import schedule_for
+from skipdecode.model.cache import total_kv_bytes
+from skipdecode.model.cache_name import CACHE
+from skipdecode.model.config import schedule_for
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

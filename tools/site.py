@@ -32,7 +32,7 @@ def main() -> None:
     (PAGES / "demo.md").write_text(re.sub(r"\A---\n.*?\n---\n", "", card, flags=re.DOTALL), encoding="utf-8")
     reference = PAGES / "reference"
     reference.mkdir()
-    command = [sys.executable, "-m", "typer", "skipdecode.cli.app", "utils", "docs", "--name", "skipdecode"]
+    command = [sys.executable, "-m", "typer", "skipdecode.cli.main", "utils", "docs", "--name", "skipdecode"]
     said = subprocess.run([*command, "--title", "Commands"], check=True, capture_output=True, text=True).stdout
     (reference / "commands.md").write_text(said, encoding="utf-8")
     names = "\n".join(f"::: skipdecode.{name}\n" for name in skipdecode.__all__)

@@ -16,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from skipdecode import Schedule
-from skipdecode.clock.model_shapes import SHAPES, shape_config
-from skipdecode.core.cache import layer_kv_bytes
-from skipdecode.core.cache_name import CACHE
+from skipdecode.latency.model_shapes import SHAPES, shape_config
+from skipdecode.model.cache import layer_kv_bytes
+from skipdecode.model.cache_name import CACHE
 
 MODELS = ("opt-1.3b", "llama-3.2-1b", "llama-3.1-8b", "opt-6.7b")
 SPEEDUPS = (3, 5)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.errors import SkipDecodeError, UsageError
-from skipdecode.weights.device import cpu_capabilities
+from skipdecode.loading.device import cpu_capabilities
 
 from . import checkpoint
 from .catalogue import ENGINES, choose, installed

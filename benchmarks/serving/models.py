@@ -13,11 +13,11 @@ import torch
 
 from checkpoint import describe, make
 from peers.engines.vllm_int8 import write_int8
-from skipdecode.clock.model_shapes import shape_config
 from skipdecode.errors import UsageError
+from skipdecode.latency.model_shapes import shape_config
+from skipdecode.loading.device import machine
+from skipdecode.loading.load import identity_of, read_config, resolve
 from skipdecode.provenance import fingerprint
-from skipdecode.weights.device import machine
-from skipdecode.weights.loading import identity_of, read_config, resolve
 
 #: Of checkpoints with random weights; w8a8: int8 weights by row, and activations rounded to int8 by token as they come.
 PRECISIONS = ("bfloat16", "w8a8")

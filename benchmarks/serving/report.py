@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skipdecode.clock.tables import save_tables
+from skipdecode.latency.tables import save_tables
 
 from .processes import PLUGIN
 from .rounds import STOCK, Rounds, Row, shown

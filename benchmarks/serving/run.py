@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode import Schedule
-from skipdecode.core.adapter_folder import read_schedules
-from skipdecode.core.checkpoint_config import layer_count
 from skipdecode.errors import SkipDecodeError, UsageError
+from skipdecode.model.adapter_folder import read_schedules
+from skipdecode.model.config import layer_count
 
 from .models import config_of, label, longest, options, parse, prepare, settings
 from .processes import PLUGIN, Talking

@@ -7,13 +7,13 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .core.attach import attach, detach, teacher_forced
-    from .core.cache import SkipCache
-    from .core.schedule import Schedule
     from .errors import ScheduleError, SkipDecodeError
     from .generation.generate import generate
-    from .training.skipping import Skipping
-    from .weights.loading import load
+    from .loading.load import load
+    from .model.attach import attach, detach, teacher_forced
+    from .model.cache import SkipCache
+    from .schedule import Schedule
+    from .training.callback import Skipping
 
 __version__ = version("skipdecode")
 __all__ = [
@@ -30,14 +30,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "SkipCache": "core.cache",
-    "Skipping": "training.skipping",
-    "attach": "core.attach",
-    "detach": "core.attach",
-    "teacher_forced": "core.attach",
+    "SkipCache": "model.cache",
+    "Skipping": "training.callback",
+    "attach": "model.attach",
+    "detach": "model.attach",
+    "teacher_forced": "model.attach",
     "generate": "generation.generate",
-    "load": "weights.loading",
-    "Schedule": "core.schedule",
+    "load": "loading.load",
+    "Schedule": "schedule",
     "ScheduleError": "errors",
     "SkipDecodeError": "errors",
 }

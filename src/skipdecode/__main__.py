@@ -1,5 +1,5 @@
 """``python -m skipdecode``."""
 
-from .cli.app import main
+from .cli.main import main
 
 main()

@@ -22,10 +22,10 @@ import torch
 
 import skipdecode
 from skipdecode import Schedule, SkipCache, attach
-from skipdecode.core.adapter_folder import read_schedules
-from skipdecode.core.cache_name import CACHE
-from skipdecode.core.checkpoint_config import CONFIG_KEY, schedule_for, set_entry, trained_schedules
-from skipdecode.weights.loading import read_config
+from skipdecode.loading.load import read_config
+from skipdecode.model.adapter_folder import read_schedules
+from skipdecode.model.cache_name import CACHE
+from skipdecode.model.config import CONFIG_KEY, schedule_for, set_entry, trained_schedules
 
 #: Room for keys and values of the tests' models.
 KV_BYTES = 256 << 20

@@ -43,9 +43,9 @@ from transformers import (
 )
 
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
-from skipdecode.core.cache import layer_kv_bytes
-from skipdecode.core.cache_name import CACHE
 from skipdecode.evaluation.reference import discarding_skipped
+from skipdecode.model.cache import layer_kv_bytes
+from skipdecode.model.cache_name import CACHE
 
 LAYERS = 8
 WINDOW = 6

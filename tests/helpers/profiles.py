@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from skipdecode.planning.profile import Pass, Profile, shape_of
-from skipdecode.weights.device import machine
-from skipdecode.weights.loading import read_config
+from skipdecode.latency.profile import Pass, Profile, shape_of
+from skipdecode.loading.device import machine
+from skipdecode.loading.load import read_config
 
 SIZES, LENGTHS = (1, 4, 16), (16, 128, 512)
 

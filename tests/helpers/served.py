@@ -15,7 +15,7 @@ from helpers.engine import Reference
 from helpers.server import CHAT, Server, serve
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
-from skipdecode.weights.loading import DEMO
+from skipdecode.loading.load import DEMO
 
 #: Requests that wait for their first token, above which new ones that named no speed-up get 5x.
 LOAD_WAITING = 8

@@ -12,8 +12,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from skipdecode import Schedule
-from skipdecode.core.checkpoint_config import to_config_entry
-from skipdecode.data.tokenization import train_tokenizer
+from skipdecode.data.tokenize import train_tokenizer
+from skipdecode.model.config import to_config_entry
 
 Result = TypeVar("Result")
 

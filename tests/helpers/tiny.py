@@ -19,9 +19,9 @@ import typer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
-from skipdecode.cli.app import main
+from skipdecode.cli.main import main
 from skipdecode.data.tasks.base import Example
-from skipdecode.data.tokenization import train_tokenizer
+from skipdecode.data.tokenize import train_tokenizer
 
 WORDS = "the cat sat on a mat and saw the dog that sat on the log near a small old house by the river".split()
 TEXTS = [" ".join(WORDS[i : i + 7]) for i in range(len(WORDS) - 7)]

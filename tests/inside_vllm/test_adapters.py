@@ -21,16 +21,16 @@ from helpers.engine import Reference, Request, engine, runner, serve
 from helpers.served_families import FAMILIES, LAYERS, checkpoint, in_fresh_process
 from helpers.server import serve as serve_http
 from skipdecode import Schedule
-from skipdecode.core.adapter import Adapter
-from skipdecode.core.adapter_folder import save_adapter
-from skipdecode.core.checkpoint_config import CONFIG_KEY
-from skipdecode.core.stack import text_config
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
-from skipdecode.engines.vllm import VllmEngine
 from skipdecode.errors import ModelError
-from skipdecode.generation.jobs import GenerationJob
-from skipdecode.weights.loading import DEMO, hash_of_checkpoint
+from skipdecode.generation.job import GenerationJob
+from skipdecode.generation.vllm import VllmEngine
+from skipdecode.loading.load import DEMO, hash_of_checkpoint
+from skipdecode.model.adapter import Adapter
+from skipdecode.model.adapter_folder import save_adapter
+from skipdecode.model.config import CONFIG_KEY
+from skipdecode.model.inspect import text_config
 
 #: Two that are flat and share no gap; one whose depth falls, with layer 0 skipped.
 SCHEDULES = {

@@ -25,12 +25,13 @@ from vllm.v1.request import Request as VRequest
 
 from helpers.engine import Reference, Request, engine, runner, scheduler, serve
 from skipdecode import Schedule
-from skipdecode.core.checkpoint_config import to_config_entry
-from skipdecode.serving import blocks, plugin
-from skipdecode.serving.blocks import in_buckets
+from skipdecode.loading.load import DEMO as DEMO_FOLDER
+from skipdecode.model.config import to_config_entry
+from skipdecode.serving import kv_blocks as blocks
+from skipdecode.serving import plugin
+from skipdecode.serving.kv_blocks import in_buckets
 from skipdecode.serving.requests import assign_speedup, ends_of
 from skipdecode.serving.settings import Serving
-from skipdecode.weights.loading import DEMO as DEMO_FOLDER
 
 LAYERS, BLOCK = 24, 32
 #: Keys and values of all layers for so many blocks of tokens: 24 layers, 128 wide, float32.

@@ -19,11 +19,11 @@ from torch import nn
 from vllm.model_executor.layers.attention import Attention
 
 from helpers.engine import Reference, Request, check_among_leavers, engine, runner, serve
-from skipdecode.serving import compiled as compiled_module
+from skipdecode.loading.load import DEMO
+from skipdecode.serving import compile as compiled_module
 from skipdecode.serving import runner as runner_module
-from skipdecode.serving.compiled import CompiledLayers
+from skipdecode.serving.compile import CompiledLayers
 from skipdecode.serving.gate import layers_of
-from skipdecode.weights.loading import DEMO
 
 SPEEDUPS = (1.0, 2.0, 3.0, 5.0)
 

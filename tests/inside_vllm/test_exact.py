@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from helpers.engine import Reference, Request, check_among_leavers, engine, runner, scheduler, serve
 from helpers.interpreted import V2
 from skipdecode import Schedule
-from skipdecode.weights.loading import DEMO as DEMO_FOLDER
+from skipdecode.loading.load import DEMO as DEMO_FOLDER
 
 SPEEDUPS = (1.0, 2.0, 3.0, 5.0)
 #: Of the requests, one in so many is made.

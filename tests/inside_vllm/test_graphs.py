@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 
 from helpers.engine import Reference, Request, engine, runner, serve
 from helpers.interpreted import GPU, V2
-from skipdecode.weights.loading import DEMO
+from skipdecode.loading.load import DEMO
 
 pytestmark = pytest.mark.skipif(not V2, reason="model runner V2's: make test-vllm-v2")
 

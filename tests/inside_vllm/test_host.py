@@ -17,9 +17,9 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
 from helpers.engine import Request, engine, runner, scheduler, serve
-from skipdecode.serving import blocks
-from skipdecode.serving.narrow import Groups
-from skipdecode.weights.loading import DEMO
+from skipdecode.loading.load import DEMO
+from skipdecode.serving import kv_blocks as blocks
+from skipdecode.serving.attention import Groups
 
 SPEEDUPS = (1.0, 2.0, 3.0, 5.0)
 

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from helpers.server import Server
 from serving import load
 from serving.processes import Talking
-from skipdecode.weights.loading import DEMO
+from skipdecode.loading.load import DEMO
 
 pytest_plugins = ["helpers.served"]
 

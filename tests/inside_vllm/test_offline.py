@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 from helpers.engine import runner
 from helpers.tiny import run, write_jsonl
 from skipdecode import Schedule
-from skipdecode.engines import vllm as offline
-from skipdecode.engines.vllm import VllmEngine
 from skipdecode.errors import JobError, ModelError
-from skipdecode.generation.jobs import GenerationJob, JobResult
-from skipdecode.generation.results import Cost
-from skipdecode.weights.loading import DEMO
+from skipdecode.generation import vllm as offline
+from skipdecode.generation.job import GenerationJob, JobResult
+from skipdecode.generation.stats import Cost
+from skipdecode.generation.vllm import VllmEngine
+from skipdecode.loading.load import DEMO
 
 
 def prompts(count: int) -> list[str]:

@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from helpers.engine import KV_BYTES, Reference, Request
 from helpers.server import ask, serve, together
-from skipdecode.weights.loading import DEMO
+from skipdecode.loading.load import DEMO
 
 SPEEDUPS = (1.0, 2.0, 3.0, 5.0)
 

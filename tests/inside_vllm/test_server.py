@@ -23,9 +23,9 @@ from prometheus_client.parser import text_string_to_metric_families
 import skipdecode
 from helpers.engine import Reference, Request
 from helpers.server import Server, ask, post, serve, together
-from skipdecode.core.checkpoint_config import schedule_for
-from skipdecode.core.text_passes import TextPasses
 from skipdecode.evaluation.canary import Distance, metrics_text
+from skipdecode.model.config import schedule_for
+from skipdecode.model.teacher_forcing import TextPasses
 
 pytest_plugins = ["helpers.served"]
 NEW = 32

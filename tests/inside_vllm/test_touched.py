@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import skipdecode.serving
-from skipdecode.serving import blocks, cpu_worker, frontend, gpu_worker, plugin, runner_v1, runner_v2, touched
+from skipdecode.serving import cpu_worker, frontend, gpu_worker, plugin, runner_v1, runner_v2, touched
+from skipdecode.serving import kv_blocks as blocks
 
 
 def test_the_tested_release_is_as_the_list_says() -> None:

@@ -19,6 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from helpers.engine import engine
 from skipdecode.errors import UnsupportedModel
+from skipdecode.loading.load import DEMO, read_config
 from skipdecode.serving import frontend as frontend_module
 from skipdecode.serving import plugin, runner
 from skipdecode.serving.configure import WORKERS, _choose_graphs
@@ -26,7 +27,6 @@ from skipdecode.serving.cpu_worker import SkipCPUWorker
 from skipdecode.serving.frontend import Frontend
 from skipdecode.serving.plugin import _process_inputs
 from skipdecode.serving.settings import Serving
-from skipdecode.weights.loading import DEMO, read_config
 
 
 def test_kinds_of_attention_that_keep_a_steps_metadata_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

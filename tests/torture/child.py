@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from helpers import tiny
-from skipdecode.cli.app import main
+from skipdecode.cli.main import main
 
 # What the verbs import when they run, once for all processes.
 for name in "accelerate datasets peft sacrebleu rouge_score.rouge_scorer matplotlib.pyplot".split():

@@ -17,8 +17,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 
 from helpers.families import DENSE, build, distance, naive, run
 from skipdecode import Schedule, SkipCache, attach, detach
-from skipdecode.core.cache_name import CACHE
-from skipdecode.core.stack import decoder_layers
+from skipdecode.model.cache_name import CACHE
+from skipdecode.model.inspect import decoder_layers
 from torture.attempt import Attempt, Found, Kind
 from torture.models import WORDS, draw_batch, draw_model, draw_schedule
 

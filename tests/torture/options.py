@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from skipdecode.cli.app import app
+from skipdecode.cli.main import app
 from torture.attempt import Attempt, Done, rows, write_jsonl
 
 #: Numbers that mean work for hours, rightly; and what must not be made odd, or everything ends there.

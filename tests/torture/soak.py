@@ -29,8 +29,8 @@ from helpers.engine import Reference, Request
 from helpers.server import CHAT, LOOP, Answer, Server, ask, chunks, post, serve
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
-from skipdecode.weights.device import machine
-from skipdecode.weights.loading import DEMO
+from skipdecode.loading.device import machine
+from skipdecode.loading.load import DEMO
 
 #: What clients do, and how often of a hundred times.
 WAYS = {"answer": 28, "stream": 24, "named": 12, "seed": 12, "leave": 6, "leave stream": 5, "killed": 8, "bad": 5}

@@ -21,8 +21,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from skipdecode import Schedule
-from skipdecode.core.stack import text_config
-from skipdecode.evaluation.check import run_checks
+from skipdecode.evaluation.exactness import run_checks
+from skipdecode.model.inspect import text_config
 
 LAYERS = 8
 SECONDS = 60

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, CompileConfig, StaticCache
 
 from peers.protocol import Generate, Job, serve
-from skipdecode.core.cache_name import CACHE
+from skipdecode.model.cache_name import CACHE
 
 
 def load(job: Job) -> Generate:

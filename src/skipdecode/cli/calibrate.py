@@ -13,8 +13,8 @@ from . import options as o
 from .console import Bar, out, print_table, say
 
 if TYPE_CHECKING:
-    from ..core.schedule import Schedule
     from ..evaluation.calibration import Calibration
+    from ..schedule import Schedule
 
 Rows = Annotated[Path, Option(help="Rows like those to come: a file (prompts are enough), or the task's folder.")]
 Target = Annotated[float, Option(help="Target: times fewer layers, or of --clock.")]
@@ -82,7 +82,7 @@ def calibrate(
     from ..data.tasks import task_from
     from ..evaluation.calibration import CalibrationPlan
     from ..evaluation.calibration import calibrate as run
-    from ..planning.profile import Profile
+    from ..latency.profile import Profile
 
     options = {name: given[name] for name in PLAN} | {"profile": Profile.load(profile) if profile else None}
     plan = CalibrationPlan(model, data, speedup, task_from(given), **options)

@@ -19,8 +19,8 @@ from .console import err, say
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from ..core.schedule import Schedule
     from ..generation.kept_prompt import KeptPrompt
+    from ..schedule import Schedule
 
 HELP = "/speed 2 changes the speed-up, /new begins anew, /help says this, /quit or Ctrl-D ends; Ctrl-C stops an answer"
 
@@ -47,13 +47,13 @@ def chat(
     """
     import torch
 
-    from ..core.adapter_folder import trained_schedule
-    from ..core.checkpoint_config import trained_schedules
     from ..data.chat import Message, render
     from ..data.rows import is_text
     from ..generation.kept_prompt import KeptPrompt
     from ..generation.options import check_options, check_with_model
-    from ..weights.loading import adapter_of, load, load_tokenizer, read_config, read_generation_config
+    from ..loading.load import adapter_of, load, load_tokenizer, read_config, read_generation_config
+    from ..model.adapter_folder import trained_schedule
+    from ..model.config import trained_schedules
 
     options = {"do_sample": do_sample or None, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     options |= {"repetition_penalty": repetition_penalty, "num_beams": 1}  # whatever the checkpoint asks for
@@ -105,7 +105,7 @@ def chat(
 
 def _warn(config: PreTrainedConfig, schedule: Schedule) -> None:
     """Say what skipping so many layers costs a model that was not trained for it."""
-    from ..core.checkpoint_config import untrained_warning
+    from ..model.config import untrained_warning
 
     if warning := untrained_warning(config, schedule):
         say(f"skipdecode: {warning}")
@@ -162,7 +162,7 @@ def _answer(
     """
     from transformers import TextStreamer
 
-    from ..data.tokenization import encode_prompts
+    from ..data.tokenize import encode_prompts
     from ..generation.batch import generate_batch
     from ..generation.generate import max_positions
 

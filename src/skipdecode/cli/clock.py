@@ -18,7 +18,7 @@ from .console import Bar, out, say
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..planning.profile import Profile
+    from ..latency.profile import Profile
 
 Measured = Annotated[
     str | None,
@@ -51,9 +51,9 @@ def profile(
     skipdecode profile --shape opt-1.3b --output opt.json
     """
     given = locals()
-    from ..clock.profiler import STEPS, Profiler
     from ..files import check_target
-    from ..planning.profile import is_profile
+    from ..latency.profile import is_profile
+    from ..latency.profiler import STEPS, Profiler
 
     sizes, lengths = o.parse_numbers(batch, "--batch", int), o.parse_numbers(context, "--context", int)
     check_target(output, may_replace=is_profile)
@@ -91,12 +91,12 @@ def plan(
 
     skipdecode plan --profile opt.json --clock job --prompt-layers max
     """
-    from ..planning.planner import Predictor, Workload
-    from ..planning.planner import plan as plan_depths
-    from ..planning.profile import Profile, shape_of
-    from ..planning.resolve import new_schedule
-    from ..weights.device import is_here, machine
-    from ..weights.loading import read_config, refuse_adapter
+    from ..latency.planner import Predictor, Workload
+    from ..latency.planner import plan as plan_depths
+    from ..latency.profile import Profile, shape_of
+    from ..latency.resolve import new_schedule
+    from ..loading.device import is_here, machine
+    from ..loading.load import read_config, refuse_adapter
 
     targets, measured = o.parse_numbers(speedups), Profile.load(profile)
     style: dict[str, Any] = {**o.style_options(decay=decay, prompt_layers=prompt_layers)}
@@ -175,10 +175,10 @@ def bench(
     skipdecode bench --shape opt-1.3b --speedups 1,2,3,5 --batch 1,8,32
     """
     given = locals()
-    from ..clock.bench import HEADS, BenchPlan, cells_of
-    from ..clock.bench import bench as run
-    from ..clock.tables import check_folder, save_tables
-    from ..planning.profile import Profile
+    from ..latency.bench import HEADS, BenchPlan, cells_of
+    from ..latency.bench import bench as run
+    from ..latency.profile import Profile
+    from ..latency.tables import check_folder, save_tables
 
     measured = Profile.load(profile) if profile else None
     style, sizes = o.style_options(decay=decay, prompt_layers=prompt_layers), o.parse_numbers(batch, "--batch", int)
@@ -204,7 +204,7 @@ def bench(
 
 def _show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a Markdown table whose lines are not cut to the terminal's width."""
-    from ..clock.tables import markdown_table
+    from ..latency.tables import markdown_table
 
     out.print(f"{title}\n\n{markdown_table(heads, rows)}\n", soft_wrap=True, markup=False)
 
@@ -221,11 +221,11 @@ def _load(
         UsageError: not just one of MODEL and --shape is given, the model has fewer positions than ``tokens``, or the
             profile in ``measured`` is of something else.
     """
-    from ..clock.model_shapes import random_model, shape_config
-    from ..clock.profiler import check_positions
-    from ..planning.check_profile import check_profile
-    from ..weights.loading import load, read_config, refuse_adapter
-    from ..weights.optimize import optimizations
+    from ..latency.check_profile import check_profile
+    from ..latency.model_shapes import random_model, shape_config
+    from ..latency.profiler import check_positions
+    from ..loading.load import load, read_config, refuse_adapter
+    from ..loading.optimize import optimizations
 
     model, shape, attention = given["model"], given["shape"], given["attention"]
     if (model is None) == (shape is None):

@@ -14,8 +14,8 @@ from . import options as o
 from .console import Bar, out, print_table, say
 
 if TYPE_CHECKING:
-    from ..clock.timing import Timing
-    from ..generation.results import Generated
+    from ..generation.stats import Generated
+    from ..latency.timing import Timing
 
 
 def demo(
@@ -31,13 +31,13 @@ def demo(
     The texts are those that the model ends by itself. All speeds are then timed over as many decode steps as the
     median batch takes at 1x, so that a speed whose texts are shorter does not look faster for it.
     """
-    from ..clock.timing import alternate, forced, typical_steps
-    from ..core.adapter_folder import trained_schedule
     from ..data.inputs import read_items
     from ..data.tasks import get_task
     from ..generation.generate import generate
-    from ..weights.device import machine
-    from ..weights.loading import DEMO, adapter_of, load, read_config
+    from ..latency.timing import alternate, forced, typical_steps
+    from ..loading.device import machine
+    from ..loading.load import DEMO, adapter_of, load, read_config
+    from ..model.adapter_folder import trained_schedule
 
     targets = o.parse_numbers(speedups)
     if 1 not in targets:
@@ -79,7 +79,7 @@ def demo(
 
 def _print_table(timings: dict[float, Timing], repeats: int) -> None:
     """Print the timings by target speed-up as a table, with notes. Ratios are relative to 1x."""
-    from ..clock.timing import compare, remarks, shown
+    from ..latency.timing import compare, remarks, shown
 
     cells, figures, full = [], [], timings[1]
     for speedup, timing in timings.items():

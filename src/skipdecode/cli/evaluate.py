@@ -10,7 +10,7 @@ from typing import Annotated
 
 from typer import Option
 
-from ..methods import METHODS
+from ..evaluation.methods import METHODS
 from . import options as o
 from .console import Bar, print_table, say
 
@@ -75,7 +75,7 @@ def evaluate(
     from ..evaluation.evaluate import EvaluationPlan
     from ..evaluation.evaluate import evaluate as run
     from ..evaluation.report import brief
-    from ..weights.optimize import optimizations
+    from ..loading.optimize import optimizations
 
     files = [Path(name) for names in schedule or () for name in names.split(",")]
     rest = {name: given[name] for name in PLAN}

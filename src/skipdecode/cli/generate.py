@@ -15,7 +15,7 @@ from . import options as o
 from .console import Bar, drop_output, err, say
 
 if TYPE_CHECKING:
-    from ..generation.jobs import GenerationJob, JobResult
+    from ..generation.job import GenerationJob, JobResult
 
 #: Options that ``model.generate`` takes under the same names.
 DECODING = (
@@ -97,8 +97,8 @@ def generate(
 def _job(given: Mapping[str, Any]) -> GenerationJob:
     """Return the job that the command's options describe. Raises SkipDecodeError if they contradict each other."""
     from ..data.tasks import task_from
-    from ..engines import get_engine
-    from ..generation.jobs import GenerationJob
+    from ..generation.engines import get_engine
+    from ..generation.job import GenerationJob
 
     output, stop = given["output"], given["stop"]
     if given["prompt"] and given["input"] != "-":
@@ -107,14 +107,14 @@ def _job(given: Mapping[str, Any]) -> GenerationJob:
         raise UsageError("standard output is closed: give --output FILE")
     offload = None
     if given["offload"] or given["max_memory"] is not None:
-        from ..weights.offload import Offload
+        from ..loading.offload import Offload
 
         offload = Offload(given["offload"] or "auto", given["max_memory"], given["offload_folder"])
     elif given["offload_folder"]:
         raise UsageError("--offload-folder goes with --offload or --max-memory")
     engine = get_engine(given["engine"])
     if given["ray"]:
-        from ..engines.ray import RayEngine
+        from ..generation.ray import RayEngine
 
         engine = RayEngine(engine, given["ray"])
     decoding = {name: given[name] for name in DECODING if given[name] is not None and given[name] is not False}

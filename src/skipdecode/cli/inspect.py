@@ -14,7 +14,7 @@ from . import options as o
 from .console import out, say
 
 if TYPE_CHECKING:
-    from ..core.schedule import Schedule
+    from ..schedule import Schedule
 
 
 def schedule(
@@ -37,8 +37,8 @@ def schedule(
 
     skipdecode schedule --speedup 3 --layers 24
     """
-    from ..core.checkpoint_config import DEFAULT_HORIZON, DEFAULT_SPEEDUP, schedule_for
-    from ..core.schedule import Schedule
+    from ..model.config import DEFAULT_HORIZON, DEFAULT_SPEEDUP, schedule_for
+    from ..schedule import Schedule
 
     if (model is None) == (layers is None):
         raise UsageError("give either MODEL or --layers")
@@ -48,8 +48,8 @@ def schedule(
         target = DEFAULT_SPEEDUP if speedup is None else speedup
         shown = Schedule.for_speedup(target, layers, horizon or DEFAULT_HORIZON, **style)
     else:
-        from ..core.stack import with_lenders_first
-        from ..weights.loading import read_config
+        from ..loading.load import read_config
+        from ..model.inspect import with_lenders_first
 
         config = read_config(str(model))
         shown = schedule_for(config, speedup, horizon=horizon, **style)
@@ -98,9 +98,9 @@ def check(
 
     skipdecode check facebook/opt-1.3b
     """
-    from ..core.checkpoint_config import is_trained
-    from ..evaluation.check import check_model
-    from ..weights.loading import read_config
+    from ..evaluation.exactness import check_model
+    from ..loading.load import read_config
+    from ..model.config import is_trained
 
     findings = []
     for finding in check_model(model, speedup, dtype=dtype, device=device, revision=revision):

@@ -154,7 +154,7 @@ def style_options(
     order: str | None = None, decay: str | None = None, prompt_layers: str | None = None
 ) -> dict[str, int | str]:
     """Return those of the schedule fields ``order``, ``decay`` and ``prompt_layers`` that the user gave."""
-    from ..core.schedule import parse_prompt_layers
+    from ..schedule import parse_prompt_layers
 
     fields = {"order": order, "decay": decay, "prompt_layers": parse_prompt_layers(prompt_layers)}
     return {name: value for name, value in fields.items() if value is not None}

@@ -26,7 +26,7 @@ def play(
 
     skipdecode play MODEL --adapter fast --speedups 1,1.5,2
     """
-    from ..web import app
+    from ..web import play as app
 
     chosen = None if speedups is None else o.parse_numbers(speedups)
     where = {"dtype": dtype, "device": device, "revision": revision}

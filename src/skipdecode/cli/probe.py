@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from ..adapters.form import RANK, ROWS
 from ..errors import UsageError
+from ..training.form import RANK, ROWS
 from . import options as o
 from .console import Bar, out, print_table, say
 
 if TYPE_CHECKING:
-    from ..adapters.probe import Probe
+    from ..training.probe import Probe
 
 PromptFile = Annotated[
     Path | None,
@@ -52,7 +52,7 @@ def probe(
 
     skipdecode probe HuggingFaceTB/SmolLM2-135M-Instruct --prompts prompts.jsonl
     """
-    from ..adapters.probe import probe_model
+    from ..training.probe import probe_model
 
     if output:  # before hours of work: matplotlib may be missing
         from ..evaluation.plots import draw_probe

@@ -46,8 +46,8 @@ def push(
     from ..errors import FileError
     from ..hub.push import prepare as write
     from ..hub.push import push as upload
+    from ..training.config import command_of
     from ..training.options import read_run_file
-    from ..training.plan import command_of
 
     record = folder / "training.json"
     trained_with = command_of(read_run_file(record)) if record.is_file() else None

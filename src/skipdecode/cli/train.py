@@ -1,4 +1,4 @@
-"""``skipdecode train``: its options are the fields of a :class:`~skipdecode.training.plan.TrainingPlan`."""
+"""``skipdecode train``: its options are the fields of a :class:`~skipdecode.training.config.TrainingPlan`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from typer import Argument, Option
 
+from ..training.config import TrainingPlan, option_fields
 from ..training.options import bare_type, option_name
-from ..training.plan import TrainingPlan, option_fields
 from .console import say
 
 Config = Annotated[
@@ -35,7 +35,7 @@ def train(
 
     skipdecode train facebook/opt-1.3b --task e2e --data e2e --speedup 5 --output opt-e2e-5x
     """
-    from ..training.run import train as run
+    from ..training.train import train as run
 
     given = {name: value for name, value in options.items() if value is not None}
     plan = TrainingPlan.load(config, **given) if config else TrainingPlan(**given)

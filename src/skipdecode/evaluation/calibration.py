@@ -14,7 +14,23 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..core.checkpoint_config import (
+from ..data.collator import batches_of
+from ..data.inputs import read_examples
+from ..data.metrics import DEFAULT, Agreement, paired_scores
+from ..data.tasks import Example, Task, get_task, subsample
+from ..data.tokenize import encode_prompts
+from ..decays import ORDERS
+from ..errors import FileError, UsageError
+from ..files import check_target, is_stream
+from ..generation.generate import generate_ids, max_positions
+from ..generation.stats import Cost
+from ..latency.check_profile import check_profile
+from ..latency.fitting import Lengths, Measure, fit, refit
+from ..latency.planner import CLOCKS, Predictor, workloads
+from ..latency.planner import plan as plan_depths
+from ..latency.profile import Profile
+from ..loading.load import DEMO, identity_of, load, load_tokenizer, read_config, refuse_adapter, resolve
+from ..model.config import (
     DEFAULT_METHOD,
     is_trained,
     layer_count,
@@ -23,25 +39,9 @@ from ..core.checkpoint_config import (
     schedules_of,
     trained_method,
 )
-from ..core.decays import ORDERS
-from ..core.schedule import Schedule, is_schedule, parse_prompt_layers
-from ..data.collation import batches_of
-from ..data.inputs import read_examples
-from ..data.metrics import DEFAULT, Agreement, paired_scores
-from ..data.tasks import Example, Task, get_task, subsample
-from ..data.tokenization import encode_prompts
-from ..errors import FileError, UsageError
-from ..files import check_target, is_stream
-from ..generation.generate import generate_ids, max_positions
-from ..generation.results import Cost
-from ..methods import Method, get_method
-from ..planning.check_profile import check_profile
-from ..planning.fitting import Lengths, Measure, fit, refit
-from ..planning.planner import CLOCKS, Predictor, workloads
-from ..planning.planner import plan as plan_depths
-from ..planning.profile import Profile
 from ..provenance import fingerprint
-from ..weights.loading import DEMO, identity_of, load, load_tokenizer, read_config, refuse_adapter, resolve
+from ..schedule import Schedule, is_schedule, parse_prompt_layers
+from .methods import Method, get_method
 from .search import Trial, Trials, is_search, search
 
 #: Largest accepted relative error of the achieved ratio.

@@ -20,12 +20,25 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..adapters.damage import damage
-from ..clock.tables import FILES as TABLES
-from ..clock.timing import alternate, compare, forced, typical_steps
-from ..core.adapter_folder import check_learnt, trained_schedule
-from ..core.attach import attach
-from ..core.checkpoint_config import (
+from ..data.chat import texts_for_a_chat_model
+from ..data.collator import batches_of
+from ..data.inputs import read_examples
+from ..data.metrics import DEFAULT, Agreement, Metric, Repetition, distinct, paired_scores
+from ..data.tasks import Example, Task, get_task, subsample
+from ..data.tokenize import encode_prompts
+from ..errors import FileError, JobError, ModelError, UsageError
+from ..files import check_target, locked, read_json, write
+from ..generation.batch import Decoding
+from ..generation.generate import generate_ids, max_positions
+from ..generation.stats import Completion, Generated
+from ..latency.tables import FILES as TABLES
+from ..latency.timing import alternate, compare, forced, typical_steps
+from ..loading.device import machine, placement
+from ..loading.load import adapter_of, identity_of, load, load_tokenizer, read_config, resolve
+from ..loading.optimize import check_optimizations, optimizations
+from ..model.adapter_folder import check_learnt, trained_schedule
+from ..model.attach import attach
+from ..model.config import (
     DEFAULT_METHOD,
     layer_count,
     schedule_for,
@@ -33,25 +46,12 @@ from ..core.checkpoint_config import (
     trained_schedules,
     untrained_warning,
 )
-from ..core.schedule import Schedule
-from ..core.stack import text_config
-from ..core.text_passes import TextPasses
-from ..data.chat import texts_for_a_chat_model
-from ..data.collation import batches_of
-from ..data.inputs import read_examples
-from ..data.metrics import DEFAULT, Agreement, Metric, Repetition, distinct, paired_scores
-from ..data.tasks import Example, Task, get_task, subsample
-from ..data.tokenization import encode_prompts
-from ..errors import FileError, JobError, ModelError, UsageError
-from ..files import check_target, locked, read_json, write
-from ..generation.batch import Decoding
-from ..generation.generate import generate_ids, max_positions
-from ..generation.results import Completion, Generated
+from ..model.inspect import text_config
+from ..model.teacher_forcing import TextPasses
 from ..provenance import fingerprint
-from ..weights.device import machine, placement
-from ..weights.loading import adapter_of, identity_of, load, load_tokenizer, read_config, resolve
-from ..weights.optimize import check_optimizations, optimizations
+from ..schedule import Schedule
 from . import report
+from .divergence import damage
 from .loss import response_loss, text_loss
 from .plots import draw_tradeoff
 from .variants import Variant, variants

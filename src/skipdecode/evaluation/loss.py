@@ -10,15 +10,15 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.attach import attach, teacher_forced
-from ..core.schedule import Schedule
-from ..core.stack import decoder_layers
 from ..data.chat import Prompt
-from ..data.collation import batches, encoded
+from ..data.collator import batches, encoded
 from ..data.tasks import Example
 from ..errors import ModelError
 from ..generation.generate import position_limit
-from ..generation.results import Completion
+from ..generation.stats import Completion
+from ..model.attach import attach, teacher_forced
+from ..model.inspect import decoder_layers
+from ..schedule import Schedule
 
 
 @torch.no_grad()

@@ -9,11 +9,11 @@ from typing import Any
 
 import matplotlib
 
-from ..adapters.probe import Probe
-from ..clock.timing import Timing
-from ..core.schedule import Schedule
 from ..errors import UsageError
 from ..files import check_target, write
+from ..latency.timing import Timing
+from ..schedule import Schedule
+from ..training.probe import Probe
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

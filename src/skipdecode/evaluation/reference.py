@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.adapter import Adapter
-from ..core.gate import GateState
-from ..core.schedule import Schedule
-from ..core.stack import decoder_layers, with_lenders_first
+from ..model.adapter import Adapter
+from ..model.gate import GateState
+from ..model.inspect import decoder_layers, with_lenders_first
+from ..schedule import Schedule
 
 
 @contextmanager

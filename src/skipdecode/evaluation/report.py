@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..clock.tables import save_tables
-from ..clock.timing import remarks, shown
+from ..latency.tables import save_tables
+from ..latency.timing import remarks, shown
 
 Row = Mapping[str, Any]
 #: Columns of rows without references: their names in JSON, and their heads.

@@ -16,15 +16,15 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..adapters.damage import Damage, damage
-from ..adapters.probe import candidates
-from ..core.attach import attach
-from ..core.decays import mix, ranking
-from ..core.schedule import Schedule
-from ..core.text_passes import TextPasses
+from ..decays import mix, ranking
 from ..errors import ScheduleError
 from ..files import has_key, read_json, write
-from ..planning.fitting import TOLERANCE, Measure, fit, refit
+from ..latency.fitting import TOLERANCE, Measure, fit, refit
+from ..model.attach import attach
+from ..model.teacher_forcing import TextPasses
+from ..schedule import Schedule
+from ..training.probe import candidates
+from .divergence import Damage, damage
 
 #: Shares of the greatest depth in the sum of greatest and least: from a gentle fall to a steep one; the paper's is 2/3.
 SHARES = (0.55, 0.61, 2 / 3, 0.75, 0.85)
@@ -54,7 +54,7 @@ class Trials:
 
     Args:
         model: a causal LM.
-        batches: of its texts, from :func:`skipdecode.data.collation.batches_of`.
+        batches: of its texts, from :func:`skipdecode.data.collator.batches_of`.
         file: keeps what was measured, so that an interrupted search goes on; :func:`is_search` if it exists.
         job: identifies model and texts; what ``file`` has of another job is replaced.
         on_pass: called with what is measured, the passes done, and the passes in all.

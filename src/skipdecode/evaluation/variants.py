@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.checkpoint_config import DEFAULT_METHOD, UNTRAINED
-from ..core.schedule import Schedule
 from ..errors import UsageError
-from ..methods import Method, get_method
+from ..model.config import DEFAULT_METHOD, UNTRAINED
+from ..schedule import Schedule
+from .methods import Method, get_method
 
 
 @dataclass(frozen=True)

@@ -20,17 +20,17 @@ from transformers import (
     StopStringCriteria,
 )
 
-from ..core.attach import attach
-from ..core.cache import SkipCache, total_kv_bytes
-from ..core.cache_name import CACHE
-from ..core.checkpoint_config import layer_count
-from ..core.schedule import Schedule
-from ..data.tokenization import decode_behind
+from ..data.tokenize import decode_behind
 from ..errors import ModelError
-from ..weights.device import synchronize
+from ..loading.device import synchronize
+from ..model.attach import attach
+from ..model.cache import SkipCache, total_kv_bytes
+from ..model.cache_name import CACHE
+from ..model.config import layer_count
+from ..schedule import Schedule
 from .finished_rows import track_finished_rows
 from .options import end_tokens, given, max_new_tokens, num_beams
-from .results import Completion, Cost
+from .stats import Completion, Cost
 
 #: How to decode: with a schedule, with the stock model (None), or with the cache that a function makes for each batch.
 Decoding = Schedule | Callable[[PreTrainedModel], DynamicCache] | None

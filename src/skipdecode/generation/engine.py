@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..core.schedule import Schedule
-from ..weights.loading import load
-from ..weights.offload import Offload
-from ..weights.optimize import optimizations
+from ..loading.load import load
+from ..loading.offload import Offload
+from ..loading.optimize import optimizations
+from ..schedule import Schedule
 from .generate import batches
-from .results import Completion, Cost
+from .stats import Completion, Cost
 
 #: A finished batch: the keys of its prompts, their completions, and the cost.
 Batch = tuple[list[int], list[Completion], Cost]
@@ -57,7 +57,7 @@ class EngineConfig:
 
 
 class Engine(Protocol):
-    """The interface of engines, which generate the texts of a :class:`~skipdecode.generation.jobs.GenerationJob`."""
+    """The interface of engines, which generate the texts of a :class:`~skipdecode.generation.job.GenerationJob`."""
 
     @property
     def name(self) -> str:

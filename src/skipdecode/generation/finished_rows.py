@@ -22,9 +22,9 @@ from transformers import (
     StopStringCriteria,
 )
 
-from ..core.cache import SkipCache, total_kv_bytes
-from ..core.cache_name import CACHE
-from ..core.patch import Patch, put
+from ..model.cache import SkipCache, total_kv_bytes
+from ..model.cache_name import CACHE
+from ..model.patch import Patch, put
 from .options import num_beams
 
 #: Remove finished rows when at most this share of the cached rows goes on. Each removal copies the remaining rows; with

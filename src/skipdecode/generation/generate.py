@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.checkpoint_config import layer_count, schedule_for
-from ..core.schedule import Schedule
-from ..core.stack import text_config
 from ..data.chat import Message, Prompt, parse_messages
 from ..data.rows import is_text
-from ..data.tokenization import encode_prompts
+from ..data.tokenize import encode_prompts
 from ..errors import TaskError, UsageError
+from ..model.config import layer_count, schedule_for
+from ..model.inspect import text_config
+from ..schedule import Schedule
 from .batch import Decoding, generate_batch
 from .options import check_options, check_with_model, given, given_schedule, max_new_tokens, num_beams
-from .results import Completion, Cost, Generated
 from .sampling import Sampling, stable_hash
+from .stats import Completion, Cost, Generated
 
 
 def generate(

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from ..errors import FileError, JobError
 from ..files import locked, names_file, sync_folder, write
-from .results import Completion, Cost
+from .stats import Completion, Cost
 
 #: How a journal begins; what begins otherwise is somebody else's file.
 MAGIC = b'{"skipdecode journal": 1, "job": "'

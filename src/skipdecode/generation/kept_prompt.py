@@ -8,10 +8,10 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ..core.attach import attach
-from ..core.cache import RECURRENT, SkipCache
-from ..core.cache_name import CACHE
-from ..core.schedule import Schedule
+from ..model.attach import attach
+from ..model.cache import RECURRENT, SkipCache
+from ..model.cache_name import CACHE
+from ..schedule import Schedule
 
 
 class KeptPrompt:

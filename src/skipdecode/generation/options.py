@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import GenerationConfig, GenerationMixin
 
-from ..core.cache_name import CACHE_NAMES
-from ..core.schedule import Schedule
 from ..errors import UsageError
+from ..model.cache_name import CACHE_NAMES
+from ..schedule import Schedule
 
 _OURS = "it is made from the prompts"
 _CACHE = "each batch has a cache of its own, at full depth too"

@@ -8,9 +8,9 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..core.schedule import Schedule
 from ..errors import FileError
 from ..files import read_json
+from ..schedule import Schedule
 
 #: Keys of an evaluation's rows, and what the hub calls them.
 METRICS = {

@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..core.attach import attach
-from ..core.checkpoint_config import schedule_for
-from ..core.gate import Gate
-from ..core.guards import with_cache
-from ..core.patch import gate_state
 from ..errors import UsageError
+from ..model.attach import attach
+from ..model.config import schedule_for
+from ..model.gate import Gate
+from ..model.guards import with_cache
+from ..model.patch import gate_state
 
 
 def generate(

@@ -12,9 +12,9 @@ from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig
 
-from ..core.adapter_folder import ABOUT, WEIGHTS, is_adapter, read_about, read_schedules
-from ..core.checkpoint_config import is_trained, trained_schedules
 from ..errors import FileError, UsageError
+from ..model.adapter_folder import ABOUT, WEIGHTS, is_adapter, read_about, read_schedules
+from ..model.config import is_trained, trained_schedules
 from .card import model_card
 from .custom_generate import write_custom_generate
 

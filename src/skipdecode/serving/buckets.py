@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from ..core.schedule import Schedule
-from .depths import Table
+from ..schedule import Schedule
+from .steps import Table
 
 #: The layer indices of each bucket; each layer is in exactly one.
 Buckets = tuple[tuple[int, ...], ...]

@@ -6,8 +6,8 @@ import logging
 import os
 from typing import Any
 
-from ..core.checkpoint_config import CONFIG_KEY
 from ..errors import UnsupportedModel
+from ..model.config import CONFIG_KEY
 from .release import ALLOW_GPU
 from .requests import looks_like_ours
 from .settings import Serving

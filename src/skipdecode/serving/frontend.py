@@ -18,21 +18,12 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from .depths import Tables
+from .load_policy import Load
 from .metrics import count_finished, observe_times, show_load, work
 from .patch import patch
-from .policy import Load
-from .requests import (
-    NAMED,
-    OWN,
-    SPEEDUP,
-    bad_request,
-    model_names,
-    refuse_look_alikes,
-    requested_speedup,
-    take_name,
-)
+from .requests import NAMED, OWN, SPEEDUP, bad_request, model_names, refuse_look_alikes, requested_speedup, take_name
 from .settings import Serving
+from .steps import Tables
 
 logger = init_logger(f"vllm.{__name__}")  # a child of vLLM's logger has its handlers and level
 

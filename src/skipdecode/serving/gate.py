@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModel
-from .depths import Part, Step
+from .steps import Part, Step
 
 #: Returns a context manager within which attention sees only the tokens of a part; it yields their indices.
 Narrowed = Callable[[Part], AbstractContextManager[Tensor]]

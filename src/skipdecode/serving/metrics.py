@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .depths import Table
-from .policy import Load
+from .load_policy import Load
+from .steps import Table
 
 
 def work(table: Table, prompt: int, cached: int, new: int) -> dict[str, Any]:

@@ -154,6 +154,6 @@ def _block_hash_extra_keys(original: Any, request: Any, start: int, end: int, st
 def _init_manager(original: Any, self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
     original(self, kv_cache_config, *args, **kwargs)
     if any(hasattr(group.kv_cache_spec, "bucket") for group in kv_cache_config.kv_cache_groups):
-        from .blocks import adopt
+        from .kv_blocks import adopt
 
         adopt(self)

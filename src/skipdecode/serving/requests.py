@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import ScheduleError
 from .buckets import retirements
-from .policy import Load
+from .load_policy import Load
 from .settings import Serving
 
 #: The argument that a client sets (``vllm_xargs`` of the OpenAI API, ``extra_args`` of SamplingParams).

@@ -15,17 +15,17 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from ..core.adapter import Adapter
-from ..core.adapter_folder import check_base_files, read_adapter
 from ..errors import UnsupportedModel
-from ..weights.loading import checkpoint_files
-from .blocks import in_buckets
-from .compiled import CompiledLayers, is_compiled
-from .depths import Step, Tables
+from ..loading.load import checkpoint_files
+from ..model.adapter import Adapter
+from ..model.adapter_folder import check_base_files, read_adapter
+from .attention import Narrowing, Prepared
+from .compile import CompiledLayers, is_compiled
 from .gate import add_gates, layers_of
-from .narrow import Narrowing, Prepared
+from .kv_blocks import in_buckets
 from .residual import adds_residual
 from .settings import Serving
+from .steps import Step, Tables
 
 Runner: Any = object
 

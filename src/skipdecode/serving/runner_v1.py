@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from vllm.forward_context import get_forward_context
 
-from .narrow import Prepared
+from .attention import Prepared
 from .requests import speedup_of
 from .runner import Skipping
 

@@ -16,11 +16,11 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from ..errors import UnsupportedModel
-from .depths import Step, Table
-from .narrow import Prepared
+from .attention import Prepared
 from .patch import patch
 from .requests import speedup_of
 from .runner import Skipping
+from .steps import Step, Table
 
 
 class SkippingV2(Skipping):

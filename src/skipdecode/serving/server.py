@@ -10,10 +10,10 @@ from importlib.metadata import entry_points
 from itertools import pairwise
 from typing import Any, NoReturn
 
-from ..core.adapter_folder import check_base_files
-from ..core.checkpoint_config import CONFIG_KEY
 from ..errors import MissingExtra, UsageError
-from ..weights.loading import adapter_of, checkpoint_files, read_config, refuse_gguf, resolve
+from ..loading.load import adapter_of, checkpoint_files, read_config, refuse_gguf, resolve
+from ..model.adapter_folder import check_base_files
+from ..model.config import CONFIG_KEY
 from .release import require_vllm
 from .settings import Serving
 

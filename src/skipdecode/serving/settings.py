@@ -7,9 +7,10 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
-from ..core.adapter import check_trained
-from ..core.adapter_folder import read_schedules
-from ..core.checkpoint_config import (
+from ..errors import ScheduleError
+from ..model.adapter import check_trained
+from ..model.adapter_folder import read_schedules
+from ..model.config import (
     CONFIG_KEY,
     layer_count,
     schedule_for,
@@ -18,8 +19,7 @@ from ..core.checkpoint_config import (
     trained_schedules,
     untrained_warning,
 )
-from ..core.schedule import Schedule, parse_prompt_layers
-from ..errors import ScheduleError
+from ..schedule import Schedule, parse_prompt_layers
 from .buckets import Buckets, choose_buckets
 
 #: Keys of ``--additional-config '{"skipdecode": {…}}'``.
@@ -44,12 +44,12 @@ class Serving:
             - ``schedule``: one for every request, as :meth:`Schedule.to_dict` returns it, instead of these three.
             - ``adapter``: folder of an adapter, whose schedules take the place of the config's.
             - ``load_speedup``, ``load_waiting``, ``load_token_ms``: the load policy, see
-              :class:`~skipdecode.serving.policy.Load`.
+              :class:`~skipdecode.serving.load_policy.Load`.
 
     Attributes:
         schedules: every schedule that the server can run, by speed-up.
         default: the speed-up of requests that name none.
-        load: arguments of :class:`~skipdecode.serving.policy.Load`, or None without a load policy.
+        load: arguments of :class:`~skipdecode.serving.load_policy.Load`, or None without a load policy.
         adapter: folder of the adapter, or None.
         buckets: groups of layers whose keys and values are freed together; empty if none retires early.
         untrained: a warning that the model was not trained for its fastest schedule, or None.

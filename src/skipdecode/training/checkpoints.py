@@ -15,9 +15,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ..core.checkpoint_config import ADAPTER_FILE
 from ..errors import FileError, JobError
 from ..files import locked, read_json, sync_folder, write
+from ..model.config import ADAPTER_FILE
 from ..provenance import MATTERS
 
 AUTHOR = "skipdecode train"

@@ -12,9 +12,9 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import yaml
 
-from ..core.decays import ORDERS
-from ..core.schedule import MOST_LAYERS, Schedule
+from ..decays import ORDERS
 from ..errors import FileError, UsageError
+from ..schedule import MOST_LAYERS, Schedule
 from .checkpoints import AUTHOR
 
 #: Default upper limit of a number; it fits in 32 bits.

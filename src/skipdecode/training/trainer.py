@@ -13,14 +13,14 @@ from torch.utils.data import Sampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
-from ..adapters.learner import FullDepth
-from ..core.schedule import Schedule
 from ..errors import DivergedError, JobError
-from ..methods.objectives import Objective
+from ..schedule import Schedule
+from .callback import Skipping
 from .callbacks import StepSeed, TrainingBar
 from .checkpoints import STAGING, RunFolder, writing
+from .learner import FullDepth
+from .losses import Objective
 from .sampler import LengthGrouped
-from .skipping import Skipping
 
 
 class SkipTrainer(Trainer):
@@ -156,7 +156,7 @@ class SkipTrainer(Trainer):
 
 
 class AdapterTrainer(SkipTrainer):
-    """Trains an :class:`~skipdecode.adapters.learner.AdapterLearner`; evaluation reports its loss at each speed-up.
+    """Trains an :class:`~skipdecode.training.learner.AdapterLearner`; evaluation reports its loss at each speed-up.
 
     Each step learns from its texts at every speed-up, so that their prompts and full depth are computed once.
     """

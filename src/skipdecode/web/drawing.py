@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
-from ..core.schedule import Schedule
+from ..schedule import Schedule
 from .writing import Written
 
 #: Of the picture, in its own units: height of a layer, width of the prompt.

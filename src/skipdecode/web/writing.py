@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.attach import attach
-from ..core.cache import SkipCache, total_kv_bytes
-from ..core.schedule import Schedule
 from ..generation.batch import Passes, generate_batch
+from ..model.attach import attach
+from ..model.cache import SkipCache, total_kv_bytes
+from ..schedule import Schedule
 from .turns import Turns
 
 #: Seconds between two looks at texts that are being written.

@@ -1,0 +1,323 @@
+"""A dynamic cache that follows a schedule. It retires a layer (frees its memory) once no later step runs the layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, cache_utils
+from transformers.cache_utils import DynamicLayer
+
+from ..errors import CacheError, ScheduleError
+from ..schedule import Schedule
+from .adapter import check_trained
+from .cache_name import CACHE
+from .config import default_schedule, warn_untrained
+from .growing import GrowingLayer
+from .inspect import with_lenders_first
+from .patch import gate_state
+
+#: Class of layers that store nothing: they have no attention or use another layer's keys. () in older releases.
+STATELESS: Any = getattr(cache_utils, "DummyLayer", ())
+#: Class of layers that store the state of a recurrence or a convolution, with or without keys.
+RECURRENT: Any = cache_utils.LinearAttentionCacheLayerMixin
+
+
+class SkipCache(DynamicCache):
+    """The cache of one call ``model.generate(..., cache=SkipCache(model, schedule))``, which skips layers.
+
+    Args:
+        model: the causal LM, with gates attached (:func:`skipdecode.attach`).
+        schedule: which layers each position runs; the one in the model's config if None.
+        prefix: a cache of the prompts' first positions, for the same rows, which all layers of this model have run. It
+            is not changed, and may begin many calls, at any speed.
+
+    Raises:
+        ScheduleError: the schedule does not fit the model, or there is none.
+        CacheError: the model has no gates or prefills in chunks; the prefix is not what a prompt of this schedule would
+            hold; while decoding, another model uses the cache, or a pass needs a retired layer.
+
+    Warns:
+        UntrainedWarning: the model was not trained to skip layers.
+
+    Attributes:
+        schedule: the given one, reordered so that a layer ranks before the layers that borrow its keys.
+        step_depths: number of layers that each decode step so far ran.
+        peak_kv_bytes: most bytes of keys, values and recurrent states held at once, counted before layers are retired.
+        passes: number of forward passes that used this cache.
+    """
+
+    def __init__(
+        self, model: nn.Module, schedule: Schedule | None = None, *, prefix: DynamicCache | None = None
+    ) -> None:
+        config: Any = model.config
+        super().__init__(config=config)
+        schedule = schedule or default_schedule(config)
+        if schedule is None:
+            raise ScheduleError("no schedule was given and the model's config carries none")
+        self.schedule = with_lenders_first(schedule, config)
+        if len(self.layers) != schedule.num_layers:
+            raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the cache has {len(self.layers)}")
+        self.gates = gate_state(model)
+        if self.gates is None:
+            raise CacheError("the model has no gates: call skipdecode.attach(model) first")
+        if self.gates.adapter is not None:
+            check_trained(self.gates.adapter.schedules, self.schedule)
+        chunked = getattr(getattr(model, "generation_config", None), "prefill_chunk_size", None)
+        if chunked is not None and not schedule.is_full:
+            raise CacheError(
+                "chunked prefill hides where the prompt ends: set generation_config.prefill_chunk_size to None"
+            )
+        warn_untrained(config, schedule)
+        # Whether another prompt may follow: all layers still run, and none holds a recurrent state, which
+        # transformers cannot always continue with several positions (Jamba).
+        self._is_whole = not any(isinstance(layer, RECURRENT) for layer in self.layers)
+        self.layers: list[Any] = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        self.step_depths: list[int] = []
+        self.peak_kv_bytes = 0
+        self.passes = 0
+        self.cut_short = False  # an exception ended a pass that only some layers have seen
+        self.width = 0  # positions of the current pass
+        self.shape: tuple[int, ...] | None = None  # (batch, positions) of the current pass's ids
+        self._begins_prompt = True  # the next pass is a prompt, or continues one
+        self._runs_text = False  # from the next pass on: it runs all decode steps of a text
+        self._mask_sizes: list[int] = []  # by layer: number of keys in the text's pass
+        self._step = 0  # decode steps since the prompt
+        self._length = 0  # positions seen, including the current pass
+        self.counts: list[int] = []  # number of positions that each layer runs in the current pass
+        self._keep: frozenset[int] = frozenset(range(len(self.layers)))  # layers that the next step still runs
+        self._holds = [True] * len(self.layers)  # by layer: False once it is retired
+        self._bytes = [0] * len(self.layers)  # memory of each layer when it last ran
+        self._held = 0  # sum of _bytes
+        self._prefix_rows: int | None = None
+        if prefix is not None:
+            self._begin_with(prefix)
+
+    def _begin_with(self, prefix: DynamicCache) -> None:
+        length = prefix.get_seq_length()
+        if min(self.schedule.positions_per_layer(length, length)) < length:
+            raise CacheError("a prefix has run all layers, and the schedule skips some in the prompt: leave it out")
+        if not self._is_whole or len(prefix.layers) != len(self.layers):
+            raise CacheError("no prefix can be continued: some layers hold a recurrent state, or are not this model's")
+        self.layers = [_continued(layer, length) for layer in prefix.layers]
+        self._length = length
+        self._prefix_rows = next(layer.keys.shape[0] for layer in self.layers if not isinstance(layer, STATELESS))
+        self._bytes = [layer_kv_bytes(layer) for layer in self.layers]
+        self._held = self.peak_kv_bytes = sum(self._bytes)
+
+    def begin_prompt(self) -> None:
+        """Announce that the next pass runs (part of) a prompt. Raises CacheError if a layer has lost its state."""
+        self._begins_prompt = True
+        if self.passes:
+            self._check_whole("a prompt, or a chunk of one,")
+
+    def begin_text(self, schedule: Schedule) -> None:
+        """Announce that the next pass, the last one, runs all decode steps of a text at once, as in training.
+
+        Raises CacheError unless all layers have run all positions so far, and none holds a recurrent state.
+        """
+        if not self._is_whole:
+            raise CacheError("a text cannot follow: some layers of this cache are retired, or hold a recurrent state")
+        if self.gates.adapter is not None:
+            check_trained(self.gates.adapter.schedules, schedule)
+        self.schedule, self._runs_text = schedule.check_layers(len(self.layers)), True
+
+    def keys(self, index: int) -> int:
+        """Return how many positions a mask for layer ``index`` covers in the current pass."""
+        return self._mask_sizes[index] if self._mask_sizes else self.width
+
+    def _check_whole(self, what: str) -> None:
+        if not (self._is_whole or self.schedule.is_full):
+            raise CacheError(
+                f"{what} came after the prompt, but some layers of this cache are retired, or hold a recurrent state. "
+                "A second turn, chunked prefill or speculative verification has to start with a new SkipCache and the "
+                "whole text; SkipCache(model, schedule, prefix=…) keeps a prompt's first positions."
+            )
+
+    # --- the pass: the gates ask, in network order, what each layer has to do
+
+    def begin_layer(self, index: int, width: int) -> int:
+        """Return how many of the pass's ``width`` positions layer ``index`` runs: the first ones; 0: it is skipped."""
+        if index == 0:
+            self._begin_pass(width)
+        return self.counts[index]
+
+    def _begin_pass(self, width: int) -> None:
+        schedule, count = self.schedule, len(self.layers)
+        if count != schedule.num_layers:
+            raise CacheError(f"this model keeps states of {count} layers and has {schedule.num_layers}: it cannot skip")
+        if self._runs_text:
+            self.counts, upcoming = schedule.positions_per_layer(0, width), count
+            owners = [self.gates.lenders.get(layer, layer) for layer in range(count)]
+            self._mask_sizes = [self.layers[owner].get_mask_sizes(width)[0] for owner in owners]
+        elif self.passes == 0 or (not schedule.is_full and (self._begins_prompt or width != 1)):
+            if self.passes:
+                self._check_whole(f"{width} new positions")
+            if self._prefix_rows and self.shape and self._prefix_rows != self.shape[0]:
+                raise CacheError(
+                    f"the prefix has {self._prefix_rows} rows, the pass {self.shape[0]}: repeat them first "
+                    "(prefix.batch_repeat_interleave), as beams and num_return_sequences need it too"
+                )
+            # All layers ran all earlier positions, so these count as prompt: the schedule restarts after this pass.
+            self.counts = schedule.positions_per_layer(width, width)
+            self._step, upcoming = 0, schedule.depth(0)
+            for layer in range(count):
+                if self.counts[layer] == 0:
+                    self._retire(layer)
+        else:
+            running = schedule.layers(schedule.depth(self._step))
+            self.counts = [width if layer in running else 0 for layer in range(count)]
+            self._step, upcoming = self._step + 1, schedule.depth(self._step + 1)
+            self.step_depths.append(len(running))
+        self._keep = frozenset(schedule.layers(upcoming))
+        self._is_whole = self._is_whole and upcoming == count
+        self._begins_prompt = False
+        self.passes += 1
+        self.width = width
+        self._length += width
+
+    def upcoming(self, index: int) -> list[int]:
+        """Return the layers that run after layer ``index``: the rest of this pass, then those of the next step."""
+        left = [layer for layer in range(index + 1, len(self.layers)) if self.counts[layer]]
+        return left + sorted(self._keep)
+
+    def end_layer(self, index: int) -> None:
+        """Count the memory of a layer that has run, and free the layer unless the next step runs it.
+
+        Raises CacheError if the layer did not store all positions it ran, so later ones would attend to too few.
+        """
+        layer, held, ran = self.layers[index], layer_kv_bytes(self.layers[index]), self.counts[index]
+        short = isinstance(layer, DynamicLayer) and layer.get_seq_length() != self._length - self.width + ran
+        if short or not (held or isinstance(layer, STATELESS)):
+            raise CacheError(
+                f"layer {index} ran without asking the SkipCache (gradient checkpointing drops caches in training "
+                "mode: call model.eval(); else this model keeps its states elsewhere)"
+            )
+        self._held += held - self._bytes[index]
+        self._bytes[index] = held
+        if self._held > self.peak_kv_bytes:
+            self.peak_kv_bytes = self._held
+        if index not in self._keep:
+            self._retire(index)
+
+    def _retire(self, index: int) -> None:
+        """Replace a layer by an empty attention layer, so that transformers sizes masks by a layer that still runs."""
+        self.layers[index], self._holds[index] = DynamicLayer(), False
+        self._held -= self._bytes[index]
+        self._bytes[index] = 0
+
+    @torch.compiler.disable
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Store keys and values (batch, heads, new positions, size), and return those of all positions to attend to."""
+        self._check_runs(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @torch.compiler.disable
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Keep the last positions of a convolution's input (batch, channels, positions); return old and new ones."""
+        self._check_runs(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    @torch.compiler.disable
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Replace the layer's recurrent state, a tensor of the model's own shape, and return it."""
+        self._check_runs(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def _check_runs(self, layer_idx: int) -> None:
+        if not self.counts or self.counts[layer_idx] == 0:
+            raise CacheError(
+                f"layer {layer_idx} ran though the schedule skips it: call skipdecode.attach(model) on this very model"
+            )
+
+    # --- lengths: never read from a layer without keys
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many positions the cache has seen, which is the same for every layer that still runs."""
+        return super().get_seq_length(layer_idx) if self._attends(layer_idx) else self._length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return (number of keys, position of the first) that a mask for ``query_length`` new positions covers."""
+        if self._attends(layer_idx):
+            return super().get_mask_sizes(query_length, layer_idx)
+        return self._length + query_length, 0
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Tell whether a layer (None: any) has a recurrent state; after the prompt, layers freed since count too."""
+        if layer_idx is not None and self._holds[layer_idx]:
+            return super().has_previous_state(layer_idx, state_idx)
+        return self.passes > 0
+
+    def _attends(self, layer_idx: int) -> bool:
+        """Tell whether the layer stores keys, and so knows the text's length: not if it is recurrent or was freed."""
+        return self._holds[layer_idx] and isinstance(self.layers[layer_idx], DynamicLayer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SkipCache:
+        """Copy everything but the gates, which stay those of the model."""
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update({k: v if k == "gates" else deepcopy(v, memo) for k, v in vars(self).items()})
+        return twin
+
+    # --- operations that would undo a step
+
+    def activate_past_recording(self) -> None:
+        """Prepare to roll back steps, as assisted decoding does. Raises CacheError if the schedule skips layers."""
+        if not self.schedule.is_full:
+            raise CacheError(
+                "assisted (speculative) decoding needs every layer's keys and values: leave SkipCache out (after "
+                f"attach(model, speedup=…), give {CACHE}=DynamicCache(config=model.config))"
+            )
+        super().activate_past_recording()
+
+    @property
+    def is_croppable(self) -> bool:
+        """Tell whether ``generate`` may roll a step back: only if the schedule skips no layer."""
+        return self.schedule.is_full and super().is_croppable
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``tokens_to_remove`` positions. Raises CacheError if the schedule skips layers."""
+        if not self.schedule.is_full:
+            raise CacheError("a SkipCache cannot be cropped: retired layers hold nothing to go back to")
+        super().crop(tokens_to_remove)
+        kept = (layer.get_seq_length() for i, layer in enumerate(self.layers) if self._attends(i))
+        self._length = next(kept, self._length)
+
+    def reset(self) -> None:
+        """Raise CacheError: every call needs a new cache."""
+        raise CacheError("a SkipCache cannot be reset: make a new one")
+
+
+def _continued(layer: Any, length: int) -> Any:
+    """Return a layer with the states of a prefix, which no update changes in place."""
+    if isinstance(layer, STATELESS):
+        return layer
+    if not isinstance(layer, DynamicLayer) or layer.get_seq_length() != length or not length:
+        raise CacheError("a prefix is a DynamicCache, or a SkipCache at full depth, in which all layers ran")
+    twin: Any = object.__new__(GrowingLayer if type(layer) is DynamicLayer else type(layer))
+    twin.__dict__.update(vars(layer))
+    twin.keys = layer.keys  # with no spare room to share
+    return twin
+
+
+def total_kv_bytes(cache: Any) -> int:
+    """Return the bytes of all keys, values, convolution and recurrent states in a transformers cache."""
+    return sum(map(layer_kv_bytes, cache.layers))
+
+
+def layer_kv_bytes(layer: Any) -> int:
+    """Return the bytes of one cache layer's states, with spare room; tensors of one axis are no states."""
+    if isinstance(layer, GrowingLayer):
+        return layer.nbytes
+    return sum(x.numel() * x.element_size() for x in _tensors(vars(layer).values()) if x.ndim > 1)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())

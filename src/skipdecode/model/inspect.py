@@ -1,0 +1,120 @@
+"""Find a model's decoder layers, and check that skipping is exact: each reads only the output of the one before."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+
+from ..errors import ModelError, UnsupportedModel
+from ..schedule import Schedule
+from .cache_name import CACHE
+from .config import layer_count
+
+
+def text_config(config: Any) -> Any:
+    """Return the part of a config that describes the decoder (a multimodal config has several parts)."""
+    return config.get_text_config(decoder=True)
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the model's one stack of decoder layers. Raises UnsupportedModel for none, several, or an encoder."""
+    count = layer_count(_decoder_config(model))
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count and _is_stack(m)]
+    # A list inside the layers of another stack (experts, say) is part of a layer.
+    inner = {id(part) for stack in stacks for part in stack.modules() if part is not stack}
+    stacks = [stack for stack in stacks if id(stack) not in inner]
+    if len(stacks) != 1:
+        raise UnsupportedModel(
+            f"{type(model).__name__} should hold one stack of {count} decoder layers that take hidden states; "
+            f"{len(stacks)} were found"
+        )
+    return stacks[0]
+
+
+def _decoder_config(model: nn.Module) -> Any:
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if config is None:
+        raise UnsupportedModel(f"{name} has no config: SkipDecode works on transformers' causal LMs")
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(f"{name} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs")
+    return config
+
+
+def _is_stack(layers: nn.ModuleList) -> bool:
+    """Tell whether each module takes hidden states first, as a decoder layer does."""
+    return all(next(iter(inspect.signature(layer.forward).parameters), "") == "hidden_states" for layer in layers)
+
+
+def check_kind(model: nn.Module) -> None:
+    """Raise UnsupportedModel unless the model is causal and keeps its state only in transformers' cache."""
+    inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    if inner is None:
+        return
+    name, config = type(inner).__name__, _decoder_config(inner)
+    if CACHE not in inspect.signature(inner.forward).parameters:
+        raise UnsupportedModel(f"{name} takes no {CACHE}: its state is in no cache that could follow a schedule")
+    if isinstance(inner, GenerationMixin) and not inner._supports_default_dynamic_cache():
+        raise UnsupportedModel(f"{name} keeps a cache of its own kind, which cannot follow a schedule")
+    if _may_look_ahead(inner) and _looks_ahead(inner):
+        raise UnsupportedModel(f"{name} looks ahead: every new token changes all states before it")
+    if "shared" in (getattr(text_config(config), "indexer_types", None) or ()):
+        raise UnsupportedModel(f"layers of {name} reuse what the layer below selected: none can be skipped")
+
+
+def _may_look_ahead(model: PreTrainedModel) -> bool:
+    """Tell whether a config or the layers suggest attention to later tokens, which some say that do not pay it."""
+    config = text_config(model.config)
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
+        return True
+    causal = any(getattr(part, "is_causal", None) is True for part in model.modules())
+    return not causal and getattr(config, "is_decoder", True) is False
+
+
+@torch.no_grad()
+def _looks_ahead(model: PreTrainedModel) -> bool:
+    """Tell whether a second token changes what comes of the first."""
+    ids = torch.tensor([[2, 3], [2, 4]], device=model.device)
+    training = model.training
+    model.eval()
+    first, second = model(input_ids=ids, use_cache=False)[0][:, 0]  # logits, or hidden states of a model without a head
+    model.train(training)
+    return not torch.allclose(first, second, rtol=1e-4, atol=1e-5)
+
+
+def lenders(config: Any) -> dict[int, int]:
+    """Map each layer without keys and values of its own to the lower layer whose keys and values it attends to.
+
+    Raises ModelError if the config says that layers share keys, but not which.
+    """
+    config = text_config(config)
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is None:
+        if getattr(config, "num_kv_shared_layers", None):
+            raise ModelError("which layers share their keys is only told by a newer transformers: upgrade it")
+        return {}
+    sources, kinds = getattr(config, "kv_source_layers", None), config.layer_types
+    found = {}
+    for layer, mode in enumerate(modes):
+        if not str(mode).startswith("reuse"):
+            continue
+        if sources is not None:
+            found[layer] = sources[layer]
+        else:
+            found[layer] = max(i for i in range(layer) if modes[i] == "store" and kinds[i] == kinds[layer])
+    return found
+
+
+def with_lenders_first(schedule: Schedule, config: Any) -> Schedule:
+    """Return ``schedule``, each layer ranked before borrowers of its keys. Raises ScheduleError if it does not fit."""
+    schedule.check_layers(layer_count(config))
+    borrowed = lenders(config)
+    order: dict[int, None] = {}
+    for layer in schedule.ranking:
+        if layer in borrowed:
+            order.setdefault(borrowed[layer])
+        order.setdefault(layer)
+    return schedule if tuple(order) == schedule.ranking else schedule.replace(order=tuple(order))

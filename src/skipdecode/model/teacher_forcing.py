@@ -1,0 +1,73 @@
+"""Run a batch's prompts once, and then its texts with any number of schedules, as training and probing do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CacheError, ScheduleError
+from ..schedule import Schedule
+from .attach import teacher_forced
+from .cache import SkipCache
+from .cache_name import CACHE
+from .inspect import decoder_layers, with_lenders_first
+
+
+class TextPasses:
+    """A batch whose prompts are computed once, at full depth and without gradients.
+
+    Models with recurrent layers, whose state a pass over several positions cannot always continue, compute them anew
+    with each text.
+
+    Args:
+        model: a causal LM with gates attached.
+        batch: prompts and texts, as :class:`~skipdecode.data.collator.Collator` makes them.
+    """
+
+    def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
+        self.model, self.batch, self.prompt = model, batch, batch["prompt_length"]
+        self._full = Schedule.full(len(decoder_layers(model)))
+        with torch.no_grad():
+            self._cache: SkipCache | None = SkipCache(model, self._full)
+            model(**self._inputs(0, self.prompt), **{CACHE: self._cache}, use_cache=True, logits_to_keep=1)
+        try:
+            self._cache.begin_text(self._full)
+        except CacheError:
+            self._cache = None
+
+    @property
+    def counted(self) -> Tensor:
+        """Return which of the R positions count, (batch, R): a text's first token, of the prompt's pass, does not."""
+        return self.batch["labels"][:, 2:] != -100
+
+    def logits(self, schedule: Schedule | None = None, **options: Any) -> Tensor:
+        """Return the logits (batch, R, vocabulary) of the texts' R positions, each with the layers of its decode step.
+
+        Args:
+            schedule: the prompt runs all layers. None: so does the text.
+            options: of the model's ``forward``.
+
+        Raises:
+            ScheduleError: the schedule leaves out layers in the prompt, or does not fit the model.
+        """
+        schedule = schedule or self._full
+        if schedule.prompt_layers is not None or schedule.prompt_decay:
+            raise ScheduleError("the prompt is computed once, by all layers: leave prompt_layers and prompt_decay out")
+        width = self.batch["input_ids"].shape[1]
+        if self._cache is None:
+            options = {"logits_to_keep": width - self.prompt} | options
+            with teacher_forced(self.model, schedule, self.prompt):
+                return self.model(**self._inputs(0, width), use_cache=False, **options).logits
+        cache = deepcopy(self._cache)
+        cache.begin_text(with_lenders_first(schedule, self.model.config))
+        return self.model(**self._inputs(self.prompt, width), **{CACHE: cache}, use_cache=True, **options).logits
+
+    def _inputs(self, start: int, stop: int) -> dict[str, Any]:
+        """Return the inputs of a pass over the positions from ``start`` to ``stop``."""
+        ids, mask, positions = (self.batch[name] for name in ("input_ids", "attention_mask", "position_ids"))
+        here = slice(start, stop)
+        return {"input_ids": ids[:, here], "attention_mask": mask[:, :stop], "position_ids": positions[:, here]}
