@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from skipdecode.latency.model_shapes import shape_config
+from model_shapes import shape_config
 from skipdecode.loading.load import DEMO, load_tokenizer
 from skipdecode.model.inspect import decoder_layers
 

@@ -147,7 +147,7 @@ def main() -> None:
         vars(given).update(json.loads(given.cell))
         print(json.dumps(measure(given)))
         return
-    from skipdecode.latency.tables import markdown_table, save_tables
+    from skipdecode.evaluation.report import markdown_table, save_tables
     from skipdecode.loading.device import machine
 
     rows = []

@@ -132,7 +132,7 @@ def main() -> None:
     if given.speedup is not None:
         print(json.dumps(measure(given)))
         return
-    from skipdecode.latency.tables import markdown_table, save_tables
+    from skipdecode.evaluation.report import markdown_table, save_tables
     from skipdecode.loading.device import machine
 
     rows: list[dict[str, Any]] = []

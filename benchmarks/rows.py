@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from model_shapes import random_model
 from skipdecode import Schedule, attach
 from skipdecode.generation import batch
 from skipdecode.generation import finished_rows as leaving
 from skipdecode.generation.stats import Generated
-from skipdecode.latency.model_shapes import random_model
 from skipdecode.latency.resolve import new_schedule
 from skipdecode.latency.timing import alternate
 from skipdecode.loading.device import machine

@@ -15,8 +15,8 @@ import time
 import torch
 from torch.nn.functional import cross_entropy
 
+from model_shapes import random_model
 from skipdecode import Schedule, teacher_forced
-from skipdecode.latency.model_shapes import random_model
 from skipdecode.loading.device import machine
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from skipdecode.evaluation.search import spare
 
 from skipdecode import load
 from skipdecode.data.collator import batches_of
@@ -25,7 +26,6 @@ from skipdecode.evaluation.evaluate import Evaluation, EvaluationPlan
 from skipdecode.evaluation.loss import response_loss
 from skipdecode.evaluation.methods import get_method
 from skipdecode.evaluation.report import save
-from skipdecode.evaluation.search import spare
 from skipdecode.evaluation.variants import Variant
 from skipdecode.loading.device import machine
 from skipdecode.training.config import TrainingPlan

@@ -542,15 +542,6 @@ def test_an_adapter_that_training_cannot_begin_with_is_refused(trained: Path, tm
     assert (trained / WEIGHTS).read_bytes() == before
 
 
-@pytest.mark.parametrize("verb", ["probe", "bench", "profile", "calibrate"])
-def test_verbs_that_cannot_use_an_adapter_refuse_it(verb: str, trained: Path, tmp_path: Path) -> None:
-    """Rather than run its bare model."""
-    data = ["--data", trained] if verb == "calibrate" else []
-    done = run(verb, trained, *data, *["--output", tmp_path / "out"] * (verb != "probe"))
-    assert done.returncode == 2
-    assert "cannot use adapters yet" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [

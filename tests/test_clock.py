@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import time
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from skipdecode.latency.check_profile import check_profile
 from torch import nn
 
 from helpers.families import FAMILIES, build
@@ -23,10 +22,7 @@ from skipdecode.generation import engine
 from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.job import GenerationJob
 from skipdecode.latency import profiler as profiling
-from skipdecode.latency.bench import BenchPlan, bench
-from skipdecode.latency.check_profile import check_profile
-from skipdecode.latency.model_shapes import SHAPES, random_model, shape_config
-from skipdecode.latency.planner import SHORT, Predictor, Workload, plan, workloads
+from skipdecode.latency.planner import Predictor, plan, workloads
 from skipdecode.latency.profile import Pass, Profile, shape_of
 from skipdecode.latency.profiler import FilledCache, Profiler, layer_kinds
 from skipdecode.loading.device import machine
@@ -196,41 +192,6 @@ CLOCKS = ("layers", "step", "job")
 STYLES: tuple[dict[str, Any], ...] = ({}, {"prompt_layers": "max"}, {"order": "even", "prompt_layers": 6})
 
 
-@pytest.mark.parametrize(
-    ("clocked", "clock", "style"),
-    [("opt", *both) for both in product(CLOCKS, STYLES)]
-    + [("gemma3", *both) for both in zip(CLOCKS, STYLES, strict=True)],  # each of them with layers of two kinds
-    indirect=["clocked"],
-)
-def test_what_is_planned_is_got(
-    timed: Any, tokenizer: Any, profile: Profile, clock: str, style: dict[str, Any]
-) -> None:
-    """On a clock without noise the bench measures just what was predicted, and no less than was asked for."""
-    speedups = (1.5, 2.5) if clock == "layers" else (1.5, 2.5, 40.0)
-    wanted = BenchPlan(speedups, (1, 3), 7, 12, clock, profile, repeats=1, style=style)
-    done: list[int] = []
-    rows, about = bench(timed, tokenizer, wanted, "made", on_run=lambda: done.append(1))
-    assert len(rows) == 2 * (1 + len(wanted.speedups))
-    assert len(done) == 2 * sum("refused" not in row for row in rows)
-    assert [value for key, value in about.items() if key.startswith("refused")] == [
-        f"batch {row['batch_size']}: {row['refused']}" for row in rows if "refused" in row
-    ]
-    for row in rows:
-        if "refused" in row:
-            most = re.search(r"at most ([\d.]+)x, at 1 of", row["refused"])
-            assert most
-            assert float(most[1]) < SHORT * row["asked"]
-            continue
-        assert row["asked"] < 40
-        assert row["step_ratio"] == pytest.approx(row["predicted_step_ratio"], abs=0.002)
-        assert row["job_ratio"] == pytest.approx(row["predicted_job_ratio"], abs=0.002)
-        assert row[f"{clock}_ratio"] >= SHORT * row["asked"] or clock == "layers"
-        if row["asked"] == 1:
-            assert row["step_ratio"] == row["job_ratio"] == row["layers_ratio"] == 1
-        if style.get("prompt_layers") == "max":
-            assert row["prompt_layers"] == row["max_depth"]
-
-
 _ON_THE_CLOCK = {"clock": "job", "profile": "p.json", "speedup": 2}
 
 
@@ -288,75 +249,6 @@ def _made(**placed: Any) -> Profile:
     return Profile(model="made", dtype="float32", kinds=("layer",), layers=(0,) * 8, **both, **placed)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_shapes_are_models_that_exist(shape: str) -> None:
-    """Each config makes a model; its size is about the one in its name."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape_config(shape))
-    named = shape.rpartition("-")[2].upper()
-    if named[0].isdigit():
-        size = float(named[:-1]) * {"M": 1e6, "B": 1e9}[named[-1]]
-        assert sum(p.numel() for p in model.parameters()) == pytest.approx(size, rel=0.25)
-
-
-def test_random_weights_are_a_model(tokenizer: Any) -> None:
-    """Its logits are finite and differ; a shape that is not known is refused."""
-    model, _ = random_model("tiny", "bfloat16")
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    logits = model(torch.tensor([[5, 6, 7]])).logits
-    assert logits.isfinite().all()
-    assert logits.float().std() > 0
-    with pytest.raises(UsageError, match="known are"):
-        random_model("gpt-5")
-
-
-def test_a_shape_is_the_same_for_other_weights(checkpoint: Path, tmp_path: Path) -> None:
-    """Names, token ids and schedules do not change how long a pass takes; layers and widths do."""
-    config = shape_config("tiny")
-    again = shape_config("tiny")
-    again.update({"_name_or_path": "x", "eos_token_id": 7, "skipdecode": {"method": "skipdecode"}})
-    assert shape_of(again) == shape_of(config)
-    again.update({"ffn_dim": 128})
-    assert shape_of(again) != shape_of(config)
-
-
-def test_the_verbs(tmp_path: Path) -> None:
-    """profile writes what plan and bench read; plan says what to train with; bench writes its tables."""
-    path, table = tmp_path / "p.json", tmp_path / "bench"
-    small = ("--shape", "tiny", "--batch", "1,2")
-    done = run("profile", *small, "--context", "8,64", "--repeats", 1, "--output", path)
-    assert done.returncode == 0, done.stderr
-    assert "| batch | context |" in done.stdout
-    profile = Profile.load(path)
-    job = ("--prompt-tokens", 8, "--new-tokens", 16)
-    done = run("plan", "--profile", path, "--batch", "1,2", *job, "--speedups", "1,1.05,99", "--json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
-    assert [(row["batch_size"], row["asked"]) for row in rows] == [(n, k) for n in (1, 2) for k in (1, 1.05, 99)]
-    for row in rows:
-        if "schedule" in row:
-            schedule, work = Schedule.from_dict(row["schedule"]), Workload(row["batch_size"], 8, 16)
-            assert row["step_ratio"] == round(Predictor(profile, [work]).ratio(schedule), 3)
-            assert row["layers_ratio"] == round(schedule.layer_ratio(15), 3)
-            if row["asked"] > 1:
-                layers = f"{row['layers_ratio']:.3g}"
-                assert f"batch {row['batch_size']}: train a model for these with --speedups 1,{layers}\n" in done.stdout
-    assert done.stdout.rpartition("\n{")[0].count("cannot be had: at most") == 2
-    clock = ("--clock", "step", "--profile", path, "--speedups", "1.05", "--repeats", 1, "--output", table)
-    done = run("bench", *small, *job, *clock)
-    assert done.returncode == 0, done.stderr
-    written = json.loads((table / "table.json").read_text())
-    assert f"job: {written['job']}" in done.stdout
-    assert len((table / "table.csv").read_text().splitlines()) == 1 + len(written["rows"]) == 5
-    assert "| full depth |" in (table / "table.md").read_text()
-    (table / "table.json").write_text(json.dumps({"about": {}, "rows": []}))  # as evaluate writes it
-    done = run("bench", *small, *job, *clock)
-    assert done.returncode == 2
-    assert "of another command" in done.stderr
-
-
 def test_a_plan_for_a_model_has_its_trained_style(checkpoint: Path, tmp_path: Path) -> None:
     """What ``plan MODEL`` shows is what ``generate MODEL --clock`` runs."""
     config = read_config(str(checkpoint))
@@ -372,25 +264,3 @@ def test_a_plan_for_a_model_has_its_trained_style(checkpoint: Path, tmp_path: Pa
     assert "measured on: a GPU" in done.stdout
     _made(shape="another", machine="there", device="cpu").save(tmp_path / "p.json")
     assert run("plan", checkpoint, "--profile", tmp_path / "p.json").returncode == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("profile",), "give either MODEL or --shape"),
-        (("profile", "--shape", "gpt-5"), "known are"),
-        (("profile", "--shape", "tiny", "--batch", "0"), "--batch takes"),
-        (("profile", "--shape", "tiny", "--context", "8.5"), "--context takes"),
-        (("profile", "--shape", "tiny", "--context", "9999"), "4096 positions"),
-        (("bench", "--shape", "tiny", "--clock", "job"), "planned with a profile"),
-        (("bench", "--shape", "tiny", "--prompt-tokens", "9999"), "4096 positions"),
-        (("bench", "--shape", "tiny", "--speedups", "0.5"), "--speedups takes"),
-        (("plan", "--profile", "nowhere.json"), "nowhere.json"),
-    ],
-)
-def test_bad_options_are_refused(arguments: tuple[str, ...], says: str) -> None:
-    """One line that says what was wrong, and exit code 2."""
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoConfig, LlamaConfig
 
 import skipdecode
-from helpers.tiny import TEXTS, run, save_checkpoint, write_examples
+from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule, load
 from skipdecode.data.collator import batches_of
 from skipdecode.data.tasks import Example, get_task
@@ -339,7 +339,7 @@ def test_a_plan_checks_itself(values: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_columns_of_ones_own_are_evaluated_and_calibrated(checkpoint: Path, tmp_path: Path) -> None:
+def test_columns_of_ones_own_are_evaluated(checkpoint: Path, tmp_path: Path) -> None:
     """H: named by the same two options in every verb."""
     rows = [{"question": e.prompt, "answer": e.references[0]} for e in EXAMPLES]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -348,10 +348,6 @@ def test_columns_of_ones_own_are_evaluated_and_calibrated(checkpoint: Path, tmp_
     done = run("evaluate", checkpoint, *common, *columns, "--json")
     assert done.returncode == 0, done.stderr
     assert all("bleu" in row for row in json.loads(done.stdout.splitlines()[-1])["rows"])
-    data = ("--data", tmp_path / "rows.jsonl", "--output", tmp_path / "s.json", "--max-new-tokens", 12, "--limit", 4)
-    done = run("calibrate", checkpoint, *data, *columns, "--json")
-    assert done.returncode == 0, done.stderr
-    assert "BLEU" in json.loads(done.stdout.splitlines()[-1])["quality"]
 
 
 CUT = {
@@ -545,50 +541,3 @@ def test_the_loss_is_the_mean_over_tokens_whatever_the_batches(checkpoint: Path)
     plan = Schedule.for_speedup(3, 8, horizon=6)
     one, four = (response_loss(model, batches_of(EXAMPLES, tokenizer, size), plan) for size in (1, 4))
     assert one == pytest.approx(four, rel=1e-5)
-
-
-@pytest.mark.parametrize("speedup", [2, 5])
-def test_calibration_achieves_the_ratio_on_what_the_model_writes(
-    checkpoint: Path, tmp_path: Path, speedup: int
-) -> None:
-    data, target = write_examples(tmp_path / "rows.jsonl", EXAMPLES[:8]), tmp_path / "schedule.json"
-    more = ("--speedup", speedup, "--output", target, "--max-new-tokens", 40, "--batch-size", 4, "--json")
-    done = run("calibrate", checkpoint, "--data", data, *more)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["step_layer_ratio"] == pytest.approx(speedup, rel=0.03)
-    model, tokenizer = skipdecode.load(str(checkpoint))
-    result = skipdecode.generate(
-        model,
-        tokenizer,
-        [e.prompt for e in EXAMPLES[:8]],
-        schedule=Schedule.load(target),
-        batch_size=4,
-        max_new_tokens=40,
-        do_sample=False,
-    )
-    assert result.cost.layer_ratio == pytest.approx(found["step_layer_ratio"], rel=1e-3)
-
-
-def test_a_saved_calibration_is_what_every_verb_then_takes(data: Path, tmp_path: Path) -> None:
-    local = save_checkpoint(tmp_path / "model")
-    for speedup in (2, 3):
-        more = (
-            "--speedup",
-            speedup,
-            "--output",
-            tmp_path / f"{speedup}.json",
-            "--max-new-tokens",
-            20,
-            "--save",
-            "--force",
-        )
-        assert run("calibrate", local, "--data", data, *more).returncode == 0
-    config = AutoConfig.from_pretrained(local)
-    assert checkpoint_config.trained_schedules(config) == {
-        k: Schedule.load(tmp_path / f"{k:g}.json") for k in (2.0, 3.0)
-    }
-    assert checkpoint_config.schedule_for(config, 3) == Schedule.load(tmp_path / "3.json")
-    done = run("calibrate", "demo", "--data", data, "--save")
-    assert done.returncode == 2
-    assert "local" in done.stderr

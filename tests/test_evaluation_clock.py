@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.profiles import profile_of
-from helpers.tiny import run, write_examples
-from skipdecode import Schedule
+from helpers.tiny import write_examples
 from skipdecode.errors import SkipDecodeError
 from skipdecode.evaluation import evaluate as evaluation
-from skipdecode.evaluation.calibration import CalibrationPlan, calibrate
 from skipdecode.evaluation.evaluate import EvaluationPlan, evaluate
 from skipdecode.loading.load import load
 
@@ -58,25 +54,3 @@ def test_refused_before_weights_are_read(
     with pytest.raises(SkipDecodeError, match=says):
         evaluate(EvaluationPlan(str(checkpoint), data, faster=faster, output=tmp_path), say=lambda _: None)
     assert not list(tmp_path.glob("rows/*.json"))
-
-
-def test_calibrate_fits_what_the_profile_predicts(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    """A profile of any dtype and options will do: they are those of the jobs to come. All else is this machine's."""
-    profile = replace(profile_of(checkpoint, prepack=True), dtype="bfloat16")
-    plan = CalibrationPlan(
-        str(checkpoint), data, 1.5, batch_size=8, max_new_tokens=9, clock="step", profile=profile, output=tmp_path / "s"
-    )
-    result = calibrate(plan, say=lambda _: None)
-    # Half of a step's seconds lies beyond the layers: 1.5x of the clock takes 3x of the layers.
-    assert result.after.ratio == pytest.approx(1.5, rel=0.1)
-    assert result.after.step_layer_ratio > 2
-    assert Schedule.load(tmp_path / "s") == result.schedule
-    with pytest.raises(SkipDecodeError, match="another machine"):
-        calibrate(replace(plan, profile=replace(profile, machine="elsewhere")), say=lambda _: None)
-
-
-def test_a_clock_needs_a_profile(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    """Exit code 2, and how to get one."""
-    done = run("calibrate", checkpoint, "--data", data, "--clock", "job", "--output", tmp_path / "s")
-    assert done.returncode == 2
-    assert "--profile FILE" in done.stderr

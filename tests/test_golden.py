@@ -13,8 +13,7 @@ from rich.console import Console
 from helpers.tiny import run
 from skipdecode.cli import console
 from skipdecode.cli.main import app
-from skipdecode.evaluation.report import brief, columns
-from skipdecode.latency.tables import markdown_table
+from skipdecode.evaluation.report import brief, columns, markdown_table
 from skipdecode.loading.load import DEMO
 from skipdecode.model.config import CONFIG_KEY, to_config_entry, trained_method, trained_schedules
 

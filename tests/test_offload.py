@@ -22,9 +22,9 @@ import skipdecode
 from helpers.families import FORMS, LAYERS, SCHEDULES, TOP, build, prompts, run
 from helpers.tiny import run as command
 from helpers.tiny import write_jsonl
+from model_shapes import shape_config
 from skipdecode import Schedule, attach, detach
 from skipdecode.errors import ModelError, UsageError
-from skipdecode.latency.model_shapes import shape_config
 from skipdecode.loading import memory, offload
 from skipdecode.loading.load import read_weights
 from skipdecode.loading.memory import GIB, available_memory

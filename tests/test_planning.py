@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from skipdecode.latency.check_profile import check_profile
 from transformers import LlamaConfig
 
 from helpers.profiles import LENGTHS, made
 from skipdecode import Schedule, ScheduleError
 from skipdecode.errors import FileError, SkipDecodeError, UsageError
-from skipdecode.latency.check_profile import check_profile
 from skipdecode.latency.fitting import constant_schedules
 from skipdecode.latency.planner import CLOCKS, SHORT, Predictor, Workload, plan, workloads
 from skipdecode.latency.profile import Pass, Profile, shape_of

@@ -255,8 +255,6 @@ def test_trls_trainer_skips(checkpoint: Path, tmp_path: Path, lora: bool) -> Non
     trained.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     data = write_jsonl(tmp_path / "data.jsonl", ({"prompt": e.prompt, "response": e.references[0]} for e in EXAMPLES))
-    common = ("--data", data, "--max-new-tokens", 8, "--speedup", 4)
-    assert run("calibrate", tmp_path / "model", *common, "--output", tmp_path / "schedule.json").returncode == 0
     assert run("generate", tmp_path / "model", "--input", data, "--speedup", 4, "--max-new-tokens", 6).returncode == 0
     more = ("--speedups", "1,4", "--max-new-tokens", 8, "--timing-rows", 4, "--repeats", 1)
     done = run("evaluate", tmp_path / "model", "--data", data, *more, "--output", tmp_path / "table")

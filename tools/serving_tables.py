@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from skipdecode.latency.tables import markdown_table
+from skipdecode.evaluation.report import markdown_table
 
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "serving"
 #: What is shown of the engines: name and folder.

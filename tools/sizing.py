@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from model_shapes import SHAPES, shape_config
 from skipdecode import Schedule
-from skipdecode.latency.model_shapes import SHAPES, shape_config
 from skipdecode.model.cache import layer_kv_bytes
 from skipdecode.model.cache_name import CACHE
 

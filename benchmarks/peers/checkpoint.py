@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig
 
-from skipdecode.latency.model_shapes import shape_config
+from model_shapes import shape_config
 
 UNKNOWN, PAD, END = 0, 1, 2
 #: Tokens from here on are ordinary ones, of which prompts are made.

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from skipdecode.evaluation.report import markdown_table
 from skipdecode.files import write
-from skipdecode.latency.tables import markdown_table
 
 Row = Mapping[str, Any]
 

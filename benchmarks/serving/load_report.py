@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skipdecode.latency.tables import save_tables
+from skipdecode.evaluation.report import save_tables
 
 from .rounds import STOCK, Rounds, Row, shown
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from checkpoint import describe, make
+from model_shapes import shape_config
 from peers.engines.vllm_int8 import write_int8
 from skipdecode.errors import UsageError
-from skipdecode.latency.model_shapes import shape_config
 from skipdecode.loading.device import machine
 from skipdecode.loading.load import identity_of, read_config, resolve
 from skipdecode.provenance import fingerprint

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,11 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import torch
 from openai import APIError, AsyncOpenAI
-from prometheus_client.parser import text_string_to_metric_families
+from skipdecode.evaluation.canary import Distance, metrics_text
 
 import skipdecode
 from helpers.engine import Reference, Request
 from helpers.server import Server, ask, post, serve, together
-from skipdecode.evaluation.canary import Distance, metrics_text
 from skipdecode.model.config import schedule_for
 from skipdecode.model.teacher_forcing import TextPasses
 
@@ -120,33 +118,6 @@ def test_speeds_are_models(server: Server, client: Any, solo: Reference, inputs:
     expected = [solo.tokenizer.decode(text, skip_special_tokens=True) for text in solo.texts(requests)]
     assert [answer.text for answer in answers] == expected
     assert [answer.summary["speedup"] for answer in answers] == [r.speedup for r in requests]
-
-
-def test_canary(server: Server, solo: Reference, inputs: list[str], tmp_path: Path) -> None:
-    """Its figures are those of the stock model in transformers on the texts that generate writes."""
-    speedups, (rows, figures) = (1.0, 2.0, 5.0), (tmp_path / "rows.jsonl", tmp_path / "canary.prom")
-    rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in inputs[:6]), encoding="utf-8")
-    command = [sys.executable, "-m", "skipdecode", "canary", f"{server.url}/v1", "--data", str(rows)]
-    command += ["--speedups", "1,2,5", "--max-new-tokens", "24", "--json"]
-    done = subprocess.run([*command, "--metrics", str(figures)], capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    for each, speedup in zip(found, speedups, strict=True):
-        wanted = distances(solo, [tuple(solo.tokenizer(text)["input_ids"]) for text in inputs[:6]], speedup)
-        kl, same_token, nats = wanted.mean(1).tolist()
-        assert each["tokens"] == wanted.shape[1]
-        assert each["same_token"] == pytest.approx(same_token, abs=1e-6)
-        assert each["nats"] == pytest.approx(nats, abs=1e-3)
-        assert kl * 0.9 - 1e-4 < each["kl"] < kl + 1e-4
-    assert found[0]["kl"] < 1e-4 < found[2]["kl"]
-    families = text_string_to_metric_families(figures.read_text("utf-8"))
-    samples = {(s.name, s.labels.get("speedup")): s for family in families for s in family.samples}
-    assert samples["skipdecode_canary_kl", "5"].value == pytest.approx(found[2]["kl"], rel=1e-3)
-    assert samples["skipdecode_canary_tokens", "1"].labels["model_name"] == "demo"
-    assert ("skipdecode_canary_timestamp_seconds", None) in samples
-    far = subprocess.run([*command, "--max-kl", "1e-4"], capture_output=True, text=True, check=False)
-    assert far.returncode == 1
-    assert "demo:5x" in far.stderr
-    assert "demo:1x" not in far.stderr
 
 
 def distances(solo: Reference, prompts: list[tuple[int, ...]], speedup: float) -> torch.Tensor:

@@ -19,15 +19,13 @@ import typer  # transformers requires it
 from .. import __version__
 from ..errors import SkipDecodeError, UntrainedWarning, UsageError
 from ..files import is_stream
-from .calibrate import calibrate
-from .canary import canary
 from .chat import chat
-from .clock import bench, plan, profile
+from .check import check
 from .console import drop_output
 from .demo import demo
 from .evaluate import evaluate
 from .generate import generate
-from .inspect import check, schedule
+from .plan import plan
 from .play import play
 from .probe import probe
 from .push import push
@@ -97,14 +95,9 @@ for verb in (
     play,
     probe,
     train,
-    calibrate,
     evaluate,
     check,
-    schedule,
-    profile,
     plan,
-    bench,
-    canary,
     push,
 ):
     app.command()(_run(verb))

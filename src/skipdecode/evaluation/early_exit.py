@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -18,8 +18,6 @@ from ..model.attach import attach
 from ..model.cache_name import CACHE
 from ..model.inspect import decoder_layers
 from ..model.patch import Patch, put
-from ..schedule import Schedule
-from ..training.losses import Objective, token_loss
 from .methods_base import Method
 
 #: The paper's temperature for the decay of CALM's threshold.
@@ -40,28 +38,6 @@ class MultiExit(Method):
     def is_trained_by(self, name: str) -> bool:
         """Tell whether the method called ``name`` has the same loss: multi-layer exit and CALM."""
         return name in ("multi_exit", "calm")
-
-    def objective(self, model: PreTrainedModel, schedules: Mapping[float, Schedule]) -> Objective | None:
-        """Return the mean cross-entropy over all exits, so that CALM can exit at any layer."""
-        return ExitLoss(model)
-
-
-class ExitLoss(Objective):
-    """Mean loss of all exits; every step runs all layers, because the exit at depth d reads only layers below d."""
-
-    hidden_states = True
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.count = len(decoder_layers(model))
-        self.schedule = Schedule.full(self.count)
-        self.reader = read_out(model)
-
-    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Return the mean of the exits' losses, a scalar."""
-        width = labels.shape[1] - 1
-        early = [states[:, -width:] for states in outputs.hidden_states[1 : self.count]]
-        logits = [*map(self.reader, early), outputs.logits]
-        return torch.stack([token_loss(exit, labels, num_items_in_batch) for exit in logits]).mean()
 
 
 class Calm(MultiExit):

@@ -31,7 +31,6 @@ from ..files import check_target, locked, read_json, write
 from ..generation.batch import Decoding
 from ..generation.generate import generate_ids, max_positions
 from ..generation.stats import Completion, Generated
-from ..latency.tables import FILES as TABLES
 from ..latency.timing import alternate, compare, forced, typical_steps
 from ..loading.device import machine, placement
 from ..loading.load import adapter_of, identity_of, load, load_tokenizer, read_config, resolve
@@ -56,7 +55,7 @@ from .loss import response_loss, text_loss
 from .plots import draw_tradeoff
 from .variants import Variant, variants
 
-FILES = (*TABLES, "tradeoff.png")
+FILES = (*report.FILES, "tradeoff.png")
 Say = Callable[[str], object]
 
 #: Increase it when the keys of a row change: rows of another version are refused without ``overwrite``.

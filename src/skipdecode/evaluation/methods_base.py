@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..latency.fitting import fit
@@ -12,8 +12,6 @@ from ..schedule import Schedule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from ..training.losses import Objective
 
 
 class Method:
@@ -56,10 +54,6 @@ class Method:
         ``layers``: ``order`` and ``warmup`` of a schedule, if they are not the defaults and the method takes them.
         """
         return model
-
-    def objective(self, model: PreTrainedModel, schedules: Mapping[float, Schedule]) -> Objective | None:
-        """Return the loss that training minimises; None for the response's cross-entropy."""
-        return None
 
     def decoding(
         self,

@@ -13,7 +13,6 @@ from ..errors import UsageError
 from ..files import check_target, write
 from ..latency.timing import Timing
 from ..schedule import Schedule
-from ..training.probe import Probe
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -66,7 +65,7 @@ def draw_tradeoff(rows: Sequence[Mapping[str, Any]], metrics: Sequence[tuple[str
     _save(figure, path)
 
 
-def draw_probe(found: Probe, path: Path) -> None:
+def draw_probe(found: Any, path: Path) -> None:
     """Draw the distance from full depth, bare and with stand-ins, by the speed-up of layers, or of a profile's step."""
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for name, label, mark in (("bare", "bare skipping", "x"), ("stand_ins", "with maps in their place", "o")):

@@ -13,8 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import FileError, ScheduleError, UsageError
 from ..files import has_key, read_json, write
+from ..loading.device import machine, placement
 from ..provenance import fingerprint
 from ..schedule import MOST_LAYERS, check_whole
 
@@ -230,3 +233,23 @@ def _line(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
     if x < xs[0]:
         return max(y, ys[0] * x / xs[0])
     return max(y, ys[-1]) if x > xs[-1] else y
+
+
+def check_profile(
+    profile: Profile, config: Any, dtype: str = "auto", device: str | None = None, **options: Any
+) -> None:
+    """Check that a profile was measured on this machine, for this config, dtype, device and loading options.
+
+    Raises:
+        UsageError: something differs; the message says what.
+        ModelError: the device does not exist.
+    """
+    kind, place = placement(config, dtype, device)
+    kind = config.dtype if kind == "auto" else kind  # None: only the weights tell
+    profile.check(
+        shape=shape_of(config),
+        machine=machine(place),
+        device=torch.device(place).type,
+        dtype=None if kind is None else str(kind).removeprefix("torch."),
+        options=options,
+    )

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from transformers import PreTrainedModel
 
+from ..evaluation.early_exit import read_out
 from ..model.attach import attach, teacher_forced
 from ..model.inspect import decoder_layers
 from ..schedule import Schedule
@@ -86,3 +88,21 @@ class Distillation(Objective):
         distance = kl_div(student, target, log_target=True, reduction="sum")
         count = len(target) if num_items_in_batch is None else num_items_in_batch
         return (1 - self.weight) * loss + self.weight * distance / count
+
+
+class ExitLoss(Objective):
+    """Mean loss of all exits; every step runs all layers, because the exit at depth d reads only layers below d."""
+
+    hidden_states = True
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.count = len(decoder_layers(model))
+        self.schedule = Schedule.full(self.count)
+        self.reader = read_out(model)
+
+    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Return the mean of the exits' losses, a scalar."""
+        width = labels.shape[1] - 1
+        early = [states[:, -width:] for states in outputs.hidden_states[1 : self.count]]
+        logits = [*map(self.reader, early), outputs.logits]
+        return torch.stack([token_loss(exit, labels, num_items_in_batch) for exit in logits]).mean()

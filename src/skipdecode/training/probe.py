@@ -21,9 +21,8 @@ from ..evaluation.divergence import Damage, damage
 from ..files import check_target, has_key, write
 from ..generation.generate import max_positions
 from ..generation.job import GenerationJob
-from ..latency.check_profile import check_profile
 from ..latency.planner import Predictor, Workload
-from ..latency.profile import Profile
+from ..latency.profile import Profile, check_profile
 from ..loading.load import load, read_config, refuse_adapter
 from ..model.adapter import Adapter
 from ..model.attach import attach, put_adapter

@@ -37,7 +37,7 @@ from .checkpoints import STAGING, RunFolder, run_folder, writing
 from .config import TrainingPlan
 from .distill import OWN_TEXTS, forecast, make_learner, say_damage, write_own_texts, writing_job
 from .learner import TextCollator
-from .losses import Distillation
+from .losses import Distillation, ExitLoss, Objective
 from .self_generated import read_prompts
 from .trainer import AdapterTrainer, SkipTrainer, checkpointing_option, refuse_nonfinite, training_args
 
@@ -110,7 +110,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
         record = _record(plan, config, tokenizer, training, schedules, args)
         torch.manual_seed(plan.seed)
         model = get_method(plan.method).prepare(model, plan.budgets[0], **plan.layers)
-        objective = get_method(plan.method).objective(model, schedules)
+        objective: Objective | None = ExitLoss(model) if get_method(plan.method).trains_exits else None
         if plan.distill_weight:
             teacher = loading.load(plan.teacher, dtype="float32", device="cpu")[0] if plan.teacher else None
             objective = Distillation(plan.distill_weight, teacher)

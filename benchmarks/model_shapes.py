@@ -8,11 +8,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
-from ..errors import ModelError, UsageError
-from ..loading.device import placement
-from ..loading.load import DEMO, load_tokenizer
-from ..loading.optimize import check_optimizations, optimizations, optimize
-from ..model.attach import attach
+from skipdecode.errors import ModelError, UsageError
+from skipdecode.loading.device import placement
+from skipdecode.loading.load import DEMO, load_tokenizer
+from skipdecode.loading.optimize import check_optimizations, optimizations, optimize
+from skipdecode.model.attach import attach
 
 
 def _opt(layers: int, width: int, heads: int, **rest: Any) -> dict[str, Any]:
