@@ -63,7 +63,7 @@ def random_model(
     name: str,
     dtype: str = "auto",
     device: str | None = "cpu",
-    attention: str | None = None,
+    attn_implementation: str | None = None,
     **options: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return a model of a published size with random weights, and the demo's tokenizer, which decodes only some ids.
@@ -72,7 +72,7 @@ def random_model(
         name: one of :data:`SHAPES`.
         dtype: dtype of the weights; ``auto``: bfloat16, as in the published models.
         device: device of the weights; None: an accelerator if there is one, else the CPU.
-        attention: as :func:`skipdecode.load` takes it.
+        attn_implementation: as :func:`skipdecode.load` takes it.
         options: ``quantization`` and ``prepack``, as :func:`skipdecode.load` takes them.
 
     Raises:
@@ -87,7 +87,7 @@ def random_model(
     torch.manual_seed(0)
     try:
         with torch.device(device), no_init_weights():  # transformers' initialization takes a minute
-            model = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation=attn_implementation)
             model.tie_weights()
             for parameter in model.parameters():
                 parameter.data.uniform_(-0.02, 0.02)

@@ -107,7 +107,7 @@ def draw_rows(data: Path, target: Path, count: int) -> None:
 
 def rank(start: str, examples: Sequence[Example]) -> tuple[int, ...]:
     """START's layers, ranked by loss."""
-    model, tokenizer = load(start, attention="eager")
+    model, tokenizer = load(start, attn_implementation="eager")
     batches = batches_of(examples, tokenizer, 64)
     return spare(model.config.num_hidden_layers, 1, lambda ways: [response_loss(model, batches, way) for way in ways])
 

@@ -505,7 +505,7 @@ def test_a_hub_name_without_a_network_ends_in_one_line() -> None:
 def test_attentions_that_are_not_there(model: Path, attention: str) -> None:
     """transformers' words, in one line."""
     if attention:
-        refused(model, str(model), attention=attention)
+        refused(model, str(model), attn_implementation=attention)
 
 
 def test_everything_of_a_name_is_read_from_one_place(

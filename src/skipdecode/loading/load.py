@@ -1,19 +1,19 @@
-"""Load checkpoints from a directory, the hub or the package (``demo``), or make a model from a config."""
+"""Checkpoints: a name is resolved once into model files, a tokenizer and an adapter, and loaded from there."""
 
 from __future__ import annotations
 
+import hashlib
 import os
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial
-from logging import getLogger
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import EntryNotFoundError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,24 +22,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import GENERATION_CONFIG_NAME, is_accelerate_available, is_gguf_available, logging
+from transformers.utils import is_accelerate_available, is_gguf_available
 
 from ..data.tokenize import for_decoding, train_tokenizer
-from ..errors import MissingExtra, ModelError, UsageError
+from ..errors import MissingExtra, ModelError, UnsupportedModel, UsageError
 from ..model.adapter_folder import hash_of_files, is_adapter, load_adapter, locate_adapter, read_about, read_schedules
 from ..model.attach import attach
-from ..model.config import CONFIG_KEY, set_entry, to_config_entry
-from ..model.inspect import text_config
-from ..provenance import identity
-from .checkpoint_checks import (
-    as_model_error,
-    check_config,
-    check_files,
-    check_size,
-    check_tokenizer,
-    check_weights,
-    read_object,
-)
+from ..model.config import CONFIG_KEY, layer_count, set_entry, to_config_entry, trained_schedules
+from ..schedule import Schedule
+from .checkpoint_checks import as_model_error, check_config, read_object
 from .device import placement
 from .linear import check_linear
 from .offload import Offload, prepare_offloaded
@@ -47,282 +38,368 @@ from .optimize import check_optimizations, linear_kind, optimizations, optimize
 
 DEMO = Path(__file__).parent.parent / "demo"
 
-#: Model types for which tests check that cached decoding equals a pass without a cache.
-TESTED = frozenset(
-    """opt gpt2 gpt_neo gpt_neox llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 mixtral qwen3_moe gpt_oss
-    glm4_moe deepseek_v3 qwen3_5_text granitemoehybrid falcon_h1 jamba gemma3n_text gemma4_text""".split()
-)
+#: Patterns of the files that decide what a checkpoint generates.
+FILES = "*.safetensors *.gguf *.jinja *.model config.json generation_config.json tokenizer* skipdecode_adapter.json"
 
 
-def resolve(name: str, files: Sequence[str] = ("config.json",)) -> str:
-    """Return the absolute path or hub name from which config, weights, tokenizer and generation config are read.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's files, its tokenizer and perhaps an adapter, found from one name.
 
-    Args:
-        name: ``demo`` (the embedded checkpoint), a folder, a GGUF file, or else a hub name; results of this function
-            stay the same. The folder of an adapter stands for the model that the adapter was trained on.
-        files: a folder must hold one of these.
+    Properties are read when first used, and only once. Raises ModelError where the files cannot be read.
 
-    Raises:
-        MissingExtra: a GGUF file is given, and the package that reads it is not installed.
-        ModelError: there is no such folder and the name is no hub name; the folder holds no whole checkpoint; or
-            ``demo`` is also a folder here.
+    Attributes:
+        name: what the user wrote, for messages.
+        path: the model's folder as an absolute path, or its name on the Hub.
+        gguf_file: the GGUF file in that folder that holds the model; else None.
+        adapter: the folder of the adapter to attach; else None.
+        revision: branch, tag or commit of a model on the Hub.
     """
-    path = Path(name)
-    if name == "demo":
-        if is_adapter(path) or any((path / file).exists() for file in ("config.json", "tokenizer_config.json")):
-            raise ModelError("demo is the embedded checkpoint, and a folder here: give ./demo, or rename the folder")
-        return str(DEMO)
-    if path.is_dir():
-        if is_adapter(path):
-            return resolve(read_about(path)["base_model"], files)
-        if (path / "adapter_config.json").exists():
-            raise ModelError(f"{name} holds a PEFT adapter: merge it first (merge_and_unload), save the whole model")
-        if not any((path / file).exists() for file in files):
-            if any((*path.glob("training.json"), *path.glob("own_*.jsonl*"))):
-                raise ModelError(f"training of {name} has not ended: the same train command goes on")
-            if saved := sorted(path.glob("checkpoint-*"), key=lambda each: each.stat().st_mtime):
-                raise ModelError(f"{name} holds checkpoints and no model: give one of them, such as {saved[-1]}")
-            raise ModelError(f"{name} holds no {' or '.join(files)}: is it a Hugging Face checkpoint?")
-        return os.path.abspath(path)
-    if path.suffix == ".gguf" and path.is_file():
-        if not is_gguf_available():
-            raise MissingExtra(f"{name} needs the package gguf: pip install 'skipdecode[gguf]'")
-        return os.path.abspath(path)
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelError(f"no model at {name}: give a directory, a GGUF file, a hub name, or 'demo'")
-    return name
 
+    name: str
+    path: str
+    gguf_file: str | None = None
+    adapter: Path | None = None
+    revision: str | None = None
 
-def is_gguf(path: str | Path) -> bool:
-    """Tell whether a path from :func:`resolve` is a GGUF file."""
-    return Path(path).suffix == ".gguf" and Path(path).is_file()
+    @classmethod
+    def resolve(
+        cls, name: str | Path = "demo", adapter: str | Path | None = None, revision: str | None = None
+    ) -> Checkpoint:
+        """Checkpoint that a name stands for.
 
+        Args:
+            name: ``demo``, a folder, a GGUF file, a model on the Hub, or an adapter's folder, which stands for its
+                base model with the adapter.
+            adapter: folder of an adapter, or its name on the Hub.
+            revision: branch, tag or commit of a model on the Hub.
 
-def refuse_gguf(name: str, what: str) -> None:
-    """Raise UsageError if ``what`` is asked to read a GGUF file."""
-    if is_gguf(resolve(name)):
-        raise UsageError(f"{what} reads no GGUF file: load it, save it with save_pretrained, and give that folder")
+        Raises:
+            ModelError: ``name`` is a path where no checkpoint is, or ``demo`` is a folder here as well.
+            FileError: the adapter is missing or damaged.
+            MissingExtra: a GGUF file needs the package ``gguf``.
+        """
+        name = str(name)
+        folder = None if adapter is None else locate_adapter(adapter)
+        model = name
+        if name != "demo" and is_adapter(Path(name)):
+            folder = folder or Path(name)
+            model = _base_model(Path(name))
+        if folder is not None:
+            read_about(folder)
+        path, gguf_file = _locate(model)
+        return cls(name, path, gguf_file, folder, revision)
 
+    @cached_property
+    def config(self) -> Any:
+        """transformers' config of the model, as its files have it."""
+        with self._errors():
+            config = AutoConfig.from_pretrained(self.path, **self._options)
+        if config.is_encoder_decoder:
+            raise UnsupportedModel(f"{self.name} is an encoder-decoder model: SkipDecode works on decoder-only models")
+        return config
 
-def _source(path: str) -> tuple[str, dict[str, str]]:
-    """Return what transformers' ``from_pretrained`` takes for a path from :func:`resolve`: a name, and options."""
-    return (str(Path(path).parent), {"gguf_file": Path(path).name}) if is_gguf(path) else (path, {})
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Tokenizer, with left padding and a padding token that has an embedding."""
+        with self._errors():
+            tokenizer = for_decoding(AutoTokenizer.from_pretrained(self.path, **self._options))
+        if tokenizer.pad_token_id >= self.config.get_text_config(decoder=True).vocab_size:
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)  # hidden by the attention mask: any token will do
+        return tokenizer
+
+    @cached_property
+    def generation_config(self) -> GenerationConfig:
+        """transformers' GenerationConfig that the model generates with unless the user says otherwise."""
+        if self.gguf_file is not None:  # a generation_config.json beside it may be another model's
+            config = GenerationConfig.from_model_config(self.config)
+            config.eos_token_id = _end_tokens(Path(self.path, self.gguf_file)) or config.eos_token_id
+            return config
+        try:
+            return GenerationConfig.from_pretrained(self.path, revision=self.revision)
+        except OSError:  # the file is optional
+            return GenerationConfig.from_model_config(self.config)
+
+    @cached_property
+    def schedules(self) -> dict[float, Schedule]:
+        """Trained schedules by speed-up: the adapter's, else those in the model's config."""
+        return trained_schedules(self.config) if self.adapter is None else read_schedules(self.adapter)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return layer_count(self.config)
+
+    @cached_property
+    def folder(self) -> Path:
+        """Folder with the weights; for a model on the Hub, where huggingface_hub keeps them here."""
+        if Path(self.path).is_dir():
+            return Path(self.path)
+        from huggingface_hub import snapshot_download
+
+        with self._errors():
+            files = snapshot_download(self.path, revision=self.revision, allow_patterns=["model*.safetensors*"])
+        return Path(files)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the names, sizes and times of the model's and adapter's files, or of the commit on the Hub.
+
+        It tells whether a job goes on with the same model.
+        """
+        known: list[Any] = [self.path, self.gguf_file, getattr(self.config, "_commit_hash", None)]
+        folders = [folder for folder in (Path(self.path), self.adapter) if folder is not None and folder.is_dir()]
+        files = {file for folder in folders for pattern in FILES.split() for file in folder.glob(pattern)}
+        known += [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
+        return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+
+    def load(
+        self,
+        dtype: str | torch.dtype = "auto",
+        device: str | None = None,
+        attn_implementation: str | None = None,
+        offload: str | Offload | None = None,
+        quantization: str | None = None,
+        prepack: bool = False,
+    ) -> PreTrainedModel:
+        """Model with gates attached and its adapter on. :func:`load` describes the arguments and errors."""
+        config = self.config
+        dtype, device = placement(config, dtype, device)
+        optimized = optimizations(quantization, prepack)
+        if isinstance(offload, str):
+            offload = Offload(offload)
+        if offload is not None and optimized:
+            raise UsageError(f"offloaded layers take no {' or '.join(optimized)}: leave it or offload out")
+        check_optimizations(self.name, config, dtype, device, **optimized)
+        if (kind := linear_kind(**optimized)) is not None:
+            check_linear(_on_meta(config), kind)
+        options: dict[str, Any] = {}
+        if attn_implementation:
+            options["attn_implementation"] = attn_implementation
+        placed = {}
+        if offload is not None:
+            if self.gguf_file is not None:
+                raise UsageError("a GGUF file cannot be offloaded: load it, save_pretrained, and offload that folder")
+            placed = offload.options(_on_meta(config), dtype, device)
+        if not placed and device != "cpu" and is_accelerate_available():
+            options["device_map"] = {"": device}
+        model = self.read_weights(dtype=dtype, **options, **placed)
+        if placed:
+            prepare_offloaded(model)
+        else:
+            model = model.to(device)
+        adapter = None
+        if self.adapter is not None:  # compared before weights are rounded to 8 bits
+            files = None if self.gguf_file else lambda: self.folder
+            adapter = load_adapter(self.adapter, model, files).to(dtype=model.dtype)
+        return attach(optimize(model.eval(), **optimized), adapter=adapter)
+
+    def read_weights(self, **options: Any) -> PreTrainedModel:
+        """Model without gates, by transformers' ``from_pretrained`` with ``options``.
+
+        Raises:
+            ModelError: weights are missing, of another shape, or not in safetensors.
+        """
+        options |= self._options
+        if self.gguf_file is None:
+            options["use_safetensors"] = True
+        with self._errors():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                self.path, config=self.config, output_loading_info=True, **options
+            )
+        if missing := sorted(info["missing_keys"]):
+            raise ModelError(f"{self.name}: {len(missing)} weights are missing from its files, such as {missing[0]}")
+        model.generation_config = deepcopy(self.generation_config)
+        set_entry(model.config, getattr(self.config, CONFIG_KEY, None))  # a multimodal config's part for text lacks it
+        if self.gguf_file is not None:  # its weights are floats by now; transformers would refuse to save them
+            model.hf_quantizer = None
+            model.is_quantized = False
+            del model.config.quantization_config
+        return model
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Options of each ``from_pretrained``."""
+        options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": False}
+        if self.gguf_file is not None:
+            options["gguf_file"] = self.gguf_file
+        return options
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """ModelError in place of what libraries raise for files that are missing or damaged."""
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            reason = " ".join(str(error).split())[:300]
+            if self.adapter == Path(self.name):
+                message = f"{self.name} is an adapter for the model {self.path}, which cannot be read"
+                raise ModelError(f"{message}: give the model, and --adapter {self.name} ({reason})") from error
+            raise ModelError(f"{self.name} cannot be loaded: {reason}") from error
 
 
 def load(
-    name: str = "demo",
+    name: str | Path = "demo",
     *,
     dtype: str | torch.dtype = "auto",
     device: str | None = None,
-    attention: str | None = None,
+    attn_implementation: str | None = None,
     revision: str | None = None,
     offload: str | Offload | None = None,
     quantization: str | None = None,
     prepack: bool = False,
     adapter: str | Path | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal LM with gates attached, and its tokenizer, without running code of the checkpoint.
+    """Causal LM with gates attached, and its tokenizer. Code in the checkpoint is never run.
 
     Args:
-        name: directory, GGUF file, hub name, or ``demo``; the folder of an adapter loads its model, and attaches the
-            adapter. The weights of a GGUF file are converted to ``dtype``.
+        name: ``demo``, a folder, a GGUF file, a model on the Hub, or an adapter's folder, which loads its base model
+            with the adapter. Weights of a GGUF file are converted to ``dtype``.
         dtype: ``float32``, ``bfloat16`` or ``float16``. ``auto``: the checkpoint's dtype on a GPU; on a CPU bfloat16 if
             the checkpoint has it and the CPU computes it in hardware, else float32.
         device: ``cuda``, ``mps``, ``cpu``, …; None: an accelerator if there is one, else the CPU.
-        attention: ``eager``, ``sdpa``, …; None: transformers' choice.
-        revision: revision of a hub model.
-        offload: keep decoder layers in host memory or on the disk until they run: ``auto``, ``disk``, ``cpu``, or an
+        attn_implementation: ``eager``, ``sdpa``, …; None: transformers' choice.
+        revision: branch, tag or commit of a model on the Hub.
+        offload: where decoder layers stay until they run: ``auto``, ``disk``, ``cpu``, or an
             :class:`~skipdecode.loading.offload.Offload`, which also limits the memory for weights.
         quantization: ``int8``: layers and LM head compute in 8 bits, on CPUs.
-        prepack: store bfloat16 or float32 weights of layers and LM head in the layout of the CPU's kernels.
-        adapter: folder or hub name of an adapter to attach.
+        prepack: bfloat16 or float32 weights of layers and LM head in the layout of the CPU's kernels.
+        adapter: folder of an adapter, or its name on the Hub.
 
     Raises:
+        ModelError: the model, device or dtype does not exist; weights are missing or of another shape; this CPU lacks
+            the kernels of int8 or prepacked weights.
+        UnsupportedModel: the model is no decoder-only causal LM.
         FileError: the adapter is missing or damaged.
-        ModelError: the model, device or dtype does not exist; this machine cannot use int8 or prepacked weights; the
-            checkpoint is no decoder-only causal LM; or it is damaged: weights that are missing, unused, of another
-            shape or not finite, a tokenizer of another model, invalid JSON.
         UsageError: an unknown quantization, or more than one of quantization, prepack and offload.
     """
-    folder, path = adapter_of(name, adapter), resolve(name)
-    if folder is not None:
-        read_about(folder)
-    config = read_config(path, revision)  # the model's own entry, also where ``name`` is an adapter
-    dtype, device = placement(config, dtype, device)
-    optimized = optimizations(quantization, prepack)
-    if isinstance(offload, str):
-        offload = Offload(offload)
-    if offload is not None and optimized:
-        raise UsageError(f"offloaded layers take no {' or '.join(optimized)}: leave it or offload out")
-    check_optimizations(name, config, dtype, device, **optimized)
-    if (kind := linear_kind(**optimized)) is not None and (empty := _on_meta(config)) is not None:
-        check_linear(empty, kind)
-    options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
-    if offload is not None:
-        refuse_gguf(name, "offloading")
-    placed = {} if offload is None else offload.options(_on_meta(config), dtype, device)
-    if not placed and device != "cpu" and is_accelerate_available():
-        options["device_map"] = {"": device}
-    tokenizer = load_tokenizer(name, revision)
-    model = read_weights(path, config=config, dtype=dtype, revision=revision, **options, **placed)
-    check_tokenizer(name, tokenizer, model.get_input_embeddings().weight.shape[0])
-    family = text_config(config).model_type
-    if family not in TESTED:
-        warnings.warn(f"{name}: models of type {family!r} are not tested: try `skipdecode check {name}`", stacklevel=2)
-    if placed:
-        prepare_offloaded(model)
-    else:
-        with as_model_error(f"{name} does not fit on {device!r}"):
-            model = model.to(device)
-    learnt = None
-    if folder is not None:  # compared before weights are rounded to 8 bits
-        files = None if is_gguf(path) else partial(checkpoint_files, path, revision)
-        learnt = load_adapter(folder, model, files).to(dtype=model.dtype)
-    return attach(optimize(model.eval(), **optimized), adapter=learnt), tokenizer
+    checkpoint = Checkpoint.resolve(name, adapter, revision)
+    model = checkpoint.load(dtype, device, attn_implementation, offload, quantization, prepack)
+    return model, checkpoint.tokenizer
 
 
-def read_weights(path: str, *, config: Any = None, revision: str | None = None, **options: Any) -> PreTrainedModel:
-    """Read a checkpoint's model, and check that its weights are complete (:func:`check_weights`).
-
-    Args:
-        path: as :func:`resolve` returns it.
-        config: the model's config; None: read it from ``path``.
-        options: further options of transformers' ``from_pretrained``.
-
-    Raises:
-        ModelError: the checkpoint is damaged.
-    """
-    check_files(Path(path))
-    config = read_config(path, revision) if config is None else config
-    read_generation_config(path, revision)
-    folder = Path(path) / (options.get("subfolder") or "")
-    if folder.is_dir() and (empty := _on_meta(config)) is not None:
-        check_size(folder, empty)
-    with as_model_error(f"{path} cannot be loaded"), _quiet():
-        options |= {"config": config, "revision": revision, "trust_remote_code": False, "output_loading_info": True}
-        # check_weights refuses mismatched shapes, and names the weight.
-        source, gguf = _source(path)
-        model, info = AutoModelForCausalLM.from_pretrained(source, ignore_mismatched_sizes=True, **options, **gguf)
-    check_weights(path, model, info)
-    set_entry(model.config, getattr(config, CONFIG_KEY, None))  # a multimodal config's part for text lacks it
-    if gguf:  # its weights are floats by now, but transformers refuses to save what it calls quantized
-        model.hf_quantizer, model.is_quantized = None, False
-        del model.config.quantization_config
-    return model
+def _locate(name: str) -> tuple[str, str | None]:
+    """Folder or Hub name, and the GGUF file in the folder, that ``name`` stands for."""
+    path = Path(name)
+    if name == "demo":
+        if (path / "config.json").exists() or is_adapter(path):
+            raise ModelError("demo is the demo model, and a folder here: write ./demo, or rename the folder")
+        return str(DEMO), None
+    if path.is_dir():
+        if (path / "config.json").exists():
+            return os.path.abspath(path), None
+        if (path / "adapter_config.json").exists():
+            raise ModelError(f"{name} holds a PEFT adapter: merge it (merge_and_unload), and save the whole model")
+        if checkpoints := sorted(path.glob("checkpoint-*"), key=lambda folder: folder.stat().st_mtime):
+            raise ModelError(f"{name} holds checkpoints of an unfinished training: give one, such as {checkpoints[-1]}")
+        raise ModelError(f"{name} holds no config.json: give a folder in Hugging Face's format")
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        if not is_gguf_available():
+            raise MissingExtra(f"{name} needs the package gguf: pip install 'skipdecode[gguf]'")
+        return os.path.abspath(path.parent), path.name
+    if path.exists() or _looks_like_path(name):
+        raise ModelError(f"no model at {name}: give a folder, a GGUF file, a model on the Hub, or 'demo'")
+    return name, None
 
 
-def _on_meta(config: Any) -> PreTrainedModel | None:
-    """Return the model on the meta device; None if that fails, since reading the model then raises a clear error."""
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
-    except Exception:
-        return None
+def _looks_like_path(name: str) -> bool:
+    """Whether ``name`` cannot be one on the Hub, which has at most one slash."""
+    return (
+        name.startswith((".", "/", "~")) or name.lower().endswith(("/", ".gguf")) or name.count("/") > 1 or "\\" in name
+    )
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' and accelerate's warnings about weights: :func:`check_weights` raises errors instead."""
-    # accelerate warns that layers are offloaded.
-    level, dispatching = logging.get_verbosity(), getLogger("accelerate.big_modeling")
-    logging.set_verbosity_error()
-    before, dispatching.disabled = dispatching.disabled, True
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        dispatching.disabled = before
+def _base_model(adapter: Path) -> str:
+    """Model that an adapter's folder names. A relative path starts here, or in a folder above the adapter's."""
+    name = str(read_about(adapter)["base_model"])
+    if name == "demo" or Path(name).exists():
+        return name
+    for parent in adapter.resolve().parents:
+        if (parent / name / "config.json").is_file() or (name.endswith(".gguf") and (parent / name).is_file()):
+            return str(parent / name)
+    if _looks_like_path(name):
+        raise ModelError(f"the adapter {adapter} is for {name}, which is not here: give the model, --adapter {adapter}")
+    return name
+
+
+def _end_tokens(file: Path) -> list[int]:
+    """Ids of the tokens that end a text or a chat turn, from a GGUF file's header."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(file).fields
+    keys = [f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")]
+    return sorted({int(fields[key].parts[-1][0]) for key in keys if key in fields})
+
+
+def _on_meta(config: Any) -> PreTrainedModel:
+    """Model without memory for its weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
+
+
+# Old names, until no room calls them.
+
+
+def resolve(name: str, files: Sequence[str] = ()) -> str:
+    """Absolute path or Hub name of a model; use :class:`Checkpoint`."""
+    checkpoint = Checkpoint.resolve(name)
+    return checkpoint.path if checkpoint.gguf_file is None else os.path.join(checkpoint.path, checkpoint.gguf_file)
+
+
+def refuse_gguf(name: str, what: str) -> None:
+    """Raise UsageError for a GGUF file; use :class:`Checkpoint`."""
+    if Checkpoint.resolve(name).gguf_file is not None:
+        raise UsageError(f"{what} reads no GGUF file: load it, save it with save_pretrained, and give that folder")
+
+
+def refuse_adapter(name: str, what: str) -> None:
+    """Raise UsageError for an adapter; use :class:`Checkpoint`."""
+    if (folder := Checkpoint.resolve(name).adapter) is not None:
+        raise UsageError(f"{what} cannot use adapters yet: {folder} is one, for {resolve(name)}")
+
+
+def adapter_of(name: str, adapter: str | Path | None = None) -> Path | None:
+    """Folder of the adapter; use :class:`Checkpoint`."""
+    return Checkpoint.resolve(name, adapter).adapter
+
+
+def read_config(name: str, revision: str | None = None, adapter: str | Path | None = None) -> Any:
+    """Config of a model, with an adapter's schedules in place of its own; use :class:`Checkpoint`."""
+    checkpoint = Checkpoint.resolve(name, adapter, revision)
+    if checkpoint.adapter is not None:
+        set_entry(checkpoint.config, to_config_entry(checkpoint.schedules))
+    return checkpoint.config
+
+
+def read_generation_config(name: str, revision: str | None = None) -> GenerationConfig:
+    """Generation config of a model; use :class:`Checkpoint`."""
+    return Checkpoint.resolve(name, None, revision).generation_config
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Return a checkpoint's tokenizer, with left padding and a padding token. Raises ModelError if it is damaged."""
-    path = resolve(name, ("config.json", "tokenizer_config.json"))  # a folder may hold a tokenizer only
-    check_files(Path(path))
-    with as_model_error(f"the tokenizer of {name} cannot be read"):
-        source, gguf = _source(path)
-        return for_decoding(AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False, **gguf))
+    """Tokenizer of a model; use :class:`Checkpoint`."""
+    return Checkpoint.resolve(name, None, revision).tokenizer
+
+
+def identity_of(name: str, adapter: str | Path | None = None, revision: str | None = None) -> list[Any]:
+    """What tells a model and its adapter from others; use :class:`Checkpoint`."""
+    return [Checkpoint.resolve(name, adapter, revision).fingerprint]
+
+
+def read_weights(path: str, *, config: Any = None, revision: str | None = None, **options: Any) -> PreTrainedModel:
+    """Model without gates; use :class:`Checkpoint`."""
+    return Checkpoint.resolve(path, None, revision).read_weights(**options)
 
 
 def checkpoint_files(path: str, revision: str | None = None) -> Path:
-    """Return the folder with the files of a checkpoint; for a hub name, where the hub's library keeps its weights."""
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
-    with as_model_error(f"the weights of {path} cannot be read"):
-        return Path(snapshot_download(path, revision=revision, allow_patterns=["model*.safetensors*"]))
+    """Folder with a model's weights; use :class:`Checkpoint`."""
+    return Checkpoint.resolve(path, None, revision).folder
 
 
 def hash_of_checkpoint(name: str, model: PreTrainedModel) -> str | None:
     """Return :func:`hash_of_files` of the checkpoint that a model was loaded from; None for a GGUF file."""
-    path = resolve(name)
-    return None if is_gguf(path) else hash_of_files(checkpoint_files(path), model)
-
-
-def adapter_of(name: str, adapter: str | Path | None = None) -> Path | None:
-    """Return the folder of the adapter to attach: ``adapter``, else ``name`` if that is an adapter's folder."""
-    if adapter is not None:
-        return locate_adapter(adapter)
-    return Path(name) if is_adapter(Path(name)) else None
-
-
-def refuse_adapter(name: str, what: str) -> None:
-    """Raise UsageError if ``what`` is asked to use an adapter: it would run the bare model."""
-    if (folder := adapter_of(name)) is not None:
-        raise UsageError(f"{what} cannot use adapters yet: {folder} is one, for {resolve(name)}")
-
-
-def identity_of(name: str, adapter: str | Path | None = None, revision: str | None = None) -> list[Any]:
-    """Return what identifies a model and its adapter in a job's hash: files as :func:`identity` has them, or a commit.
-
-    Raises ModelError if a hub's commit can be learnt neither from the hub nor from the files that it left here.
-    """
-    folder, path = adapter_of(name, adapter), resolve(name)
-    known = identity(path)
-    if not Path(path).exists():
-        with as_model_error(f"no model could be read at {name}"):
-            known += [Path(_from_hub(path, "config.json", revision)).parent.name]  # …/snapshots/COMMIT/config.json
-    return known + ([] if folder is None else identity(str(folder)))
-
-
-def _from_hub(name: str, file: str, revision: str | None) -> str:
-    """Return where the hub's library keeps a file of a model."""
-    from huggingface_hub import hf_hub_download
-
-    return hf_hub_download(name, file, revision=revision)
-
-
-def read_config(name: str, revision: str | None = None, adapter: str | Path | None = None) -> Any:
-    """Read a model's config without its weights; an adapter's schedules stand in the place of the model's own.
-
-    Raises ModelError if the config is missing or invalid, or no decoder's, FileError if the adapter's folder is.
-    """
-    check_files(Path(resolve(name)), ["config.json"])
-    with as_model_error(f"no model could be read at {name}"):
-        source, gguf = _source(resolve(name))
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False, **gguf)
-    check_config(name, config)
-    if (folder := adapter_of(name, adapter)) is not None:
-        set_entry(config, to_config_entry(read_schedules(folder)))
-    return config
-
-
-def read_generation_config(name: str, revision: str | None = None) -> GenerationConfig:
-    """Return a checkpoint's generation config, else transformers' defaults. Raises ModelError for an invalid one."""
-    path = resolve(name)
-    if is_gguf(path):  # a generation_config.json beside it may be another model's
-        return GenerationConfig()
-    file = Path(path, GENERATION_CONFIG_NAME)
-    with as_model_error(f"{path}: {GENERATION_CONFIG_NAME} cannot be used"):
-        if not Path(path).exists():
-            # It is optional. Where there is no network, one that is not here counts as one that the hub has not either.
-            with suppress(EntryNotFoundError):
-                file = Path(_from_hub(path, GENERATION_CONFIG_NAME, revision))
-        if not file.exists():
-            return GenerationConfig()
-        config = GenerationConfig.from_pretrained(file.parent)
-        config.validate()
-        return config
+    checkpoint = Checkpoint.resolve(name)
+    return None if checkpoint.gguf_file is not None else hash_of_files(checkpoint.folder, model)
 
 
 def new_config(path: Path) -> Any:

@@ -244,7 +244,7 @@ def _load(
             raise UsageError(f"{plan.teacher} has another vocabulary than the model: its logits cannot be learned from")
     # Weights that learn stay float32, also with --bf16; the Trainer moves them to the device.
     dtype = "bfloat16" if plan.bf16 and plan.learns_adapter else "float32"
-    return made or loading.load(str(plan.model), dtype=dtype, device="cpu", attention=attention)
+    return made or loading.load(str(plan.model), dtype=dtype, device="cpu", attn_implementation=attention)
 
 
 def _schedules(
