@@ -72,7 +72,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     finally:
         done.set()
         watcher.join()
-    cost = found.cost
+    cost = found.stats
     return {
         "asked": given.speedup,
         "max_memory": given.max_memory,

@@ -23,7 +23,7 @@ from model_shapes import random_model
 from skipdecode import Schedule, attach
 from skipdecode.generation import batch
 from skipdecode.generation import finished_rows as leaving
-from skipdecode.generation.stats import Generated
+from skipdecode.generation.stats import GenerationOutput
 from skipdecode.latency.resolve import new_schedule
 from skipdecode.latency.timing import alternate
 from skipdecode.loading.device import machine
@@ -84,12 +84,12 @@ def cell(given: argparse.Namespace, model: Any, tokenizer: Any, size: int, speed
     schedule = full if speedup == 1 else new_schedule(model.config, speedup, [sum(ends) // size])
     passes: list[int] = []  # rows of each pass
 
-    def run(way: str) -> Generated:
+    def run(way: str) -> GenerationOutput:
         leaving.SHARE = WAYS[way]
         passes.clear()
         rows, cost = batch.generate_batch(model, tokenizer, prompts, schedule, **options)
         computed[way] = sum(passes[1:]) / (size * cost.steps)
-        return Generated(cost, rows, [cost.steps])
+        return GenerationOutput(cost, rows, [cost.steps])
 
     computed: dict[str, float] = {}
     hook = model.get_input_embeddings().register_forward_pre_hook(lambda module, ids: passes.append(len(ids[0])))
@@ -97,12 +97,12 @@ def cell(given: argparse.Namespace, model: Any, tokenizer: Any, size: int, speed
     hook.remove()
     stay = timings["stay"]
     for way, timing in timings.items():
-        row = {"batch": size, "speedup": speedup, "way": way, "steps": timing.cost.steps}
-        row |= {"tokens": timing.cost.tokens, "rows": round(computed[way], 3)}
+        row = {"batch": size, "speedup": speedup, "way": way, "steps": timing.stats.steps}
+        row |= {"tokens": timing.stats.tokens, "rows": round(computed[way], 3)}
         row |= {"seconds": round(timing.seconds, 3), "job_ratio": round(stay.seconds / timing.seconds, 3)}
         row |= {"step_ratio": round(stay.decode_seconds / timing.decode_seconds, 3)}
         row |= {
-            "kv_bytes": timing.cost.peak_kv_bytes,
+            "kv_bytes": timing.stats.peak_kv_bytes,
             "same_texts": timing.result.completions == stay.result.completions,
         }
         print(json.dumps(row), flush=True)

@@ -219,12 +219,12 @@ def test_a_pipeline_over_a_list_skips(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
     plan = Schedule.for_speedup(4, 8, horizon=64)
     expected = [c.text for c in skipdecode.generate(model, tokenizer, TEXTS[:5], schedule=plan, **options).completions]
-    full = [c.text for c in skipdecode.generate(model, tokenizer, TEXTS[:5], full=True, **options).completions]
+    full = [c.text for c in skipdecode.generate(model, tokenizer, TEXTS[:5], speedup=1, **options).completions]
     assert expected != full
     writer = pipeline("text-generation", model=attach(model, plan), tokenizer=tokenizer, batch_size=2)
     found = [text["generated_text"].strip() for [text] in writer(TEXTS[:5], return_full_text=False, **options)]
     assert found == expected
-    after = skipdecode.generate(model, tokenizer, TEXTS[:5], full=True, **options)
+    after = skipdecode.generate(model, tokenizer, TEXTS[:5], speedup=1, **options)
     assert [completion.text for completion in after.completions] == full
 
 

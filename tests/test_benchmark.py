@@ -13,7 +13,7 @@ import skipdecode
 from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.errors import ModelError
-from skipdecode.generation.stats import Cost, Generated
+from skipdecode.generation.stats import GenerationOutput, GenerationStats
 from skipdecode.latency.timing import Comparison, Timing, alternate, compare, forced, remarks, shown, typical_steps
 
 
@@ -43,7 +43,7 @@ def test_every_row_takes_the_steps_it_is_told(checkpoint: Path) -> None:
         timings = alternate(runs, 1)
         for k, timing in timings.items():
             assert timing.result.lengths == [steps] * 3
-            assert timing.cost.tokens == len(prompts) * (steps + 1)
+            assert timing.stats.tokens == len(prompts) * (steps + 1)
             clock = compare(timings[1.0], timing)
             assert clock.layer_ratio == pytest.approx(plans[k].layer_ratio(steps))
             assert clock.ratio == pytest.approx(timings[1.0].seconds_per_1k / timing.seconds_per_1k)
@@ -53,8 +53,8 @@ def test_every_row_takes_the_steps_it_is_told(checkpoint: Path) -> None:
 def timing(lengths: list[int], tokens: int, seconds: float) -> Timing:
     """A run that took this long."""
     steps = sum(lengths)
-    cost = Cost(8, rows=len(lengths), tokens=tokens, seconds=seconds, steps=steps, layer_steps=8 * steps)
-    return Timing(Generated(cost, lengths=lengths), seconds, seconds / 2)
+    cost = GenerationStats(8, rows=len(lengths), tokens=tokens, seconds=seconds, steps=steps, layer_steps=8 * steps)
+    return Timing(GenerationOutput(cost, lengths=lengths), seconds, seconds / 2)
 
 
 def test_a_straggler_is_refused_not_counted() -> None:

@@ -181,7 +181,7 @@ def test_demo_needs_the_full_speed_to_compare_with(checkpoint: Path) -> None:
 def test_full_is_the_stock_model(checkpoint: Path) -> None:
     model, tokenizer = skipdecode.load(str(checkpoint))
     texts = ["the cat", "the dog sat"]
-    full = skipdecode.generate(model, tokenizer, texts, full=True, max_new_tokens=9, do_sample=False)
+    full = skipdecode.generate(model, tokenizer, texts, speedup=1, max_new_tokens=9, do_sample=False)
     skipdecode.detach(model)
     batch = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
     stock = model.generate(**batch, max_new_tokens=9, do_sample=False)
@@ -189,7 +189,7 @@ def test_full_is_the_stock_model(checkpoint: Path) -> None:
     assert [row.text for row in full.completions] == [
         tokenizer.decode(r, skip_special_tokens=True).strip() for r in new
     ]
-    assert full.cost.layer_ratio == 1
+    assert full.stats.layer_ratio == 1
 
 
 def in_error(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

@@ -203,7 +203,7 @@ _ON_THE_CLOCK = {"clock": "job", "profile": "p.json", "speedup": 2}
         ({"profile": "p.json", "speedup": 2}, "need a profile"),
         ({"clock": "job", "profile": "p.json"}, "a clock needs a speedup"),
         ({"clock": "job", "profile": "p.json", "speedup": 2, "offload": "disk"}, "knows no offload"),
-        ({"clock": "job", "profile": "p.json", "full": True}, "go with a speedup"),
+        ({"clock": "job", "profile": "p.json", "speedup": 1}, "go with a speedup"),
         (
             {"clock": "job", "profile": "p.json", "speedup": 2, "options": {"num_beams": 2, "max_new_tokens": 8}},
             "without beams",

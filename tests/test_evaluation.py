@@ -51,7 +51,7 @@ def test_one_row_per_method_and_budget_all_saved_and_drawn(checkpoint: Path, tmp
     methods = "skipdecode,multi_exit,calm,unified,d3,hsd"
     model, tokenizer = skipdecode.load(str(checkpoint))
     prompts = [e.prompt for e in EXAMPLES[:6]]
-    full = skipdecode.generate(model, tokenizer, prompts, full=True, max_new_tokens=12, do_sample=False)
+    full = skipdecode.generate(model, tokenizer, prompts, speedup=1, max_new_tokens=12, do_sample=False)
     data = tmp_path / "data"
     data.mkdir()
     rows = [{"prompt": p, "response": f"{row.text} {p}"} for p, row in zip(prompts, full.completions, strict=True)]

@@ -27,7 +27,7 @@ from skipdecode.generation import finished_rows
 from skipdecode.generation.batch import Decoding, Passes, generate_batch
 from skipdecode.generation.batch import _unpadded as unpadded
 from skipdecode.generation.generate import generate_ids
-from skipdecode.generation.stats import Completion, Cost
+from skipdecode.generation.stats import Completion, GenerationStats
 from skipdecode.model.cache import total_kv_bytes
 from skipdecode.model.cache_name import CACHE
 from skipdecode.model.inspect import decoder_layers
@@ -100,7 +100,7 @@ def all_stay() -> Iterator[None]:
 
 def write(
     model: PreTrainedModel, decoding: Decoding, ends: tuple[int, ...] = ENDS, **options: Any
-) -> tuple[list[Completion], Cost]:
+) -> tuple[list[Completion], GenerationStats]:
     processors = LogitsProcessorList([*options.pop("logits_processor", []), Ends(ends)])
     defaults: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": END, "logits_processor": processors}
     torch.manual_seed(0)

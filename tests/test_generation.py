@@ -45,7 +45,7 @@ from skipdecode.generation import options
 from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.generate import batches, generate_ids
 from skipdecode.generation.sampling import Sampling, stable_hash
-from skipdecode.generation.stats import Completion, Cost, Generated
+from skipdecode.generation.stats import Completion, GenerationOutput, GenerationStats
 from skipdecode.model import config as checkpoint_config
 from skipdecode.model.cache import total_kv_bytes
 from skipdecode.model.cache_name import CACHE
@@ -67,7 +67,7 @@ def loaded(checkpoint: Path) -> Loaded:
     return skipdecode.load(str(checkpoint))
 
 
-def texts(result: Generated) -> list[str]:
+def texts(result: GenerationOutput) -> list[str]:
     return [row.text for row in result.completions]
 
 
@@ -119,8 +119,7 @@ def test_a_number_of_new_tokens_that_is_none_is_refused(loaded: Loaded, count: A
         ({"schedule": {"num_layers": 8}}, "schedule is a Schedule or the path of its JSON file"),
         ({"schedule": "nowhere.json"}, "nowhere.json"),
         ({"seed": "x"}, "seed"),
-        ({"full": True, "speedup": 2}, "one of speedup, schedule and full"),
-        ({"schedule": Schedule.full(8), "speedup": 2}, "one of speedup, schedule and full"),
+        ({"schedule": Schedule.full(8), "speedup": 2}, "one of speedup and schedule"),
         ({"num_return_sequences": 2}, "num_return_sequences"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate: texts and their cost are returned"),
         ({"output_scores": True}, "output_scores"),
@@ -132,13 +131,13 @@ def test_a_number_of_new_tokens_that_is_none_is_refused(loaded: Loaded, count: A
         ({"input_ids": torch.ones(1, 1)}, "input_ids"),
         ({"generation_config": object()}, "generation_config"),
         ({"use_cache": False}, "use_cache=False: each batch has a cache of its own"),
-        ({"use_cache": False, "full": True}, "use_cache=False: each batch has a cache of its own"),
+        ({"use_cache": False, "speedup": 1}, "use_cache=False: each batch has a cache of its own"),
         ({"guidance_scale": 1.5}, "guidance_scale: it runs the model a second time"),
         ({"penalty_alpha": 0.6}, "penalty_alpha: transformers no longer has"),
         ({"max_new_tokens": 300}, "model has 256"),
         ({"max_length": 30}, "max_length: it counts the prompt and its padding.*give max_new_tokens"),
-        ({"assistant_model": object(), "full": True}, "assistant_model: what the draft costs"),
-        ({"prompt_lookup_num_tokens": 3, "full": True}, "one row at a time: give batch_size=1"),
+        ({"assistant_model": object(), "speedup": 1}, "assistant_model: what the draft costs"),
+        ({"prompt_lookup_num_tokens": 3, "speedup": 1}, "one row at a time: give batch_size=1"),
     ],
 )
 def test_options_that_cannot_be_are_refused_with_a_reason(loaded: Loaded, options: Any, words: str) -> None:
@@ -173,7 +172,7 @@ def test_as_many_tokens_as_transformers_writes(loaded: Loaded, monkeypatch: pyte
 def test_a_new_schedule_falls_over_the_texts_to_come(loaded: Loaded, new: int) -> None:
     """N8: an untrained model's text of full length runs the layers that were asked for."""
     result = skipdecode.generate(*loaded, TEXTS[:2], speedup=2, max_new_tokens=new, eos_token_id=-1)
-    assert result.cost.layer_ratio == pytest.approx(2, rel=0.15)
+    assert result.stats.layer_ratio == pytest.approx(2, rel=0.15)
 
 
 def test_an_untrained_model_is_named(loaded: Loaded) -> None:
@@ -190,7 +189,7 @@ def test_an_untrained_model_is_named(loaded: Loaded) -> None:
         skipdecode.generate(*loaded, "the cat", full=True, max_new_tokens=3)
 
 
-@pytest.mark.parametrize("options", [{"full": True}, {"speedup": 2}])
+@pytest.mark.parametrize("options", [{"speedup": 1}, {"speedup": 2}])
 def test_a_model_that_computes_no_numbers_is_refused(loaded: Loaded, options: dict[str, Any]) -> None:
     """Not taken for one that writes the first token of the vocabulary."""
     model, tokenizer = deepcopy(loaded[0]), loaded[1]
@@ -254,7 +253,7 @@ def test_prompts_beside_conversations_are_texts_or_refused(loaded: Loaded) -> No
 def test_the_last_position_is_taken(loaded: Loaded) -> None:
     """By the longest prompt; one more is refused, however short the others are."""
     prompts, asked = [[5] * 3, [5] * 252], cast(Any, {"decoding": None, "batch_size": 2, "eos_token_id": -1})
-    assert generate_ids(*loaded, prompts, **asked, max_new_tokens=4).cost.tokens == 8
+    assert generate_ids(*loaded, prompts, **asked, max_new_tokens=4).stats.tokens == 8
     with pytest.raises(UsageError, match="need 257 positions, the model has 256"):
         generate_ids(*loaded, prompts, **asked, max_new_tokens=5)
     assert generate_ids(*loaded, [], **asked, max_new_tokens=256).completions == []
@@ -283,17 +282,17 @@ def test_only_a_seeded_sample_draws_for_itself(
     """The same in every run, and the process's random numbers stay where they were. Longest prompts come first."""
     seen = []
 
-    def batch(*args: Any, **given: Any) -> tuple[list[Completion], Cost]:
+    def batch(*args: Any, **given: Any) -> tuple[list[Completion], GenerationStats]:
         seen.append((len(args[2][0]), given.get("watermarking_config"), torch.rand(1).item()))
-        return [Completion("", 1, "stop")], Cost(8, rows=1)
+        return [Completion("", 1, "stop")], GenerationStats(8, rows=1)
 
     monkeypatch.setattr(generating, "generate_batch", batch)
     torch.manual_seed(0)
-    before, costs = torch.get_rng_state(), cast(list[Cost], [])
+    before, costs = torch.get_rng_state(), cast(list[GenerationStats], [])
     result = generate_ids(*loaded, [[1], [1, 2, 3], [1, 2]], None, 1, costs.append, seed, **options)
     assert [width for width, *_ in seen] == [3, 2, 1]
     assert [mark and (mark.seed, mark.rows) for _, mark, _ in seen] == [(3, [i]) if draws else None for i in (1, 2, 0)]
-    assert len(costs) == result.cost.rows == 3
+    assert len(costs) == result.stats.rows == 3
     seeded = seed is not None and "do_sample" in options
     assert torch.equal(torch.get_rng_state(), before) == seeded
     drawn = [number for *_, number in seen]
@@ -336,24 +335,26 @@ def test_options_meet_the_checkpoints(
 
 def test_the_costs_of_two_batches_add_up() -> None:
     """Memory does not: the larger peak counts. Figures of nothing are those of the full model."""
-    nothing = Cost(8)
+    nothing = GenerationStats(8)
     assert {nothing.average_depth, nothing.prompt_depth, nothing.job_depth, nothing.row_depth} == {8.0}
     assert (nothing.layer_ratio, nothing.tokens_per_second) == (1, 0)
     assert {value for name, value in vars(nothing).items() if name != "num_layers"} == {0}
     step = {"seconds": 2.0, "decode_seconds": 1.0, "steps": 10, "layer_steps": 40, "row_layers": 90, "row_steps": 30}
     prompt = {"prompt_positions": 30, "prompt_layer_positions": 180}
-    cost = Cost(8, rows=3, tokens=33, peak_kv_bytes=5, **cast(Any, step | prompt))
+    cost = GenerationStats(8, rows=3, tokens=33, peak_kv_bytes=5, **cast(Any, step | prompt))
     assert (cost.average_depth, cost.layer_ratio, cost.row_depth, cost.prompt_depth) == (4, 2, 3, 6)
     assert (cost.job_depth, cost.tokens_per_second) == (220 / 40, 16.5)
-    total = Cost(8, peak_kv_bytes=4)
+    total = GenerationStats(8, peak_kv_bytes=4)
     total += cost
     assert total == cost
-    total += Cost(8, rows=1, tokens=3, seconds=1.0, peak_kv_bytes=3)
+    total += GenerationStats(8, rows=1, tokens=3, seconds=1.0, peak_kv_bytes=3)
     assert (total.rows, total.tokens, total.seconds, total.steps, total.peak_kv_bytes) == (4, 36, 3.0, 10, 5)
     assert {"decode_seconds", "peak_kv_bytes"} < {*nothing.summary()} == {*total.summary()}
-    assert Cost(8, rows=1, decode_seconds=1.23456, steps=9, layer_steps=64).summary()["decode_seconds"] == 1.235
-    assert Cost(8, rows=1, steps=3, layer_steps=7).summary()["layer_ratio"] == 3.429
-    unmeasured = Cost(8, rows=3, tokens=7, seconds=1.23456, steps=3, layer_steps=10).summary()
+    assert (
+        GenerationStats(8, rows=1, decode_seconds=1.23456, steps=9, layer_steps=64).summary()["decode_seconds"] == 1.235
+    )
+    assert GenerationStats(8, rows=1, steps=3, layer_steps=7).summary()["layer_ratio"] == 3.429
+    unmeasured = GenerationStats(8, rows=3, tokens=7, seconds=1.23456, steps=3, layer_steps=10).summary()
     assert unmeasured == {"rows": 3, "tokens": 7, "seconds": 1.235, "tokens_per_second": 5.7} | {
         "average_depth": 3.33,
         "layer_ratio": 2.4,
@@ -379,17 +380,17 @@ def test_steps_are_the_forward_passes_after_the_prompts(loaded: Loaded, options:
     """C5: whatever the mode of decoding; looking tokens up makes fewer passes, and writes the same text."""
     model, tokenizer = copy.deepcopy(loaded[0]), loaded[1]
     seen = passes_of(model)
-    common: dict[str, Any] = {"full": True, "max_new_tokens": 40, "min_new_tokens": 40, "batch_size": 1}
+    common: dict[str, Any] = {"speedup": 1, "max_new_tokens": 40, "min_new_tokens": 40, "batch_size": 1}
     result = skipdecode.generate(model, tokenizer, "the cat the cat the cat", **common | options)
-    assert result.cost.steps == len(seen) - 1
+    assert result.stats.steps == len(seen) - 1
     assert result.lengths == [len(seen) - 1]
-    assert result.cost.layer_steps == 8 * (len(seen) - 1)
+    assert result.stats.layer_steps == 8 * (len(seen) - 1)
     if "prompt_lookup_num_tokens" in options:
         assert len(seen) < 40
         assert texts(result) == texts(skipdecode.generate(*loaded, "the cat the cat the cat", **common))
 
 
-@pytest.mark.parametrize("budget", [{"full": True}, {"speedup": 1}, {"speedup": 3}])
+@pytest.mark.parametrize("budget", [{"speedup": 1}, {"speedup": 3}])
 def test_a_stop_that_is_seen_late_is_no_step(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch, budget: dict[str, Any]
 ) -> None:
@@ -413,8 +414,8 @@ def test_a_stop_that_is_seen_late_is_no_step(
     found = skipdecode.generate(model, loaded[1], TEXTS, **options)
     assert found.completions == expected.completions
     assert found.lengths == expected.lengths
-    assert found.cost.layer_steps == expected.cost.layer_steps
-    assert len(late) - 1 == found.cost.steps + ("full" in budget or budget["speedup"] == 1)
+    assert found.stats.layer_steps == expected.stats.layer_steps
+    assert len(late) - 1 == found.stats.steps + ("full" in budget or budget["speedup"] == 1)
 
 
 @pytest.mark.parametrize("kind", [int, list, torch.tensor])
@@ -439,7 +440,7 @@ def test_a_schedule_may_be_a_file(loaded: Loaded, tmp_path: Path) -> None:
     Schedule.from_depths(8, [5, 3, 2]).save(path)
     for schedule in (path, str(path)):
         options: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4}
-        assert skipdecode.generate(*loaded, TEXTS[:2], schedule=schedule, **options).cost.layer_steps == 5 + 3 + 2
+        assert skipdecode.generate(*loaded, TEXTS[:2], schedule=schedule, **options).stats.layer_steps == 5 + 3 + 2
 
 
 def test_a_caches_name_in_the_checkpoint_stops_nobody(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -495,7 +496,7 @@ def test_a_stop_string_ends_a_text(loaded: Loaded, pad_is_end: bool, options: di
         else:
             assert row.tokens == 12
     assert "stop" in reasons
-    assert result.cost.tokens == sum(row.tokens for row in result.completions)
+    assert result.stats.tokens == sum(row.tokens for row in result.completions)
 
 
 def forced(tokens: Sequence[int], start: int) -> LogitsProcessorList:

@@ -125,7 +125,7 @@ def test_a_file_is_taught_to_skip(file: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     model, tokenizer = skipdecode.load(str(tmp_path / "fast"))
     result = skipdecode.generate(model, tokenizer, TEXTS[:2], speedup=2, max_new_tokens=6, eos_token_id=-1)
-    assert result.cost.layer_ratio == 2
+    assert result.stats.layer_ratio == 2
 
 
 def test_a_job_of_a_file_goes_on_only_with_the_same_file(file: Path, tmp_path: Path) -> None:

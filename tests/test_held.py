@@ -25,7 +25,7 @@ from skipdecode.evaluation import evaluate as evaluation
 from skipdecode.files import parse_json, write
 from skipdecode.generation.job import JobResult
 from skipdecode.generation.journal import Journal
-from skipdecode.generation.stats import Completion, Cost
+from skipdecode.generation.stats import Completion, GenerationStats
 from skipdecode.model.inspect import decoder_layers
 from skipdecode.model.patch import gate_state
 
@@ -128,7 +128,7 @@ def test_a_row_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
     with Journal(tmp_path / "out", "job") as journal:
         for start in range(0, len(items), 200):
             keys = range(start, start + 200)
-            journal.add(keys, [rows[i] for i in keys], Cost(8, rows=200))
+            journal.add(keys, [rows[i] for i in keys], GenerationStats(8, rows=200))
             sizes.append(journal.path.stat().st_size)
         inode = journal.path.stat().st_ino
     growth = [b - a for a, b in pairwise(sizes)]

@@ -43,7 +43,7 @@ from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.engine import EngineConfig
 from skipdecode.generation.job import GenerationJob, encode_items
 from skipdecode.generation.journal import MAGIC, Journal
-from skipdecode.generation.stats import Completion, Cost
+from skipdecode.generation.stats import Completion, GenerationStats
 from skipdecode.latency.profile import shape_of
 from skipdecode.loading import load as loading
 from skipdecode.loading.device import machine
@@ -338,7 +338,7 @@ def test_a_link_stays_one(checkpoint: Path, tmp_path: Path) -> None:
 def test_a_journal_of_another_job_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     source, target = write_rows(tmp_path / "in.jsonl", TEXTS), tmp_path / "out.jsonl"
     with Journal(target, "another") as journal:
-        journal.add([0], [Completion("x", 1, "stop")], Cost(8))
+        journal.add([0], [Completion("x", 1, "stop")], GenerationStats(8))
     done = run("generate", checkpoint, "--input", source, "--output", target)
     assert done.returncode == 2
     assert "another input, model or options" in done.stderr
@@ -363,7 +363,7 @@ def seal(payloads: list[bytes]) -> bytes:
 
 
 ROW = {"text": "x", "tokens": 1, "finish_reason": "stop"}
-COST = asdict(Cost(4))
+COST = asdict(GenerationStats(4))
 GOOD = {"rows": {"1": ROW}, "cost": COST}
 
 
@@ -392,7 +392,7 @@ def test_a_line_of_another_shape_is_cut_off_though_its_checksum_is_right(tmp_pat
     with Journal(tmp_path / "out.jsonl", "job") as journal:
         assert journal.rows == {0: Completion("x", 1, "stop")}
         assert len(journal.costs) == 1
-        journal.add([1], [Completion("x", 1, "stop")], Cost(4))
+        journal.add([1], [Completion("x", 1, "stop")], GenerationStats(4))
     assert path.read_bytes() == seal([head, first, json.dumps(GOOD).encode()])
 
 
@@ -404,7 +404,7 @@ def test_a_cut_journal_loses_only_the_torn_line(tmp_path: Path, monkeypatch: pyt
     rows = [Completion(f"text {i} é", i, "stop") for i in range(3)]
 
     def add(journal: Journal, i: int) -> None:
-        journal.add([i], [rows[i]], Cost(4, rows=1, tokens=i, steps=1, layer_steps=2))
+        journal.add([i], [rows[i]], GenerationStats(4, rows=1, tokens=i, steps=1, layer_steps=2))
 
     with Journal(target, "job") as journal:
         for i in range(3):
@@ -431,7 +431,10 @@ def test_what_was_added_is_on_the_disk_and_comes_back(tmp_path: Path, monkeypatc
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", record)
-    rows, costs = [Completion(f"é {i}", i, "stop") for i in range(3)], [Cost(4, rows=1, tokens=i) for i in range(3)]
+    rows, costs = (
+        [Completion(f"é {i}", i, "stop") for i in range(3)],
+        [GenerationStats(4, rows=1, tokens=i) for i in range(3)],
+    )
     target, counts = tmp_path / "out.jsonl", []
     with Journal(target, "job") as journal:
         for i in range(3):
@@ -472,7 +475,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.output = self.folder / "out"
         self.path = self.folder / "out.partial"
         # What was added, and the file's lines after that: a line as it was written counts, if those before it do.
-        self.batches: list[tuple[list[int], list[Completion], Cost]] = []
+        self.batches: list[tuple[list[int], list[Completion], GenerationStats]] = []
         self.lines: list[bytes] = []
         self.journal: Journal | None = Journal(self.output, "job")
         self.held = 0
@@ -495,7 +498,7 @@ class JournalMachine(RuleBasedStateMachine):
         batch = (
             [first + i for i in range(len(texts))],
             [Completion(t, len(t), "stop") for t in texts],
-            Cost(4, len(texts)),
+            GenerationStats(4, len(texts)),
         )
         self.journal.add(*batch)
         self.batches[self.held :] = [batch]
@@ -761,8 +764,8 @@ def test_a_full_disks_line_names_the_file(tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     with Journal(target, "job") as journal:
         with no_file_above(10), pytest.raises(OSError, match=re.escape(str(target.with_name("out.jsonl.partial")))):
-            journal.add([0], [Completion("x", 1, "stop")], Cost(8))
-        journal.add([0], [Completion("x", 1, "stop")], Cost(8))
+            journal.add([0], [Completion("x", 1, "stop")], GenerationStats(8))
+        journal.add([0], [Completion("x", 1, "stop")], GenerationStats(8))
         with no_file_above(200), pytest.raises(OSError, match=re.escape(str(target)) + "'"):
             files.write(target, "x" * 300)
     assert names(tmp_path) == ["out.jsonl.partial"]
@@ -786,7 +789,7 @@ def test_options_are_told_apart_by_what_they_hold(checkpoint: Path, tmp_path: Pa
         with suppress(Killed):
             job(**options).run(on_batch=kill)
 
-    def kill(cost: Cost) -> None:
+    def kill(cost: GenerationStats) -> None:
         raise Killed
 
     begin(sequence_bias={(5,): -10.0}, eos_token_id=torch.tensor([3, 7]))
@@ -828,7 +831,11 @@ class Echo:
         for number, keys in enumerate(batched(prompts, 2)):
             if number == self.batches:
                 raise Killed
-            yield [*keys], [Completion(f"{key}", 3, "stop") for key in keys], Cost(8, rows=len(keys), tokens=3)
+            yield (
+                [*keys],
+                [Completion(f"{key}", 3, "stop") for key in keys],
+                GenerationStats(8, rows=len(keys), tokens=3),
+            )
 
 
 def batched(keys: Iterable[int], size: int) -> Iterator[list[int]]:
@@ -856,9 +863,9 @@ def test_an_engine_gets_what_is_left_to_write(rope: Path, tmp_path: Path) -> Non
     prompts, target = ["a b c d e f", "a", "a b", "a b c"], tmp_path / "out.jsonl"
     first, second, starts = Echo(batches=1), Echo(), []
     with pytest.raises(Killed):
-        GenerationJob(str(rope), prompts, target, engine=first, full=True, **NEW).run()
+        GenerationJob(str(rope), prompts, target, engine=first, speedup=1, **NEW).run()
     said: list[str] = []
-    job = GenerationJob(str(rope), prompts, target, engine=second, full=True, **NEW)
+    job = GenerationJob(str(rope), prompts, target, engine=second, speedup=1, **NEW)
     result = job.run(on_start=lambda *counts: starts.append(counts), say=said.append)
     assert (first.checked, second.checked) == (1, 1)
     tokenizer = loading.load_tokenizer(str(rope))
@@ -893,7 +900,7 @@ def test_texts_beyond_the_trained_positions_are_said_to_be_poor(rope: Path) -> N
     length = len(loading.load_tokenizer(str(rope))("a b c")["input_ids"])
     for new, count in ((16 - length, 0), (17 - length, 1)):
         said: list[str] = []
-        job = GenerationJob(str(rope), ["a", "a b c"], engine=Echo(), full=True, options={"max_new_tokens": new})
+        job = GenerationJob(str(rope), ["a", "a b c"], engine=Echo(), speedup=1, options={"max_new_tokens": new})
         job.run(say=said.append)
         assert ["16 positions" in each for each in said] == [True] * count
 
@@ -903,7 +910,7 @@ def test_bad_rows_beside_good_ones(rope: Path, checkpoint: Path, tmp_path: Path)
     source = tmp_path / "in.jsonl"
     rows = [{"prompt": "hi"}, {"prompt": 7}, {"prompt": [{"role": "user", "content": "ho"}]}]
     source.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    result = GenerationJob(str(rope), source, engine=Echo(), full=True, chat=True, **NEW).run()
+    result = GenerationJob(str(rope), source, engine=Echo(), speedup=1, chat=True, **NEW).run()
     assert [item.prompt for item in result.items if not item.error] == [
         (Message("user", "hi"),),
         (Message("user", "ho"),),
@@ -917,7 +924,7 @@ def test_bad_rows_beside_good_ones(rope: Path, checkpoint: Path, tmp_path: Path)
     length = len(loading.load_tokenizer(str(checkpoint))("the cat")["input_ids"])
     for new, bad in ((96 - length, []), (97 - length, [2])):
         options = {"max_new_tokens": new}
-        result = GenerationJob(str(checkpoint), ["a", "the cat"], engine=Echo(), full=True, options=options).run()
+        result = GenerationJob(str(checkpoint), ["a", "the cat"], engine=Echo(), speedup=1, options=options).run()
         assert [item.line for item in result.items if item.error] == bad
         assert result.jsonl.count("line 2: too long") == len(bad)
 

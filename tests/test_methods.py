@@ -21,7 +21,7 @@ from skipdecode.evaluation.early_exit import Calm, read_out
 from skipdecode.evaluation.methods import METHODS, get_method
 from skipdecode.evaluation.pruned import prune
 from skipdecode.generation.generate import generate_ids
-from skipdecode.generation.stats import Cost
+from skipdecode.generation.stats import GenerationStats
 from skipdecode.latency.fitting import Lengths, batch_lengths, fit
 from skipdecode.model.attach import teacher_forced
 from skipdecode.model.inspect import decoder_layers
@@ -86,7 +86,7 @@ def test_fitted_depths_achieve_what_generation_reports(model: tuple[Any, Any]) -
     ids = encode_prompts(tokenizer, TEXTS[:5])
     plan = Schedule.for_speedup(3, 8, horizon=6)
     result = generate_ids(network, tokenizer, ids, plan, 2, max_new_tokens=12, do_sample=False)
-    assert Lengths(result.lengths).ratio(plan) == pytest.approx(result.cost.layer_ratio)
+    assert Lengths(result.lengths).ratio(plan) == pytest.approx(result.stats.layer_ratio)
 
 
 # --- reading a layer's states
@@ -189,7 +189,7 @@ def test_nobody_confident_is_the_full_model(model: tuple[Any, Any]) -> None:
     stock = decode(network, tokenizer, None)
     calm = decode(network, tokenizer, Calm().decoder(network, 1.2, 10))
     assert [row.text for row in calm.completions] == [row.text for row in stock.completions]
-    assert calm.cost.average_depth == calm.cost.row_depth == 8
+    assert calm.stats.average_depth == calm.stats.row_depth == 8
     assert [row.text for row in decode(network, tokenizer, None).completions] == [row.text for row in stock.completions]
 
 
@@ -203,11 +203,11 @@ def test_everybody_confident_leaves_at_the_first_layer_and_writes_all_caches(mod
         return cache
 
     result = decode(network, tokenizer, lambda m: keep(maker(m)))
-    assert result.cost.average_depth == result.cost.row_depth == 1
+    assert result.stats.average_depth == result.stats.row_depth == 1
     lengths = {layer.keys.shape[2] for layer in caches[0].layers}
     assert len(lengths) == 1
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in caches[0].layers)
-    assert result.cost.peak_kv_bytes == held  # the layers that only wrote count too
+    assert result.stats.peak_kv_bytes == held  # the layers that only wrote count too
 
 
 def test_a_batch_runs_at_least_what_its_rows_do_and_rows_do_not_depend_on_it(model: tuple[Any, Any]) -> None:
@@ -220,8 +220,8 @@ def test_a_batch_runs_at_least_what_its_rows_do_and_rows_do_not_depend_on_it(mod
     together = generate_ids(network, tokenizer, ids, maker, 4, **options)
     alone = generate_ids(network, tokenizer, ids, maker, 1, **options)
     assert [row.text for row in together.completions] == [row.text for row in alone.completions]
-    assert 1 < together.cost.row_depth < together.cost.average_depth <= 8
-    assert alone.cost.row_depth == alone.cost.average_depth == pytest.approx(together.cost.row_depth)
+    assert 1 < together.stats.row_depth < together.stats.average_depth <= 8
+    assert alone.stats.row_depth == alone.stats.average_depth == pytest.approx(together.stats.row_depth)
 
 
 def test_rows_end_where_generation_ends_them(model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,7 @@ def test_detach_leaves_nothing_of_calm(checkpoint: Path) -> None:
     skipdecode.detach(network)
     hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in network.modules()]
     before = state(network)
-    assert decode(network, tokenizer, Calm().decoder(network, -1.0, 10)).cost.average_depth == 1
+    assert decode(network, tokenizer, Calm().decoder(network, -1.0, 10)).stats.average_depth == 1
     assert [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in network.modules()] == hooks
     assert state(skipdecode.detach(network)) == before
 
@@ -280,7 +280,7 @@ def test_a_threshold_stands_for_a_budget(
     def decode(maker: Any) -> Any:
         nines = -math.log10(1 - maker.keywords["threshold"])
         tried.append(maker.keywords["threshold"])
-        return Cost(8, row_layers=round(1000 * min(8, 1 + nines * 1.5)), row_steps=1000)
+        return GenerationStats(8, row_layers=round(1000 * min(8, 1 + nines * 1.5)), row_steps=1000)
 
     maker: Any
     maker, notes = get_method("calm").decoding(network, speedup, lambda: [7, 12, 9], decode)

@@ -106,10 +106,10 @@ def test_a_layer_is_loaded_as_often_as_it_runs_and_the_next_one_is_read_ahead(sp
     with loads(model) as found, reads_ahead() as read:
         result = skipdecode.generate(model, tokenizer, PROMPTS, **options)
     assert result.completions == expected.completions
-    assert result.cost.peak_kv_bytes == expected.cost.peak_kv_bytes
-    ran = runs(schedule, max(map(len, tokenizer(PROMPTS).input_ids)), result.cost.steps)
+    assert result.stats.peak_kv_bytes == expected.stats.peak_kv_bytes
+    ran = runs(schedule, max(map(len, tokenizer(PROMPTS).input_ids)), result.stats.steps)
     assert found == Counter(ran)
-    following = [*ran[1:], *schedule.layers(schedule.depth(result.cost.steps))[:1]]
+    following = [*ran[1:], *schedule.layers(schedule.depth(result.stats.steps))[:1]]
     assert read == [layer for layer, before in zip(following, ran, strict=True) if layer != before]
 
 
@@ -194,7 +194,7 @@ def test_weights_that_are_not_finite_are_refused_when_they_come(checkpoint: Path
     model.save_pretrained(folder)
     model, tokenizer = skipdecode.load(str(folder), offload="disk")
     with pytest.raises(ModelError, match=r"layer 6: fc1.bias holds values that are not finite"):
-        skipdecode.generate(model, tokenizer, PROMPTS, full=True, max_new_tokens=2)
+        skipdecode.generate(model, tokenizer, PROMPTS, speedup=1, max_new_tokens=2)
 
 
 def sizes(checkpoint: Path) -> tuple[int, int]:
@@ -353,4 +353,4 @@ def test_a_checkpoint_can_be_written_layer_by_layer(tmp_path: Path, monkeypatch:
     make(shape_config("tiny"), tmp_path / "tiny", torch.bfloat16)
     assert counts == [16] * 8 + [4]  # a layer's weights each; embeddings and last norm
     model, tokenizer = skipdecode.load(str(tmp_path / "tiny"), dtype="float32", offload="disk")
-    assert skipdecode.generate(model, tokenizer, "a b", speedup=2, max_new_tokens=3).cost.tokens > 0
+    assert skipdecode.generate(model, tokenizer, "a b", speedup=2, max_new_tokens=3).stats.tokens > 0

@@ -47,7 +47,7 @@ def prompts() -> list[Prompt]:
 def texts(prompts: list[Prompt]) -> list[Example]:
     """What stock transformers writes after them."""
     model, tokenizer = load(str(FOLDER))
-    made = generate(model, tokenizer, prompts, full=True, max_new_tokens=40)
+    made = generate(model, tokenizer, prompts, speedup=1, max_new_tokens=40)
     return [Example(prompt, (each.text,)) for prompt, each in zip(prompts, made.completions, strict=True)]
 
 

@@ -169,9 +169,9 @@ def test_the_prompts_layers_go_into_every_schedule(checkpoint: Path, data: Path,
     other = schedule_for(model.config, 3)
     assert other.deepest == other.max_depth < 8
     result = skipdecode.generate(model, tokenizer, TEXTS[:3], speedup=4, max_new_tokens=12, eos_token_id=-1)
-    assert result.cost.prompt_depth == schedules[4].max_depth
+    assert result.stats.prompt_depth == schedules[4].max_depth
     width = max(len(tokenizer(text).input_ids) for text in TEXTS[:3])
-    assert 8 / result.cost.job_depth == pytest.approx(
+    assert 8 / result.stats.job_depth == pytest.approx(
         8 * (width + 11) / sum(schedules[4].positions_per_layer(width, width + 11))
     )
 
@@ -198,9 +198,9 @@ def test_the_result_is_a_stock_directory_that_carries_its_schedule(
     assert stock.state_dict().keys() == model.state_dict().keys()
     result = skipdecode.generate(model, tokenizer, TEXTS[:3], max_new_tokens=12, eos_token_id=-1)
     schedule = Schedule.for_speedup(4, 8, horizon=10)
-    assert result.cost.average_depth == pytest.approx(schedule.average_depth(11))
+    assert result.stats.average_depth == pytest.approx(schedule.average_depth(11))
     other = skipdecode.generate(model, tokenizer, TEXTS[:3], speedup=2, max_new_tokens=12, eos_token_id=-1)
-    assert other.cost.average_depth == pytest.approx(Schedule.for_speedup(2, 8, horizon=10).average_depth(11))
+    assert other.stats.average_depth == pytest.approx(Schedule.for_speedup(2, 8, horizon=10).average_depth(11))
 
 
 def test_a_step_descends_the_mean_over_its_response_tokens(checkpoint: Path, tmp_path: Path) -> None:

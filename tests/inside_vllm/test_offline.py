@@ -25,7 +25,7 @@ from skipdecode import Schedule
 from skipdecode.errors import JobError, ModelError
 from skipdecode.generation import vllm as offline
 from skipdecode.generation.job import GenerationJob, JobResult
-from skipdecode.generation.stats import Cost
+from skipdecode.generation.stats import GenerationStats
 from skipdecode.generation.vllm import VllmEngine
 from skipdecode.loading.load import DEMO
 
@@ -48,7 +48,7 @@ def write(count: int = 24, batch_size: int = 5, **options: Any) -> JobResult:
     "options",
     [
         {},
-        {"full": True},
+        {"speedup": 1},
         {"speedup": 5, "prompt_layers": "max"},
         {"speedup": 2.5},
         {"schedule": Schedule.from_depths(24, [20, 9, 9, 3], order="even", prompt_layers=20, prompt_decay=4)},
@@ -72,10 +72,10 @@ def test_rows_and_layers_are_the_default_engines(options: dict[str, Any], monkey
     for figure in ("rows", "tokens", "average_depth", "layer_ratio", "target_speedup", "layers"):
         assert written.summary[figure] == alone.summary[figure], figure
     assert not {"decode_seconds", "peak_kv_bytes"} & set(written.summary)
-    if options.get("full"):
+    if options.get("speedup") == 1:
         assert not hasattr(runner(engines[0]), "skip_plan")  # stock vLLM
     elif "stop_strings" not in options.get("options", {}):
-        plan, cost = runner(engines[0]).skip_plan, list[Cost]()
+        plan, cost = runner(engines[0]).skip_plan, list[GenerationStats]()
         GenerationJob(
             "demo",
             prompts(24),
@@ -180,7 +180,7 @@ def test_an_adapter_learns_from_its_texts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     texts = [json.loads(line)["response"] for line in (tmp_path / "out" / "own_texts.jsonl").read_text().splitlines()]
     options = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.3, "top_p": 1.0, "top_k": 0}
-    job = GenerationJob("demo", prompts(20), full=True, engine=VllmEngine(), options=options, strip=False)
+    job = GenerationJob("demo", prompts(20), speedup=1, engine=VllmEngine(), options=options)
     assert texts == job.run().texts
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offline, "require_vllm", pytest.fail)

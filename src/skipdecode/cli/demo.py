@@ -14,7 +14,7 @@ from . import options as o
 from .console import Bar, out, print_table, say
 
 if TYPE_CHECKING:
-    from ..generation.stats import Generated
+    from ..generation.stats import GenerationOutput
     from ..latency.timing import Timing
 
 
@@ -53,7 +53,7 @@ def demo(
     schedules = {speedup: trained_schedule(read_config(model), speedup, adapter_of(model)) for speedup in targets}
     loaded, tokenizer = load(model)
     write = partial(generate, loaded, tokenizer, [item.prompt for item in items], batch_size=32)
-    written: dict[float, Generated] = {}
+    written: dict[float, GenerationOutput] = {}
     with Bar() as bar:
         bar.show("writing, then timing alternately", 0, (repeats + 2) * len(schedules))
         for speedup, schedule in schedules.items():
@@ -83,7 +83,7 @@ def _print_table(timings: dict[float, Timing], repeats: int) -> None:
 
     cells, figures, full = [], [], timings[1]
     for speedup, timing in timings.items():
-        cost, clock = timing.cost, compare(full, timing)
+        cost, clock = timing.stats, compare(full, timing)
         step, whole = (shown(ratio, clock.layer_ratio) for ratio in (clock.decode_ratio, clock.ratio))
         figures += [step, whole]
         layers = (f"{speedup:g}x", f"{cost.average_depth:.2f}", f"{cost.layer_ratio:.2f}x")
@@ -92,5 +92,5 @@ def _print_table(timings: dict[float, Timing], repeats: int) -> None:
     heads = "target layers/step layer_reduction ms/step step_faster seconds all_faster peak_KV".split()
     print_table([head.replace("_", " ") for head in heads], cells)
     out.print("step: one decode step; all: the whole run, prompts included")
-    for name, remark in remarks(figures, full.cost.rows, len(full.result.lengths) * repeats).items():
+    for name, remark in remarks(figures, full.stats.rows, len(full.result.lengths) * repeats).items():
         out.print(f"{name}: {remark}", markup=False)

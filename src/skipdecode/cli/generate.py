@@ -23,8 +23,7 @@ DECODING = (
 ).split()
 #: Options that :class:`GenerationJob` takes under the same names.
 JOB = (
-    "format adapter speedup schedule full prompt_layers clock profile seed dtype device revision quantization prepack "
-    "overwrite chat"
+    "format adapter schedule prompt_layers clock profile seed dtype device revision quantization prepack overwrite chat"
 ).split()
 
 
@@ -127,6 +126,7 @@ def _job(given: Mapping[str, Any]) -> GenerationJob:
         offload=offload,
         engine=engine,
         options=decoding | ({"stop_strings": stop} if stop else {}),
+        speedup=1 if given["full"] else given["speedup"],
         **{name: given[name] for name in JOB},
     )
 

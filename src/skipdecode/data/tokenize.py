@@ -90,15 +90,8 @@ def encode_response(
     return rows
 
 
-def decode_behind(
-    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int], strip: bool = False
-) -> str:
-    """Return the text of ``ids`` as it follows a prompt's: decoded alone, some tokenizers drop its first space.
-
-    ``strip`` leaves out white space around it, so that the prompt does not matter.
-    """
-    if strip:
-        return tokenizer.decode([*ids], skip_special_tokens=True).strip()
+def decode_behind(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """Return the text of ``ids`` as it follows a prompt's: decoded alone, some tokenizers drop its first space."""
     before, whole = (tokenizer.decode([*each], skip_special_tokens=True) for each in (prompt, [*prompt, *ids]))
     return whole[len(before) :] if whole.startswith(before) else tokenizer.decode([*ids], skip_special_tokens=True)
 

@@ -30,7 +30,7 @@ from ..errors import FileError, JobError, ModelError, UsageError
 from ..files import check_target, locked, read_json, write
 from ..generation.batch import Decoding
 from ..generation.generate import generate_ids, max_positions
-from ..generation.stats import Completion, Generated
+from ..generation.stats import Completion, GenerationOutput
 from ..latency.timing import alternate, compare, forced, typical_steps
 from ..loading.device import machine, placement
 from ..loading.load import adapter_of, identity_of, load, load_tokenizer, read_config, resolve
@@ -358,7 +358,7 @@ class Evaluation:
             self._loaded[name] = load(name, dtype=dtype, device=device, **self.plan.faster)
         return self._loaded[name]
 
-    def generate(self, name: str, examples: Sequence[Example], decoding: Decoding, **options: Any) -> Generated:
+    def generate(self, name: str, examples: Sequence[Example], decoding: Decoding, **options: Any) -> GenerationOutput:
         """Generate greedy texts for the examples' prompts with the checkpoint ``name``.
 
         ``decoding`` (None: full depth) and ``options`` are as :func:`generate_ids` takes them.
@@ -367,7 +367,7 @@ class Evaluation:
         ids = encode_prompts(tokenizer, [example.prompt for example in examples])
         most = self.plan.max_new_tokens or self.plan.task.max_new_tokens
         options = {"max_new_tokens": most, "do_sample": False} | options
-        return generate_ids(model, tokenizer, ids, decoding, self.plan.batch_size, strip=False, **options)
+        return generate_ids(model, tokenizer, ids, decoding, self.plan.batch_size, **options)
 
     def held_out_lengths(self) -> list[int]:
         """Return the decode steps of each batch when the full model generates from the held-out prompts."""
@@ -387,10 +387,10 @@ class Evaluation:
                 model,
                 variant.speedup,
                 self.held_out_lengths,
-                lambda decoding: self.generate(variant.model, some, decoding).cost,
+                lambda decoding: self.generate(variant.model, some, decoding).stats,
             )
         result = self.generate(variant.model, self.examples, decoding)
-        cost, texts = result.cost, [completion.text for completion in result.completions]
+        cost, texts = result.stats, [completion.text for completion in result.completions]
         if variant is self.reference:
             self._steps = typical_steps(result.lengths)
         answered = [example for example in self.held_out if example.references]
@@ -481,7 +481,7 @@ class Evaluation:
     def _clock(self, variant: Variant, decoding: Decoding) -> dict[str, Any]:
         """Return the timing columns: variant and full model timed in turn, over equal numbers of decode steps."""
         timed, same = subsample(self.examples, self.plan.timing_rows), forced(self._steps)
-        runs: dict[str, Callable[[], Generated]] = {
+        runs: dict[str, Callable[[], GenerationOutput]] = {
             "full": lambda: self.generate(self.reference.model, timed, None, **same),
             "skipping": lambda: self.generate(variant.model, timed, decoding, **same),
         }
@@ -492,10 +492,10 @@ class Evaluation:
         clock = compare(full, skipping)
         return {
             "timed_steps": self._steps,
-            "timed_rows": skipping.cost.rows,
+            "timed_rows": skipping.stats.rows,
             "timed_batches": len(skipping.result.lengths) * self.plan.repeats,
             "timed_step_layer_ratio": round(clock.layer_ratio, 3),
-            "timed_job_layer_ratio": round(full.cost.num_layers / skipping.cost.job_depth, 3),
+            "timed_job_layer_ratio": round(full.stats.num_layers / skipping.stats.job_depth, 3),
             "job_seconds_per_1k_tokens": round(skipping.seconds_per_1k, 4),
             "full_job_seconds_per_1k_tokens": round(full.seconds_per_1k, 4),
             "job_clock_ratio": round(clock.ratio, 3),

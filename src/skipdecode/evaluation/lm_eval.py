@@ -69,7 +69,7 @@ class SkipLM(HFLM):
         for name in ("parallelize", "tp_plan"):
             if options.get(name):
                 raise UsageError(f"{name} spreads a model over several devices, which is not supported: leave it out")
-        schedule = given_schedule(speedup, schedule, full)
+        schedule = given_schedule(1 if full else speedup, schedule)
         options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")  # hf's is cuda, even without GPUs
         if isinstance(pretrained, str):
             check_dtype(options.get("dtype") or "auto")

@@ -41,7 +41,7 @@ def draw_demo(schedules: Mapping[float, Schedule], timings: Mapping[float, Timin
     left.legend(title="target")
     base, targets, measured = timings[min(timings)], list(timings), timings.values()
     right.plot(targets, targets, ":", color="grey", label="target")
-    right.plot(targets, [t.cost.layer_ratio for t in measured], "o-", label="a decode step: fewer layers by")
+    right.plot(targets, [t.stats.layer_ratio for t in measured], "o-", label="a decode step: fewer layers by")
     right.plot(targets, [base.step_ms / t.step_ms for t in measured], "s-", label="a decode step: faster by (clock)")
     label = "the job, prompt included: faster by (clock)"
     right.plot(targets, [base.seconds / t.seconds for t in measured], "^-", label=label)

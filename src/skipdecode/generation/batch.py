@@ -30,7 +30,7 @@ from ..model.config import layer_count
 from ..schedule import Schedule
 from .finished_rows import track_finished_rows
 from .options import end_tokens, given, max_new_tokens, num_beams
-from .stats import Completion, Cost
+from .stats import Completion, GenerationStats
 
 #: How to decode: with a schedule, with the stock model (None), or with the cache that a function makes for each batch.
 Decoding = Schedule | Callable[[PreTrainedModel], DynamicCache] | None
@@ -88,15 +88,13 @@ def generate_batch(
     decoding: Decoding,
     *,
     passes: Passes | None = None,
-    strip: bool = True,
     **options: Any,
-) -> tuple[list[Completion], Cost]:
+) -> tuple[list[Completion], GenerationStats]:
     """Generate for one batch of token-id prompts. Finished sequences leave it (:mod:`.finished_rows`).
 
     Args:
         decoding: a schedule, None for the unmodified model, or a function that makes the batch's cache.
         passes: counts the passes of this call.
-        strip: leave out white space around texts; else they are what follows their prompts.
         options: passed to ``model.generate``; decoding is greedy unless they set ``do_sample``.
 
     Returns:
@@ -155,12 +153,12 @@ def generate_batch(
     rows = []
     for prompt, row, count in zip(prompts, written, ends, strict=True):
         new, reason = row[:count], "length" if count is None else "stop"
-        rows.append(Completion(decode_behind(tokenizer, prompt, new, strip), len(new), reason))
+        rows.append(Completion(decode_behind(tokenizer, prompt, new), len(new), reason))
     steps = passes.count - 1
     if num_beams(options, asked) == 1:  # on MPS, transformers stops a pass late, and drops the token of that pass
         steps = min(steps, len(written[0]) - 1)
     in_prompt = decoding.positions_per_layer(width, width) if isinstance(decoding, Schedule) else [width] * layers
-    cost = Cost(
+    cost = GenerationStats(
         layers,
         rows=len(prompts),
         tokens=sum(row.tokens for row in rows),

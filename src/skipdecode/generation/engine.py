@@ -14,10 +14,10 @@ from ..loading.offload import Offload
 from ..loading.optimize import optimizations
 from ..schedule import Schedule
 from .generate import batches
-from .stats import Completion, Cost
+from .stats import Completion, GenerationStats
 
 #: A finished batch: the keys of its prompts, their completions, and the cost.
-Batch = tuple[list[int], list[Completion], Cost]
+Batch = tuple[list[int], list[Completion], GenerationStats]
 #: Takes token-id prompts by key, generates their texts, and yields batches as they finish.
 Write = Callable[[Mapping[int, list[int]]], Iterator[Batch]]
 
@@ -33,7 +33,6 @@ class EngineConfig:
         batch_size: prompts decoded together.
         seed: for sampling; a text depends on the seed and the prompt's number, not on its batch.
         options: options of ``model.generate``.
-        strip: leave out white space around texts.
         adapter: folder of the adapter to attach, if ``model`` is not that folder.
     """
 
@@ -48,7 +47,6 @@ class EngineConfig:
     batch_size: int = 32
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
-    strip: bool = True
     adapter: str | Path | None = None
 
     def faster(self) -> dict[str, Any]:
@@ -100,5 +98,5 @@ class Transformers:
         """
         where: dict[str, Any] = {"dtype": job.dtype, "device": job.device, "revision": job.revision}
         model, tokenizer = load(job.model, offload=job.offload, adapter=job.adapter, **where, **job.faster())
-        given: dict[str, Any] = {"batch_size": job.batch_size, "seed": job.seed, "strip": job.strip}
+        given: dict[str, Any] = {"batch_size": job.batch_size, "seed": job.seed}
         yield partial(batches, model, tokenizer, decoding=schedule, **given, **job.options)

@@ -19,7 +19,7 @@ from ..schedule import Schedule
 from .batch import Decoding, generate_batch
 from .options import check_options, check_with_model, given, given_schedule, max_new_tokens, num_beams
 from .sampling import Sampling, stable_hash
-from .stats import Completion, Cost, Generated
+from .stats import Completion, GenerationOutput, GenerationStats
 
 
 def generate(
@@ -29,20 +29,19 @@ def generate(
     *,
     speedup: float | None = None,
     schedule: Schedule | str | Path | None = None,
-    full: bool = False,
     batch_size: int = 32,
     seed: int | None = None,
     **options: Any,
-) -> Generated:
+) -> GenerationOutput:
     """Generate a text for each prompt.
 
     Args:
         prompts: a text, a conversation (a list of ``{"role": …, "content": …}``), or a list of either. The tokenizer's
             chat template is applied to conversations; a last message of the assistant is continued. Batches hold
             prompts of similar length; completions are returned in the order of ``prompts``.
-        speedup: target layer reduction. Without it, ``schedule`` and ``full``: the schedule of the model's config.
+        speedup: target layer reduction; 1 runs the unmodified model. Without it and ``schedule``: the schedule of the
+            model's config.
         schedule: a schedule or its file, in the place of ``speedup``.
-        full: run the unmodified model instead.
         batch_size: prompts per ``model.generate`` call.
         seed: for sampling; a text depends on the seed and the prompt's index, not on its batch (but on the whole batch
             in beam search). None: torch's global generator.
@@ -57,13 +56,13 @@ def generate(
     Example:
         >>> model, tokenizer = skipdecode.load("demo")
         >>> result = skipdecode.generate(model, tokenizer, ["name Aromi, food English ->"], speedup=3)
-        >>> result.completions[0].text, result.cost.layer_ratio
+        >>> result.completions[0].text, result.stats.layer_ratio
     """
     texts = to_prompts(prompts)
     check_options(options, batch_size, seed)
-    schedule = given_schedule(speedup, schedule, full)
+    schedule = given_schedule(speedup, schedule)
     decoding = None
-    if not full:
+    if speedup != 1:
         longest = max_new_tokens(options, model.generation_config)
         decoding = schedule_for(model.config, speedup, schedule, new_tokens=longest)
     return generate_ids(model, tokenizer, encode_prompts(tokenizer, texts), decoding, batch_size, seed=seed, **options)
@@ -103,17 +102,15 @@ def generate_ids(
     prompts: Sequence[list[int]],
     decoding: Decoding,
     batch_size: int,
-    on_batch: Callable[[Cost], object] = lambda cost: None,
+    on_batch: Callable[[GenerationStats], object] = lambda cost: None,
     seed: int | None = None,
-    strip: bool = True,
     **options: Any,
-) -> Generated:
+) -> GenerationOutput:
     """Generate a text for each token-id prompt, and call ``on_batch`` with the cost of each batch.
 
     Args:
         decoding: a schedule, None for the unmodified model, or a function that makes each batch's cache.
         batch_size, seed, options: as :func:`generate` takes them.
-        strip: leave out white space around texts.
 
     Raises:
         UsageError: a prompt is empty or too long for the model, or an option is not supported.
@@ -125,12 +122,12 @@ def generate_ids(
     longest = max(map(len, prompts), default=0) + max_new_tokens(options, model.generation_config)
     if room is not None and longest > room:
         raise UsageError(f"the longest prompt and max_new_tokens need {longest} positions, the model has {room}")
-    result = Generated(Cost(layer_count(model.config)))
+    result = GenerationOutput(GenerationStats(layer_count(model.config)))
     rows: dict[int, Completion] = {}
     numbered = dict(enumerate(prompts))
-    for keys, batch, cost in batches(model, tokenizer, numbered, decoding, batch_size, seed, strip, **options):
+    for keys, batch, cost in batches(model, tokenizer, numbered, decoding, batch_size, seed, **options):
         rows.update(zip(keys, batch, strict=True))
-        result.cost += cost
+        result.stats += cost
         result.lengths.append(cost.steps)
         on_batch(cost)
     result.completions = [rows[i] for i in range(len(prompts))]
@@ -144,9 +141,8 @@ def batches(
     decoding: Decoding,
     batch_size: int,
     seed: int | None = None,
-    strip: bool = True,
     **options: Any,
-) -> Iterator[tuple[list[int], list[Completion], Cost]]:
+) -> Iterator[tuple[list[int], list[Completion], GenerationStats]]:
     """Generate token-id ``prompts`` batch by batch; :func:`generate_ids` explains the arguments.
 
     Yields:
@@ -167,7 +163,7 @@ def batches(
             if seed is not None:
                 torch.manual_seed(stable_hash(seed, *keys))
             here = [prompts[key] for key in keys]
-            rows, cost = generate_batch(model, tokenizer, here, decoding, strip=strip, **options | draws)
+            rows, cost = generate_batch(model, tokenizer, here, decoding, **options | draws)
         yield keys, rows, cost
 
 

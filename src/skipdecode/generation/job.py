@@ -31,7 +31,7 @@ from .engine import Engine, EngineConfig, Transformers
 from .generate import max_positions, position_limit, to_prompts
 from .journal import Journal
 from .options import check_options, check_with_model, given, given_schedule, num_beams
-from .stats import Completion, Cost
+from .stats import Completion, GenerationStats
 
 
 def _ignore(*_: Any) -> None:
@@ -45,8 +45,8 @@ class JobResult:
     Attributes:
         items: all items of the input; ``error`` says what is wrong with a bad one.
         completions: by index of their item; bad items have none.
-        summary: figures of the job with its earlier, killed runs: :meth:`Cost.summary`, ``bad_rows`` (items),
-            ``target_speedup`` and ``target_of`` (layers, step or job), and ``layers`` (of the model).
+        summary: figures of the job with its earlier, killed runs: :meth:`GenerationStats.summary`, ``bad_rows``
+            (items), ``target_speedup`` and ``target_of`` (layers, step or job), and ``layers`` (of the model).
     """
 
     items: Sequence[Item]
@@ -80,8 +80,8 @@ class GenerationJob(EngineConfig):
         output: the JSONL file to write; None: only return the result. A pipe or a device is written at the end.
         task: reads items and makes their prompts; default: any JSONL.
         format: ``jsonl``, ``csv`` or ``text``, if the input's name does not tell.
-        speedup, schedule, full: at most one of: a target layer reduction, a schedule, the unmodified model. Default:
-            the schedule of the model's config.
+        speedup, schedule: one of a target layer reduction (1: the unmodified model) and a schedule. Default: the
+            schedule of the model's config.
         prompt_layers: the most layers that the prompt runs: a number, or ``max`` for as many as the first decode step.
             None: as trained, else all.
         profile: layer times that ``skipdecode profile`` measured on this machine. With it, ``clock`` says what
@@ -103,7 +103,6 @@ class GenerationJob(EngineConfig):
     format: str | None = None
     speedup: float | None = None
     schedule: Schedule | str | Path | None = None
-    full: bool = False
     prompt_layers: int | str | None = None
     profile: Profile | str | Path | None = None
     overwrite: bool = False
@@ -111,9 +110,11 @@ class GenerationJob(EngineConfig):
     engine: Engine = field(default_factory=Transformers)
 
     def __post_init__(self) -> None:
-        schedule = given_schedule(self.speedup, self.schedule, self.full)
-        if (self.schedule is not None or self.full) and (self.prompt_layers is not None or self.clock != "layers"):
-            raise UsageError("prompt_layers and clock go with a speedup, not with a schedule or full")
+        schedule = given_schedule(self.speedup, self.schedule)
+        if (self.schedule is not None or self.speedup == 1) and (
+            self.prompt_layers is not None or self.clock != "layers"
+        ):
+            raise UsageError("prompt_layers and clock go with a speedup above 1, not with a schedule")
         if self.clock != "layers" and (self.speedup is None or self.offload is not None):
             raise UsageError("a clock needs a speedup, and layers in memory: a profile knows no offload")
         if self.clock not in CLOCKS:
@@ -149,7 +150,7 @@ class GenerationJob(EngineConfig):
         self,
         *,
         on_start: Callable[[int, int], object] = _ignore,
-        on_batch: Callable[[Cost], object] = _ignore,
+        on_batch: Callable[[GenerationStats], object] = _ignore,
         say: Callable[[str], object] = _ignore,
     ) -> JobResult:
         """Generate the texts that no earlier run has generated, and write the output.
@@ -179,14 +180,14 @@ class GenerationJob(EngineConfig):
         lengths = [len(row) for row in ids.values()]
         if lengths and (made_for := max_positions(config)) is not None and max(lengths) + new_tokens > made_for:
             say(f"some rows need more than the model's {made_for} positions: their texts may be poor")
-        schedule = None if self.full else self._schedule(config, lengths, num_beams(self.options, defaults))
+        schedule = None if self.speedup == 1 else self._schedule(config, lengths, num_beams(self.options, defaults))
         if schedule is not None and (folder := adapter_of(self.model, self.adapter)) is not None:
             check_learnt(folder, schedule, config)
         if schedule is not None and (warning := untrained_warning(config, schedule)):
             say(warning)
 
         completions: dict[int, Completion] = {}
-        cost, journal = Cost(layer_count(config)), None
+        cost, journal = GenerationStats(layer_count(config)), None
         with ExitStack() as stack:
             if isinstance(self.output, Path) and not is_stream(self.output):
                 job = self._fingerprint(config, prompts, schedule)
@@ -230,7 +231,6 @@ class GenerationJob(EngineConfig):
         placed = [*map(str, placement(config, self.dtype, self.device))]  # they round differently
         placed += [name if value is True else value for name, value in self.faster().items()]
         placed += [self.engine.name] if self.engine.name else []
-        placed += [] if self.strip else ["white space"]
         parts = (prompts, schedule.to_dict() if schedule else None, self.options, self.seed, placed, self.batch_size)
         return fingerprint(identity_of(self.model, self.adapter, self.revision), *parts)
 

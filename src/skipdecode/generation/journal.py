@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from ..errors import FileError, JobError
 from ..files import locked, names_file, sync_folder, write
-from .stats import Completion, Cost
+from .stats import Completion, GenerationStats
 
 #: How a journal begins; what begins otherwise is somebody else's file.
 MAGIC = b'{"skipdecode journal": 1, "job": "'
@@ -46,7 +46,7 @@ class Journal:
         self.output = Path(os.path.realpath(output))
         self.path = self.output.with_name(self.output.name + ".partial")
         self.rows: dict[int, Completion] = {}
-        self.costs: list[Cost] = []
+        self.costs: list[GenerationStats] = []
         self._header = MAGIC + job.encode() + b'"}'
         self._replace = replace
         self._good = self._chain = 0  # number of valid bytes, and their checksum
@@ -93,7 +93,7 @@ class Journal:
             try:
                 entry = json.loads(payload)
                 rows = {int(index): Completion(**row) for index, row in entry["rows"].items()}
-                cost = Cost(**entry["cost"])
+                cost = GenerationStats(**entry["cost"])
             except (AttributeError, KeyError, TypeError, ValueError):
                 return
             if rows.keys() & self.rows.keys():
@@ -102,7 +102,7 @@ class Journal:
             self.costs.append(cost)
             self._good, self._chain = good, chain
 
-    def add(self, indices: Sequence[int], rows: Sequence[Completion], cost: Cost) -> None:
+    def add(self, indices: Sequence[int], rows: Sequence[Completion], cost: GenerationStats) -> None:
         """Append a finished batch (its items' indices, their completions, its cost), and flush it to the disk."""
         entry = {"rows": {i: asdict(row) for i, row in zip(indices, rows, strict=True)}, "cost": asdict(cost)}
         payload = json.dumps(entry, ensure_ascii=False).encode()

@@ -115,14 +115,14 @@ def check_with_model(options: Mapping[str, Any], defaults: GenerationConfig, see
         raise UsageError("watermarking_config and seed: both would be the last to touch the scores; leave one out")
 
 
-def given_schedule(speedup: float | None, schedule: object, full: bool) -> Schedule | None:
+def given_schedule(speedup: float | None, schedule: object) -> Schedule | None:
     """Return the schedule, read if it is a path.
 
     Raises:
-        UsageError: more than one of speed-up, schedule and full depth is given, or the schedule is something else.
+        UsageError: both a speed-up and a schedule are given, or the schedule is something else.
     """
-    if (speedup is not None) + (schedule is not None) + full > 1:
-        raise UsageError("give one of speedup, schedule and full")
+    if speedup is not None and schedule is not None:
+        raise UsageError("give one of speedup and schedule")
     if isinstance(schedule, (str, Path)):
         return Schedule.load(schedule)
     if isinstance(schedule, (Schedule, type(None))):

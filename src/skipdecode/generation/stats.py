@@ -1,4 +1,4 @@
-"""The results of generation: completions and their cost."""
+"""The results of generation: completions and what they took."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Completion:
 
 
 @dataclass
-class Cost:
-    """The cost of one or more batches. Seconds are wall-clock time; a decode step is a forward pass after the prompt's.
+class GenerationStats:
+    """What one or more batches took. Seconds are wall-clock time; a decode step is a forward pass after the prompt's.
 
     ``rows`` and ``tokens`` count completions and their tokens. Steps, layers and the prompt's (padded) positions are
     counted once per batch, whatever its size; a batch runs steps until its longest text ends.
@@ -68,7 +68,7 @@ class Cost:
         """Return new tokens per second, the time for prompts included."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    def __iadd__(self, other: Cost) -> Cost:
+    def __iadd__(self, other: GenerationStats) -> GenerationStats:
         for name in {each.name for each in fields(self)} - {"num_layers", "peak_kv_bytes"}:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.peak_kv_bytes = max(self.peak_kv_bytes, other.peak_kv_bytes)
@@ -93,9 +93,9 @@ class Cost:
 
 
 @dataclass
-class Generated:
-    """Completions in the order of the prompts, their cost, and the decode steps of each batch (``lengths``)."""
+class GenerationOutput:
+    """Completions in the order of the prompts, their stats, and the decode steps of each batch (``lengths``)."""
 
-    cost: Cost
+    stats: GenerationStats
     completions: list[Completion] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)

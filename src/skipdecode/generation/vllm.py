@@ -37,7 +37,7 @@ from ..serving.plugin import register
 from ..serving.release import require_vllm
 from .engine import Batch, EngineConfig, Write
 from .sampling import stable_hash
-from .stats import Completion, Cost
+from .stats import Completion, GenerationStats
 from .vllm_sampling import sampling_params, stop_strings
 
 #: Defaults for vLLM's environment variables: it logs to stderr, since completions may go to stdout, and the engine runs
@@ -124,7 +124,7 @@ class _Writer:
     ) -> None:
         defaults = read_generation_config(job.model, job.revision)
         self.engine, self.tokenizer, self.seed = engine, tokenizer, job.seed
-        self.rows, self.strip = job.batch_size, job.strip
+        self.rows = job.batch_size
         self.schedule = schedule or Schedule.full(layer_count(config))
         self.params = sampling_params(job.options, defaults, config)
         strings = stop_strings(job.options, defaults)
@@ -181,7 +181,7 @@ class _Writer:
         return {key for key, is_met in zip(texts, met.tolist(), strict=True) if is_met}
 
     def _completion(self, prompt: list[int], tokens: list[int], stopped: bool) -> Completion:
-        text = decode_behind(self.tokenizer, prompt, tokens, self.strip)
+        text = decode_behind(self.tokenizer, prompt, tokens)
         return Completion(text, len(tokens), "stop" if stopped else "length")
 
     def _group(self, prompts: Mapping[int, list[int]], done: Mapping[int, Completion], seconds: float) -> Batch:
@@ -189,7 +189,7 @@ class _Writer:
         schedule, lengths = self.schedule, [len(prompts[key]) for key in done]
         steps = [row.tokens - 1 for row in done.values()]
         layer_steps = sum(sum(map(schedule.depth, range(count))) for count in steps)
-        cost = Cost(
+        cost = GenerationStats(
             schedule.num_layers,
             rows=len(done),
             tokens=sum(row.tokens for row in done.values()),

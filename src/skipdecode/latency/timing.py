@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..errors import ModelError
-from ..generation.stats import Cost, Generated
+from ..generation.stats import GenerationOutput, GenerationStats
 
 Name = TypeVar("Name", str, float)
 
@@ -22,24 +22,24 @@ Name = TypeVar("Name", str, float)
 class Timing:
     """The result of a run's last repeat, and the median seconds over all repeats."""
 
-    result: Generated
+    result: GenerationOutput
     seconds: float
     decode_seconds: float
 
     @property
     def step_ms(self) -> float:
         """Return the milliseconds per decode step of a batch."""
-        return 1e3 * self.decode_seconds / max(self.cost.steps, 1)
+        return 1e3 * self.decode_seconds / max(self.stats.steps, 1)
 
     @property
     def seconds_per_1k(self) -> float:
         """Return the seconds per 1,000 new tokens."""
-        return 1e3 * self.seconds / self.cost.tokens
+        return 1e3 * self.seconds / self.stats.tokens
 
     @property
-    def cost(self) -> Cost:
+    def stats(self) -> GenerationStats:
         """Return the last repeat's cost: its layers, tokens and bytes are equal in all repeats."""
-        return self.result.cost
+        return self.result.stats
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,15 @@ def typical_steps(lengths: Sequence[int]) -> int:
 
 def compare(full: Timing, skipping: Timing) -> Comparison:
     """Return ``full``'s seconds and layers divided by ``skipping``'s. Raises ModelError if tokens or steps differ."""
-    if full.result.lengths != skipping.result.lengths or full.cost.tokens != skipping.cost.tokens:
+    if full.result.lengths != skipping.result.lengths or full.stats.tokens != skipping.stats.tokens:
         raise ModelError(
-            f"the timed texts came out at {full.cost.tokens} and {skipping.cost.tokens} tokens, where equal numbers "
+            f"the timed texts came out at {full.stats.tokens} and {skipping.stats.tokens} tokens, where equal numbers "
             "were asked for: a model whose generation config stops texts early cannot be timed"
         )
     return Comparison(
         ratio=full.seconds / skipping.seconds,
         decode_ratio=full.step_ms / skipping.step_ms,
-        layer_ratio=full.cost.num_layers / skipping.cost.average_depth,
+        layer_ratio=full.stats.num_layers / skipping.stats.average_depth,
     )
 
 
@@ -103,13 +103,13 @@ def remarks(figures: Sequence[str], rows: int, batches: int) -> dict[str, str]:
 
 
 def alternate(
-    runs: Mapping[Name, Callable[[], Generated]], repeats: int, on_run: Callable[[], object] = lambda: None
+    runs: Mapping[Name, Callable[[], GenerationOutput]], repeats: int, on_run: Callable[[], object] = lambda: None
 ) -> dict[Name, Timing]:
     """Make every run once per round: one round to warm up, then ``repeats`` timed rounds.
 
     Return by name the medians over the timed rounds; ``on_run`` is called after each run.
     """
-    results: dict[Name, list[Generated]] = {name: [] for name in runs}
+    results: dict[Name, list[GenerationOutput]] = {name: [] for name in runs}
     for round_ in range(repeats + 1):
         for name, run in runs.items():
             result = run()
@@ -119,8 +119,8 @@ def alternate(
     return {
         name: Timing(
             many[-1],
-            statistics.median(r.cost.seconds for r in many),
-            statistics.median(r.cost.decode_seconds for r in many),
+            statistics.median(r.stats.seconds for r in many),
+            statistics.median(r.stats.decode_seconds for r in many),
         )
         for name, many in results.items()
     }

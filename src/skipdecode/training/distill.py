@@ -75,7 +75,7 @@ def forecast(
     prompts, size = encode_prompts(tokenizer, ["The"]) * min(job.batch_size, count), job.batch_size
     few: Any = SAMPLED | {"min_new_tokens": STEPS + 1, "max_new_tokens": STEPS + 1}
     model.to(device)
-    cost = [generate_ids(model, tokenizer, prompts, None, size, **few).cost for _ in range(2)][-1]
+    cost = [generate_ids(model, tokenizer, prompts, None, size, **few).stats for _ in range(2)][-1]
     writing = cost.decode_seconds / cost.steps * (longest + LONGEST * asks) * math.ceil(count / size)
 
     schedules = plan.first_schedules(model.config)

@@ -98,9 +98,7 @@ def own_texts(
         made: Mapping[int, Completion] = _finished(raw)  # by a run that was killed before it chose from them
     else:
         items = [Item(number, {}, prompt) for number, prompt in enumerate(rows, 1)]
-        result = replace(job, input=items, output=raw, full=True, strip=False).run(
-            on_start=on_start, on_batch=on_batch, say=say
-        )
+        result = replace(job, input=items, output=raw, speedup=1).run(on_start=on_start, on_batch=on_batch, say=say)
         made = result.completions
         gc.collect()  # gates and layers hold each other: this model is not to stay beside the next
         if not made:
