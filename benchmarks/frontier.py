@@ -41,7 +41,7 @@ from skipdecode.files import write
 from skipdecode.generation.generate import generate_ids
 from skipdecode.loading.device import machine
 from skipdecode.loading.load import read_generation_config
-from skipdecode.model.adapter_folder import read_schedules
+from skipdecode.model.adapter import read_schedules
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

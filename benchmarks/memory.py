@@ -36,11 +36,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     from skipdecode.generation.batch import generate_batch
     from skipdecode.latency.resolve import new_schedule
     from skipdecode.model.cache import total_kv_bytes
-    from skipdecode.model.config import layer_count
+    from skipdecode.model.config import num_layers
 
     generate(*load("demo", device="cpu"), "first things first", max_new_tokens=2)  # what is only allocated once
     model, tokenizer = load(str(given.model), device="cpu", dtype=given.dtype)
-    schedule = Schedule.full(layer_count(model.config))
+    schedule = Schedule.full(num_layers(model.config))
     if given.speedup != 1:
         schedule = new_schedule(model.config, given.speedup, [given.new_tokens - 1])
     generator = torch.Generator().manual_seed(0)

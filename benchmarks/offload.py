@@ -36,11 +36,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     from skipdecode.latency.timing import forced
     from skipdecode.loading.load import read_config
     from skipdecode.loading.offload import Offload
-    from skipdecode.model.config import layer_count
+    from skipdecode.model.config import num_layers
     from skipdecode.model.inspect import decoder_layers
 
     config = read_config(str(given.model))
-    schedule = Schedule.full(layer_count(config))
+    schedule = Schedule.full(num_layers(config))
     if given.speedup != 1:
         schedule = new_schedule(config, given.speedup, [given.new_tokens - 1])
     offload = Offload("disk", given.max_memory)

@@ -33,7 +33,7 @@ def main() -> None:
     model, _ = random_model(options.shape, "float32")
     model.train()
     layers, prompt, response = model.config.num_hidden_layers, options.prompt_tokens, options.response_tokens
-    fast = Schedule.for_speedup(options.speedup, layers, response)
+    fast = Schedule.for_speedup(options.speedup, layers, response, decay="linear")
     schedules = {
         "all layers": Schedule.full(layers),
         f"{options.speedup:g}x": fast,

@@ -24,9 +24,9 @@ from skipdecode.data.tasks import Example, get_task
 from skipdecode.data.tokenize import encode_response
 from skipdecode.generation.generate import max_positions
 from skipdecode.loading.load import load
-from skipdecode.model.adapter_folder import read_schedules
-from skipdecode.model.config import layer_count
-from skipdecode.model.teacher_forcing import TextPasses
+from skipdecode.model.adapter import read_schedules
+from skipdecode.model.config import num_layers
+from skipdecode.model.teacher_forcing import PrefilledBatch
 from skipdecode.schedule import Schedule
 
 #: Positions of generated tokens, from the second on: the first follows the prompt, which runs all layers.
@@ -82,13 +82,13 @@ def along(
     """
     sums = {target: [dict.fromkeys(SUMS, 0.0) | {"first": a, "last": b} for a, b in PARTS] for target in schedules}
     for batch in batches:
-        passes = TextPasses(model, batch)
+        passes = PrefilledBatch(model, batch)
         labels = batch["labels"][:, 2:]
         position = torch.arange(2, 2 + labels.shape[1], device=labels.device).expand_as(labels)
         wanted = labels != -100
         at, is_end = position[wanted], labels[wanted] == end
         kept = ~(is_end & (at > most))
-        full = log_softmax(passes.logits(Schedule.full(layer_count(model.config)))[wanted].float(), -1)
+        full = log_softmax(passes.logits(Schedule.full(num_layers(model.config)))[wanted].float(), -1)
         for target, schedule in schedules.items():
             here = log_softmax(passes.logits(schedule)[wanted].float(), -1)
             kl = (full.exp() * (full - here)).sum(-1)

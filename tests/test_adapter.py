@@ -28,24 +28,26 @@ from helpers.families import (
 from helpers.profiles import profile_of
 from helpers.tiny import TEXTS
 from skipdecode import Schedule, ScheduleError, SkipCache, attach, detach, load, teacher_forced
-from skipdecode.errors import FileError, JobError, ModelError, TaskError, UsageError
+from skipdecode.errors import DataError, FileError, ModelError, UsageError
 from skipdecode.evaluation.divergence import Damage, damage
 from skipdecode.evaluation.exactness import run_checks
-from skipdecode.model.adapter import Adapter, gaps_between, step_runs
-from skipdecode.model.adapter_folder import (
+from skipdecode.model.adapter import (
     ABOUT,
     WEIGHTS,
+    Adapter,
     check_base_files,
     hash_of_files,
     load_adapter,
     read_schedules,
     save_adapter,
+    skipped_spans,
+    step_runs,
 )
 from skipdecode.model.cache_name import CACHE
 from skipdecode.model.config import CONFIG_KEY
 from skipdecode.model.inspect import text_config
 from skipdecode.model.patch import gate_state
-from skipdecode.model.teacher_forcing import TextPasses
+from skipdecode.model.teacher_forcing import PrefilledBatch
 from skipdecode.training.config import TrainingPlan
 from skipdecode.training.distill import make_learner
 from skipdecode.training.probe import Probe, Tried, candidates, probe_model
@@ -91,7 +93,7 @@ def test_texts_after_shared_prompts_are_teacher_forced(name: str, schedule: str)
     mask = torch.cat([prompts()["attention_mask"], torch.ones(len(text), text.shape[1] - WIDTH, dtype=torch.long)], 1)
     batch = {"input_ids": text, "attention_mask": mask, "prompt_length": WIDTH}
     batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    passes, gradients = TextPasses(model, batch), []
+    passes, gradients = PrefilledBatch(model, batch), []
     for shared in (True, False):
         model.zero_grad()
         if shared:
@@ -128,13 +130,13 @@ def test_distance_is_that_of_texts_however_they_are_batched() -> None:
     ]
     attach(model)
     together, apart = (
-        damage([TextPasses(model, each) for each in batches], [schedule])[0] for batches in ([batch], alone)
+        damage([PrefilledBatch(model, each) for each in batches], [schedule])[0] for batches in ([batch], alone)
     )
     assert apart.interval
     assert together.interval
     assert torch.tensor([apart.kl, *apart.interval]).allclose(torch.tensor([together.kl, *together.interval]))
     assert together.interval[0] < together.kl < together.interval[1]
-    (one,) = damage([TextPasses(model, alone[0])], [schedule])
+    (one,) = damage([PrefilledBatch(model, alone[0])], [schedule])
     assert one.interval is None
 
 
@@ -145,7 +147,7 @@ def test_an_adapter_can_be_learnt(name: str, order: str) -> None:
     model = build(name)
     batch = own_texts_of(model)
     schedule = FULL.replace(order=order, warmup=1).flat(LAYERS // 2)
-    (bare,) = damage([TextPasses(attach(model), batch)], [schedule])
+    (bare,) = damage([PrefilledBatch(attach(model), batch)], [schedule])
     plan = TrainingPlan(model="demo", own_texts=20, speedups=(2,), adapter_rank=8)
     learner = make_learner(plan, model, {2.0: schedule}, [batch], str)
     loss = learner(learner.full_depth(batch), schedule)
@@ -178,7 +180,7 @@ def test_gaps_are_what_lies_between_the_layers_that_run() -> None:
     for schedule in SCHEDULES.values():
         for depth in schedule.distinct_depths:
             running = schedule.layers(depth)
-            gaps = gaps_between(running, LAYERS)
+            gaps = skipped_spans(running, LAYERS)
             skipped = [layer for gap in gaps for layer in range(gap.start, gap.stop)]
             assert sorted([*running, *skipped]) == list(range(LAYERS))
             assert all(gap.stop in (*running, LAYERS) and gap.start - 1 in (-1, *running) for gap in gaps)
@@ -217,7 +219,7 @@ def test_check_takes_an_adapter_along_to_float64(
     adapter = vars(gate_state(model))["adapter"]
     before = {name: weight.clone() for name, weight in adapter.state_dict().items()}
     seen = set()
-    for module in (*adapter.stand_ins.values(), *adapter.bottlenecks.values()):
+    for module in (*adapter.bypasses.values(), *adapter.bottlenecks.values()):
         module.register_forward_pre_hook(lambda module, args: seen.add((args[0].dtype, module.down.dtype)))
     monkeypatch.setattr("skipdecode.evaluation.exactness.TOLERANCE", 1e-6)
     monkeypatch.setattr("skipdecode.evaluation.exactness.TIMES_STOCK", 0)
@@ -335,7 +337,7 @@ def test_full_depths_pass_is_paid_once() -> None:
 
 def test_probing_finds_what_a_stand_in_saves(checkpoint: Path, tmp_path: Path) -> None:
     """On texts of the model's own: all candidates are measured, stand-ins help, and a second run reads the texts."""
-    with pytest.raises(TaskError, match=r"no token .--prompts"):  # this tokenizer has no begin-of-text token
+    with pytest.raises(DataError, match=r"no token .--prompts"):  # this tokenizer has no begin-of-text token
         probe_model(str(checkpoint), (2,), folder=tmp_path)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f"{json.dumps({'prompt': text})}\n" for text in TEXTS))
@@ -378,7 +380,7 @@ def test_probing_finds_what_a_stand_in_saves(checkpoint: Path, tmp_path: Path) -
     assert [each.stand_ins for each in again.tried] == [each.stand_ins for each in found.tried if each.speedup == 2]
     assert json.loads((tmp_path / "probe.json").read_text())["advice"] == again.advice
     (tmp_path / "texts.json").unlink()
-    with pytest.raises(JobError, match=r"texts.jsonl is there and was not written"):
+    with pytest.raises(UsageError, match=r"texts.jsonl is there and was not written"):
         probe_model(str(checkpoint), (2,), folder=tmp_path, **options)
     assert (tmp_path / "texts.jsonl").read_text() == texts
     (tmp_path / "probe.json").write_text("{}")

@@ -17,12 +17,11 @@ from skipdecode import detach, load
 from skipdecode.data import chat
 from skipdecode.data.collator import batches_of, encoded
 from skipdecode.data.tasks import Example, get_task
-from skipdecode.errors import FileError, JobError, ModelError, ScheduleError, TaskError, UsageError
+from skipdecode.errors import DataError, FileError, ModelError, ScheduleError, UsageError
 from skipdecode.generation.engine import Transformers
 from skipdecode.generation.job import GenerationJob
 from skipdecode.loading.load import read_config
-from skipdecode.model.adapter import Adapter
-from skipdecode.model.adapter_folder import WEIGHTS, read_about, read_schedules
+from skipdecode.model.adapter import WEIGHTS, Adapter, read_about, read_schedules
 from skipdecode.model.attach import attach
 from skipdecode.model.config import CONFIG_KEY, set_entry, to_config_entry
 from skipdecode.model.inspect import text_config
@@ -308,10 +307,10 @@ def test_where_no_text_is_left_the_reason_is_told(checkpoint: Path, tmp_path: Pa
     monkeypatch.setattr("skipdecode.training.self_generated.ends_in_loop", lambda text: True)
     job = GenerationJob(str(checkpoint), batch_size=4, options=SAMPLED | {"max_new_tokens": 6}, seed=0)
     for _ in range(2):
-        with pytest.raises(TaskError, match=r"no text is left to learn from \(.*4 looping"):
+        with pytest.raises(DataError, match=r"no text is left to learn from \(.*4 looping"):
             own_texts(job, TEXTS[:4], 4, tmp_path / "texts.jsonl")
     (tmp_path / "mine.json").write_text("[1]")
-    with pytest.raises(JobError, match="was not written by skipdecode"):
+    with pytest.raises(UsageError, match="was not written by skipdecode"):
         own_texts(job, TEXTS[:4], 4, tmp_path / "mine.jsonl")
 
 
@@ -401,7 +400,7 @@ def test_own_texts_that_a_killed_run_wrote_are_kept(
     monkeypatch.undo()
     before = len(written)
     if killed == "write":
-        with pytest.raises(JobError, match="the batch size counts"):
+        with pytest.raises(UsageError, match="the batch size counts"):
             texts(6, file=file)
     found = texts(4, file=file, on_batch=wrote)
     assert sum(written[before:]) == (4 if killed == "write" else 0)
@@ -453,7 +452,7 @@ def test_an_adapters_prompts_run_all_layers_whatever_the_model_learnt(checkpoint
     """A checkpoint whose own schedules skip layers in prompts gets an adapter like any other."""
     model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     config = read_config(str(model))
-    skips = Schedule.for_speedup(2, config.num_hidden_layers, 8, prompt_layers="max")
+    skips = Schedule.for_speedup(2, config.num_hidden_layers, 8, prompt_layers="max", decay="linear")
     set_entry(config, to_config_entry({2.0: skips}))
     config.save_pretrained(model)
     source = write_jsonl(tmp_path / "prompts.jsonl", ({"prompt": text} for text in TEXTS))

@@ -140,7 +140,7 @@ def test_an_untrained_model_is_named_once_and_by_degree() -> None:
         return [str(warning.message) for warning in found if warning.category is UntrainedWarning]
 
     def cache() -> SkipCache:
-        return SkipCache(model, Schedule.for_speedup(1.5, 8, 64))
+        return SkipCache(model, Schedule.for_speedup(1.5, 8, 64, decay="linear"))
 
     texts = [said(partial(attach, model, speedup=speedup), partial(logits_of, model)) for speedup in (1.1, 1.5, 4)]
     assert [len(each) for each in texts] == [1, 1, 1]
@@ -151,7 +151,7 @@ def test_an_untrained_model_is_named_once_and_by_degree() -> None:
     checkpoint_config._warn.cache_clear()
     assert len(said(cache, cache)) == 1
     checkpoint_config._warn.cache_clear()
-    own = Schedule.for_speedup(1.5, 8, 64)
+    own = Schedule.for_speedup(1.5, 8, 64, decay="linear")
     model.config.skipdecode = {"schedules": {"1.5": own.to_dict()}, "calibrated": {"1.5": "skipdecode"}}
     assert len(said(cache)) == 1, "calibrated is not trained"
     checkpoint_config._warn.cache_clear()
@@ -217,7 +217,7 @@ def test_a_pipeline_over_a_list_skips(tmp_path: Path) -> None:
     """transformers' pipeline, in batches: its texts are those of ``skipdecode.generate``, not the full model's."""
     model, tokenizer = skipdecode.load(str(save_checkpoint(tmp_path)), device="cpu")
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
-    plan = Schedule.for_speedup(4, 8, horizon=64)
+    plan = Schedule.for_speedup(4, 8, horizon=64, decay="linear")
     expected = [c.text for c in skipdecode.generate(model, tokenizer, TEXTS[:5], schedule=plan, **options).completions]
     full = [c.text for c in skipdecode.generate(model, tokenizer, TEXTS[:5], speedup=1, **options).completions]
     assert expected != full

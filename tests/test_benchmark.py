@@ -34,7 +34,11 @@ def test_every_row_takes_the_steps_it_is_told(checkpoint: Path) -> None:
     model.generation_config.eos_token_id = [int(first), 1]
     common: dict[str, Any] = {"batch_size": 3, "max_new_tokens": 20, "do_sample": False}
     prompts = [text[: 9 + i] for i, text in enumerate(TEXTS[:8])]
-    plans = {1.0: Schedule.full(8), 2.0: Schedule.for_speedup(2, 8, 6), 4.0: Schedule.for_speedup(4, 8, 6)}
+    plans = {
+        1.0: Schedule.full(8),
+        2.0: Schedule.for_speedup(2, 8, 6, decay="linear"),
+        4.0: Schedule.for_speedup(4, 8, 6, decay="linear"),
+    }
     for steps in (1, 7):
         runs = {
             k: partial(skipdecode.generate, model, tokenizer, prompts, schedule=plan, **common | forced(steps))

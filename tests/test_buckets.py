@@ -17,7 +17,7 @@ from skipdecode.serving.settings import Serving
 from skipdecode.serving.steps import Table
 
 LAYERS = 12
-FALLING = {speedup: Schedule.for_speedup(speedup, LAYERS, 20) for speedup in (2.0, 3.0, 5.0)}
+FALLING = {speedup: Schedule.for_speedup(speedup, LAYERS, 20, decay="linear") for speedup in (2.0, 3.0, 5.0)}
 FLAT = {speedup: Schedule.for_speedup(speedup, LAYERS, 20, decay="constant") for speedup in (2.0, 3.0, 5.0)}
 
 
@@ -66,7 +66,7 @@ def test_no_more_buckets_than_serve() -> None:
     assert choose_buckets([FLAT[3.0]]) == ((0, 9, 10, 11), (5, 6, 7, 8), (1, 2, 3, 4))
     assert choose_buckets([Schedule.full(LAYERS)]) == ()
     assert choose_buckets([Schedule(LAYERS, 11, 11, horizon=1, decay="constant")]) == ()
-    assert choose_buckets([Schedule.for_speedup(3, 31, 20)]) == ()
+    assert choose_buckets([Schedule.for_speedup(3, 31, 20, decay="linear")]) == ()
 
 
 class Config(SimpleNamespace):

@@ -19,7 +19,7 @@ from skipdecode.model import config as checkpoint_config
 from skipdecode.model.cache import RECURRENT, layer_kv_bytes, total_kv_bytes
 from skipdecode.model.cache_name import CACHE
 from skipdecode.model.config import CONFIG_KEY
-from skipdecode.model.gate import ForcedPass, GateState
+from skipdecode.model.gate import Gates, TeacherForcedPass
 from skipdecode.model.growing import ROOM, GrowingLayer
 from skipdecode.model.guards import _shape
 from skipdecode.model.inspect import decoder_layers
@@ -214,7 +214,7 @@ def test_positions_are_found_by_the_shape_of_the_ids(
     hidden: tuple[int, ...], shape: tuple[int, ...] | None, axis: int
 ) -> None:
     """The axis after the batch's."""
-    gates = GateState({})
+    gates = Gates({})
     assert gates.axis(torch.zeros(hidden), shape) == axis
     if len(hidden) > 3:
         assert gates.axis(torch.zeros(2, 2, 2, 8), (2, 2)) == axis, "what cannot be told from one pass is remembered"
@@ -224,12 +224,12 @@ def test_positions_are_found_by_the_shape_of_the_ids(
 def test_positions_that_cannot_be_told_are_refused(shape: tuple[int, ...] | None) -> None:
     """Two axes fit, or none."""
     with pytest.raises(CacheError, match="do not show where their positions are"):
-        GateState({}).axis(torch.zeros(2, 2, 2, 8), shape)
+        Gates({}).axis(torch.zeros(2, 2, 2, 8), shape)
 
 
 def test_hidden_states_are_passed_on_in_the_layers_own_form() -> None:
     """A tensor, or a tuple as long as the one that a layer returned."""
-    gates, hidden = GateState({}), torch.zeros(2, 5, 8)
+    gates, hidden = Gates({}), torch.zeros(2, 5, 8)
     assert not gates.output_is_known
     gates.learn_output((hidden, 1, 2))
     assert gates.output_is_known
@@ -240,7 +240,7 @@ def test_hidden_states_are_passed_on_in_the_layers_own_form() -> None:
 
 def test_a_teacher_answers_for_the_width_of_the_pass() -> None:
     """Upper layers that are given fewer positions ask about the pass's own width; layer 0 begins the next pass."""
-    teacher = ForcedPass(TOP, 4)
+    teacher = TeacherForcedPass(TOP, 4)
     for width in (9, 12, 6):
         expected = TOP.positions_per_layer(4, width)
         assert [teacher.begin_layer(0, width)] + [
@@ -248,7 +248,7 @@ def test_a_teacher_answers_for_the_width_of_the_pass() -> None:
         ] == expected
         assert teacher.width == width
     for layer, count in enumerate(TOP.positions_per_layer(4, 20)):
-        again = ForcedPass(TOP, 4)
+        again = TeacherForcedPass(TOP, 4)
         again.begin_layer(0, 6)
         assert again.begin_layer(layer, 20) == count, "recomputation starts in the middle"
 

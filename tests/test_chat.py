@@ -18,7 +18,7 @@ from skipdecode.data.collator import encoded
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import Example, get_task
 from skipdecode.data.tokenize import encode_prompts, encode_response, train_tokenizer
-from skipdecode.errors import ModelError, TaskError
+from skipdecode.errors import DataError, ModelError
 
 #: ChatML closes every message with a token of its own; a line break follows it.
 CHATML = (
@@ -302,7 +302,7 @@ def test_the_users_word_may_be_the_last(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(json.dumps({"messages": [USER]}) + "\n", encoding="utf-8")
     (item,) = read_items(str(tmp_path / "train.jsonl"), get_task("jsonl"))
     assert (item.error, item.prompt, item.references) == (None, ASKED, [])
-    with pytest.raises(TaskError, match=r"train\.jsonl, line 1: the last message is not the assistant's"):
+    with pytest.raises(DataError, match=r"train\.jsonl, line 1: the last message is not the assistant's"):
         get_task("jsonl").read(tmp_path, "train")
 
 
@@ -336,7 +336,7 @@ def test_references_of_one_conversation_are_gathered(tmp_path: Path) -> None:
 def test_what_is_no_conversation_is_named(tmp_path: Path, row: dict[str, Any], match: str) -> None:
     """In training with its line, in a job as a bad row that the output repeats."""
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    with pytest.raises(TaskError, match=rf"train\.jsonl, line 1: .*{match}"):
+    with pytest.raises(DataError, match=rf"train\.jsonl, line 1: .*{match}"):
         get_task("jsonl").read(tmp_path, "train")
     (item,) = read_items(str(tmp_path / "train.jsonl"), get_task("jsonl"))
     assert item.error is not None
@@ -362,10 +362,10 @@ json_values = st.recursive(
 
 @given(value=json_values)
 def test_anything_is_a_conversation_or_refused(value: Any) -> None:
-    """Whatever JSON holds: TaskError, or messages of strings."""
+    """Whatever JSON holds: DataError, or messages of strings."""
     try:
         chat = parse_messages(value)
-    except TaskError:
+    except DataError:
         return
     assert chat
     assert all(isinstance(part, str) for message in chat for part in message)

@@ -13,7 +13,7 @@ import skipdecode
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.loading.load import DEMO
-from skipdecode.model.config import trained_schedules
+from skipdecode.model.config import config_schedules
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "e2e"
 
@@ -32,7 +32,7 @@ def test_it_is_a_small_stock_opt_of_24_layers() -> None:
     model = AutoModelForCausalLM.from_pretrained(DEMO)
     assert type(model).__name__ == "OPTForCausalLM"
     assert model.config.num_hidden_layers == 24
-    assert list(trained_schedules(model.config)) == [1, 2, 3, 4, 5]
+    assert list(config_schedules(model.config)) == [1, 2, 3, 4, 5]
 
 
 def test_it_names_the_restaurant_at_every_speed() -> None:

@@ -41,7 +41,7 @@ def checkpoint(long_checkpoint: Path) -> Path:
 
 
 def test_schedule_shows_and_saves(tmp_path: Path) -> None:
-    plan = Schedule.for_speedup(3, 24, 40)
+    plan = Schedule.for_speedup(3, 24, 40, decay="linear")
     done = run("schedule", "--speedup", 3, "--layers", 24, "--horizon", 40, "--save", tmp_path / "s.json")
     assert done.returncode == 0, done.stderr
     assert f"{plan.layer_ratio(40):.2f}x" in done.stdout
@@ -72,8 +72,8 @@ def test_check_proves_a_sound_model(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "name", "fault"),
     [
-        (gate.GateState, "like_output", lambda right, self, hidden: right(self, hidden * 1.01)),
-        (gate.GateState, "like_output", lambda right, self, hidden: right(self, hidden * 0)),
+        (gate.Gates, "like_output", lambda right, self, hidden: right(self, hidden * 1.01)),
+        (gate.Gates, "like_output", lambda right, self, hidden: right(self, hidden * 0)),
         (cache.SkipCache, "begin_layer", lambda right, self, index, width: right(self, index, width) or width),
         (prefix.Prefix, "of_call", lambda right, self, forward, args, kwargs: (args, kwargs)),
     ],
@@ -107,7 +107,7 @@ def test_check_tells_rounding_from_faults(monkeypatch: pytest.MonkeyPatch) -> No
     model = LlamaForCausalLM(config).eval()
     model.model.layers[1].mlp.down_proj.weight.data *= 1000
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    schedule = Schedule.for_speedup(1.3, 10, 8)
+    schedule = Schedule.for_speedup(1.3, 10, 8, decay="linear")
     with monkeypatch.context() as strict:  # how far float32 goes astray depends on the CPU: here it always does too far
         strict.setattr("skipdecode.evaluation.exactness.TOLERANCE", 1e-6)
         strict.setattr("skipdecode.evaluation.exactness.TIMES_STOCK", 0)
@@ -119,8 +119,8 @@ def test_check_tells_rounding_from_faults(monkeypatch: pytest.MonkeyPatch) -> No
     for name, tensor in model.state_dict().items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, before[name])
-    right = gate.GateState.like_output
-    monkeypatch.setattr(gate.GateState, "like_output", lambda self, hidden: right(self, hidden * (1 + 1e-4)))
+    right = gate.Gates.like_output
+    monkeypatch.setattr(gate.Gates, "like_output", lambda self, hidden: right(self, hidden * (1 + 1e-4)))
     failed = {finding.claim for finding in run_checks(model, schedule) if not finding.held}
     assert failed >= {"cached decoding = these layers without a cache", "a training pass = these layers without gates"}
 

@@ -22,8 +22,7 @@ from skipdecode.errors import UsageError
 from skipdecode.hub.custom_generate import ROOT, sources, write_custom_generate
 from skipdecode.hub.generate import generate
 from skipdecode.loading.load import DEMO
-from skipdecode.model.adapter import Adapter
-from skipdecode.model.adapter_folder import save_adapter
+from skipdecode.model.adapter import Adapter, save_adapter
 from skipdecode.model.patch import gate_state
 
 #: What a user without this package runs; its folder, model, adapter and the calls' options are given as JSON.

@@ -10,8 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode import Schedule
-from skipdecode.decays import budget, flat_depth, mix, ranking, remaining, round_half_up, share_of_max, target
 from skipdecode.latency.fitting import fit
+from skipdecode.schedule import (
+    budget,
+    decay_weight,
+    flat_depth,
+    interpolate,
+    ranking,
+    round_half_up,
+    share_of_max,
+    target,
+)
 
 PAPER: dict[tuple[int, int | Fraction], tuple[int, int]] = {
     (24, 2): (16, 8),
@@ -50,19 +59,19 @@ def test_a_decay_is_its_formula(horizon: int, rate: float, stairs: int, data: st
     }
     for decay, weight in expected.items():
         if decay != "step" or (step * stairs) % (horizon - 1):  # on an edge, t * stairs itself is rounded
-            assert remaining(decay, step, horizon, rate, stairs) == pytest.approx(weight, abs=1e-9)
+            assert decay_weight(decay, step, horizon, rate, stairs) == pytest.approx(weight, abs=1e-9)
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine", "power", "exponential", "step"])
 def test_a_horizon_of_one_leaves_nothing(decay: str) -> None:
     """H = 1 means t = 1."""
-    assert remaining(decay, 0, 1, 3.0, 4) == 0
+    assert decay_weight(decay, 0, 1, 3.0, 4) == 0
 
 
 @pytest.mark.parametrize("stairs", [2, 3, 4, 5])
 def test_stairs_are_so_many_equal_levels(stairs: int) -> None:
     """Over many steps, every level comes, and each lasts as long but for the last step's own."""
-    weights = [remaining("step", g, 60 * stairs + 1, 1.0, stairs) for g in range(60 * stairs + 1)]
+    weights = [decay_weight("step", g, 60 * stairs + 1, 1.0, stairs) for g in range(60 * stairs + 1)]
     levels = sorted(set(weights), reverse=True)
     assert levels == pytest.approx([1 - i / (stairs - 1) for i in range(stairs)])
     assert [weights.count(level) for level in levels] == [60] * (stairs - 1) + [61]
@@ -80,7 +89,7 @@ def test_halves_are_rounded_up(whole: int, parts: int) -> None:
 def test_a_mix_stays_between_its_ends(weight: float, most: int, least: int) -> None:
     """Whatever the weight; and it is the nearest whole number."""
     least = min(most, least)
-    depth = mix(weight, most, least)
+    depth = interpolate(weight, most, least)
     assert least <= depth <= most
     exact = Fraction(weight) * most + (1 - Fraction(weight)) * least
     assert abs(depth - min(max(exact, Fraction(least)), Fraction(most))) <= Fraction(1, 2) + Fraction(1, 10**8)

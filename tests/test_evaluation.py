@@ -125,7 +125,7 @@ def test_baselines_bring_checkpoints_of_their_own(checkpoint: Path, data: Path, 
         assert done.returncode == 0, done.stderr
     config = AutoConfig.from_pretrained(tmp_path / "multi_exit")
     assert checkpoint_config.trained_method(config) == "multi_exit"
-    assert checkpoint_config.trained_schedules(config)[4.0].order == "bottom"
+    assert checkpoint_config.config_schedules(config)[4.0].order == "bottom"
     assert AutoConfig.from_pretrained(tmp_path / "static-4").num_hidden_layers == 2
     methods = ",".join(
         f"{name}={tmp_path / name}{tail}" for name, tail in (("multi_exit", ""), ("d3", ""), ("static", "-{speedup}"))
@@ -140,7 +140,7 @@ def test_baselines_bring_checkpoints_of_their_own(checkpoint: Path, data: Path, 
     assert rows["static", 2]["step_layer_ratio"] == rows["static", 2]["job_layer_ratio"] == 2
     assert (
         rows["d3", 4]["schedule"]
-        == checkpoint_config.trained_schedules(AutoConfig.from_pretrained(tmp_path / "d3"))[4.0].to_dict()
+        == checkpoint_config.config_schedules(AutoConfig.from_pretrained(tmp_path / "d3"))[4.0].to_dict()
     )
 
 
@@ -156,7 +156,7 @@ def test_a_budget_that_was_not_trained_is_run_in_the_form_that_was(
     assert [other["schedule"][key] for key in ("order", "decay")] == ["even", "cosine"]
     assert (
         same["schedule"]
-        == checkpoint_config.trained_schedules(AutoConfig.from_pretrained(tmp_path / "even"))[4.0].to_dict()
+        == checkpoint_config.config_schedules(AutoConfig.from_pretrained(tmp_path / "even"))[4.0].to_dict()
     )
     assert other["label"] == same["label"] == "SkipDecode"
 
@@ -538,6 +538,6 @@ def test_variants_take_the_budget_into_their_paths() -> None:
 
 def test_the_loss_is_the_mean_over_tokens_whatever_the_batches(checkpoint: Path) -> None:
     model, tokenizer = skipdecode.load(str(checkpoint))
-    plan = Schedule.for_speedup(3, 8, horizon=6)
+    plan = Schedule.for_speedup(3, 8, horizon=6, decay="linear")
     one, four = (response_loss(model, batches_of(EXAMPLES, tokenizer, size), plan) for size in (1, 4))
     assert one == pytest.approx(four, rel=1e-5)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from skipdecode import files
-from skipdecode.errors import FileError, JobError
+from skipdecode.errors import FileError, UsageError
 
 HOLD = """
 import sys
@@ -180,7 +180,7 @@ def test_a_held_file_is_refused_with_its_holder(tmp_path: Path) -> None:
     """F5: another process and another thread are refused at once, with the number of the process that holds it."""
     path = tmp_path / "file"
     with another_process(path) as process:
-        with pytest.raises(JobError, match=rf"{path} is in use by process {process.pid} on .*wait for it"):
+        with pytest.raises(UsageError, match=rf"{path} is in use by process {process.pid} on .*wait for it"):
             files.locked(path).__enter__()
         # F5: a kill frees it at once, though the lock file is still there.
         process.send_signal(signal.SIGKILL)
@@ -191,7 +191,7 @@ def test_a_held_file_is_refused_with_its_holder(tmp_path: Path) -> None:
             try:
                 with files.locked(path):
                     refusals.append("")
-            except JobError as error:
+            except UsageError as error:
                 refusals.append(str(error))
 
         with files.locked(path, "the run"):
@@ -207,7 +207,7 @@ def test_two_names_of_one_file_are_one_lock(tmp_path: Path) -> None:
     """F5: a link and its target."""
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "link").symlink_to("file")
-    with files.locked(tmp_path / "link"), pytest.raises(JobError, match="in use"):
+    with files.locked(tmp_path / "link"), pytest.raises(UsageError, match="in use"):
         files.locked(tmp_path / "file").__enter__()
 
 

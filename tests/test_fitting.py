@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from skipdecode import Schedule, ScheduleError
-from skipdecode.decays import share_of_max
 from skipdecode.latency.fitting import LONGEST, Lengths, batch_lengths, bisect_ratio, fit, refit
+from skipdecode.schedule import share_of_max
 
 TOLERANCE, NEAR = 0.01, 0.05  # what the docs promise
 FALLING = ["linear", "cosine", "exponential", "power", "step"]

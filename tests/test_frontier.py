@@ -12,8 +12,7 @@ import frontier
 from helpers.tiny import TEXTS, write_jsonl
 from skipdecode import Schedule, load
 from skipdecode.errors import UsageError
-from skipdecode.model.adapter import Adapter
-from skipdecode.model.adapter_folder import ABOUT, save_adapter
+from skipdecode.model.adapter import ABOUT, Adapter, save_adapter
 from skipdecode.model.inspect import text_config
 
 

@@ -556,7 +556,7 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "max_new_tokens": 10, "eos_token_i
 def test_padding_is_no_text_to_what_looks_back(loaded: Loaded, option: dict[str, Any]) -> None:
     """Even if the padding token is just the one that the row writes: it writes it in a batch too."""
     model, tokenizer = loaded
-    plan = Schedule.for_speedup(2, 8, 6)
+    plan = Schedule.for_speedup(2, 8, 6, decay="linear")
     long: list[int] = tokenizer(TEXTS[0])["input_ids"]
     short = long[:3]
     same: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1} | option
@@ -582,7 +582,7 @@ def test_a_rows_sample_depends_on_its_seed_and_number_alone(
     assert torch.equal(torch.get_rng_state(), state)
     ids: list[list[int]] = tokenizer(TEXTS)["input_ids"]
     some = {key: ids[key] for key in order[:3]}
-    plan = Schedule.for_speedup(2, 8, SAMPLED["max_new_tokens"] - 1)
+    plan = Schedule.for_speedup(2, 8, SAMPLED["max_new_tokens"] - 1, decay="linear")
     for keys, rows, _ in batches(model, tokenizer, some, plan, batch_size, **options):
         assert [row.text for row in rows] == [together[key] for key in keys]
 

@@ -15,7 +15,7 @@ from skipdecode.cli import console
 from skipdecode.cli.main import app
 from skipdecode.evaluation.report import brief, columns, markdown_table
 from skipdecode.loading.load import DEMO
-from skipdecode.model.config import CONFIG_KEY, to_config_entry, trained_method, trained_schedules
+from skipdecode.model.config import CONFIG_KEY, config_schedules, to_config_entry, trained_method
 
 Golden = Callable[[str, str], None]
 COMMAND: Any = typer.main.get_command(app)
@@ -64,7 +64,7 @@ def test_the_config_entry(golden: Golden) -> None:
     class Config:
         skipdecode = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))[CONFIG_KEY]
 
-    written = to_config_entry(trained_schedules(Config), trained_method(Config))
+    written = to_config_entry(config_schedules(Config), trained_method(Config))
     golden("config-entry.json", json.dumps(written, indent=1, sort_keys=True) + "\n")
     assert written == Config.skipdecode
 

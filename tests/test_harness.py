@@ -172,7 +172,9 @@ def test_automatic_batches_and_the_cache_of_answers(checkpoint: Path) -> None:
 # --- texts
 
 
-@pytest.mark.parametrize("options", [{"full": True}, {"speedup": 1}, {"schedule": Schedule.for_speedup(4, 8, 11)}])
+@pytest.mark.parametrize(
+    "options", [{"full": True}, {"speedup": 1}, {"schedule": Schedule.for_speedup(4, 8, 11, decay="linear")}]
+)
 def test_texts_are_those_of_generate(checkpoint: Path, options: dict[str, Any]) -> None:
     wanted = {"max_gen_toks": 12, "do_sample": False, "until": ["<none>"]}
     requests = instances("generate_until", [(text, wanted) for text in TEXTS[:3]])

@@ -15,7 +15,7 @@ from skipdecode.data.inputs import Item, read_items
 from skipdecode.data.rows import FORMATS, read_rows
 from skipdecode.data.tasks import TASKS, get_task
 from skipdecode.data.tasks.datasets import DataSet
-from skipdecode.errors import TaskError
+from skipdecode.errors import DataError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
 
@@ -36,7 +36,7 @@ def read(folder: Path, content: bytes, name: str, task: str = "jsonl") -> list[I
 @pytest.mark.parametrize("name", ["in.json", "in.jsonl"])
 def test_a_json_array_is_refused(tmp_path: Path, content: bytes, name: str) -> None:
     """B11: it would be one error per line."""
-    with pytest.raises(TaskError, match="is a JSON array: one object per line"):
+    with pytest.raises(DataError, match="is a JSON array: one object per line"):
         read(tmp_path, content, name)
 
 
@@ -70,7 +70,7 @@ def test_every_form_of_a_task_can_be_generated_from(tmp_path: Path, name: str) -
 
 def test_a_csv_of_no_form_names_what_is_wanted_and_what_is_there(tmp_path: Path) -> None:
     """B12, H: both, so that it can be put right."""
-    with pytest.raises(TaskError, match=r"mr or meaning_representation.*has text, label"):
+    with pytest.raises(DataError, match=r"mr or meaning_representation.*has text, label"):
         read(tmp_path, b"text,label\nx,y\n", "in.csv", "e2e")
 
 
@@ -85,7 +85,7 @@ def test_a_csv_of_no_form_names_what_is_wanted_and_what_is_there(tmp_path: Path)
 )
 def test_a_stray_quote_swallows_no_rows(tmp_path: Path, content: bytes, line: int) -> None:
     """F16: what is between two stray quotes, or after the last, is not one long prompt."""
-    with pytest.raises(TaskError, match=rf"in\.csv, line {line}: the row that begins here cannot be read: .*quote"):
+    with pytest.raises(DataError, match=rf"in\.csv, line {line}: the row that begins here cannot be read: .*quote"):
         read(tmp_path, content, "in.csv")
 
 
@@ -116,11 +116,11 @@ def test_csv_rows_come_back_as_they_were_written(folder: Path, rows: list[tuple[
 
 @given(st.lists(st.binary(max_size=12).filter(lambda line: not {10, 13} & set(line))))
 def test_any_bytes_are_a_row_or_an_error_per_line(folder: Path, lines: list[bytes]) -> None:
-    """No input raises anything but TaskError, and no line of JSONL or text goes missing."""
+    """No input raises anything but DataError, and no line of JSONL or text goes missing."""
     for name, blank in (("in.jsonl", False), ("in.csv", False), ("in.txt", True)):
         try:
             items = read(folder, b"\n".join(lines), name)
-        except TaskError:
+        except DataError:
             continue
         assert [item.line for item in items] == sorted({item.line for item in items})
         if blank:
@@ -139,17 +139,17 @@ def test_any_bytes_are_a_row_or_an_error_per_line(folder: Path, lines: list[byte
 @example(data=b"a\rb\r\nc\n\rd", format="text")
 @example(data=b'a\n"\r\n\r"\n\xff', format="csv")
 def test_reading_is_a_row_per_line_or_one_refusal(data: bytes, format: str | None) -> None:
-    """Strictly it is the same rows, as long as none has an error; the first one ends it, as TaskError."""
+    """Strictly it is the same rows, as long as none has an error; the first one ends it, as DataError."""
     try:
         rows, refused = list(read_rows(data, format)), False
-    except TaskError:
+    except DataError:
         rows, refused = [], True
     lines = [line for line, _, _ in rows]
     assert lines == sorted(set(lines))
     assert len(lines) <= len(data.splitlines())
     assert json.dumps([row for _, row, _ in rows], ensure_ascii=False).encode()
     if refused or any(error for _, _, error in rows):
-        with pytest.raises(TaskError):
+        with pytest.raises(DataError):
             list(read_rows(data, format, strict=True))
     else:
         assert list(read_rows(data, format, strict=True)) == rows
@@ -160,14 +160,14 @@ def test_reading_is_a_row_per_line_or_one_refusal(data: bytes, format: str | Non
 def test_other_encodings_are_named(encoding: str, format: str | None) -> None:
     """Their lines would be read as text with zeros in between."""
     data = "\ufeffhi\r\nyou".encode(encoding)
-    with pytest.raises(TaskError, match="UTF-16"):
+    with pytest.raises(DataError, match="UTF-16"):
         list(read_rows(data, format))
 
 
 @pytest.mark.parametrize("header", [b"prompt,id", b"id\tprompt\r", b'\xef\xbb\xbf"id","prompt"'])
 def test_a_csv_without_a_name_is_no_text(header: bytes) -> None:
     """Its header would be the first prompt; said to be text, it is."""
-    with pytest.raises(TaskError, match="--format csv"):
+    with pytest.raises(DataError, match="--format csv"):
         list(read_rows(header + b"\na,b"))
     assert len(list(read_rows(header + b"\na,b", "text"))) == 2
     assert len(list(read_rows(b"a prompt, and more\nb"))) == 2
@@ -182,13 +182,13 @@ def test_a_file_is_read_as_its_content_is(tmp_path: Path, name: str) -> None:
     assert rows == list(read_rows(data, {".jsonl": "jsonl", ".csv": "csv", ".txt": "text"}[name[2:]]))
     assert rows[-1][0] == 3
     assert rows[-1][2] == "not UTF-8"
-    with pytest.raises(TaskError, match=rf"{name}, line \d: "):
+    with pytest.raises(DataError, match=rf"{name}, line \d: "):
         list(read_rows(tmp_path / name, strict=True))
-    with pytest.raises(TaskError, match="gone cannot be read: No such file"):
+    with pytest.raises(DataError, match="gone cannot be read: No such file"):
         list(read_rows(tmp_path / "gone"))
-    with pytest.raises(TaskError, match="gone cannot be read: No such file"):
+    with pytest.raises(DataError, match="gone cannot be read: No such file"):
         list(read_rows(tmp_path / "gone", strict=True))
-    with pytest.raises(TaskError, match="format is jsonl, csv, text, not 'xml'"):
+    with pytest.raises(DataError, match="format is jsonl, csv, text, not 'xml'"):
         list(read_rows(data, "xml"))
 
 
@@ -231,7 +231,7 @@ def test_a_reference_that_is_no_text_makes_its_row_bad(tmp_path: Path) -> None:
 def test_jsonl_of_other_columns_is_refused_in_one_line(tmp_path: Path) -> None:
     """As a CSV is; where one row has a prompt, or cannot be read, the others are bad rows."""
     other, good = b'{"question": "a", "id": 1}\n', b'{"prompt": "b"}\n'
-    with pytest.raises(TaskError, match="no column prompt or messages or text; it has question, id"):
+    with pytest.raises(DataError, match="no column prompt or messages or text; it has question, id"):
         read(tmp_path, other * 3, "in.jsonl")
     assert [item.error is None for item in read(tmp_path, other + good, "in.jsonl")] == [False, True]
     assert [item.error is None for item in read(tmp_path, other + b"{\n", "in.jsonl")] == [False, False]

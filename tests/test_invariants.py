@@ -45,9 +45,10 @@ from helpers.families import (
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.model.cache import total_kv_bytes
 from skipdecode.model.cache_name import CACHE
+from skipdecode.model.config import bind
 from skipdecode.model.gate import Gate
 from skipdecode.model.growing import ROOM, GrowingLayer
-from skipdecode.model.inspect import decoder_layers, lenders, with_lenders_first
+from skipdecode.model.inspect import decoder_layers, kv_shared_layers
 from skipdecode.model.patch import gate_state
 
 FULL = Schedule.full(LAYERS)
@@ -307,7 +308,7 @@ def test_bytes_are_those_of_the_keys_and_values(name: str) -> None:
 def test_lenders_of_keys_run_as_long_as_their_borrowers(name: str, schedule: Schedule) -> None:
     """Whatever the order: the depths are those asked for, and no layer runs without the one whose keys it reads."""
     model = attach(build(name))
-    plan, borrowed = SkipCache(model, schedule).schedule, lenders(model.config)
+    plan, borrowed = SkipCache(model, schedule).schedule, kv_shared_layers(model.config)
     assert borrowed == {4: 2, 5: 3, 6: 2, 7: 3}
     for step in range(schedule.horizon + 1):
         assert plan.depth(step) == schedule.depth(step)
@@ -440,7 +441,7 @@ def test_a_pass_costs_each_layer_the_positions_it_runs(name: str, schedule: str)
         return counter.layers
 
     attach(model)
-    plan = with_lenders_first(SCHEDULES[schedule], model.config)
+    plan = bind(SCHEDULES[schedule], model.config)
     counts = plan.positions_per_layer(WIDTH, length)
     assert sum(counts) < LAYERS * length
     alone = {width: flops(FULL, width) for width in {*counts} if width > WIDTH}
@@ -557,7 +558,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
 
     plain = gradients()
     # Where layers lend each other keys, transformers' own gradients are wrong with reentrant checkpoints.
-    for reentrant in (False,) if lenders(model.config) else (False, True):
+    for reentrant in (False,) if kv_shared_layers(model.config) else (False, True):
         # transformers 5.23 changed the name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": reentrant})

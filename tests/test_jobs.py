@@ -37,7 +37,7 @@ from skipdecode import Schedule, files
 from skipdecode.data.chat import Message
 from skipdecode.data.inputs import Item, read_items
 from skipdecode.data.tasks import get_task
-from skipdecode.errors import FileError, JobError, TaskError, UsageError
+from skipdecode.errors import DataError, FileError, UsageError
 from skipdecode.generation import generate as generation
 from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.engine import EngineConfig
@@ -444,7 +444,7 @@ def test_what_was_added_is_on_the_disk_and_comes_back(tmp_path: Path, monkeypatc
     assert counts == [(1, 1), (2, 1), (3, 1)]
     with Journal(target, "job") as again:
         assert (again.rows, again.costs) == (journal.rows, journal.costs)
-    with pytest.raises(JobError):
+    with pytest.raises(UsageError):
         Journal(target, "other")
     target.write_text("done")
     with Journal(target, "other", replace=True) as other:
@@ -549,14 +549,14 @@ class JournalMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.journal is not None)
     @rule()
     def a_second_one_is_refused(self) -> None:
-        with pytest.raises(JobError, match=f"in use by process {os.getpid()} "):
+        with pytest.raises(UsageError, match=f"in use by process {os.getpid()} "):
             Journal(self.output, "job")
 
     @precondition(lambda self: self.journal is None and self.left())
     @rule()
     def another_job_is_refused(self) -> None:
         # A damaged first line cannot tell whose the rest was.
-        with pytest.raises(JobError, match="another input, model or options"):
+        with pytest.raises(UsageError, match="another input, model or options"):
             Journal(self.output, "another job")
 
     @invariant()
@@ -717,7 +717,7 @@ def test_what_the_user_can_put_right_is_one_line_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "in.jsonl", TEXTS)
     (tmp_path / "empty.jsonl").write_text("")
-    Schedule.for_speedup(2, 24, 16).save(tmp_path / "plan.json")
+    Schedule.for_speedup(2, 24, 16, decay="linear").save(tmp_path / "plan.json")
     given = {"MODEL": checkpoint, "IN": tmp_path / "in.jsonl", "EMPTY": tmp_path / "empty.jsonl"}
     given["PLAN"] = tmp_path / "plan.json"
     done = run(*[given.get(a, a) for a in arguments])
@@ -731,7 +731,7 @@ def test_what_the_user_can_put_right_is_one_line_and_exit_code_2(
 def test_input_without_the_column_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "in.csv"
     source.write_text("title\nhello\n")
-    with pytest.raises(TaskError, match="no column prompt or messages or text; it has title"):
+    with pytest.raises(DataError, match="no column prompt or messages or text; it has title"):
         read_items(str(source), get_task("jsonl"))
 
 
@@ -793,7 +793,7 @@ def test_options_are_told_apart_by_what_they_hold(checkpoint: Path, tmp_path: Pa
         raise Killed
 
     begin(sequence_bias={(5,): -10.0}, eos_token_id=torch.tensor([3, 7]))
-    with pytest.raises(JobError, match="another input, model or options"):
+    with pytest.raises(UsageError, match="another input, model or options"):
         job(sequence_bias={(6,): -10.0}, eos_token_id=torch.tensor([3, 7])).run()
     told: list[tuple[int, int]] = []
     again = job(sequence_bias={(5,): -10.0}, eos_token_id=[3, 7])
@@ -890,7 +890,7 @@ def test_a_job_with_other_settings_is_another(rope: Path, tmp_path: Path, other:
     with pytest.raises(Killed):
         GenerationJob(str(rope), ["a"] * 4, tmp_path / "out", engine=Echo(batches=1), **common).run()
     common |= {"speedup": None} if "full" in other else {}
-    with pytest.raises(JobError):
+    with pytest.raises(UsageError):
         GenerationJob(str(rope), ["a"] * 4, tmp_path / "out", **{"engine": Echo()} | common | other).run()
     assert GenerationJob(str(rope), ["a"] * 4, tmp_path / "out", engine=Echo(), speedup=2, **NEW).run().texts
 

@@ -23,7 +23,7 @@ from skipdecode.errors import ModelError
 from skipdecode.loading import device as device_module
 from skipdecode.loading import load as loading
 from skipdecode.model import config as checkpoint_config
-from skipdecode.model.config import set_entry, to_config_entry, trained_schedules
+from skipdecode.model.config import config_schedules, set_entry, to_config_entry
 
 WEIGHTS = "model.safetensors"
 Damage = Callable[[Path], object]
@@ -601,4 +601,4 @@ def test_a_multimodal_config_brings_its_schedules(tmp_path: Path) -> None:
     Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     model, _ = load(str(tmp_path))
-    assert trained_schedules(model.config) == trained_schedules(loading.read_config(str(tmp_path))) == schedules
+    assert config_schedules(model.config) == config_schedules(loading.read_config(str(tmp_path))) == schedules

@@ -84,7 +84,7 @@ def test_fitted_depths_achieve_what_generation_reports(model: tuple[Any, Any]) -
     """The prediction over a run's lengths is the ratio that the run's caches counted."""
     network, tokenizer = model
     ids = encode_prompts(tokenizer, TEXTS[:5])
-    plan = Schedule.for_speedup(3, 8, horizon=6)
+    plan = Schedule.for_speedup(3, 8, horizon=6, decay="linear")
     result = generate_ids(network, tokenizer, ids, plan, 2, max_new_tokens=12, do_sample=False)
     assert Lengths(result.lengths).ratio(plan) == pytest.approx(result.stats.layer_ratio)
 
@@ -348,7 +348,7 @@ def test_distillation_from_oneself_at_full_depth_adds_nothing_at_full_depth(mode
     mine = Distillation(0.5)
     mine.prepare(network, inputs, Schedule.full(8))
     torch.testing.assert_close(mine(outputs, labels), plain)
-    mine.prepare(network, inputs, Schedule.for_speedup(2, 8, 6))
+    mine.prepare(network, inputs, Schedule.for_speedup(2, 8, 6, decay="linear"))
     # The outputs are the teacher's own here: the distance is 0, and half of the loss is left.
     torch.testing.assert_close(mine(outputs, labels), plain / 2, rtol=1e-4, atol=1e-5)
 

@@ -99,7 +99,7 @@ def from_disk(folder: Path, name: str = "opt", place: str = "disk") -> PreTraine
 @pytest.mark.parametrize("speedup", [1, 5])
 def test_a_layer_is_loaded_as_often_as_it_runs_and_the_next_one_is_read_ahead(speedup: float, checkpoint: Path) -> None:
     """Skipped layers are neither loaded nor read; tokens and memory are those of the model in memory."""
-    schedule = Schedule.for_speedup(speedup, LAYERS, horizon=8)
+    schedule = Schedule.for_speedup(speedup, LAYERS, horizon=8, decay="linear")
     options: dict[str, Any] = {"schedule": schedule, "max_new_tokens": 12, "eos_token_id": -1}
     expected = skipdecode.generate(*skipdecode.load(str(checkpoint)), PROMPTS, **options)
     model, tokenizer = skipdecode.load(str(checkpoint), offload="disk")

@@ -26,7 +26,7 @@ from peers.processes import EngineFailed, Running
 from peers.report import agreement, markdown, save, summaries
 from peers.run import main
 from skipdecode import Schedule
-from skipdecode.errors import JobError, UsageError
+from skipdecode.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
 PEERS = ROOT / "benchmarks" / "peers"
@@ -86,7 +86,7 @@ def test_finished_cells_are_kept(rows: list[dict[str, Any]], places: Places) -> 
     assert not said
     assert sorted(map(json.dumps, again)) == sorted(map(json.dumps, finished))
     other = Settings("opt-tiny", 7, 5, 2, 1, "float32")
-    with pytest.raises(JobError, match="other settings"):
+    with pytest.raises(UsageError, match="other settings"):
         list(measure(other, ["skipdecode"], [1], places, said.append))
 
 

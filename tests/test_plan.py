@@ -18,7 +18,7 @@ from helpers.tiny import run
 from skipdecode import Schedule
 from skipdecode.cli.main import Stopped, app
 from skipdecode.cli.options import Task
-from skipdecode.errors import FileError, JobError, SkipDecodeError, UsageError
+from skipdecode.errors import FileError, SkipDecodeError, UsageError
 from skipdecode.files import locked
 from skipdecode.loading import load as loading
 from skipdecode.training.checkpoints import AUTHOR, RECORD
@@ -43,7 +43,7 @@ def weights(folder: Path) -> bytes:
     "values",
     [
         {"model": "demo"},
-        {"model": "demo", "schedule": Schedule.for_speedup(2, 8, horizon=6, order=tuple(range(8)))},
+        {"model": "demo", "schedule": Schedule.for_speedup(2, 8, horizon=6, order=tuple(range(8)), decay="linear")},
         {"from_config": "config.json", "tokenizer": "a", "speedups": (1.0, 2.5), "weights": (0.0, 1.0)},
         {"model": "demo", "order": (2, 0, 1), "decay": "power", "warmup_layers": 0, "prompt_decay": 3, "lengths": (3,)},
         {"model": "demo", "prompt_layers": "max", "speedups": (1.0, 3.0)},
@@ -210,7 +210,7 @@ def test_the_model_is_asked_before_its_weights_are_loaded(
     for values, word in (
         ({"lora_rank": 10**6}, "--lora-rank"),
         ({"report_to": "no_such_place"}, "no_such_place"),
-        ({"speedups": None, "schedule": Schedule.for_speedup(2, 4, horizon=6)}, "4 layers"),
+        ({"speedups": None, "schedule": Schedule.for_speedup(2, 4, horizon=6, decay="linear")}, "4 layers"),
         ({"order": (0, 1)}, "order"),
         ({"distill_weight": 0.5, "teacher": "demo"}, "vocabulary"),
     ):
@@ -250,7 +250,7 @@ def test_python_takes_the_same_lock(checkpoint: Path, data: Path, tmp_path: Path
     plan = plan_of(checkpoint, data, tmp_path / "out")
     train(plan)
     before = weights(tmp_path / "out")
-    with locked(tmp_path / "out" / RECORD), pytest.raises(JobError, match="in use by process"):
+    with locked(tmp_path / "out" / RECORD), pytest.raises(UsageError, match="in use by process"):
         train(plan, resume=False)
     assert weights(tmp_path / "out") == before
 

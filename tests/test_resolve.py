@@ -24,11 +24,11 @@ from skipdecode.latency.planner import Predictor, Workload
 from skipdecode.latency.resolve import method_schedule, new_schedule
 from skipdecode.model.config import (
     CONFIG_KEY,
+    config_schedules,
     is_trained,
     save_calibrated,
     schedule_for,
     to_config_entry,
-    trained_schedules,
     untrained_warning,
 )
 from skipdecode.schedule import Schedule
@@ -111,9 +111,9 @@ def test_what_is_asked_for_replaces_what_was_trained() -> None:
 
 def test_a_model_that_was_never_trained_gets_the_default() -> None:
     """2x over 64 tokens, or fitted to lengths."""
-    assert schedule_for(config_of()) == Schedule.for_speedup(2, 8, 64)
+    assert schedule_for(config_of()) == Schedule.for_speedup(2, 8, 64, decay="linear")
     assert new_schedule(config_of(), 3, LENGTHS) == fit(8, 3, LENGTHS)
-    assert schedule_for(config_of(), 3, horizon=10) == Schedule.for_speedup(3, 8, 10)
+    assert schedule_for(config_of(), 3, horizon=10) == Schedule.for_speedup(3, 8, 10, decay="linear")
     with pytest.raises(ScheduleError, match="horizon"):
         schedule_for(config_of(), 2, horizon=0)
 
@@ -211,7 +211,7 @@ def test_calibrated_schedules_are_those_of_the_method_that_trained(tmp_path: Pat
     assert path.read_bytes() == before
     save_calibrated(tmp_path, 3, FAST, "hsd")
     config = OPTConfig(num_hidden_layers=8, **json.loads(path.read_text()))
-    assert trained_schedules(config) == {2.0: EVEN, 3.0: FAST}
+    assert config_schedules(config) == {2.0: EVEN, 3.0: FAST}
 
 
 @pytest.mark.parametrize("key", ["fast", "", "0.5", "0", "-2", "inf", "nan"])
@@ -219,7 +219,7 @@ def test_a_config_whose_key_is_no_speedup_is_refused(key: str) -> None:
     """One to as many as there are layers, in digits; the key is quoted."""
     config = OPTConfig(num_hidden_layers=8, skipdecode={"schedules": {key: EVEN.to_dict()}})
     with pytest.raises(ScheduleError, match=f"has a schedule for '{key}', which is no speed-up"):
-        trained_schedules(config)
+        config_schedules(config)
 
 
 @pytest.mark.parametrize(

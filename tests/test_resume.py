@@ -26,7 +26,7 @@ from helpers.tiny import TEXTS, run, write_examples
 from skipdecode.data.collator import Collator
 from skipdecode.data.tasks import Example
 from skipdecode.data.tokenize import train_tokenizer
-from skipdecode.errors import JobError
+from skipdecode.errors import UsageError
 from skipdecode.training import train as training
 from skipdecode.training.callbacks import StepSeed
 from skipdecode.training.checkpoints import SEAL, RunFolder
@@ -163,7 +163,7 @@ def test_a_finished_run_is_not_trained_further(
     options: dict[str, Any] = {"max_steps": 6, "lr_scheduler_type": "constant"}
     first = go(checkpoint, tmp_path / "run", monkeypatch, **options)
     assert torch.equal(go(checkpoint, tmp_path / "run", monkeypatch, **options), first)
-    with pytest.raises(JobError, match="step 6, past the 5"):
+    with pytest.raises(UsageError, match="step 6, past the 5"):
         go(checkpoint, tmp_path / "run", monkeypatch, **options | {"max_steps": 5})
 
 

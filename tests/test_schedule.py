@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode import Schedule, ScheduleError
-from skipdecode.decays import DECAYS
 from skipdecode.errors import FileError
-from skipdecode.schedule import MOST_LAYERS, MOST_TOKENS, parse_prompt_layers
+from skipdecode.schedule import DECAYS, MOST_LAYERS, MOST_TOKENS, parse_prompt_layers
 
 RATES = st.floats(min_value=0, exclude_min=True, allow_infinity=False)  # every rate that is allowed, tiny and huge
 
@@ -197,7 +196,7 @@ def test_a_warm_up_binds_the_order_it_belongs_to_alone(order: Any) -> None:
 def test_paper_budgets_are_exact(layers: int, speedup: int, depths: tuple[int, int]) -> None:
     """The paper's budgets (section 6) come out as printed, for whole speed-ups given as int or float."""
     for value in (speedup, float(speedup)):
-        schedule = Schedule.for_speedup(value, layers, horizon=64)
+        schedule = Schedule.for_speedup(value, layers, horizon=64, decay="linear")
         assert (schedule.max_depth, schedule.min_depth) == depths
         assert (schedule.decay, schedule.order, schedule.warmup) == ("linear", "top", 1)
 
@@ -225,7 +224,7 @@ def test_full_runs_everything() -> None:
     assert Schedule.full(5).positions_per_layer(3, 9) == [9] * 5
     assert Schedule.full(5).is_full
     assert not Schedule(5, 5, 4, 2).is_full
-    assert Schedule.for_speedup(1, 5, horizon=8) == Schedule.full(5)
+    assert Schedule.for_speedup(1, 5, horizon=8, decay="linear") == Schedule.full(5)
 
 
 def test_save_and_load(tmp_path: Path) -> None:
@@ -366,7 +365,7 @@ def test_nothing_hangs_at_the_limits(order: str) -> None:
 def test_wrong_speedups_are_refused(speedup: Any) -> None:
     """A speed-up lies between 1 and the number of layers."""
     with pytest.raises(ScheduleError, match="speed-up is 1 to the number of layers"):
-        Schedule.for_speedup(speedup, 8, horizon=8)
+        Schedule.for_speedup(speedup, 8, horizon=8, decay="linear")
 
 
 def test_the_most_layers_and_tokens_are_as_documented() -> None:
@@ -381,7 +380,7 @@ def test_the_most_layers_and_tokens_are_as_documented() -> None:
 def test_a_speedup_of_no_whole_number_of_layers_is_refused(layers: Any) -> None:
     """What a command line or JSON may bring for the layers is an error of ours, as for the speed-up."""
     with pytest.raises(ScheduleError, match="num_layers must be a whole number"):
-        Schedule.for_speedup(2, layers, horizon=8)
+        Schedule.for_speedup(2, layers, horizon=8, decay="linear")
 
 
 def test_wrong_questions_are_refused() -> None:

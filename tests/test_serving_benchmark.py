@@ -16,7 +16,7 @@ from serving import load, load_report, report, run
 from serving.models import PRECISIONS, options, parse, prepare
 from serving.rounds import Rounds
 from serving.servers import had, plugin_options, words
-from skipdecode.errors import JobError, UsageError
+from skipdecode.errors import UsageError
 
 SETTINGS = {"model": "tiny", "slots": 2, "load": "lockstep"}
 ABOUT: dict[str, Any] = {"versions": "vLLM 0", "command": "python benchmarks/serving"}
@@ -56,12 +56,12 @@ def test_rounds_are_kept_and_added_to(tmp_path: Path) -> None:
 def test_rounds_with_other_settings_are_not_mixed(tmp_path: Path) -> None:
     """Refused with what differs, before anything is loaded."""
     Rounds(tmp_path, SETTINGS).add([row("stock", 1, 1)], **ABOUT)
-    with pytest.raises(JobError, match="measured with slots 2, not 8"):
+    with pytest.raises(UsageError, match="measured with slots 2, not 8"):
         Rounds(tmp_path, SETTINGS | {"slots": 8})
-    with pytest.raises(JobError, match="measured with engine None, not fp8"):
+    with pytest.raises(UsageError, match="measured with engine None, not fp8"):
         Rounds(tmp_path, SETTINGS | {"engine": "fp8"})
     Rounds(tmp_path / "more", SETTINGS | {"engine": "fp8"}).add([row("stock", 1, 1)], **ABOUT)
-    with pytest.raises(JobError, match="measured with engine fp8, not None"):
+    with pytest.raises(UsageError, match="measured with engine fp8, not None"):
         Rounds(tmp_path / "more", SETTINGS)
 
 

@@ -18,7 +18,7 @@ from helpers.families import FAMILIES, FORMS, LAYERS, SCHEDULES, build
 from helpers.tiny import EXAMPLES, run, write_jsonl
 from skipdecode import Schedule, Skipping, attach, teacher_forced
 from skipdecode.errors import CacheError, UsageError
-from skipdecode.model.config import trained_schedules
+from skipdecode.model.config import config_schedules
 from skipdecode.model.inspect import decoder_layers
 
 #: TRL still uses names that transformers has deprecated.
@@ -198,7 +198,7 @@ def test_a_trainers_steps_are_those_of_a_loop(checkpoint: Path, tmp_path: Path) 
         ends.append({name: weight.detach() for name, weight in model.named_parameters()})
         model.save_pretrained(tmp_path / str(ours))
         tokenizer.save_pretrained(tmp_path / str(ours))
-        assert trained_schedules(AutoConfig.from_pretrained(tmp_path / str(ours))) == skipping.schedules
+        assert config_schedules(AutoConfig.from_pretrained(tmp_path / str(ours))) == skipping.schedules
         assert set(skipping.schedules) == {1.0, 2.0, 4.0}
     stock = dict(skipdecode.load(str(checkpoint))[0].named_parameters())
     assert any(not torch.equal(ends[0][name], weight) for name, weight in stock.items())

@@ -17,10 +17,10 @@ from skipdecode.data.collator import batches_of
 from skipdecode.data.tasks import Example
 from skipdecode.evaluation.divergence import damage
 from skipdecode.files import read_json
-from skipdecode.model.adapter_folder import read_schedules
+from skipdecode.model.adapter import read_schedules
 from skipdecode.model.cache import SkipCache
 from skipdecode.model.cache_name import CACHE
-from skipdecode.model.teacher_forcing import TextPasses
+from skipdecode.model.teacher_forcing import PrefilledBatch
 from skipdecode.schedule import Schedule
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +73,7 @@ def test_the_adapter_keeps_near_full_depth(texts: list[Example]) -> None:
         model, tokenizer = load(str(FOLDER), adapter=ADAPTER if with_adapter else None)
         attach(model)
         batches = batches_of(texts, tokenizer, len(texts))
-        found[with_adapter] = damage([TextPasses(model, batch) for batch in batches], schedules)
+        found[with_adapter] = damage([PrefilledBatch(model, batch) for batch in batches], schedules)
     learnt = found[True]
     for ours, bare in zip(learnt, found[False], strict=True):
         assert ours.kl < bare.kl / 2
@@ -100,7 +100,7 @@ def test_the_figures_of_the_table_are_what_this_code_gives() -> None:
     written = [Example(prompt, (text,)) for prompt, text in zip(asked, rows[1]["texts"], strict=True)]
     model, tokenizer = load(str(FOLDER), adapter=ADAPTER, dtype="float32")
     attach(model)
-    passes = (TextPasses(model, batch) for batch in batches_of(written, tokenizer, 8, as_written=True))
+    passes = (PrefilledBatch(model, batch) for batch in batches_of(written, tokenizer, 8, as_written=True))
     schedules = read_schedules(ADAPTER)
     for speedup, found in zip(schedules, damage(passes, [*schedules.values()]), strict=True):
         assert found.kl == pytest.approx(rows[speedup]["kl"], abs=0.005)

@@ -15,7 +15,8 @@ from torch import nn
 from helpers.families import LAYERS, TOP, build
 from skipdecode import Schedule
 from skipdecode.errors import CacheError, ModelError, ScheduleError, UnsupportedModel
-from skipdecode.model.inspect import decoder_layers, lenders, with_lenders_first
+from skipdecode.model.config import bind
+from skipdecode.model.inspect import decoder_layers, kv_shared_layers
 from skipdecode.model.prefix import Prefix, packed
 
 
@@ -74,23 +75,23 @@ KINDS = ["full", "full", "sliding", "full", "sliding"]
 
 def test_a_borrower_reads_the_last_lender_of_its_kind() -> None:
     """Or the layer that the config names."""
-    assert lenders(config(**SHARED, layer_types=KINDS)) == {3: 0, 4: 2}
-    assert lenders(config(**SHARED, layer_types=KINDS, kv_source_layers=[0, 1, 2, 2, 0])) == {3: 2, 4: 0}
-    assert lenders(config(layer_types=KINDS)) == lenders(config(num_kv_shared_layers=0)) == {}
+    assert kv_shared_layers(config(**SHARED, layer_types=KINDS)) == {3: 0, 4: 2}
+    assert kv_shared_layers(config(**SHARED, layer_types=KINDS, kv_source_layers=[0, 1, 2, 2, 0])) == {3: 2, 4: 0}
+    assert kv_shared_layers(config(layer_types=KINDS)) == kv_shared_layers(config(num_kv_shared_layers=0)) == {}
     with pytest.raises(ModelError, match="newer transformers"):
-        lenders(config(num_kv_shared_layers=2))
+        kv_shared_layers(config(num_kv_shared_layers=2))
 
 
 def test_a_schedule_is_fitted_by_moving_lenders_up_alone() -> None:
     """The depths stay; a schedule that needs no moving is itself."""
     shared = config(**SHARED, layer_types=KINDS)
     plan = Schedule(5, 4, 2, 6, order=(4, 3, 1, 0, 2))
-    moved = with_lenders_first(plan, shared)
+    moved = bind(plan, shared)
     assert moved == plan.replace(order=(2, 4, 0, 3, 1))
-    assert with_lenders_first(moved, shared) is moved
-    assert with_lenders_first(TOP, build("opt").config) is TOP
+    assert bind(moved, shared) is moved
+    assert bind(TOP, build("opt").config) is TOP
     with pytest.raises(ScheduleError, match="for 8 layers, the model has 5"):
-        with_lenders_first(Schedule.full(LAYERS), shared)
+        bind(Schedule.full(LAYERS), shared)
 
 
 # --- what a layer is given

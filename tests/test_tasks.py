@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from skipdecode.data.chat import Message
 from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import TASKS, Example, Task, get_task
-from skipdecode.errors import MissingExtra, TaskError
+from skipdecode.errors import DataError, MissingExtra
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 DATA = SHARED / "e2e"
@@ -64,7 +64,7 @@ def test_e2e_splits_have_the_releases_size() -> None:
 @pytest.mark.parametrize("mr", ["hello", "name[Aromi", "name[Aromi] food", "Aromi]"])
 def test_what_is_no_meaning_representation_is_named(mr: str) -> None:
     """It is never turned into half a prompt."""
-    with pytest.raises(TaskError, match="meaning representation"):
+    with pytest.raises(DataError, match="meaning representation"):
         prompt("e2e", {"mr": mr})
 
 
@@ -90,17 +90,17 @@ def test_jsonl_gathers_references_outside_training(tmp_path: Path) -> None:
 def test_training_data_must_be_whole(tmp_path: Path, line: str) -> None:
     """A row without text under both columns is an error, with its file."""
     (tmp_path / "train.jsonl").write_text(line + "\n")
-    with pytest.raises(TaskError, match=r"train\.jsonl"):
+    with pytest.raises(DataError, match=r"train\.jsonl"):
         get_task("jsonl").read(tmp_path, "train")
 
 
 def test_unknown_task_and_missing_files_are_named(tmp_path: Path) -> None:
     """The message says which, and what is known or looked for."""
-    with pytest.raises(TaskError, match="unknown task"):
+    with pytest.raises(DataError, match="unknown task"):
         get_task("nope")
-    with pytest.raises(TaskError, match=r"trainset\.csv"):
+    with pytest.raises(DataError, match=r"trainset\.csv"):
         get_task("e2e").read(tmp_path, "train")
-    with pytest.raises(TaskError, match=r"train\.jsonl"):
+    with pytest.raises(DataError, match=r"train\.jsonl"):
         get_task("jsonl").read(tmp_path, "train")
 
 
@@ -169,10 +169,10 @@ def test_an_incomplete_row_is_named(tmp_path: Path, task: str, good: dict[str, s
     for bad in (*missing, *empty, [1]):
         write(tmp_path / "validation.jsonl", good, bad)
         with pytest.raises(
-            TaskError, match=r"validation\.jsonl, line 2: (no (title|post|summary|article|highlights)\b|not a)"
+            DataError, match=r"validation\.jsonl, line 2: (no (title|post|summary|article|highlights)\b|not a)"
         ):
             get_task(task).read(tmp_path, "validation")
-    with pytest.raises(TaskError, match=r"train\.jsonl"):
+    with pytest.raises(DataError, match=r"train\.jsonl"):
         get_task(task).read(tmp_path, "train")
 
 
@@ -230,17 +230,17 @@ def test_what_the_hub_does_not_give_is_named(monkeypatch: pytest.MonkeyPatch, tm
 
     for error in (ConnectionError("no network"), ValueError('Unknown split "test"'), RuntimeError("script")):
         monkeypatch.setattr(datasets, "load_dataset", mock.Mock(side_effect=error))
-        with pytest.raises(TaskError, match=r"owner/name is no folder here.*test"):
+        with pytest.raises(DataError, match=r"owner/name is no folder here.*test"):
             get_task("cnn_dm").read(Path("owner/name"), "test")
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list([{"prompt": "x"}]))
-    with pytest.raises(TaskError, match=r"trl-lib/tldr \(test\), row 1: .* post and summary or content and summary"):
+    with pytest.raises(DataError, match=r"trl-lib/tldr \(test\), row 1: .* post and summary or content and summary"):
         get_task("reddit_tldr").read(Path("trl-lib/tldr"), "test")
     # A folder comes first, and a path that cannot be a name is never asked for.
     monkeypatch.setattr(datasets, "load_dataset", mock.Mock(side_effect=AssertionError))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)
     for folder in ("owner/name", "../name", "name", str(tmp_path / "none")):
-        with pytest.raises(TaskError, match=r"holds no test\.jsonl|there is no"):
+        with pytest.raises(DataError, match=r"holds no test\.jsonl|there is no"):
             get_task("cnn_dm").read(Path(folder), "test")
 
 
@@ -299,7 +299,7 @@ def test_a_csv_has_columns_of_ones_own(tmp_path: Path) -> None:
     task = get_task("jsonl", prompt_column="question", response_column="answer")
     assert task.read(tmp_path, "train") == [Example("What sat?", ("The cat.",))]
     (tmp_path / "train.csv").write_text(f'messages\n"{json.dumps(TALK).replace(chr(34), chr(34) * 2)}"\n')
-    with pytest.raises(TaskError, match=r"line 2: messages are a list .* not a string"):
+    with pytest.raises(DataError, match=r"line 2: messages are a list .* not a string"):
         get_task("jsonl").read(tmp_path, "train")
 
 
@@ -329,7 +329,7 @@ def test_a_row_that_does_not_fit_says_what_it_has(
 ) -> None:
     """H: the columns that were found are named, beside those that are looked for."""
     write(tmp_path / "train.jsonl", row)
-    with pytest.raises(TaskError, match=rf"train\.jsonl, line 1: .*{match}"):
+    with pytest.raises(DataError, match=rf"train\.jsonl, line 1: .*{match}"):
         get_task("jsonl", **options).read(tmp_path, "train")
 
 
@@ -347,7 +347,7 @@ def test_a_row_that_does_not_fit_says_what_it_has(
 )
 def test_an_option_that_does_not_fit_its_task_is_refused(name: str, option: dict[str, Any], match: str) -> None:
     """H: it would be ignored."""
-    with pytest.raises(TaskError, match=match):
+    with pytest.raises(DataError, match=match):
         get_task(name, **option)
 
 
@@ -384,7 +384,7 @@ def test_lines_of_a_text_file_may_be_plain_text(tmp_path: Path) -> None:
     halves = get_task("jsonl", prompt_share=0.5)
     assert [item.prompt for item in read_items(str(path), halves)] == ["the cat", "the dog"]
     assert halves.read(path, "train") == [Example("the cat", (" sat on",)), Example("the dog", (" ran far",))]
-    with pytest.raises(TaskError, match="line 1: no response"):
+    with pytest.raises(DataError, match="line 1: no response"):
         get_task("jsonl").read(path, "train")
 
 
@@ -403,7 +403,7 @@ def test_the_documentations_rows_are_read(tmp_path: Path, line: str) -> None:
 def test_the_documentations_refusal_is_ours(tmp_path: Path) -> None:
     """Word for word."""
     write(tmp_path / "train.jsonl", {"question": "q", "answer": "a", "id": 1})
-    with pytest.raises(TaskError) as caught:
+    with pytest.raises(DataError) as caught:
         get_task("jsonl").read(tmp_path, "train")
     assert str(caught.value).removeprefix(f"{tmp_path}/") in DOCS
 
@@ -428,7 +428,7 @@ GOOD = "prompt,response\na,b\nc,d\n"
 def test_a_csv_of_which_rows_could_be_lost_is_refused(tmp_path: Path, data: str, match: str) -> None:
     """F16: a stray quote swallowed the rows up to the next one; an unquoted comma cut the prompt."""
     (tmp_path / "train.csv").write_text(data, encoding="utf-8")
-    with pytest.raises(TaskError, match=match):
+    with pytest.raises(DataError, match=match):
         get_task("jsonl").read(tmp_path, "train")
 
 
@@ -457,7 +457,7 @@ def test_a_line_that_no_tokenizer_takes_is_named(tmp_path: Path, line: str, matc
     """G: RecursionError, and TypeError from the tokenizer."""
     good = json.dumps({"prompt": "a", "response": "b"})
     (tmp_path / "train.jsonl").write_text(f"{good}\n{line}\n", encoding="utf-8")
-    with pytest.raises(TaskError, match=rf"train\.jsonl, {match}") as caught:
+    with pytest.raises(DataError, match=rf"train\.jsonl, {match}") as caught:
         get_task("jsonl").read(tmp_path, "train")
     assert len(str(caught.value)) < 500
 
@@ -465,15 +465,15 @@ def test_a_line_that_no_tokenizer_takes_is_named(tmp_path: Path, line: str, matc
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_what_is_not_there_is_said_to_be_not_there(tmp_path: Path, task: str) -> None:
     """G: `--data nope` "holds no train.jsonl" though it does not exist."""
-    with pytest.raises(TaskError, match=f"there is no folder {tmp_path / 'nope'}"):
+    with pytest.raises(DataError, match=f"there is no folder {tmp_path / 'nope'}"):
         get_task(task).read(tmp_path / "nope", "train")
-    with pytest.raises(TaskError, match=f"there is no file {tmp_path / 'nope.jsonl'}"):
+    with pytest.raises(DataError, match=f"there is no file {tmp_path / 'nope.jsonl'}"):
         get_task(task).read(tmp_path / "nope.jsonl", "train")
-    with pytest.raises(TaskError, match=f"{tmp_path} holds no train"):
+    with pytest.raises(DataError, match=f"{tmp_path} holds no train"):
         get_task(task).read(tmp_path, "train")
     if task != "jsonl":
         (tmp_path / "file.csv").write_text(GOOD, encoding="utf-8")
-        with pytest.raises(TaskError, match=r"there is no folder .*file\.csv"):
+        with pytest.raises(DataError, match=r"there is no folder .*file\.csv"):
             get_task(task).read(tmp_path / "file.csv", "train")
 
 
@@ -491,7 +491,7 @@ def test_whatever_a_file_holds_reading_ends_in_examples_or_one_line(tmp_path: Pa
     head = b"prompt,response\n" if suffix == ".csv" else b'{"prompt": "a", "response": "b"}\n'
     for content in (data, head + data):
         path.write_bytes(content)
-        with suppress(TaskError):
+        with suppress(DataError):
             for one in get_task("jsonl").read(path, "train"):
                 assert f"{one.prompt}{one.references[0]}".encode()
 
@@ -508,7 +508,7 @@ def test_a_column_is_prompt_or_response(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(json.dumps({"response": "R"}))
     (item,) = read_items(str(tmp_path / "in.jsonl"), get_task("jsonl", prompt_column="response"))
     assert (item.prompt, item.references) == ("R", [])
-    with pytest.raises(TaskError, match="they must differ"):
+    with pytest.raises(DataError, match="they must differ"):
         get_task("jsonl", prompt_column="a", response_column="a")
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "", "text": "T", "response": "R"}))
     (item,) = read_items(str(tmp_path / "in.jsonl"), get_task("jsonl"))

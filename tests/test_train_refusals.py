@@ -26,7 +26,7 @@ from skipdecode.data.collator import Collator, encoded
 from skipdecode.errors import DivergedError, FileError
 from skipdecode.files import locked
 from skipdecode.loading import load as loading
-from skipdecode.model.config import trained_schedules
+from skipdecode.model.config import config_schedules
 from skipdecode.training.checkpoints import RECORD, SEAL, RunFolder
 from skipdecode.training.trainer import SkipTrainer, training_args
 
@@ -124,7 +124,7 @@ def test_what_is_asked_for_by_name_is_what_is_trained(checkpoint: Path, data: Pa
     ):
         output = tmp_path / f"b{len(options)}{options[-1:]}"
         assert trained(tmp_path / "a", data, output, "--speedup", 2, *options).returncode == 0
-        found = trained_schedules(AutoModelForCausalLM.from_pretrained(output).config)[2]
+        found = config_schedules(AutoModelForCausalLM.from_pretrained(output).config)[2]
         assert (found.order, found.decay) == form
     refused(trained(checkpoint, data, tmp_path / "c", "--method", "unified", "--order", "top"), "rules of its own")
 
@@ -283,7 +283,7 @@ def trainer_of(model: Any, tokenizer: Any, folder: Path, **options: Any) -> Skip
     return SkipTrainer(
         model=model,
         args=training_args(output_dir=str(folder), **settings),
-        schedules={1: Schedule.full(4), 2: Schedule.for_speedup(2, 4, horizon=6)},
+        schedules={1: Schedule.full(4), 2: Schedule.for_speedup(2, 4, horizon=6, decay="linear")},
         data_collator=Collator(tokenizer.pad_token_id),
         train_dataset=Dataset.from_list(encoded(EXAMPLES, tokenizer, 96)),
         eval_dataset=Dataset.from_list(encoded(EXAMPLES, tokenizer, 96)),
@@ -310,7 +310,7 @@ def test_the_guides_python_runs(checkpoint: Path, data: Path, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     shutil.copy(data, "rows.jsonl")
     exec(block.replace('"demo"', repr(str(checkpoint))).replace("max_steps=20", "max_steps=1"), {})
-    assert 2 in trained_schedules(AutoModelForCausalLM.from_pretrained("trained").config)
+    assert 2 in config_schedules(AutoModelForCausalLM.from_pretrained("trained").config)
 
 
 @pytest.mark.slow

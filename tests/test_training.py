@@ -26,7 +26,7 @@ from skipdecode.data.collator import Collator, encoded
 from skipdecode.data.tasks import Example
 from skipdecode.model.attach import teacher_forced
 from skipdecode.model.cache_name import CACHE
-from skipdecode.model.config import default_schedule, schedule_for, to_config_entry, trained_schedules
+from skipdecode.model.config import config_schedules, default_schedule, schedule_for, to_config_entry
 from skipdecode.training import callback as skipping
 from skipdecode.training import trainer as training
 from skipdecode.training.checkpoints import SEAL
@@ -164,7 +164,7 @@ def test_the_prompts_layers_go_into_every_schedule(checkpoint: Path, data: Path,
     done = run("train", checkpoint, "--output", tmp_path, "--prompt-layers", "max", *options)
     assert done.returncode == 0, done.stderr
     model, tokenizer = skipdecode.load(str(tmp_path))
-    schedules = trained_schedules(model.config)
+    schedules = config_schedules(model.config)
     assert {k: schedule.deepest for k, schedule in schedules.items()} == {k: s.max_depth for k, s in schedules.items()}
     other = schedule_for(model.config, 3)
     assert other.deepest == other.max_depth < 8
@@ -193,14 +193,16 @@ def test_the_result_is_a_stock_directory_that_carries_its_schedule(
     done = run("train", checkpoint, "--data", data, "--output", target, "--speedups", "1,2,4", *options)
     assert done.returncode == 0, done.stderr
     stock = AutoModelForCausalLM.from_pretrained(target)
-    assert list(trained_schedules(stock.config)) == [1, 2, 4]
+    assert list(config_schedules(stock.config)) == [1, 2, 4]
     model, tokenizer = skipdecode.load(str(target))
     assert stock.state_dict().keys() == model.state_dict().keys()
     result = skipdecode.generate(model, tokenizer, TEXTS[:3], max_new_tokens=12, eos_token_id=-1)
-    schedule = Schedule.for_speedup(4, 8, horizon=10)
+    schedule = Schedule.for_speedup(4, 8, horizon=10, decay="linear")
     assert result.stats.average_depth == pytest.approx(schedule.average_depth(11))
     other = skipdecode.generate(model, tokenizer, TEXTS[:3], speedup=2, max_new_tokens=12, eos_token_id=-1)
-    assert other.stats.average_depth == pytest.approx(Schedule.for_speedup(2, 8, horizon=10).average_depth(11))
+    assert other.stats.average_depth == pytest.approx(
+        Schedule.for_speedup(2, 8, horizon=10, decay="linear").average_depth(11)
+    )
 
 
 def test_a_step_descends_the_mean_over_its_response_tokens(checkpoint: Path, tmp_path: Path) -> None:
@@ -215,7 +217,9 @@ def test_a_step_descends_the_mean_over_its_response_tokens(checkpoint: Path, tmp
             "max_grad_norm": 0.0,
         }
         options |= {"train_sampling_strategy": "sequential", "max_steps": 1}
-        trainer = trainer_of(model, tokenizer, tmp_path, {2: Schedule.for_speedup(2, 8, horizon=6)}, **options)
+        trainer = trainer_of(
+            model, tokenizer, tmp_path, {2: Schedule.for_speedup(2, 8, horizon=6, decay="linear")}, **options
+        )
         if by_hand:
             batch = trainer.data_collator(encoded(EXAMPLES[:4], tokenizer, 96))
             trainer.compute_loss(model.train(), batch).backward()
@@ -230,9 +234,9 @@ def test_a_step_descends_the_mean_over_its_response_tokens(checkpoint: Path, tmp
 
 def test_the_fastest_budget_is_the_checkpoints_default() -> None:
     """Schedules go through the config unchanged; full depth alone says nothing."""
-    schedules = {k: Schedule.for_speedup(k, 8, horizon=6) for k in (4.0, 2.0, 1.0)}
+    schedules = {k: Schedule.for_speedup(k, 8, horizon=6, decay="linear") for k in (4.0, 2.0, 1.0)}
     config = OPTConfig(skipdecode=to_config_entry(schedules))
-    assert trained_schedules(config) == schedules
+    assert config_schedules(config) == schedules
     assert default_schedule(config) == schedules[4]
     assert to_config_entry({1: Schedule.full(8)}) is None
 
@@ -325,7 +329,7 @@ def test_two_processes_train_like_one(checkpoint: Path, tmp_path: Path) -> None:
     before, one, two_in_one = (
         AutoModelForCausalLM.from_pretrained(path) for path in (checkpoint, tmp_path / "one", tmp_path / "two")
     )
-    assert trained_schedules(one.config) == trained_schedules(two_in_one.config)
+    assert config_schedules(one.config) == config_schedules(two_in_one.config)
     moved = (weights(one) - weights(before)).abs()
     assert moved.max() > 1e-3
     assert (weights(one) - weights(two_in_one)).abs().max() < 0.01 * moved.max()
@@ -347,7 +351,7 @@ def test_validation_reports_each_budget(checkpoint: Path, tmp_path: Path) -> Non
         model,
         tokenizer,
         tmp_path,
-        {k: Schedule.for_speedup(k, 8, horizon=6) for k in (1, 2)},
+        {k: Schedule.for_speedup(k, 8, horizon=6, decay="linear") for k in (1, 2)},
         eval_dataset=Dataset.from_list(encoded(EXAMPLES[:5], tokenizer, 96)),
     )
     metrics = trainer.evaluate()
@@ -358,7 +362,7 @@ def test_validation_reports_each_budget(checkpoint: Path, tmp_path: Path) -> Non
 def test_budgets_are_drawn_by_seed_and_step_alone(checkpoint: Path, tmp_path: Path) -> None:
     """A second trainer draws the same, and all of them come."""
     model, tokenizer = skipdecode.load(str(checkpoint))
-    schedules = {k: Schedule.for_speedup(k, 8, horizon=6) for k in (1.0, 2.0, 4.0)}
+    schedules = {k: Schedule.for_speedup(k, 8, horizon=6, decay="linear") for k in (1.0, 2.0, 4.0)}
     drawn: list[list[Schedule]] = []
     for _ in range(2):
         trainer = trainer_of(model, tokenizer, tmp_path, schedules)
@@ -384,7 +388,7 @@ def test_accumulated_batches_train_like_one_large_batch(checkpoint: Path, tmp_pa
             model,
             tokenizer,
             tmp_path,
-            {2: Schedule.for_speedup(2, 8, horizon=6)},
+            {2: Schedule.for_speedup(2, 8, horizon=6, decay="linear")},
             train_sampling_strategy="sequential",
             optim="sgd",
             learning_rate=1.0,
@@ -402,7 +406,7 @@ def test_gates_are_entered_once_a_batch_and_stay_for_the_backward_pass(
 ) -> None:
     """And the teacher runs outside of them; after the step, and after one that failed, none is set."""
     model, tokenizer = skipdecode.load(str(checkpoint))
-    schedule = Schedule.for_speedup(4, 8, horizon=6)
+    schedule = Schedule.for_speedup(4, 8, horizon=6, decay="linear")
     options: dict[str, Any] = {"gradient_accumulation_steps": 2, **training.checkpointing_option(checkpointing)}
     trainer = trainer_of(model, tokenizer, tmp_path, {4: schedule}, objective=Distillation(0.5), **options)
     entered: list[Schedule] = []
@@ -548,9 +552,9 @@ def test_a_calibrated_order_is_trained_for_every_budget(checkpoint: Path, data: 
     more = ("--speedups", "2,4", "--order", ",".join(map(str, order)), "--decay", "cosine")
     done = run("train", checkpoint, *common, *more, "--output", tmp_path / "all")
     assert done.returncode == 0, done.stderr
-    found = trained_schedules(AutoModelForCausalLM.from_pretrained(tmp_path / "all").config)
+    found = config_schedules(AutoModelForCausalLM.from_pretrained(tmp_path / "all").config)
     assert {(plan.order, plan.decay) for plan in found.values()} == {(order, "cosine")}
     one = ("--schedule", tmp_path / "schedule.json", "--speedup", 3, "--output", tmp_path / "one")
     assert run("train", checkpoint, *common, *one).returncode == 0
-    found = trained_schedules(AutoModelForCausalLM.from_pretrained(tmp_path / "one").config)
+    found = config_schedules(AutoModelForCausalLM.from_pretrained(tmp_path / "one").config)
     assert found == {3: Schedule.load(tmp_path / "schedule.json")}

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import skipdecode
 from helpers.tiny import TEXTS, run, save_checkpoint
-from skipdecode.errors import FileError, JobError, ModelError, UsageError
+from skipdecode.errors import FileError, ModelError, UsageError
 from skipdecode.generation import engine, options
 from skipdecode.generation.job import GenerationJob
 from skipdecode.generation.journal import Journal
@@ -160,7 +160,7 @@ def test_a_job_from_python_is_that_of_the_command_line(folder: Path, tmp_path: P
     assert [item.error for item in result.items[:-1]] == [None] * 6
     with pytest.raises(FileError, match="already there"):
         job.run()
-    with Journal(ours, "other"), pytest.raises(JobError, match="in use"):
+    with Journal(ours, "other"), pytest.raises(UsageError, match="in use"):
         job.run()
 
 

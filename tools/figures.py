@@ -11,7 +11,7 @@ import torch
 from skipdecode import Schedule, SkipCache, load
 from skipdecode.model.cache import total_kv_bytes
 from skipdecode.model.cache_name import CACHE
-from skipdecode.model.config import schedule_for
+from skipdecode.model.config import config_schedules
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -25,7 +25,7 @@ COLORS = ("#e2e8f0", "#2563eb")
 
 def draw_layers() -> None:
     """Which layers run at each step, at 3x of 24 layers."""
-    schedule = Schedule.for_speedup(3, 24, horizon=STEPS)
+    schedule = Schedule.for_speedup(3, 24, horizon=STEPS, decay="linear")
     depths = [schedule.depth(step) for step in range(STEPS)]
     picture = torch.zeros(24, STEPS)
     for step, depth in enumerate(depths):
@@ -59,7 +59,7 @@ def draw_fall() -> None:
 @torch.no_grad()
 def _held(model: Any, tokenizer: Any, speedup: float) -> list[float]:
     """Return the kilobytes of keys and values after each step of one text."""
-    cache = SkipCache(model, schedule_for(model.config, speedup))
+    cache = SkipCache(model, config_schedules(model.config)[speedup])
     ids, held = tokenizer("name Zizzi, food English ->", return_tensors="pt").input_ids, []
     for _ in range(STEPS):
         ids = model(ids, use_cache=True, **{CACHE: cache}).logits[:, -1:].argmax(-1)

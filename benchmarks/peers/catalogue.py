@@ -89,6 +89,6 @@ def call(speedup: int, layers: int, new_tokens: int) -> dict[str, Any]:
     """
     if speedup == 1:
         return {}
-    schedule = Schedule.for_speedup(speedup, layers, horizon=new_tokens, warmup=0)
+    schedule = Schedule.for_speedup(speedup, layers, horizon=new_tokens, warmup=0, decay="linear")
     depths = [schedule.depth(step) for step in range(new_tokens)]
     return {"schedule": schedule.replace(decay="list", depths=tuple(depths)).to_dict()}

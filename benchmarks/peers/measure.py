@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from skipdecode.errors import JobError, UsageError
+from skipdecode.errors import UsageError
 from skipdecode.files import read_json, write
 
 from . import checkpoint
@@ -177,8 +177,8 @@ def _time(process: Running, settings: Settings, batch: int, speedup: int, new_to
 
 
 def _kept(file: Path, settings: Settings) -> list[dict[str, Any]]:
-    """Rows of an earlier call. Raises JobError if they are of other settings."""
+    """Rows of an earlier call. Raises UsageError if they are of other settings."""
     rows: list[dict[str, Any]] = read_json(file)
     if any(row["settings"] != asdict(settings) for row in rows):
-        raise JobError(f"{file} was timed with other settings: give another --output, or remove its folder")
+        raise UsageError(f"{file} was timed with other settings: give another --output, or remove its folder")
     return rows

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import skipdecode
-from skipdecode.errors import JobError
+from skipdecode.errors import UsageError
 from skipdecode.files import parse_json, write
 
 Row = dict[str, Any]
@@ -22,7 +22,7 @@ class Rounds:
     """The rounds of one folder, all with the same settings.
 
     Raises:
-        JobError: those on the disk have others.
+        UsageError: those on the disk have others.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
@@ -34,13 +34,13 @@ class Rounds:
         for name in {*settings}.union(*(line["settings"] for line in self.lines)):
             value = settings.get(name)
             if other := next((line for line in self.lines if line["settings"].get(name) != value), None):
-                raise JobError(
+                raise UsageError(
                     f"{self._file} was measured with {name} {other['settings'].get(name)}, not {value}: give another "
                     "--output, or remove that folder"
                 )
         self.code = _code()
         if other := next((line for line in self.lines if line.get("code") != self.code), None):
-            raise JobError(f"{self._file} was measured with the code of {other.get('code')}, not {self.code}")
+            raise UsageError(f"{self._file} was measured with the code of {other.get('code')}, not {self.code}")
 
     def add(self, rows: Sequence[Row], **about: Any) -> None:
         """One more, on the disk when this returns."""

@@ -26,8 +26,8 @@ from typing import Any
 
 from skipdecode import Schedule
 from skipdecode.errors import SkipDecodeError, UsageError
-from skipdecode.model.adapter_folder import read_schedules
-from skipdecode.model.config import layer_count
+from skipdecode.model.adapter import read_schedules
+from skipdecode.model.config import num_layers
 
 from .models import config_of, label, longest, options, parse, prepare, settings
 from .processes import PLUGIN, Talking
@@ -39,7 +39,7 @@ FOLDER = Path(__file__).resolve().parent
 #: Forms of a schedule beside its speed-up: (what is added to its key, fields).
 FORMS: dict[str, tuple[float, dict[str, Any]]] = {
     "flat": (0.0, {"decay": "constant"}),
-    "falling": (0.01, {}),
+    "falling": (0.01, {"decay": "linear"}),
     "prompt": (0.02, {"decay": "constant", "prompt_layers": "max"}),  # the prompt at the steps' depth too
 }
 LOADS = ("lockstep", "continuous")
@@ -190,13 +190,13 @@ def main(arguments: Sequence[str]) -> int:
                 raise UsageError(f"--{name}: there is no {', '.join(sorted(unknown))}; known are {', '.join(known)}")
         if given.adapter and not given.model:
             raise UsageError("--adapter is of a --model: name the one that it was trained on")
-        num_layers = layer_count(config_of(given))
+        layers = num_layers(config_of(given))
         loads = {}
         several = {"max_num_seqs": max(given.slots)} if len(given.slots) > 1 else {}
         for slots, load in product(given.slots, given.loads):
             folder = given.output / (f"{label(given)}-{slots}" + "-adapter" * bool(given.adapter)) / load
             loads[slots, load] = Rounds(folder, settings(given) | {"slots": slots, "load": load} | several)
-        for rounds in measure(given, loads, num_layers):
+        for rounds in measure(given, loads, layers):
             save(rounds)
     except SkipDecodeError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)

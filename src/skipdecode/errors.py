@@ -27,16 +27,12 @@ class UnsupportedModel(ModelError):
     """A model's architecture cannot skip layers exactly."""
 
 
-class TaskError(SkipDecodeError):
-    """Data is missing, cannot be read, or is not in the task's format."""
+class DataError(SkipDecodeError):
+    """Data that is missing, cannot be read, or is not in the task's format."""
 
 
 class FileError(SkipDecodeError):
     """A file cannot be read or written, is damaged, or was not written by SkipDecode and may not be replaced."""
-
-
-class JobError(SkipDecodeError):
-    """An output or a run belongs to another job or another process."""
 
 
 class DivergedError(SkipDecodeError):
@@ -49,3 +45,6 @@ class MissingExtra(SkipDecodeError, ImportError):
 
 class UntrainedWarning(UserWarning):
     """A schedule skips layers of a model that was never trained to skip them."""
+
+
+TaskError, JobError = DataError, UsageError  # old names, until the other rooms have moved

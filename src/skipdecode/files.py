@@ -18,7 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from .errors import FileError, JobError
+from .errors import FileError, UsageError
 
 #: Seconds; a temporary file older than this was left by a killed process.
 HOUR = 3600
@@ -135,7 +135,7 @@ def locked(path: str | Path, what: str | None = None, timeout: float = 0) -> Ite
         timeout: seconds to wait for another process; -1 waits without limit.
 
     Raises:
-        JobError: another process, whose number and command the message gives, has the lock.
+        UsageError: another process, whose number and command the message gives, has the lock.
     """
     target = Path(os.path.realpath(path))
     note = target.with_name(f".{target.name}.skipdecode-lock")
@@ -146,7 +146,7 @@ def locked(path: str | Path, what: str | None = None, timeout: float = 0) -> Ite
     except Timeout:
         with suppress(OSError):  # the owner writes it just after locking
             owner = note.read_text(encoding="utf-8", errors="replace").strip()
-        raise JobError(f"{what or path} is in use by {owner or 'another process'}: wait for it, or stop it") from None
+        raise UsageError(f"{what or path} is in use by {owner or 'another process'}: wait for it, or stop it") from None
     try:
         with suppress(OSError):  # on Windows, nobody can write to a locked file
             note.write_text(f"process {os.getpid()} on {socket.gethostname()} ({' '.join(sys.argv)[:200]})\n")

@@ -6,22 +6,28 @@ import json
 import math
 import warnings
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from .decays import DECAYS, ORDERS, budget, flat_depth, mix, ranking, remaining, target
 from .errors import ScheduleError
-from .files import has_key, read_json, write
+from .files import read_json, write
 
-#: Upper bound on ``num_layers``; no model has more.
-MOST_LAYERS = 1024
-#: Whether a file's bytes are a schedule, so that another schedule may replace the file.
-is_schedule = has_key("min_depth")
-#: Upper bound on horizons and lengths: a schedule stores the depth of each step, so more steps would take too long.
-MOST_TOKENS = 1_000_000
+DECAYS = ("linear", "power", "cosine", "exponential", "step", "constant", "list")
+#: Rankings of the layers by name. Depth ``n`` runs the ``n`` best-ranked layers, so a greater depth adds layers.
+ORDERS = ("top", "bottom", "even")
+#: The paper's budgets: (layers, speed-up) -> (max_depth, min_depth).
+PAPER_BUDGETS = {
+    (24, 2): (16, 8),
+    (24, 5): (6, 4),
+    (32, 2): (22, 11),
+    (32, 3): (14, 8),
+    (32, 4): (10, 6),
+    (32, 5): (8, 5),
+}
 
 
 @dataclass(frozen=True)
@@ -37,9 +43,9 @@ class Schedule:
         min_depth: layers run from step ``horizon - 1`` on.
         horizon: number of steps over which the depth falls.
         decay: shape of the fall; ``linear`` is the paper's.
-        order: ranking of the layers, the first ``depth`` of which run: ``top`` (the paper's: warm-up layers, then from
-            the top down), ``bottom``, ``even``, or a permutation of all layer indices.
-        warmup: bottom layers that ``top`` ranks first; they count inside the depth.
+        order: ranking of the layers, the first ``depth`` of which run. ``top``, the paper's, ranks the bottom layers
+            always kept first, then from the top down. Others: ``bottom``, ``even``, or a permutation of all indices.
+        warmup: bottom layers always kept by ``top``; they count inside the depth.
         rate: steepness of the ``power`` and ``exponential`` decays.
         stairs: number of levels of the ``step`` decay.
         depths: depth of each step, for ``decay="list"``; later steps keep the last one.
@@ -51,7 +57,7 @@ class Schedule:
         ScheduleError: a value is invalid, or contradicts another.
 
     Example:
-        >>> schedule = Schedule.for_speedup(5, num_layers=24, horizon=32)
+        >>> schedule = Schedule.for_speedup(5, num_layers=24, horizon=32, decay="linear")
         >>> schedule.depth(0), schedule.depth(31), schedule.layers(4)
         (6, 4, (0, 21, 22, 23))
     """
@@ -81,31 +87,30 @@ class Schedule:
     # --- what a step runs
 
     def depth(self, step: int) -> int:
-        """Return how many layers step ``step`` (counted from 0) runs."""
-        if step < 0:
-            raise ScheduleError(f"a step is 0 or more, not {step}")
-        return self._staircase[min(step, self.horizon - 1)]
+        """Number of layers that step ``step``, counted from 0, runs."""
+        assert step >= 0
+        return self._depths[min(step, self.horizon - 1)]
 
     def layers(self, depth: int) -> tuple[int, ...]:
-        """Return the indices of the ``depth`` best-ranked layers, in network order (lowest first)."""
+        """Indices of the ``depth`` best-ranked layers, in network order, lowest first."""
         if not 1 <= depth <= self.num_layers:
             raise ScheduleError(f"a depth is 1 to {self.num_layers}, not {depth}")
         return tuple(sorted(self.ranking[:depth]))
 
     def prompt_depth(self, distance: int) -> int:
-        """Return how many layers the ``distance``-th last prompt position runs (1: the last), whatever the padding."""
+        """Number of layers that the ``distance``-th last prompt position runs; 1 is the last position."""
         if distance > self.prompt_decay:
             return self.deepest
         t = 1.0 if self.prompt_decay == 1 else (self.prompt_decay - distance) / (self.prompt_decay - 1)
-        return mix(1 - t, self.deepest, self.max_depth)
+        return interpolate(1 - t, self.deepest, self.max_depth)
 
     @property
     def deepest(self) -> int:
-        """Return how many layers the first prompt positions run; no position runs more."""
+        """Number of layers that the first prompt positions run; no position runs more."""
         return self.prompt_layers if isinstance(self.prompt_layers, int) else self.num_layers
 
     def positions_per_layer(self, prompt_length: int, length: int) -> list[int]:
-        """Return, for each layer, how many of ``length`` positions it runs; the first ``prompt_length`` are prompt.
+        """Number of positions that each layer runs, of ``length`` positions; the first ``prompt_length`` are prompt.
 
         Depths never increase, so a layer that runs ``n`` positions runs the first ``n``.
         """
@@ -113,145 +118,146 @@ class Schedule:
         depths = [self.prompt_depth(prompt_length - position) for position in range(inside)]
         depths += [self.depth(step) for step in range(length - inside)]
         falling = [-depth for depth in depths]
-        counts = {layer: bisect_left(falling, -rank) for rank, layer in enumerate(self.ranking)}
-        return [counts[layer] for layer in range(self.num_layers)]
+        counts = [0] * self.num_layers
+        for rank, layer in enumerate(self.ranking):
+            counts[layer] = bisect_left(falling, -rank)
+        return counts
 
-    def check_layers(self, num_layers: int) -> Schedule:
-        """Return this schedule; raise ScheduleError if it is for another number of layers."""
-        require(
-            self.num_layers == num_layers, f"the schedule is for {self.num_layers} layers, the model has {num_layers}"
-        )
-        return self
+    @property
+    def prompt_layer_sets(self) -> set[tuple[int, ...]]:
+        """Sets of layers, each in network order, that prompt positions run."""
+        return {self.layers(self.prompt_depth(distance)) for distance in range(1, self.prompt_decay + 2)}
+
+    @property
+    def step_layer_sets(self) -> set[tuple[int, ...]]:
+        """Sets of layers, each in network order, that decode steps run."""
+        return {self.layers(depth) for depth in self.distinct_depths}
 
     # --- what a schedule costs
 
     def average_depth(self, length: int) -> float:
-        """Return the mean number of layers per step over ``length`` steps."""
-        check_whole("length", length)
-        inside = self._staircase[:length]
+        """Mean number of layers per step over ``length`` steps."""
+        inside = self._depths[:length]
         return (sum(inside) + (length - len(inside)) * self.min_depth) / length
 
     def layer_ratio(self, length: int) -> float:
-        """Return the speed-up in layers, ``L / average depth``, over ``length`` steps."""
+        """Speed-up in layers, ``L / average depth``, over ``length`` steps."""
         return self.num_layers / self.average_depth(length)
 
     @property
     def distinct_depths(self) -> tuple[int, ...]:
-        """Return the different depths of the steps, deepest first."""
-        return tuple(sorted(set(self._staircase), reverse=True))
+        """Different depths of the steps, deepest first."""
+        return tuple(sorted(set(self._depths), reverse=True))
 
     @property
     def is_full(self) -> bool:
-        """Tell whether every position runs every layer."""
+        """Whether every position runs every layer."""
         return self.min_depth == self.num_layers
 
     @cached_property
     def ranking(self) -> tuple[int, ...]:
-        """Return all layer indices, the most important first: depth ``d`` runs the layers ``ranking[:d]``."""
+        """All layer indices, the most important first: depth ``d`` runs the layers ``ranking[:d]``."""
         return ranking(self.order, self.num_layers, self.warmup)
 
     @cached_property
-    def _staircase(self) -> tuple[int, ...]:
+    def _depths(self) -> tuple[int, ...]:
         if self.depths is not None:
             return self.depths
-        weights = (remaining(self.decay, g, self.horizon, self.rate, self.stairs) for g in range(self.horizon))
-        return tuple(mix(weight, self.max_depth, self.min_depth) for weight in weights)
+        weights = (decay_weight(self.decay, g, self.horizon, self.rate, self.stairs) for g in range(self.horizon))
+        return tuple(interpolate(weight, self.max_depth, self.min_depth) for weight in weights)
 
     # --- ways to make a schedule
 
     @classmethod
     def full(cls, num_layers: int) -> Schedule:
-        """Make the schedule of the unmodified model: every position runs every layer."""
+        """Schedule of the full model: every position runs every layer."""
         return cls(num_layers, num_layers, num_layers, horizon=1, decay="constant", warmup=0)
 
     @classmethod
-    def for_speedup(cls, speedup: float, num_layers: int, horizon: int, **style: Any) -> Schedule:
-        """Make a schedule for a target speed-up in layers, with the paper's budget if it lists one, else by its rule.
+    def for_speedup(
+        cls, speedup: float, num_layers: int, horizon: int = 64, *, decay: str = "constant", **style: Any
+    ) -> Schedule:
+        """Schedule for a target speed-up in layers: one depth for all steps, or the paper's budget.
 
         Args:
-            speedup: full depth over average depth, 1 to ``num_layers``.
+            speedup: ``num_layers`` over the average depth, 1 to ``num_layers``.
             num_layers: decoder layers of the model.
-            horizon: number of steps over which the depth falls.
-            style: further fields of the schedule, such as ``order`` and ``decay``.
+            horizon: number of steps over which the depth falls; a constant depth needs none.
+            decay: ``constant`` runs the depth whose ``L / depth`` is nearest to ``speedup``. With ``linear`` and the
+                others the depth falls by the paper's budget, if it lists one, else by its rule.
+            style: further fields of the schedule, such as ``order`` and ``warmup``.
 
         Raises:
             ScheduleError: the speed-up is out of range, or fields contradict each other.
         """
-        check_whole("num_layers", num_layers)
-        require(
-            isinstance(speedup, (int, float)) and 1 <= speedup <= num_layers,
-            f"a speed-up is 1 to the number of layers ({num_layers}), not {speedup}",
-        )
+        _require(1 <= speedup <= num_layers, f"a speed-up is 1 to the number of layers ({num_layers}), not {speedup}")
         if speedup == 1:
             return cls.full(num_layers)
+        if decay == "constant":
+            depth = flat_depth(speedup, num_layers)
+            return cls(num_layers, depth, depth, 1, decay, **style)
         most, least = budget(speedup, num_layers)
-        if style.get("decay") == "constant":
-            most = least = flat_depth(speedup, num_layers)
-        return cls(num_layers, most, least, horizon, **style)
+        return cls(num_layers, most, least, horizon, decay, **style)
 
     @property
     def target(self) -> float:
-        """Return the paper's target speed-up for these max and min depths; for listed depths, their layer ratio."""
+        """The paper's target speed-up for these max and min depths; for listed depths, their layer ratio."""
         if self.depths is not None:
             return round(self.layer_ratio(self.horizon), 2)
         return target(self.max_depth, self.min_depth, self.num_layers)
 
     @property
     def style(self) -> dict[str, Any]:
-        """Return the fields to copy for another speed-up: order, warm-up, decay and its parameters, prompt fields."""
+        """Fields to copy for another speed-up: order, bottom layers kept, decay and its parameters, prompt fields."""
         names = ("order", "warmup", "rate", "stairs", "prompt_decay")
-        style = {name: getattr(self, name) for name in names} | {"decay": "linear" if self.depths else self.decay}
+        style = {name: getattr(self, name) for name in names}
+        style["decay"] = "linear" if self.depths else self.decay
         # A prompt as deep as the first step stays so when another budget changes max_depth.
         in_prompt = "max" if self.prompt_layers == self.max_depth else self.prompt_layers
-        return style | ({} if in_prompt is None else {"prompt_layers": in_prompt})
+        if in_prompt is not None:
+            style["prompt_layers"] = in_prompt
+        return style
 
     @classmethod
-    def from_depths(cls, num_layers: int, depths: list[int] | tuple[int, ...], **options: Any) -> Schedule:
-        """Make a schedule of ``depths[g]`` layers at step ``g``, later the last; ``options`` are further fields."""
-        require(bool(depths), "depths must hold at least one number")
+    def from_depths(cls, num_layers: int, depths: Sequence[int], **options: Any) -> Schedule:
+        """Schedule of ``depths[g]`` layers at step ``g``, later the last; ``options`` are further fields."""
+        _require(len(depths) > 0, "depths must hold at least one number")
         return cls(num_layers, depths[0], depths[-1], len(depths), decay="list", depths=tuple(depths), **options)
 
     def flat(self, depth: int) -> Schedule:
-        """Return a copy in which every step runs the best-ranked ``depth`` layers, and the prompt all layers."""
+        """Copy in which every step runs the best-ranked ``depth`` layers, and the prompt all layers."""
         steps: dict[str, Any] = {"max_depth": depth, "min_depth": depth, "horizon": 1, "decay": "constant"}
         return self.replace(**steps, depths=None, prompt_layers=None, prompt_decay=0)
 
     def replace(self, **changes: Any) -> Schedule:
-        """Return a copy with these fields changed."""
+        """Copy with these fields changed."""
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values, without those that are None."""
+        """Fields as JSON values, without those that are None."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if v is not None}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any], *, strict: bool = True) -> Schedule:
-        """Make the schedule that :meth:`to_dict` returned as ``values``.
+    def from_dict(cls, values: Mapping[str, Any]) -> Schedule:
+        """Schedule that :meth:`to_dict` returned as ``values``; keys of later versions are ignored with a warning.
 
-        Args:
-            strict: refuse unknown keys; else ignore them with a warning, so that models of later versions still open.
-
-        Raises:
-            ScheduleError: keys are unknown or missing, or values contradict each other.
+        Raises ScheduleError if keys are missing, or values contradict each other.
         """
-        require(isinstance(values, dict), f"a schedule is a JSON object, not {type(values).__name__}")
-        names = {field.name for field in fields(cls)}
-        unknown = ", ".join(map(repr, sorted(set(values) - names)))  # of the key '', repr leaves something to see
-        require(not unknown or not strict, f"unknown schedule keys: {unknown}; known are {', '.join(sorted(names))}")
-        if unknown:
-            warnings.warn(f"a later version of skipdecode wrote {unknown} into a schedule: left out", stacklevel=2)
-            values = {name: value for name, value in values.items() if name in names}
-        missing = [key for key in ("num_layers", "max_depth", "min_depth", "horizon") if key not in values]
-        require(not missing, f"a schedule needs {', '.join(missing)}")
-        return cls(**values)
+        known = {field.name for field in fields(cls)}
+        try:
+            if unknown := sorted(set(values) - known):
+                warnings.warn(f"unknown fields of a schedule are ignored: {', '.join(unknown)}", stacklevel=2)
+            return cls(**{name: value for name, value in values.items() if name in known})
+        except (TypeError, AttributeError) as error:
+            raise ScheduleError(f"not a schedule: {error}") from error
 
     def to_json(self) -> str:
-        """Return the fields as an indented JSON object."""
+        """Fields as an indented JSON object."""
         return json.dumps(self.to_dict(), indent=2)
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON to ``path``, all or nothing. Raises FileError if ``path`` is a file but no schedule."""
-        write(path, self.to_json() + "\n", may_replace=is_schedule)
+        """Write the JSON to ``path``, all or nothing."""
+        write(path, self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:
@@ -263,76 +269,179 @@ class Schedule:
             raise ScheduleError(f"{path}: {error}") from None
 
 
-def _check(schedule: Schedule) -> None:
-    """Raise ScheduleError if a field of the schedule is invalid or contradicts another."""
-    layers, decay, rate, order, depths = (
-        getattr(schedule, name) for name in ("num_layers", "decay", "rate", "order", "depths")
-    )
-    check_whole("num_layers", layers, most=MOST_LAYERS)
-    for name, least in (("max_depth", 1), ("min_depth", 1), ("horizon", 1), ("warmup", 0), ("prompt_decay", 0)):
-        check_whole(name, getattr(schedule, name), least)
-    check_whole("stairs", schedule.stairs, 2)
-    require(decay in DECAYS, f"decay must be one of {', '.join(DECAYS)}, not {decay!r}")
-    is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
-    require(is_number and 0 < rate < math.inf, f"rate must be a finite number above 0, not {rate!r}")
-    listed = isinstance(depths, tuple) and bool(depths)
-    require(
-        listed if decay == "list" else depths is None,
-        "decay 'list' needs depths, one number of layers per step; depths go with decay 'list' alone",
-    )
-    if listed:
-        for value in depths:
-            check_whole("each of depths", value)
-        require(
-            all(a >= b for a, b in pairwise(depths)),
-            f"depths must never increase (a layer once skipped has no keys and values to go back to): {depths}",
-        )
-        require(
-            (schedule.max_depth, schedule.min_depth, schedule.horizon) == (depths[0], depths[-1], len(depths)),
-            "with decay 'list', max_depth, min_depth and horizon must be the list's first, last and length; "
-            "Schedule.from_depths sets them",
-        )
-    bounds = [("min_depth", "max_depth"), ("max_depth", "num_layers")]
-    if isinstance(order, tuple):
-        # 1.0 and True compare equal to 1, so the type is checked too.
-        require(
-            all(type(i) is int for i in order) and sorted(order) == list(range(layers)),
-            f"order must hold each of the layers 0 to {layers - 1} exactly once, not {order}",
-        )
-    else:
-        require(order in ORDERS, f"order must be {', '.join(ORDERS)} or a permutation, not {order!r}")
-        bounds += [("warmup", "min_depth")] if order == "top" else []
-    for low, high in bounds:
-        least, most = getattr(schedule, low), getattr(schedule, high)
-        require(least <= most, f"{low} {least} is greater than {high} {most}")
-    if schedule.prompt_layers is not None:
-        check_whole("prompt_layers", schedule.prompt_layers)
-        require(
-            schedule.max_depth <= int(schedule.prompt_layers) <= layers,
-            f"prompt_layers is max_depth ({schedule.max_depth}) to num_layers ({layers}), not "
-            f"{schedule.prompt_layers}: depths never increase",
-        )
-    flat = schedule.max_depth == schedule.min_depth
-    require(flat or decay != "constant", "decay 'constant' needs max_depth equal to min_depth")
+def choose_schedule(
+    trained: Mapping[float, Schedule], num_layers: int, speedup: float | None = None, **style: Any
+) -> Schedule:
+    """Schedule that applies at a speed: the trained one if there is one, else a new one.
+
+    Args:
+        trained: schedules that the model or its adapter was trained for, by target speed-up.
+        num_layers: decoder layers of the model.
+        speedup: target, 1 to ``num_layers``. None: the slowest trained speed above 1; the full model if there is none.
+        style: fields of a new schedule, which is constant unless ``decay`` says otherwise; its order and bottom layers
+            kept are those of the trained ones. ``prompt_layers`` alone changes only this field of a trained schedule.
+
+    Raises:
+        ScheduleError: no schedule can be made from these values.
+    """
+    if speedup is None:
+        speedup = min((known for known in trained if known > 1), default=1)
+    if speedup in trained and style.keys() <= {"prompt_layers"}:
+        return trained[speedup].replace(**style)
+    skipping = {known: schedule for known, schedule in trained.items() if not schedule.is_full}
+    if skipping and speedup > 1:
+        fastest = skipping[max(skipping)]
+        depth = flat_depth(speedup, num_layers)
+        style = {"order": fastest.order, "warmup": min(fastest.warmup, depth)} | style
+    return Schedule.for_speedup(speedup, num_layers, **style)
+
+
+class SkippedSpan(NamedTuple):
+    """Layers ``start`` to ``stop - 1``, which a position skips between two layers that it runs."""
+
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"{self.start}-{self.stop}"
+
+
+def skipped_spans(layers: Sequence[int], num_layers: int) -> list[SkippedSpan]:
+    """Spans between the layers that a position runs, in network order."""
+    return [SkippedSpan(a + 1, b) for a, b in pairwise((-1, *layers, num_layers)) if b > a + 1]
 
 
 def parse_prompt_layers(value: Any) -> int | str | None:
-    """Return ``prompt_layers`` from a number, its digits, ``max`` or None. Raises ScheduleError for other values."""
-    number = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 7 else value
-    valid = number is None or number == "max" or (type(number) is int and number >= 1)
-    require(valid, f"prompt_layers is 'max' or a number of layers, not {str(value)[:100]!r}")
-    return number
+    """``prompt_layers`` from a number, its digits, ``max`` or None. Raises ScheduleError for other values."""
+    if value is None or value == "max":
+        return value
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ScheduleError(f"prompt_layers is 'max' or a number of layers, not {value!r}") from None
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise ScheduleError unless the condition holds."""
+# --- the parts: depths, the decay between them, and the ranking of the layers
+
+
+def target(max_depth: int, min_depth: int, num_layers: int) -> float:
+    """Target speed-up: the paper's for its own depths (5x on 24 layers), else ``L / ((max + min) / 2)``."""
+    for (layers, speedup), depths in PAPER_BUDGETS.items():
+        if (layers, *depths) == (num_layers, max_depth, min_depth):
+            return float(speedup)
+    return round(2 * num_layers / (max_depth + min_depth), 2)
+
+
+def budget(speedup: float, num_layers: int) -> tuple[int, int]:
+    """(max_depth, min_depth) for a speed-up: the paper's if it lists some, else near ``L / ((max + min) / 2)``."""
+    if (num_layers, speedup) in PAPER_BUDGETS:
+        return PAPER_BUDGETS[num_layers, int(speedup)]
+    total = 2 * num_layers / speedup
+    most = min(round_half_up(total * share_of_max(speedup)), num_layers)
+    return most, min(max(round_half_up(total - most), 1), most)
+
+
+def flat_depth(speedup: float, num_layers: int) -> int:
+    """Depth of a constant schedule: that whose ``L / depth`` is nearest to ``speedup``."""
+    below = max(int(num_layers / speedup), 1)
+    return min(below, min(below + 1, num_layers), key=lambda depth: abs(num_layers / depth / speedup - 1))
+
+
+def share_of_max(speedup: float) -> float:
+    """``max / (max + min)`` for a speed-up: on a line through the paper's budgets, 2/3 at 2x, 0.61 at 5x."""
+    return min(max(2 / 3 - 0.02 * (speedup - 2), 0.6), 2 / 3)
+
+
+def decay_weight(decay: str, step: int, horizon: int, rate: float, stairs: int) -> float:
+    """Weight of the maximum depth at ``step``: 1 at step 0, 0 at ``horizon - 1``, never increasing.
+
+    ``power`` follows ``(g + 1) ** -rate`` and ``exponential`` ``exp(-rate * t)``, both scaled to end at 0; ``step`` has
+    ``stairs`` equal levels.
+    """
+    if horizon == 1:
+        return 0.0
+    t = step / (horizon - 1)
+    if decay == "cosine":
+        return (1 + math.cos(math.pi * t)) / 2
+    if decay == "exponential":
+        return 1 - math.expm1(-rate * t) / math.expm1(-rate)  # expm1 is exact for the smallest rate too
+    if decay == "power":
+        return 1 - math.expm1(-rate * math.log(step + 1)) / math.expm1(-rate * math.log(horizon))
+    if decay == "step":
+        return 1 - min(math.floor(t * stairs), stairs - 1) / (stairs - 1)
+    return 1 - t
+
+
+def interpolate(weight: float, most: int, least: int) -> int:
+    """``weight * most + (1 - weight) * least``, rounded to the nearest whole number, halves up."""
+    return min(max(round_half_up(weight * most + (1 - weight) * least), least), most)
+
+
+def round_half_up(x: float) -> int:
+    """Nearest whole number, halves up; 1e-9 absorbs the error of a sum that should be exact."""
+    return math.floor(x + 0.5 + 1e-9)
+
+
+def ranking(order: str | tuple[int, ...], num_layers: int, warmup: int) -> tuple[int, ...]:
+    """All layers, best-ranked first: depth ``n`` runs the first ``n``.
+
+    ``top``, the paper's: ``warmup`` bottom layers, then from the top down. ``bottom``: 0, 1, 2, …, as in early exit.
+    ``even``: first, last, then always the layer farthest from all ranked ones, the lowest on ties.
+    """
+    if isinstance(order, tuple):
+        return order
+    if order == "bottom":
+        return tuple(range(num_layers))
+    if order == "top":
+        return (*range(warmup), *range(num_layers - 1, warmup - 1, -1))
+    ranked = [0]
+    distance = list(range(num_layers))  # from each layer to the nearest ranked one
+    while len(ranked) < num_layers:
+        ranked.append(max(range(num_layers), key=lambda i: (distance[i], -i)))
+        distance = [min(known, abs(i - ranked[-1])) for i, known in enumerate(distance)]
+    return tuple(ranked)
+
+
+def _check(schedule: Schedule) -> None:
+    """Raise ScheduleError if a field of the schedule is invalid or contradicts another."""
+    layers, most, least = schedule.num_layers, schedule.max_depth, schedule.min_depth
+    order, depths = schedule.order, schedule.depths
+    _require(
+        1 <= least <= most <= layers,
+        f"depths must be 1 to the number of layers, min_depth first: min {least}, max {most}, layers {layers}",
+    )
+    _require(schedule.horizon >= 1, f"horizon must be 1 or more, not {schedule.horizon}")
+    _require(schedule.prompt_decay >= 0, f"prompt_decay must be 0 or more, not {schedule.prompt_decay}")
+    _require(schedule.stairs >= 2, f"stairs must be 2 or more, not {schedule.stairs}")
+    _require(0 < schedule.rate < math.inf, f"rate must be a finite number above 0, not {schedule.rate}")
+    _require(schedule.decay in DECAYS, f"decay must be one of {', '.join(DECAYS)}, not {schedule.decay!r}")
+    _require((depths is not None) == (schedule.decay == "list"), "depths and decay='list' go together")
+    if depths is not None:
+        _require(
+            (most, least, schedule.horizon) == (depths[0], depths[-1], len(depths)),
+            "max_depth, min_depth and horizon contradict depths: use Schedule.from_depths",
+        )
+        _require(
+            all(a >= b for a, b in pairwise(depths)),
+            f"depths must never increase, since a skipped layer holds no keys to go back to: {depths}",
+        )
+    _require(schedule.decay != "constant" or most == least, "decay 'constant' needs max_depth equal to min_depth")
+    if isinstance(order, tuple):
+        _require(
+            sorted(order) == list(range(layers)),
+            f"order must hold each of the layers 0 to {layers - 1} exactly once, not {order}",
+        )
+    else:
+        _require(order in ORDERS, f"order must be {', '.join(ORDERS)} or a permutation, not {order!r}")
+        bounded = order != "top" or 0 <= schedule.warmup <= least
+        _require(bounded, f"warmup must be 0 to min_depth ({least}), not {schedule.warmup}")
+    if schedule.prompt_layers is not None:
+        _require(
+            isinstance(schedule.prompt_layers, int) and most <= schedule.prompt_layers <= layers,
+            f"prompt_layers must be max_depth ({most}) to num_layers ({layers}), not {schedule.prompt_layers}",
+        )
+
+
+def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ScheduleError(message)
-
-
-def check_whole(name: str, value: Any, least: int = 1, most: int = MOST_TOKENS) -> None:
-    """Raise ScheduleError unless ``value`` is an int, not a bool or float, from ``least`` to ``most``."""
-    require(
-        type(value) is int and least <= value <= most,
-        f"{name} must be a whole number from {least:,} to {most:,}, not {value!r}",
-    )

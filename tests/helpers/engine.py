@@ -23,9 +23,9 @@ import torch
 import skipdecode
 from skipdecode import Schedule, SkipCache, attach
 from skipdecode.loading.load import read_config
-from skipdecode.model.adapter_folder import read_schedules
+from skipdecode.model.adapter import read_schedules
 from skipdecode.model.cache_name import CACHE
-from skipdecode.model.config import CONFIG_KEY, schedule_for, set_entry, trained_schedules
+from skipdecode.model.config import CONFIG_KEY, config_schedules, schedule_for, set_entry
 
 #: Room for keys and values of the tests' models.
 KV_BYTES = 256 << 20
@@ -96,7 +96,7 @@ def offering_full_depth(folder: str | Path, options: Mapping[str, Any]) -> dict[
     config, given = read_config(str(folder)), dict(options.get("additional_config", {}))
     set_entry(config, options.get("hf_overrides", {}).get(CONFIG_KEY, getattr(config, CONFIG_KEY, None)))
     own = given.get(CONFIG_KEY, {})
-    stored = read_schedules(Path(own["adapter"])) if "adapter" in own else trained_schedules(config)
+    stored = read_schedules(Path(own["adapter"])) if "adapter" in own else config_schedules(config)
     if stored and not own.keys() & {"schedule", "speedups"}:
         given[CONFIG_KEY] = own | {"speedups": sorted({1.0, *stored})}
     return given

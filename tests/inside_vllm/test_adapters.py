@@ -26,9 +26,8 @@ from skipdecode.data.tasks import get_task
 from skipdecode.errors import ModelError
 from skipdecode.generation.job import GenerationJob
 from skipdecode.generation.vllm import VllmEngine
-from skipdecode.loading.load import DEMO, hash_of_checkpoint
-from skipdecode.model.adapter import Adapter
-from skipdecode.model.adapter_folder import save_adapter
+from skipdecode.loading.load import DEMO
+from skipdecode.model.adapter import Adapter, save_adapter
 from skipdecode.model.config import CONFIG_KEY
 from skipdecode.model.inspect import text_config
 
@@ -48,7 +47,7 @@ def adapter_for(folder: Path, base: str, schedules: Mapping[float, Schedule] = S
     with torch.no_grad():
         for weight in adapter.parameters():
             weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
-    save_adapter(folder, adapter, model, base, hash_of_checkpoint(base, model))
+    save_adapter(folder, adapter, model, base)
     return folder
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from helpers.engine import runner
 from helpers.tiny import run, write_jsonl
 from skipdecode import Schedule
-from skipdecode.errors import JobError, ModelError
+from skipdecode.errors import ModelError, UsageError
 from skipdecode.generation import vllm as offline
 from skipdecode.generation.job import GenerationJob, JobResult
 from skipdecode.generation.stats import GenerationStats
@@ -165,7 +165,7 @@ def test_another_engines_journal_is_refused(tmp_path: Path) -> None:
     options: dict[str, Any] = {"batch_size": 2, "options": {"max_new_tokens": 3}, "dtype": "float32"}
     with pytest.raises(KeyboardInterrupt):
         GenerationJob("demo", prompts(6), target, **options).run(on_batch=stop)
-    with pytest.raises(JobError, match="another input, model or options"):
+    with pytest.raises(UsageError, match="another input, model or options"):
         GenerationJob("demo", prompts(6), target, engine=VllmEngine(), **options).run()
 
 

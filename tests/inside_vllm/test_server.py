@@ -23,7 +23,7 @@ import skipdecode
 from helpers.engine import Reference, Request
 from helpers.server import Server, ask, post, serve, together
 from skipdecode.model.config import schedule_for
-from skipdecode.model.teacher_forcing import TextPasses
+from skipdecode.model.teacher_forcing import PrefilledBatch
 
 pytest_plugins = ["helpers.served"]
 NEW = 32
@@ -131,7 +131,9 @@ def distances(solo: Reference, prompts: list[tuple[int, ...]], speedup: float) -
         with torch.no_grad():
             full = stock(ids).logits[0, len(prompt) : -1].log_softmax(-1)
             here = (
-                TextPasses(solo.model, batch).logits(schedule_for(solo.model.config, speedup))[0, :-1].log_softmax(-1)
+                PrefilledBatch(solo.model, batch)
+                .logits(schedule_for(solo.model.config, speedup))[0, :-1]
+                .log_softmax(-1)
             )
         wanted = torch.tensor(text[1:])
         nats = -full.gather(1, wanted[:, None])[:, 0]

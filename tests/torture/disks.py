@@ -126,7 +126,7 @@ def calibrate(kind: str, attempt: Attempt) -> None:
 def schedule(kind: str, attempt: Attempt) -> None:
     """``Schedule.save``: the old file or the new one, whole."""
     with _disk(attempt, kind) as (disk, limit):
-        path, old = disk / "plan.json", Schedule.for_speedup(2, 24, 64)
+        path, old = disk / "plan.json", Schedule.for_speedup(2, 24, 64, decay="linear")
         old.save(path)
         new = Schedule(24, 20, 3, attempt.random.randint(2, 500), order=tuple(attempt.random.sample(range(24), 24)))
         command = ["schedule", "--layers", 24, "--speedup", attempt.random.randint(2, 9), "--save", path]

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from helpers import families
 from helpers.families import LAYERS, build, distance, new_token_logits, reference_logits, row, run, uncached
 from skipdecode import Schedule, attach, detach
-from skipdecode.decays import DECAYS
 from skipdecode.evaluation.exactness import TOLERANCE
 from skipdecode.model.cache_name import CACHE
+from skipdecode.schedule import DECAYS
 from torture.attempt import Attempt, Found, Kind
 
 WORDS = 128  # of every family's vocabulary

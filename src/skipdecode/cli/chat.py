@@ -52,8 +52,8 @@ def chat(
     from ..generation.kept_prompt import KeptPrompt
     from ..generation.options import check_options, check_with_model
     from ..loading.load import adapter_of, load, load_tokenizer, read_config, read_generation_config
-    from ..model.adapter_folder import trained_schedule
-    from ..model.config import trained_schedules
+    from ..model.adapter import trained_schedule
+    from ..model.config import config_schedules
 
     options = {"do_sample": do_sample or None, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     options |= {"repetition_penalty": repetition_penalty, "num_beams": 1}  # whatever the checkpoint asks for
@@ -72,10 +72,10 @@ def chat(
     told = [] if system is None else [Message("system", system)]
     render(load_tokenizer(model, revision), (*told, Message("user", "Hello")))
     loaded, tokenizer = load(model, dtype=dtype, device=device, revision=revision, adapter=adapter)
-    _warn(loaded.config, schedule)
+    _warn(config, schedule)
     torch.manual_seed(seed)
     messages, kept = list(told), KeptPrompt(loaded)
-    name = speedup or max(trained_schedules(config), default=schedule.target)
+    name = speedup or max(config_schedules(config), default=schedule.target)
     say(f"{name:g}x; {HELP}")
     while (line := _read()) is not None:
         command, _, value = line.partition(" ")
@@ -84,9 +84,9 @@ def chat(
         if command == "/speed":
             with _said():
                 asked = _number(value)
-                schedule, name = trained_schedule(loaded.config, asked, folder, max_new_tokens), asked
+                schedule, name = trained_schedule(config, asked, folder, max_new_tokens), asked
                 say(f"{name:g}x from here on")
-                _warn(loaded.config, schedule)
+                _warn(config, schedule)
         elif command == "/new":
             messages = list(told)
         elif command == "/quit":
@@ -105,9 +105,9 @@ def chat(
 
 def _warn(config: PreTrainedConfig, schedule: Schedule) -> None:
     """Say what skipping so many layers costs a model that was not trained for it."""
-    from ..model.config import untrained_warning
+    from ..model.config import config_schedules, untrained_warning
 
-    if warning := untrained_warning(config, schedule):
+    if warning := untrained_warning(schedule, config_schedules(config)):
         say(f"skipdecode: {warning}")
 
 

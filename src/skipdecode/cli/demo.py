@@ -37,7 +37,7 @@ def demo(
     from ..latency.timing import alternate, forced, typical_steps
     from ..loading.device import machine
     from ..loading.load import DEMO, adapter_of, load, read_config
-    from ..model.adapter_folder import trained_schedule
+    from ..model.adapter import trained_schedule
 
     targets = o.parse_numbers(speedups)
     if 1 not in targets:

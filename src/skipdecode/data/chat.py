@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import ModelError, TaskError
+from ..errors import DataError, ModelError
 
 
 class Message(NamedTuple):
@@ -27,19 +27,19 @@ MARK = "x7MESSAGE7x"
 def parse_messages(value: Any) -> Chat:
     """Parse a list of ``{"role": …, "content": …}``, the format of TRL and transformers.
 
-    Raises TaskError for anything else, and for content that is not text (images, tool calls).
+    Raises DataError for anything else, and for content that is not text (images, tool calls).
     """
     if not isinstance(value, (list, tuple)) or not value:
-        raise TaskError("messages are a list of {'role': …, 'content': …}, at least one")
+        raise DataError("messages are a list of {'role': …, 'content': …}, at least one")
     chat = []
     for number, message in enumerate(value, 1):
         if isinstance(message, Message):
             message = message._asdict()
         role = message.get("role") if isinstance(message, Mapping) else None
         if not isinstance(role, str) or not role.strip():
-            raise TaskError(f"message {number} has no role: messages are {{'role': …, 'content': …}}")
+            raise DataError(f"message {number} has no role: messages are {{'role': …, 'content': …}}")
         if not isinstance(message.get("content"), str) or message.get("tool_calls"):
-            raise TaskError(f"message {number}: its content is not a string; images and tool calls are not supported")
+            raise DataError(f"message {number}: its content is not a string; images and tool calls are not supported")
         chat.append(Message(role, message["content"]))
     return tuple(chat)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import TaskError
+from ..errors import DataError
 from .chat import Prompt
 from .rows import read_rows
 from .tasks import Example, Task
@@ -38,11 +38,11 @@ def read_items(source: str, task: Task, format: str | None = None) -> list[Item]
         format: ``jsonl``, ``csv`` or ``text``; None: by the file's suffix, else by the content.
 
     Raises:
-        TaskError: the file is missing, has no rows, or has none of the task's columns; it holds a JSON array, not lines
+        DataError: the file is missing, has no rows, or has none of the task's columns; it holds a JSON array, not lines
             of JSON; it is a CSV with unmatched quotes or a repeated column; or the format is unknown.
     """
     if source == "-" and sys.stdin is None:
-        raise TaskError("standard input is closed: give --input FILE")
+        raise DataError("standard input is closed: give --input FILE")
     data, name = (sys.stdin.buffer.read(), "standard input") if source == "-" else (Path(source), source)
     items: list[Item] = []
     seen: dict[Prompt, Item] = {}
@@ -57,10 +57,10 @@ def read_items(source: str, task: Task, format: str | None = None) -> list[Item]
                 continue
         items.append(item)
     if not items:
-        raise TaskError(f"{name} holds no rows")
+        raise DataError(f"{name} holds no rows")
     if not fits:
         columns = " or ".join(" and ".join(columns) for columns in task.prompt_columns)
-        raise TaskError(f"{name} has no column {columns}; it has {', '.join(row)[:200] or 'none'}")
+        raise DataError(f"{name} has no column {columns}; it has {', '.join(row)[:200] or 'none'}")
     return items
 
 
@@ -74,7 +74,7 @@ def read_examples(task: Task, source: Path, split: str, say: Callable[[str], obj
         say: called with a message about each bad line of a file.
 
     Raises:
-        TaskError: the data cannot be read.
+        DataError: the data cannot be read.
     """
     if not source.is_file():
         return task.read(source, split)
@@ -95,7 +95,7 @@ def to_item(line: int, row: dict[str, Any], task: Task, error: str | None = None
         try:
             example = task.example(row)
             item.prompt, item.references = example.prompt, list(example.references)
-        except TaskError as problem:
+        except DataError as problem:
             item.error = str(problem)
     if "text" in row and "prompt" not in item.columns:
         item.columns = {"prompt": item.prompt or row["text"]} | item.columns

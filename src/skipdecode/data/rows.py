@@ -11,7 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..errors import TaskError
+from ..errors import DataError
 
 FORMATS = ("jsonl", "csv", "text")
 SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".txt": "text"}
@@ -38,13 +38,13 @@ def read_rows(
         text_column: the name of the one column of ``text``.
 
     Raises:
-        TaskError: the source cannot be read, is a JSON array, or is a CSV with a repeated column or unmatched quotes;
+        DataError: the source cannot be read, is a JSON array, or is a CSV with a repeated column or unmatched quotes;
             ``format`` is unknown; or, if strict, a row has an error.
     """
     name = name or (str(source) if isinstance(source, Path) else "the input")
     try:
         if format not in (None, *FORMATS):
-            raise TaskError(f"the input's format is {', '.join(FORMATS)}, not {format!r}")
+            raise DataError(f"the input's format is {', '.join(FORMATS)}, not {format!r}")
         with source.open("rb") if isinstance(source, Path) else io.BufferedReader(io.BytesIO(source)) as binary:
             format = format or SUFFIXES.get(Path(name).suffix.lower())
             format = _format(binary.peek(), format, name, text_column)
@@ -53,21 +53,21 @@ def read_rows(
             rows = _text(file, text_column) if format == "text" else {"csv": _csv, "jsonl": _jsonl}[format](file, name)
             for line, row, error in rows:
                 if strict and error is not None:
-                    raise TaskError(f"{name}, line {line}: {error}")
+                    raise DataError(f"{name}, line {line}: {error}")
                 yield line, row, error
     except OSError as problem:
-        raise TaskError(f"{name} cannot be read: {problem.strerror}") from None
+        raise DataError(f"{name} cannot be read: {problem.strerror}") from None
 
 
 def _format(begins: bytes, format: str | None, name: str, text_column: str) -> str:
-    """Return the format of content that begins so. Raises TaskError if it is UTF-16, or a CSV that nothing calls so."""
+    """Return the format of content that begins so. Raises DataError if it is UTF-16, or a CSV that nothing calls so."""
     if begins.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise TaskError(f"{name} is UTF-16: UTF-8 is wanted, as iconv -f UTF-16 -t UTF-8 writes it")
+        raise DataError(f"{name} is UTF-16: UTF-8 is wanted, as iconv -f UTF-16 -t UTF-8 writes it")
     if format is not None:
         return format
     header = [each.strip(b' "\r\xef\xbb\xbf') for each in re.split(rb"[,\t]", begins.partition(b"\n")[0])]
     if len(header) > 1 and text_column.encode() in header:
-        raise TaskError(
+        raise DataError(
             f"{name} begins like a CSV: separate its columns by commas, and name it .csv (generate: --format csv; or "
             "--format text, if each line is a prompt)"
         )
@@ -98,7 +98,7 @@ def _jsonl(file: TextIO, name: str) -> Iterator[Row]:
         if not line.strip():
             continue
         if first and line.lstrip().startswith("["):
-            raise TaskError(f"{name} is a JSON array: one object per line is wanted, as jq -c '.[]' writes them")
+            raise DataError(f"{name} is a JSON array: one object per line is wanted, as jq -c '.[]' writes them")
         first = False
         yield number, *_object(line)
 
@@ -125,7 +125,7 @@ def _csv(file: TextIO, name: str) -> Iterator[Row]:
     _, header = next(records, (1, []))
     header = [_clean(column) for column in header]
     if len(set(header)) < len(header):
-        raise TaskError(f"{name} has a column twice: {', '.join(header)}")
+        raise DataError(f"{name} has a column twice: {', '.join(header)}")
     for line, fields in records:
         row = dict(zip_longest(header, map(_clean, fields[: len(header)])))
         if len(fields) > len(header):
@@ -135,7 +135,7 @@ def _csv(file: TextIO, name: str) -> Iterator[Row]:
 
 
 def _records(file: TextIO, name: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line at which it begins, fields) for each record of a CSV. Raises TaskError for unmatched quotes."""
+    """Yield (line at which it begins, fields) for each record of a CSV. Raises DataError for unmatched quotes."""
     csv.field_size_limit(2**31 - 1)  # C's long is 32 bits on Windows
     reader = csv.reader(file, strict=True)  # else a stray quote swallows the rows up to the next quote
     begin = 1
@@ -145,7 +145,7 @@ def _records(file: TextIO, name: str) -> Iterator[tuple[int, list[str]]]:
                 yield begin, fields
             begin = reader.line_num + 1
     except csv.Error as problem:
-        raise TaskError(
+        raise DataError(
             f"{name}, line {begin}: the row that begins here cannot be read: {problem} "
             "(a quote that is not closed, or not doubled)"
         ) from None

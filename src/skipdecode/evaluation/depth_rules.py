@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..decays import flat_depth
 from ..latency.fitting import bisect_ratio
-from ..schedule import Schedule
+from ..schedule import Schedule, flat_depth
 from .methods_base import Method
 
 

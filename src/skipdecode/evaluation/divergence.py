@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..data.metrics import draws
 from ..errors import ModelError, UsageError
-from ..model.teacher_forcing import TextPasses
+from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule
 
 
@@ -33,7 +33,7 @@ class Damage:
 
 @torch.no_grad()
 def damage(
-    passes: Iterable[TextPasses],
+    passes: Iterable[PrefilledBatch],
     schedules: Sequence[Schedule],
     model: PreTrainedModel | None = None,
     on_pass: Callable[[], object] = lambda: None,
@@ -53,7 +53,7 @@ def damage(
     divergence: list[list[float]] = [[] for _ in schedules]  # of each text, the sum over its positions
     same, lengths = [0] * len(schedules), list[int]()
     for each in passes:
-        wanted, whole = each.counted, each if model is None else TextPasses(model, each.batch)
+        wanted, whole = each.counted, each if model is None else PrefilledBatch(model, each.batch)
         full = log_softmax(whole.logits()[wanted].float(), -1)
         best = full.argmax(-1)
         lengths += wanted.sum(1).tolist()

@@ -26,7 +26,7 @@ from ..data.inputs import read_examples
 from ..data.metrics import DEFAULT, Agreement, Metric, Repetition, distinct, paired_scores
 from ..data.tasks import Example, Task, get_task, subsample
 from ..data.tokenize import encode_prompts
-from ..errors import FileError, JobError, ModelError, UsageError
+from ..errors import FileError, ModelError, UsageError
 from ..files import check_target, locked, read_json, write
 from ..generation.batch import Decoding
 from ..generation.generate import generate_ids, max_positions
@@ -35,18 +35,19 @@ from ..latency.timing import alternate, compare, forced, typical_steps
 from ..loading.device import machine, placement
 from ..loading.load import adapter_of, identity_of, load, load_tokenizer, read_config, resolve
 from ..loading.optimize import check_optimizations, optimizations
-from ..model.adapter_folder import check_learnt, trained_schedule
+from ..model.adapter import check_learnt, trained_schedule
 from ..model.attach import attach
 from ..model.config import (
     DEFAULT_METHOD,
-    layer_count,
+    config_schedules,
+    num_layers,
     schedule_for,
     trained_method,
     trained_schedules,
     untrained_warning,
 )
 from ..model.inspect import text_config
-from ..model.teacher_forcing import TextPasses
+from ..model.teacher_forcing import PrefilledBatch
 from ..provenance import fingerprint
 from ..schedule import Schedule
 from . import report
@@ -194,7 +195,7 @@ def _read(plan: EvaluationPlan, say: Say) -> tuple[list[Example], list[Example]]
 def _select(plan: EvaluationPlan) -> list[Variant]:
     """Return the variants to evaluate, after checking models, options and schedules against the configs."""
     speedups = plan.speedups or _known(plan)
-    layers = layer_count(read_config(variants(plan.methods, plan.model, (2,))[0].model))
+    layers = num_layers(read_config(variants(plan.methods, plan.model, (2,))[0].model))
     speedups = speedups or [speedup for speedup in (1, 2, 3, 4, 5) if speedup <= layers]
     selected = variants(plan.methods, plan.model, speedups, plan.schedules)
     if max(speedups) > layers:
@@ -224,7 +225,7 @@ def _placement(plan: EvaluationPlan, reference: Variant) -> tuple[str | torch.dt
 
 def _known(plan: EvaluationPlan) -> list[float]:
     """Return the speed-ups that the first trained one of the plan's checkpoints knows; none without one."""
-    trained = (trained_schedules(read_config(variant.model)) for variant in variants(plan.methods, plan.model, (2,)))
+    trained = (config_schedules(read_config(variant.model)) for variant in variants(plan.methods, plan.model, (2,)))
     return next((sorted(schedules) for schedules in trained if schedules), [])
 
 
@@ -306,13 +307,13 @@ class Evaluation:
 
         Raises:
             FileError: a file cannot be written.
-            JobError: a file has results of other settings, and ``overwrite`` is not set.
+            UsageError: a file has results of other settings, and ``overwrite`` is not set.
         """
         tables = [self.plan.output / name for name in FILES]
         for path in (*tables, *map(self._path, self.variants)):
             check_target(path)
         if any(path.exists() for path in tables) and not (self._path(self.reference).exists() or self.plan.overwrite):
-            raise JobError(
+            raise UsageError(
                 f"{self.plan.output} holds tables or a plot not of these rows: give another --output, or --overwrite"
             )
         for variant in self.variants:
@@ -334,7 +335,7 @@ class Evaluation:
         return self._folder / f"{variant.key}.json"
 
     def _finished(self, variant: Variant, job: str) -> dict[str, Any] | None:
-        """Return the saved row of this job; None if it is missing or damaged. Raises JobError for another job's."""
+        """Return the saved row of this job; None if it is missing or damaged. Raises UsageError for another job's."""
         path = self._path(variant)
         if not path.exists():
             return None
@@ -345,7 +346,7 @@ class Evaluation:
             self.say(f"{path} is damaged: it is measured again")
             return None
         if row["job"] != job and not self.plan.overwrite:
-            raise JobError(
+            raise UsageError(
                 f"{path} was measured with other settings or another model: give another --output, or --overwrite"
             )
         return row if row["job"] == job else None
@@ -377,7 +378,7 @@ class Evaluation:
 
     def _measure(self, variant: Variant) -> dict[str, Any]:
         """Measure the variant and return its table row; a ratio is the full model's figure divided by the variant's."""
-        full_layers = layer_count(self._model(self.reference.model)[0].config)
+        full_layers = num_layers(self._model(self.reference.model)[0].config)
         model, _ = self._model(variant.model)
         decoding: Decoding = variant.schedule
         notes = {"schedule": variant.schedule.to_dict()} if variant.schedule else {}
@@ -396,14 +397,14 @@ class Evaluation:
         answered = [example for example in self.held_out if example.references]
         loss = {}
         # None: depths depend on the tokens.
-        schedule = None if callable(decoding) else decoding or Schedule.full(layer_count(model.config))
+        schedule = None if callable(decoding) else decoding or Schedule.full(num_layers(model.config))
         if answered and schedule:
             loss = self._told(variant, lambda: self._loss(variant.model, answered, schedule))
         if not all(example.references for example in self.examples):
             loss |= self._told(variant, lambda: self._distance(model, schedule, result.completions))
         trained = variant.method.is_trained_by(trained_method(model.config))
         if variant.schedule is None and isinstance(decoding, Schedule):
-            trained = trained and untrained_warning(model.config, decoding) is None
+            trained = trained and untrained_warning(decoding, trained_schedules(model)) is None
         return {
             "method": variant.file or variant.method.name,
             "label": variant.label + ("" if trained else ", untrained"),
@@ -455,7 +456,7 @@ class Evaluation:
             written = [Example(prompt, (text,)) for prompt, text in zip(prompts, texts, strict=True)]
             limit = max_positions(model.config)
             batches = batches_of(written, tokenizer, size, limit, model.device, as_written=True)
-            passes = (TextPasses(attach(model), batch) for batch in batches)
+            passes = (PrefilledBatch(attach(model), batch) for batch in batches)
             with suppress(UsageError):  # texts of one token each have nothing to measure
                 (here,) = damage(passes, [schedule], None if model is full else attach(full))
                 found |= {"kl": here.kl, "top_1": 100 * here.agreement}

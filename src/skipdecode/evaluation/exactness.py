@@ -16,13 +16,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import SkipDecodeError, UnsupportedModel, UsageError
 from ..loading.load import adapter_of, load, read_config
-from ..model.adapter import Adapter
-from ..model.adapter_folder import trained_schedule
+from ..model.adapter import Adapter, trained_schedule
 from ..model.attach import attach, detach, teacher_forced
 from ..model.cache import SkipCache
 from ..model.cache_name import CACHE
+from ..model.config import bind
 from ..model.guards import CacheProvider
-from ..model.inspect import decoder_layers, text_config, with_lenders_first
+from ..model.inspect import decoder_layers, text_config
 from ..model.patch import gate_state
 from ..schedule import Schedule
 from .reference import discarding_skipped
@@ -241,7 +241,7 @@ def work_falls(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tupl
     owner = type(model).__name__
     depth = schedule.min_depth
     least = schedule.replace(max_depth=depth, decay="constant", horizon=1, depths=None)
-    running = set(with_lenders_first(least, model.config).layers(depth))
+    running = set(bind(least, model.config).layers(depth))
     full, short = (_step_flops(model, batch, SkipCache(model, s)) for s in (Schedule.full(len(layers)), least))
     skipped = sum(
         sum(full[f"{owner}.{names[id(layer)]}"].values()) for i, layer in enumerate(layers) if i not in running

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..decays import flat_depth
 from ..errors import UnsupportedModel
 from ..model.attach import attach, teacher_forced
-from ..model.config import CONFIG_KEY, layer_count
+from ..model.config import CONFIG_KEY, num_layers
 from ..model.inspect import decoder_layers
-from ..schedule import Schedule
+from ..schedule import Schedule, flat_depth
 from .methods_base import Method
 
 
@@ -33,7 +32,7 @@ class Static(Method):
 
     def prepare(self, model: PreTrainedModel, speedup: float, **layers: Any) -> PreTrainedModel:
         """Return the model cut to the layers that a constant schedule runs at ``speedup``, with their weights."""
-        count = layer_count(model.config)
+        count = num_layers(model.config)
         depth = flat_depth(speedup, count)
         return prune(model, Schedule(count, depth, depth, 1, **layers).layers(depth))
 
@@ -49,7 +48,7 @@ class Scratch(Static):
         """Return a small model with random weights and ``model``'s architecture; at 1x, ``model`` itself."""
         if speedup == 1:
             return model
-        count = layer_count(model.config)
+        count = num_layers(model.config)
         return init_pruned(model, range(flat_depth(speedup, count)))
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..model.adapter import Adapter
-from ..model.gate import GateState
-from ..model.inspect import decoder_layers, with_lenders_first
+from ..model.config import bind
+from ..model.gate import Gates
+from ..model.inspect import decoder_layers
 from ..schedule import Schedule
 
 
@@ -32,8 +33,8 @@ def discarding_skipped(
         text: token ids (rows, positions) of the pass inside the context.
         adapter: what acts in the place of skipped layers.
     """
-    counts = with_lenders_first(schedule, model.config).positions_per_layer(prompt_length, text.shape[1])
-    shapes = GateState({})
+    counts = bind(schedule, model.config).positions_per_layer(prompt_length, text.shape[1])
+    shapes = Gates({})
 
     def discard(count: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]

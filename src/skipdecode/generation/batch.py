@@ -26,7 +26,7 @@ from ..loading.device import synchronize
 from ..model.attach import attach
 from ..model.cache import SkipCache, total_kv_bytes
 from ..model.cache_name import CACHE
-from ..model.config import layer_count
+from ..model.config import num_layers
 from ..schedule import Schedule
 from .finished_rows import track_finished_rows
 from .options import end_tokens, given, max_new_tokens, num_beams
@@ -105,7 +105,7 @@ def generate_batch(
     """
     passes = passes or Passes()
     options, asked = given(options), model.generation_config
-    width, layers = max(map(len, prompts)), layer_count(model.config)
+    width, layers = max(map(len, prompts)), num_layers(model.config)
     padding = tokenizer.pad_token_id, asked.pad_token_id, min(end_tokens({}, asked), default=None), 0
     pad = options.setdefault("pad_token_id", next(token for token in padding if token is not None))
     # Any token will do, since the attention mask hides it; but these options take padding for text (the penalty before

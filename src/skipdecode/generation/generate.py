@@ -12,10 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data.chat import Message, Prompt, parse_messages
 from ..data.rows import is_text
 from ..data.tokenize import encode_prompts
-from ..errors import TaskError, UsageError
-from ..model.config import layer_count, schedule_for
+from ..errors import DataError, UsageError
+from ..model.config import num_layers, trained_schedules
 from ..model.inspect import text_config
-from ..schedule import Schedule
+from ..schedule import Schedule, choose_schedule
 from .batch import Decoding, generate_batch
 from .options import check_options, check_with_model, given, given_schedule, max_new_tokens, num_beams
 from .sampling import Sampling, stable_hash
@@ -63,8 +63,7 @@ def generate(
     schedule = given_schedule(speedup, schedule)
     decoding = None
     if speedup != 1:
-        longest = max_new_tokens(options, model.generation_config)
-        decoding = schedule_for(model.config, speedup, schedule, new_tokens=longest)
+        decoding = schedule or choose_schedule(trained_schedules(model), num_layers(model.config), speedup)
     return generate_ids(model, tokenizer, encode_prompts(tokenizer, texts), decoding, batch_size, seed=seed, **options)
 
 
@@ -79,7 +78,7 @@ def to_prompts(given: Any) -> list[Prompt]:
         if _is_conversation(prompt):
             try:
                 prompt = parse_messages(prompt)
-            except TaskError as error:
+            except DataError as error:
                 raise UsageError(f"prompt {number}: {error}") from None
         elif not isinstance(prompt, str):
             raise UsageError(f"prompt {number} is neither a text nor a list of messages: {prompt!r}")
@@ -122,7 +121,7 @@ def generate_ids(
     longest = max(map(len, prompts), default=0) + max_new_tokens(options, model.generation_config)
     if room is not None and longest > room:
         raise UsageError(f"the longest prompt and max_new_tokens need {longest} positions, the model has {room}")
-    result = GenerationOutput(GenerationStats(layer_count(model.config)))
+    result = GenerationOutput(GenerationStats(num_layers(model.config)))
     rows: dict[int, Completion] = {}
     numbered = dict(enumerate(prompts))
     for keys, batch, cost in batches(model, tokenizer, numbered, decoding, batch_size, seed, **options):

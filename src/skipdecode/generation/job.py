@@ -23,8 +23,8 @@ from ..latency.profile import Profile, check_profile
 from ..latency.resolve import new_schedule
 from ..loading.device import placement
 from ..loading.load import adapter_of, identity_of, load_tokenizer, read_config, read_generation_config
-from ..model.adapter_folder import check_learnt
-from ..model.config import layer_count, schedule_for, trained_schedules, untrained_warning
+from ..model.adapter import check_learnt
+from ..model.config import config_schedules, num_layers, schedule_for, untrained_warning
 from ..provenance import fingerprint
 from ..schedule import Schedule, parse_prompt_layers
 from .engine import Engine, EngineConfig, Transformers
@@ -183,11 +183,11 @@ class GenerationJob(EngineConfig):
         schedule = None if self.speedup == 1 else self._schedule(config, lengths, num_beams(self.options, defaults))
         if schedule is not None and (folder := adapter_of(self.model, self.adapter)) is not None:
             check_learnt(folder, schedule, config)
-        if schedule is not None and (warning := untrained_warning(config, schedule)):
+        if schedule is not None and (warning := untrained_warning(schedule, config_schedules(config))):
             say(warning)
 
         completions: dict[int, Completion] = {}
-        cost, journal = GenerationStats(layer_count(config)), None
+        cost, journal = GenerationStats(num_layers(config)), None
         with ExitStack() as stack:
             if isinstance(self.output, Path) and not is_stream(self.output):
                 job = self._fingerprint(config, prompts, schedule)
@@ -236,7 +236,7 @@ class GenerationJob(EngineConfig):
 
     def _target(self, config: Any, schedule: Schedule) -> float:
         """Return what the schedule is called if no speed-up was asked for: the config's fastest, or its own target."""
-        return schedule.target if self.schedule else max(trained_schedules(config), default=schedule.target)
+        return schedule.target
 
     def _schedule(self, config: Any, lengths: Sequence[int], beams: int) -> Schedule:
         """Return the schedule for prompts of ``lengths`` tokens. Raises UsageError for several beams with a profile."""

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import FileError, JobError
+from ..errors import FileError, UsageError
 from ..files import locked, names_file, sync_folder, write
 from .stats import Completion, GenerationStats
 
@@ -30,14 +30,14 @@ class Journal:
     Args:
         output: the file that the job will write; symbolic links are followed.
         job: the job's hash, from :func:`skipdecode.provenance.fingerprint`.
-        replace: drop finished batches of another job, instead of raising JobError.
+        replace: drop finished batches of another job, instead of raising UsageError.
 
     Attributes:
         rows: finished completions by item index.
         costs: the cost of each finished batch.
 
     Raises:
-        JobError: another process works on ``output``, or the finished batches belong to another job.
+        UsageError: another process works on ``output``, or the finished batches belong to another job.
         FileError: ``OUTPUT.partial`` exists and is no journal.
         OSError: a method cannot write; the error names the file.
     """
@@ -74,7 +74,7 @@ class Journal:
             raise FileError(f"{self.output} is already there: move it away, or give --overwrite to replace it")
 
     def _read(self) -> None:
-        """Read the batches up to the first bad line. Raises FileError for another file, JobError for another job's."""
+        """Read the batches up to the first bad line. Raises FileError, or UsageError for another job's."""
         if not self.path.exists():
             return
         data = self.path.read_bytes()
@@ -84,7 +84,7 @@ class Journal:
         header = next((payload for payload, *_ in lines), b"")
         if header != self._header:
             if not self._replace and next(lines, None) is not None:
-                raise JobError(
+                raise UsageError(
                     f"{self.path} belongs to a job with another input, model or options (the batch size counts): run "
                     "that one to its end, or drop it, by deleting this file or with generate's --overwrite"
                 )

@@ -29,7 +29,7 @@ from ..loading.load import (
     resolve,
 )
 from ..loading.memory import available_memory
-from ..model.config import CONFIG_KEY, layer_count
+from ..model.config import CONFIG_KEY, num_layers
 from ..model.inspect import text_config
 from ..schedule import Schedule
 from ..serving.configure import WORKERS
@@ -125,7 +125,7 @@ class _Writer:
         defaults = read_generation_config(job.model, job.revision)
         self.engine, self.tokenizer, self.seed = engine, tokenizer, job.seed
         self.rows = job.batch_size
-        self.schedule = schedule or Schedule.full(layer_count(config))
+        self.schedule = schedule or Schedule.full(num_layers(config))
         self.params = sampling_params(job.options, defaults, config)
         strings = stop_strings(job.options, defaults)
         self.stop = StopStringCriteria(tokenizer, strings) if strings else None
@@ -251,7 +251,7 @@ def _kv_bytes(config: Any, positions: int, rows: int) -> int:
         2 * model.get_total_num_kv_heads() * model.get_head_size() * torch.empty((), dtype=model.dtype).element_size()
     )
     blocks = rows * (positions // block + 1) + 2
-    wanted = blocks * block * layer * layer_count(model.hf_config)
+    wanted = blocks * block * layer * num_layers(model.hf_config)
     return min(wanted, int(available_memory("cpu") * SHARE))
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from ..errors import UsageError
 from ..model.attach import attach
-from ..model.config import schedule_for
+from ..model.config import num_layers, trained_schedules
 from ..model.gate import Gate
 from ..model.guards import with_cache
 from ..model.patch import gate_state
+from ..schedule import choose_schedule
 
 
 def generate(
@@ -40,6 +41,8 @@ def generate(
     attach(model, adapter=None if adapter == acting else adapter)
     if adapter is not None:
         gate_state(model).adapter.read_from = adapter
-    kwargs = with_cache(model, schedule_for(model.config, speedup), args, kwargs)
+    kwargs = with_cache(
+        model, choose_schedule(trained_schedules(model), num_layers(model.config), speedup), args, kwargs
+    )
     # The class's method: ``from_pretrained`` may have put this function in its place on the instance.
     return type(model).generate(model, *args, **kwargs)

@@ -13,8 +13,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig
 
 from ..errors import FileError, UsageError
-from ..model.adapter_folder import ABOUT, WEIGHTS, is_adapter, read_about, read_schedules
-from ..model.config import is_trained, trained_schedules
+from ..model.adapter import ABOUT, WEIGHTS, is_adapter, read_about, read_schedules
+from ..model.config import config_schedules, is_trained
 from .card import model_card
 from .custom_generate import write_custom_generate
 
@@ -64,7 +64,7 @@ def prepare(
             raise FileError(f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())[:300]}") from error
         if not is_trained(config):
             raise UsageError(f"{folder} was not trained to skip layers: push is for models and adapters that were")
-        schedules = trained_schedules(config)
+        schedules = config_schedules(config)
     more |= {"results": results, "evaluated": folder.resolve().name}
     card = model_card(repo, schedules, is_adapter=adapter, base_model=base_model, **more)
     target.mkdir(parents=True, exist_ok=True)

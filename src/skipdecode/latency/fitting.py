@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
-from ..decays import mix, remaining, share_of_max
 from ..errors import ScheduleError
-from ..schedule import MOST_TOKENS, Schedule
+from ..schedule import Schedule, decay_weight, interpolate, share_of_max
 
 #: Relative error of the achieved ratio that counts as reaching the target.
 TOLERANCE = 0.01
 #: Relative error from which on a constant depth, if it is nearer, replaces a falling one.
 NEAR = 0.05
 #: Longest length: a schedule may still have a horizon of twice as many steps.
-LONGEST = MOST_TOKENS // 2
+LONGEST = 500_000
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ def fall(schedule: Schedule, depth: int) -> int:
     s = schedule
 
     def below(step: int) -> bool:
-        return mix(remaining(s.decay, step, s.horizon, s.rate, s.stairs), s.max_depth, s.min_depth) < depth
+        return interpolate(decay_weight(s.decay, step, s.horizon, s.rate, s.stairs), s.max_depth, s.min_depth) < depth
 
     return bisect_left(range(s.horizon), True, key=below)
 

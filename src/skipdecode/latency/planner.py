@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from ..errors import ScheduleError, UsageError
-from ..schedule import Schedule, check_whole
+from ..schedule import Schedule
 from .fitting import constant_schedules, fall, fit
 from .profile import Profile
 
@@ -27,11 +27,6 @@ class Workload:
     batch_size: int
     prompt_tokens: int
     new_tokens: int
-
-    def __post_init__(self) -> None:
-        check_whole("batch_size", self.batch_size)
-        check_whole("prompt_tokens", self.prompt_tokens)
-        check_whole("new_tokens", self.new_tokens, 2)  # the first token is the prompt's, steps come after it
 
     @property
     def steps(self) -> int:

@@ -19,7 +19,6 @@ from ..errors import FileError, ScheduleError, UsageError
 from ..files import has_key, read_json, write
 from ..loading.device import machine, placement
 from ..provenance import fingerprint
-from ..schedule import MOST_LAYERS, check_whole
 
 #: Version of the file format. Version 1 had other fields, so such a profile has to be measured again.
 VERSION = 2
@@ -56,8 +55,6 @@ class Pass:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
-        check_whole("a pass's batch_size", self.batch_size)
-        check_whole("a pass's length", self.length)
         seconds = (*self.layers, self.rest, self.head)
         for value in seconds:
             _check_number("a pass's seconds", value, MOST_SECONDS)
@@ -106,9 +103,6 @@ class Profile:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for text in (self.model, self.shape, self.machine, self.dtype, self.device, *self.kinds):
             _need(isinstance(text, str), f"names are texts, not {text!r}")
-        _need(0 < len(self.layers) <= MOST_LAYERS, f"a model has 1 to {MOST_LAYERS} layers, not {len(self.layers)}")
-        for kind in self.layers:
-            check_whole("a layer's kind", kind, 0, len(self.kinds) - 1)
         for name in ("prompts", "steps"):
             passes: tuple[Pass, ...] = getattr(self, name)
             _need(bool(passes), f"{name} has no measurements")

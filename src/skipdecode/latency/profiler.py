@@ -24,7 +24,8 @@ from ..generation.generate import max_positions
 from ..loading.device import machine, synchronize
 from ..model.cache import SkipCache
 from ..model.cache_name import CACHE
-from ..model.inspect import decoder_layers, text_config, with_lenders_first
+from ..model.config import bind
+from ..model.inspect import decoder_layers, text_config
 from ..schedule import Schedule
 from .profile import Pass, Profile, shape_of
 
@@ -137,7 +138,7 @@ class Profiler:
         return Schedule(len(self.layers), depth, depth, 1, order=tuple(order), prompt_layers=depth)
 
     def _ranking(self, schedule: Schedule) -> tuple[int, ...]:
-        return with_lenders_first(schedule, self.model.config).ranking
+        return bind(schedule, self.model.config).ranking
 
     def _affordable(self, size: int, length: int, passes: int, measured: Sequence[Pass]) -> int:
         """Return how many layers ``passes`` can run within :data:`SECONDS`, estimated from earlier measurements."""

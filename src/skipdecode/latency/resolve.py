@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..errors import ScheduleError
-from ..model.config import DEFAULT_SPEEDUP, layer_count, schedules_of, style_of, trained_schedules
+from ..model.config import DEFAULT_SPEEDUP, config_schedules, num_layers, schedules_of, style_of
 from ..schedule import Schedule
 from .fitting import fit
 from .planner import Predictor, plan
@@ -48,8 +48,8 @@ def new_schedule(
     Raises:
         ScheduleError: no schedule can be made from these values, or the method does not allow them.
     """
-    layers = layer_count(config)
-    known = trained_schedules(config) if method is None else schedules_of(config, method.name)
+    layers = num_layers(config)
+    known = config_schedules(config) if method is None else schedules_of(config, method.name)
     target = max(known, default=DEFAULT_SPEEDUP) if speedup is None else speedup
     if method is not None and not method.takes_style and (horizon is not None or style):
         raise ScheduleError(f"{method.name} has its own layer order and decay: no horizon or style can be set for it")
@@ -75,5 +75,5 @@ def method_schedule(
     """
     known = schedules_of(config, method.name)
     if speedup in known and set(style) <= ({"prompt_layers"} if method.takes_style else set()):
-        return known[speedup].check_layers(layer_count(config)).replace(**style)
+        return known[speedup].replace(**style)
     return new_schedule(config, speedup, measure(), method=method, **style)

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import FileError, ModelError, SkipDecodeError, UnsupportedModel
 from ..files import read_json
-from ..model.config import layer_count
+from ..model.config import num_layers
 from ..model.inspect import decoder_layers
-from ..schedule import MOST_LAYERS
 
 #: Suffixes of keys in old checkpoints whose values models now compute: masks, angles, versions.
 COMPUTED = tuple("inv_freq masked_bias attn.bias attention.bias causal_mask cos_cached sin_cached .version".split())
@@ -70,9 +69,9 @@ def check_config(name: str, config: Any) -> None:
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder model; SkipDecode works on decoder-only causal LMs")
     with as_model_error(f"the config of {name} names no num_hidden_layers"):
-        layers = layer_count(config)
-    if type(layers) is not int or not 1 <= layers <= MOST_LAYERS:
-        raise ModelError(f"the config of {name}: num_hidden_layers is 1 to {MOST_LAYERS}, not {layers!r}")
+        layers = num_layers(config)
+    if not layers:
+        raise ModelError(f"the config of {name} has no decoder layers")
 
 
 def check_size(folder: Path, model: PreTrainedModel) -> None:

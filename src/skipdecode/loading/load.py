@@ -26,9 +26,9 @@ from transformers.utils import is_accelerate_available, is_gguf_available
 
 from ..data.tokenize import for_decoding, train_tokenizer
 from ..errors import MissingExtra, ModelError, UnsupportedModel, UsageError
-from ..model.adapter_folder import hash_of_files, is_adapter, load_adapter, locate_adapter, read_about, read_schedules
+from ..model.adapter import is_adapter, load_adapter, locate_adapter, read_about, read_schedules
 from ..model.attach import attach
-from ..model.config import CONFIG_KEY, layer_count, set_entry, to_config_entry, trained_schedules
+from ..model.config import CONFIG_KEY, config_schedules, num_layers, set_entry, to_config_entry
 from ..schedule import Schedule
 from .checkpoint_checks import as_model_error, check_config, read_object
 from .device import placement
@@ -123,12 +123,12 @@ class Checkpoint:
     @cached_property
     def schedules(self) -> dict[float, Schedule]:
         """Trained schedules by speed-up: the adapter's, else those in the model's config."""
-        return trained_schedules(self.config) if self.adapter is None else read_schedules(self.adapter)
+        return config_schedules(self.config) if self.adapter is None else read_schedules(self.adapter)
 
     @property
     def num_layers(self) -> int:
         """Number of decoder layers."""
-        return layer_count(self.config)
+        return num_layers(self.config)
 
     @cached_property
     def folder(self) -> Path:
@@ -394,12 +394,6 @@ def read_weights(path: str, *, config: Any = None, revision: str | None = None, 
 def checkpoint_files(path: str, revision: str | None = None) -> Path:
     """Folder with a model's weights; use :class:`Checkpoint`."""
     return Checkpoint.resolve(path, None, revision).folder
-
-
-def hash_of_checkpoint(name: str, model: PreTrainedModel) -> str | None:
-    """Return :func:`hash_of_files` of the checkpoint that a model was loaded from; None for a GGUF file."""
-    checkpoint = Checkpoint.resolve(name)
-    return None if checkpoint.gguf_file is not None else hash_of_files(checkpoint.folder, model)
 
 
 def new_config(path: Path) -> Any:

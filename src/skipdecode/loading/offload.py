@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..decays import ranking
 from ..errors import MissingExtra, ModelError, UsageError
 from ..model.config import default_schedule
 from ..model.gate import find_cache
 from ..model.inspect import decoder_layers
+from ..schedule import ranking
 from .checkpoint_checks import as_model_error, finite
 from .memory import GIB, available_memory
 

@@ -1,38 +1,36 @@
-"""What a model learns in order to skip layers well: maps in place of skipped layers, bottlenecks before some others.
+"""Adapters: low-rank bypasses in place of skipped layers, bottlenecks before some others; their folders.
 
-It changes only positions that skip layers, so that full depth, and a prompt that runs all layers, stay the model's own.
+An adapter changes only positions that skip layers: the full model, and a prompt that runs all layers, stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from ..errors import ScheduleError
-from ..schedule import Schedule
+from ..errors import FileError, ModelError
+from ..files import read_json, write
+from ..schedule import Schedule, SkippedSpan, skipped_spans
+from .config import speedup_key
 
 #: A bottleneck stands before every fourth layer: few wide ones cost a step less than many narrow ones.
-EVERY = 4
-
-
-class Gap(NamedTuple):
-    """A stretch of layers that a position skips, between two that it runs: ``start`` to ``stop - 1``."""
-
-    start: int
-    stop: int
-
-    def __str__(self) -> str:
-        return f"{self.start}-{self.stop}"
-
-
-def gaps_between(layers: Sequence[int], num_layers: int) -> list[Gap]:
-    """Return the gaps between the layers that a position runs, in network order."""
-    return [Gap(a + 1, b) for a, b in pairwise((-1, *layers, num_layers)) if b > a + 1]
+BOTTLENECK_INTERVAL = 4
+#: Files of an adapter's folder.
+ABOUT, WEIGHTS = "skipdecode_adapter.json", "adapter.safetensors"
+#: Version of the folder's format: grows when an adapter's modules change.
+FORMAT = 2
+#: Values of each weight of the base model that its hash is made from.
+SAMPLED = 256
 
 
 class LowRank(nn.Module):
@@ -44,7 +42,7 @@ class LowRank(nn.Module):
         self.up = nn.Parameter(torch.zeros(rank, size))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return hidden states (…, size) changed, in their dtype."""
+        """Hidden states (…, size), changed, in their dtype."""
         if self.down.device != hidden.device:  # layers may be on several devices
             self.to(hidden.device)
         # In two dimensions: of three, products take several times longer for one position of a few rows on a CPU.
@@ -52,19 +50,19 @@ class LowRank(nn.Module):
         return self.changed(rows).view(hidden.shape).to(hidden.dtype)
 
     def changed(self, hidden: Tensor) -> Tensor:
-        """Return hidden states (positions, size) with the change added."""
+        """Hidden states (positions, size) with the change added."""
         raise NotImplementedError
 
 
-class StandIn(LowRank):
-    """An affine map in the place of a gap: ``h + (h A) B + c``."""
+class LowRankBypass(LowRank):
+    """An affine map in place of a skipped span: ``h + (h A) B + c``."""
 
     def __init__(self, size: int, rank: int) -> None:
         super().__init__(size, rank)
         self.bias = nn.Parameter(torch.zeros(size))
 
     def changed(self, hidden: Tensor) -> Tensor:
-        """Return an estimate of the hidden states after the skipped layers."""
+        """Estimate of the hidden states after the skipped layers."""
         return torch.addmm(hidden + self.bias, hidden @ self.down, self.up)
 
 
@@ -72,18 +70,18 @@ class Bottleneck(LowRank):
     """A correction before a layer that runs: ``h + silu(norm(h) A) B``, with the root mean square as the norm."""
 
     def changed(self, hidden: Tensor) -> Tensor:
-        """Return corrected hidden states. The norm is a factor, so it can follow the product: a smaller operation."""
+        """Corrected hidden states. The norm is a factor, so it can follow the product: a smaller operation."""
         factor = hidden.shape[-1] ** 0.5 / torch.linalg.vector_norm(hidden, dim=-1, keepdim=True).clamp_min(1e-6)
         return torch.addmm(hidden, silu((hidden @ self.down) * factor), self.up)
 
 
 class Adapter(nn.Module):
-    """The stand-ins and bottlenecks of one model, for one speed-up or several.
+    """The low-rank bypasses and bottlenecks of one model, for one speed-up or several.
 
     Args:
         size: width of the hidden states.
-        rank: of each map and bottleneck, at most ``size``.
-        schedules: by target speed-up.
+        rank: of each bypass and bottleneck, at most ``size``.
+        schedules: by target speed-up, each bound to the model (:func:`~skipdecode.model.config.bind`).
     """
 
     def __init__(self, size: int, rank: int, schedules: Mapping[float, Schedule]) -> None:
@@ -91,23 +89,28 @@ class Adapter(nn.Module):
         self.size = size
         self.rank = min(rank, size)
         self.schedules = dict(schedules)
-        runs = set().union(*(prompt_runs(each) | step_runs(each) for each in schedules.values()))
-        total = next(iter(schedules.values())).num_layers
-        gaps = {gap for layers in runs for gap in gaps_between(layers, total)}
-        running = {layer for layers in runs if len(layers) < total for layer in layers if (layer + 1) % EVERY == 0}
-        self.stand_ins = nn.ModuleDict({str(gap): StandIn(size, self.rank) for gap in sorted(gaps)})
-        self.bottlenecks = nn.ModuleDict({str(layer): Bottleneck(size, self.rank) for layer in sorted(running)})
+        self.num_layers = next(iter(schedules.values())).num_layers
+        spans: set[SkippedSpan] = set()
+        corrected: set[int] = set()
+        for schedule in schedules.values():
+            for layers in schedule.prompt_layer_sets | schedule.step_layer_sets:
+                spans.update(skipped_spans(layers, self.num_layers))
+                if len(layers) < self.num_layers:
+                    corrected.update(layer for layer in layers if (layer + 1) % BOTTLENECK_INTERVAL == 0)
+        self.bypasses = nn.ModuleDict({str(span): LowRankBypass(size, self.rank) for span in sorted(spans)})
+        self.bottlenecks = nn.ModuleDict({str(layer): Bottleneck(size, self.rank) for layer in sorted(corrected)})
 
     def apply_before(self, layer: int, hidden: Tensor, axis: int, counts: Sequence[int]) -> Tensor:
-        """Return what a layer is given: changed at the positions that skip layers, and run this one or enter a gap.
+        """Input of a layer, changed at the positions that skip layers and run this one or enter a skipped span here.
 
         Args:
             layer: index of the layer.
-            hidden: what the layer would be given.
+            hidden: the layer's input without the adapter.
             axis: of the positions in ``hidden``.
             counts: how many positions of the pass each layer runs, from the first on.
         """
-        parts, start = [], 0
+        parts = []
+        start = 0
         for end, module in self._stretches(layer, counts, hidden.shape[axis]):
             if end > start:
                 part = hidden.narrow(axis, start, end - start)
@@ -122,55 +125,208 @@ class Adapter(nn.Module):
             yield counts[layer], self.bottlenecks[str(layer)]
         else:
             yield counts[layer], None
-        done, entered = counts[layer], counts[layer - 1] if layer else width
+        done = counts[layer]
+        entered = counts[layer - 1] if layer else width
         for stop in range(layer + 1, len(counts) + 1):
             if done >= entered:
                 break
             # Positions from ``done`` to ``end`` run layer ``stop``, and none between it and ``layer``.
             end = min(counts[stop], entered) if stop < len(counts) else entered
             if end > done:
-                yield end, self.stand_ins[str(Gap(layer, stop))]
+                yield end, self.bypasses[str(SkippedSpan(layer, stop))]
                 done = end
         yield width, None
 
     def changes(self, layers: Sequence[int]) -> dict[int, LowRank]:
-        """Return what acts before which layer, at a position that runs ``layers``, which are in network order."""
-        total = next(iter(self.schedules.values())).num_layers
-        if len(layers) == total:
+        """Modules that act at a position that runs ``layers``, by the layer that each stands before."""
+        if len(layers) == self.num_layers:
             return {}
-        found: dict[int, Any] = {gap.start: self.stand_ins[str(gap)] for gap in gaps_between(layers, total)}
-        return found | {layer: self.bottlenecks[str(layer)] for layer in layers if str(layer) in self.bottlenecks}
+        found: dict[int, Any] = {}
+        for span in skipped_spans(layers, self.num_layers):
+            found[span.start] = self.bypasses[str(span)]
+        for layer in layers:
+            if str(layer) in self.bottlenecks:
+                found[layer] = self.bottlenecks[str(layer)]
+        return found
 
     def flops(self, layers: Sequence[int]) -> int:
-        """Return the FLOPs at one position that runs ``layers``, which are in network order."""
-        here = self.changes(layers).values()
-        return sum(2 * weight.numel() for each in here for weight in each.parameters() if weight.ndim == 2)
+        """FLOPs at one position that runs ``layers``, which are in network order."""
+        matrices = [weight for module in self.changes(layers).values() for weight in (module.down, module.up)]
+        return sum(2 * weight.numel() for weight in matrices)
 
 
-def check_trained(trained: Mapping[float, Schedule], schedule: Schedule) -> None:
-    """Raise ScheduleError if a schedule skips layers together that none of an adapter's does.
+# --- the folder
+
+
+def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str) -> None:
+    """Write an adapter, its schedules, and hashes of the base model's weights.
+
+    Weights are written in float32; in bfloat16 if the base model is in bfloat16.
 
     Args:
-        trained: the adapter's schedules by target speed-up.
-        schedule: the one to check.
+        folder: created if it is missing.
+        adapter: to save.
+        model: the base model.
+        base: its name or path, from which the adapter's folder loads it.
     """
-    for runs, where in ((prompt_runs, " in a prompt"), (step_runs, "")):
-        known = set().union(*map(runs, trained.values()))
-        for layers in sorted(runs(schedule) - known):
-            if gaps := gaps_between(layers, schedule.num_layers):
-                skipped = ", ".join(f"{gap.start} to {gap.stop - 1}" for gap in gaps)
-                speedups = ", ".join(f"{speedup:g}" for speedup in trained)
-                raise ScheduleError(
-                    f"the adapter was not trained to skip layers {skipped}{where}, as the schedule does: take one of "
-                    f"its speed-ups ({speedups}), as they are"
-                )
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {
+        "skipdecode_adapter": FORMAT,
+        "base_model": base,
+        "rank": adapter.rank,
+        "schedules": {speedup_key(speedup): schedule.to_dict() for speedup, schedule in adapter.schedules.items()},
+        "base_hashes": {name: hash_of(weight) for name, weight in model.named_parameters()},
+    }
+    dtype = torch.bfloat16 if next(model.parameters()).dtype == torch.bfloat16 else torch.float32
+    weights = {}
+    for name, tensor in adapter.state_dict().items():
+        saved_name = name.replace("bypasses.", "stand_ins.")  # the format's name of bypasses
+        weights[saved_name] = tensor.detach().to("cpu", dtype).contiguous()
+    write(folder / WEIGHTS, save(weights))
+    write(folder / ABOUT, json.dumps(about, indent=1) + "\n")
 
 
-def prompt_runs(schedule: Schedule) -> set[tuple[int, ...]]:
-    """Return the layers that the positions of a prompt run."""
-    return {schedule.layers(schedule.prompt_depth(distance)) for distance in range(1, schedule.prompt_decay + 2)}
+def locate_adapter(name: str | Path) -> Path:
+    """Folder of an adapter: the one of this name, else the Hub repository's, downloaded.
+
+    Raises FileError if ``name`` is neither a folder nor a Hub repository.
+    """
+    hub_name = name.as_posix() if isinstance(name, Path) else name  # Windows writes other slashes
+    if Path(name).exists() or hub_name.startswith((".", "/", "~")) or hub_name.count("/") != 1:
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_name, allow_patterns=[ABOUT, WEIGHTS]))
+    except (OSError, ValueError) as error:
+        raise FileError(f"{name} is neither a folder nor a Hub repository: {str(error).splitlines()[0]}") from error
 
 
-def step_runs(schedule: Schedule) -> set[tuple[int, ...]]:
-    """Return the layers that the positions of decode steps run."""
-    return {schedule.layers(depth) for depth in schedule.distinct_depths}
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter."""
+    return (folder / ABOUT).is_file()
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """Contents of the folder's ``skipdecode_adapter.json``.
+
+    Raises FileError if the folder holds no adapter, or one of another version's format.
+    """
+    if not is_adapter(folder):
+        raise FileError(f"{folder} holds no adapter: there is no {ABOUT}")
+    about = read_json(folder / ABOUT)
+    if not isinstance(about, dict) or about.get("skipdecode_adapter") != FORMAT:
+        raise FileError(f"{folder / ABOUT} was written by another version of skipdecode")
+    return about
+
+
+def read_schedules(folder: Path) -> dict[float, Schedule]:
+    """Schedules of a folder's adapter, by target speed-up. Raises FileError if there is none."""
+    return {float(key): Schedule.from_dict(values) for key, values in read_about(folder)["schedules"].items()}
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Load the adapter of a folder without a look at the model. Raises FileError if it is missing or damaged."""
+    about = read_about(folder)
+    try:
+        weights = load_file(folder / WEIGHTS)
+        size = next((tensor.shape[0] for name, tensor in weights.items() if name.endswith("down")), 0)
+        adapter = Adapter(size, about["rank"], read_schedules(folder))
+        adapter.load_state_dict({name.replace("stand_ins.", "bypasses."): tensor for name, tensor in weights.items()})
+    except (SafetensorError, RuntimeError, OSError) as error:
+        raise FileError(f"the adapter in {folder} is damaged: {error}") from error
+    return adapter.eval()
+
+
+def load_adapter(folder: Path, model: nn.Module, files: Callable[[], Path] | None = None) -> Adapter:
+    """Load the adapter of a folder for ``model``.
+
+    Args:
+        folder: of the adapter.
+        model: whose weights are compared with those that the adapter was trained on.
+        files: returns the folder of the model's checkpoint, whose files are compared where weights in memory cannot be:
+            those on the disk, and those in other types than float32 and bfloat16.
+
+    Raises:
+        FileError: the folder holds no adapter, or a damaged one.
+        ModelError: the adapter was trained on another model, or that cannot be told.
+    """
+    known = read_about(folder)["base_hashes"]
+    comparable = {
+        name: weight
+        for name, weight in model.named_parameters()
+        if weight.dtype in (torch.float32, torch.bfloat16) and not weight.is_meta
+    }
+    if files is not None and known.keys() - comparable.keys():
+        check_base_files(folder, files())
+    else:
+        _check_base(folder, comparable.items())
+    return read_adapter(folder)
+
+
+def check_base_files(folder: Path, base: Path) -> None:
+    """Raise ModelError if the safetensors files in ``base`` hold another model than the adapter was trained on."""
+    _check_base(folder, _tensors(base))
+
+
+def _check_base(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
+    about = read_about(folder)
+    here: dict[str, set[str]] = {}
+    for name, weight in weights:
+        here.setdefault(_place(name), set()).add(hash_of(weight))
+    compared = {name: value for name, value in about["base_hashes"].items() if _place(name) in here}
+    if not compared:
+        raise ModelError(
+            f"the adapter in {folder} cannot be compared with this model: load it in float32 or bfloat16, from "
+            "safetensors files"
+        )
+    differing = sum(value not in here[_place(name)] for name, value in compared.items())
+    if differing:
+        raise ModelError(
+            f"the adapter in {folder} was trained on another model ({about['base_model']}): {differing} of "
+            f"{len(compared)} weights differ"
+        )
+
+
+def _place(name: str) -> str:
+    """Name of a weight from its layer's number on: what stands before differs between files and models."""
+    numbered = re.search(r"(?<=\.)\d+\..*", f".{name}")
+    return numbered[0] if numbered else name
+
+
+def _tensors(base: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the safetensors files in a folder that transformers reads; there may be other files."""
+    index = base / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file() and not (base / names[0]).is_file():
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    for name in names:
+        try:
+            with safe_open(base / name, framework="pt") as weights:
+                yield from ((key, weights.get_tensor(key)) for key in weights.keys())  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{base / name} cannot be read: {error}") from error
+
+
+def hash_of(weight: Tensor) -> str:
+    """Hash of evenly spaced values of a weight, in bfloat16, so that float32 and bfloat16 weights agree."""
+    flat = weight.detach().flatten()
+    some = flat[:: max(len(flat) // SAMPLED, 1)][:SAMPLED].to(torch.bfloat16).float().cpu()
+    return hashlib.sha256(some.numpy().tobytes() + str(tuple(weight.shape)).encode()).hexdigest()[:8]
+
+
+# --- old names, until the other rooms have moved
+
+
+def trained_schedule(config: Any, speedup: float | None, folder: Path | None, new_tokens: int | None = None) -> Any:
+    """Old name: use :func:`~skipdecode.schedule.choose_schedule`, which the model binds."""
+    from .config import bind, schedule_for
+
+    return bind(schedule_for(config, speedup), config, None if folder is None else read_schedules(folder))
+
+
+def check_learnt(folder: Path, schedule: Schedule, config: Any) -> None:
+    """Old name: use :func:`~skipdecode.model.config.bind`."""
+    from .config import bind
+
+    bind(schedule, config, read_schedules(folder))

@@ -5,20 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from pathlib import Path
 from typing import TypeVar
 
 from torch import nn
 
-from ..errors import ModelError
-from ..schedule import Schedule
-from .adapter import Adapter, check_trained
-from .adapter_folder import load_adapter, locate_adapter
-from .config import CONFIG_KEY, schedule_for, set_entry, to_config_entry, warn_untrained
-from .gate import ForcedPass, Gate, GateState
-from .guards import BatchingGuard, CacheProvider, PassGuard, PromptGuard, SaveWithoutAdapter
-from .inspect import check_kind, decoder_layers, lenders, with_lenders_first
+from ..errors import ModelError, UsageError
+from ..schedule import Schedule, choose_schedule
+from .adapter import Adapter, load_adapter, locate_adapter
+from .config import bind, config_schedules, num_layers, warn_untrained
+from .gate import Gate, Gates, TeacherForcedPass
+from .guards import BatchingGuard, CacheProvider, PassGuard, PromptGuard
+from .inspect import check_kind, decoder_layers, kv_shared_layers
 from .patch import gate_state, patches_on, put, remove_patches
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -58,7 +56,7 @@ def attach(
 
     Example:
         >>> attach(model)
-        >>> model.generate(**inputs, cache=SkipCache(model, Schedule.for_speedup(3, 24, horizon=64)))
+        >>> model.generate(**inputs, cache=SkipCache(model, Schedule.for_speedup(3, 24, decay="linear")))
         >>> attach(model, speedup=3)
         >>> pipeline("text-generation", model=model, tokenizer=tokenizer, batch_size=8)(prompts)
     """
@@ -72,17 +70,17 @@ def attach(
     if isinstance(adapter, (str, Path)):
         adapter = load_adapter(locate_adapter(adapter), model).to(dtype=next(model.parameters()).dtype)
     with ATTACHING:  # two threads' first calls must not make a state each
-        gates = gate_state(model) or GateState(lenders(model.config))
+        gates = gate_state(model) or Gates(kv_shared_layers(model.config))
         if speedup is not None or schedule is not None:
             if not hasattr(model, "generate"):
                 raise ModelError(f"{type(model).__name__} does not generate: a speed-up is for the model with its head")
-            config = copy(model.config)
-            if adapter is not None:
-                set_entry(config, to_config_entry(adapter.schedules))
-            schedule = schedule_for(config, speedup, schedule)
-            if (acting := adapter or gates.adapter) is not None:
-                check_trained(acting.schedules, with_lenders_first(schedule, config))
-            warn_untrained(config, schedule)
+            if speedup is not None and schedule is not None:
+                raise UsageError("give one of schedule and speedup")
+            acting = adapter or gates.adapter
+            trained = config_schedules(model.config) if acting is None else acting.schedules
+            schedule = schedule or choose_schedule(trained, num_layers(model.config), speedup)
+            bind(schedule, model.config, acting and acting.schedules)
+            warn_untrained(schedule, trained)
         if adapter is not None:
             put_adapter(model, adapter, gates)
         for index, layer in enumerate(layers):
@@ -90,7 +88,6 @@ def attach(
         # A wrapper around an attached model (PEFT's) has a ``forward`` and ``generate`` of its own: patch those too.
         put(PassGuard, model, "forward", gates)
         put(PromptGuard, model, "prepare_inputs_for_generation", gates)
-        put(SaveWithoutAdapter, model, "save_pretrained", gates)
         if schedule is not None:
             put(CacheProvider, model, "generate", model)
             put(BatchingGuard, model, "init_continuous_batching")
@@ -100,26 +97,19 @@ def attach(
     return model
 
 
-def put_adapter(model: nn.Module, adapter: Adapter | None, gates: GateState | None = None) -> None:
-    """Let the model's gates use the adapter, and its config name the adapter's schedules; None: as without one."""
+def put_adapter(model: nn.Module, adapter: Adapter | None, gates: Gates | None = None) -> None:
+    """Let the model's gates use the adapter; None: none."""
     gates = gates or gate_state(model)
     assert gates is not None, "attach comes first"
-    config, entry = model.config, gates.entry_before
-    if gates.adapter is None:
-        gates.entry_before = entry = getattr(config, CONFIG_KEY, None)
-    gates.adapter = adapter
     if adapter is not None:
         device = next(model.parameters()).device
         if device.type != "meta":  # else accelerate brings the weights for each pass
             adapter.to(device)
-        entry = to_config_entry(adapter.schedules)
-    set_entry(config, entry)
+    gates.adapter = adapter
 
 
 def detach(model: Model) -> Model:
     """Remove everything that SkipDecode put on the model, and return the model as it was before."""
-    if gate_state(model) is not None:
-        put_adapter(model, None)
     remove_patches(model)
     return model
 
@@ -144,9 +134,8 @@ def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int) -> 
         raise ModelError("the model has no gates: call skipdecode.attach(model) first")
     thread = threading.get_ident()
     before = gates.forced.get(thread)
-    forced = ForcedPass(with_lenders_first(schedule, model.config), prompt_length)
-    if gates.adapter is not None:
-        check_trained(gates.adapter.schedules, forced.schedule)
+    trained = None if gates.adapter is None else gates.adapter.schedules
+    forced = TeacherForcedPass(bind(schedule, model.config, trained), prompt_length)
     gates.forced[thread] = forced
     try:
         yield

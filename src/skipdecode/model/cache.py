@@ -12,12 +12,10 @@ from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer
 
 from ..errors import CacheError, ScheduleError
-from ..schedule import Schedule
-from .adapter import check_trained
+from ..schedule import Schedule, choose_schedule
 from .cache_name import CACHE
-from .config import default_schedule, warn_untrained
+from .config import bind, num_layers, trained_schedules, warn_untrained
 from .growing import GrowingLayer
-from .inspect import with_lenders_first
 from .patch import gate_state
 
 #: Class of layers that store nothing: they have no attention or use another layer's keys. () in older releases.
@@ -55,23 +53,21 @@ class SkipCache(DynamicCache):
     ) -> None:
         config: Any = model.config
         super().__init__(config=config)
-        schedule = schedule or default_schedule(config)
-        if schedule is None:
-            raise ScheduleError("no schedule was given and the model's config carries none")
-        self.schedule = with_lenders_first(schedule, config)
-        if len(self.layers) != schedule.num_layers:
-            raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the cache has {len(self.layers)}")
+        trained = trained_schedules(model)
+        schedule = schedule or choose_schedule(trained, num_layers(config))
         self.gates = gate_state(model)
         if self.gates is None:
             raise CacheError("the model has no gates: call skipdecode.attach(model) first")
-        if self.gates.adapter is not None:
-            check_trained(self.gates.adapter.schedules, self.schedule)
+        adapter = self.gates.adapter
+        self.schedule = bind(schedule, config, None if adapter is None else adapter.schedules)
+        if len(self.layers) != schedule.num_layers:
+            raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the cache has {len(self.layers)}")
         chunked = getattr(getattr(model, "generation_config", None), "prefill_chunk_size", None)
         if chunked is not None and not schedule.is_full:
             raise CacheError(
                 "chunked prefill hides where the prompt ends: set generation_config.prefill_chunk_size to None"
             )
-        warn_untrained(config, schedule)
+        warn_untrained(schedule, trained)
         # Whether another prompt may follow: all layers still run, and none holds a recurrent state, which
         # transformers cannot always continue with several positions (Jamba).
         self._is_whole = not any(isinstance(layer, RECURRENT) for layer in self.layers)
@@ -121,9 +117,7 @@ class SkipCache(DynamicCache):
         """
         if not self._is_whole:
             raise CacheError("a text cannot follow: some layers of this cache are retired, or hold a recurrent state")
-        if self.gates.adapter is not None:
-            check_trained(self.gates.adapter.schedules, schedule)
-        self.schedule, self._runs_text = schedule.check_layers(len(self.layers)), True
+        self.schedule, self._runs_text = schedule, True
 
     def keys(self, index: int) -> int:
         """Return how many positions a mask for layer ``index`` covers in the current pass."""
@@ -151,7 +145,7 @@ class SkipCache(DynamicCache):
             raise CacheError(f"this model keeps states of {count} layers and has {schedule.num_layers}: it cannot skip")
         if self._runs_text:
             self.counts, upcoming = schedule.positions_per_layer(0, width), count
-            owners = [self.gates.lenders.get(layer, layer) for layer in range(count)]
+            owners = [self.gates.kv_shared_layers.get(layer, layer) for layer in range(count)]
             self._mask_sizes = [self.layers[owner].get_mask_sizes(width)[0] for owner in owners]
         elif self.passes == 0 or (not schedule.is_full and (self._begins_prompt or width != 1)):
             if self.passes:

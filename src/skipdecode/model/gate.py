@@ -27,9 +27,9 @@ from .prefix import Prefix, packed
 class Gate(Patch):
     """Replacement of one layer's ``forward``."""
 
-    gates: GateState
+    gates: Gates
 
-    def __init__(self, layer: nn.Module, name: str, gates: GateState, index: int) -> None:
+    def __init__(self, layer: nn.Module, name: str, gates: Gates, index: int) -> None:
         super().__init__(layer, name, gates)
         self.index = index
 
@@ -61,7 +61,7 @@ class Gate(Patch):
             refuse_packed(kwargs)
         if width != guide.width:
             # The model has dropped all but the last ``width`` positions: count which of them this layer runs.
-            if self.index not in gates.lenders:
+            if self.index not in gates.kv_shared_layers:
                 raise CacheError(f"layer {self.index} is given {width} of {guide.width} positions: it cannot skip")
             count = max(count - (guide.width - width), 0)
         if gates.adapter is not None:
@@ -82,7 +82,7 @@ class Gate(Patch):
         output = self.original(*args, **kwargs)
         if cache is not None:
             cache.end_layer(self.index)
-        may_lend = not gates.output_is_known and not gates.lenders
+        may_lend = not gates.output_is_known and not gates.kv_shared_layers
         if may_lend and any(isinstance(value, UserDict) and value for value in kwargs.values()):
             raise UnsupportedModel(
                 "layers lend each other states of which the config says nothing: none can be skipped"
@@ -106,19 +106,18 @@ class Gate(Patch):
             self.gates.learn_output(self.original(*args, **kwargs))
 
 
-class GateState:
+class Gates:
     """State that the gates of one model share."""
 
-    def __init__(self, lenders: Mapping[int, int]) -> None:
+    def __init__(self, kv_shared_layers: Mapping[int, int]) -> None:
         #: By layer that attends to another layer's keys and values: that layer.
-        self.lenders = dict(lenders)
+        self.kv_shared_layers = dict(kv_shared_layers)
         #: The current teacher-forced pass of each thread.
-        self.forced: dict[int, ForcedPass] = {}
+        self.forced: dict[int, TeacherForcedPass] = {}
         #: By thread: the cache that its next forward pass must carry, and the ids or embeddings of that pass.
         self.expected: dict[int, tuple[Callable[[], SkipCache | None], Any]] = {}
         #: Stand-ins for skipped layers; None: hidden states pass a skipped layer unchanged.
         self.adapter: Adapter | None = None
-        self.entry_before: Any = None  # the config's entry without the adapter
         self.output_is_known = False
         #: A state that the layer that ran last returned beside hidden states: the next one must not need it. (Indices
         #: that it may reuse are known from the config.)
@@ -130,7 +129,7 @@ class GateState:
         """Return the state that a copy of the model gets: all but the passes that threads are running."""
         return vars(self) | {"forced": {}, "expected": {}, "handed_on": None}
 
-    def forced_pass(self) -> ForcedPass | None:
+    def forced_pass(self) -> TeacherForcedPass | None:
         """Return the pass that this thread runs inside ``teacher_forced``; None outside."""
         forced = self.forced.get(threading.get_ident())
         # Autograd recomputes checkpointed layers in its own threads, which are not in ``forced``.
@@ -167,7 +166,7 @@ class GateState:
         return self._axis
 
 
-class ForcedPass:
+class TeacherForcedPass:
     """A teacher-forced pass, which tells gates how many positions to run, as a SkipCache does for a cached pass."""
 
     def __init__(self, schedule: Schedule, prompt_length: int) -> None:

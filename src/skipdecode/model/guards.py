@@ -14,15 +14,14 @@ from ..errors import CacheError, UsageError
 from ..schedule import Schedule
 from .cache import SkipCache
 from .cache_name import CACHE, CACHE_NAMES
-from .config import CONFIG_KEY, set_entry
-from .gate import GateState, find_cache, refuse_packed
+from .gate import Gates, find_cache, refuse_packed
 from .patch import Patch
 
 
 class PassGuard(Patch):
     """Replacement of the model's ``forward`` that raises CacheError if a pass loses its SkipCache or never uses it."""
 
-    gates: GateState
+    gates: Gates
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +61,7 @@ class PassGuard(Patch):
 class PromptGuard(Patch):
     """Replacement of ``prepare_inputs_for_generation``, the only method told that a pass belongs to a prompt."""
 
-    gates: GateState
+    gates: Gates
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return a pass's inputs, and tell the SkipCache if they are a prompt. Raises CacheError if it takes none."""
@@ -109,28 +108,6 @@ def with_cache(model: nn.Module, schedule: Schedule, args: tuple[Any, ...], kwar
     if {getattr(config, "cache_implementation", None) for config in configs} - {None, "hybrid"}:
         kwargs = {"cache_implementation": None} | kwargs
     return kwargs | {CACHE: SkipCache(model, schedule)}
-
-
-class SaveWithoutAdapter(Patch):
-    """Replacement of ``save_pretrained`` that leaves an adapter's schedules out of the saved config."""
-
-    gates: GateState
-
-    def __init__(self, model: nn.Module, name: str, gates: GateState) -> None:
-        super().__init__(model, name, gates)
-        self.model = model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Save the model as it is without the adapter."""
-        adapter, config = self.gates.adapter, self.model.config
-        if adapter is None:
-            return self.original(*args, **kwargs)
-        entry = getattr(config, CONFIG_KEY)
-        set_entry(config, self.gates.entry_before)
-        try:
-            return self.original(*args, **kwargs)
-        finally:
-            set_entry(config, entry)
 
 
 class BatchingGuard(Patch):

@@ -10,9 +10,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..errors import ModelError, UnsupportedModel
-from ..schedule import Schedule
 from .cache_name import CACHE
-from .config import layer_count
 
 
 def text_config(config: Any) -> Any:
@@ -22,7 +20,7 @@ def text_config(config: Any) -> Any:
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """Return the model's one stack of decoder layers. Raises UnsupportedModel for none, several, or an encoder."""
-    count = layer_count(_decoder_config(model))
+    count = text_config(_decoder_config(model)).num_hidden_layers
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count and _is_stack(m)]
     # A list inside the layers of another stack (experts, say) is part of a layer.
     inner = {id(part) for stack in stacks for part in stack.modules() if part is not stack}
@@ -85,7 +83,7 @@ def _looks_ahead(model: PreTrainedModel) -> bool:
     return not torch.allclose(first, second, rtol=1e-4, atol=1e-5)
 
 
-def lenders(config: Any) -> dict[int, int]:
+def kv_shared_layers(config: Any) -> dict[int, int]:
     """Map each layer without keys and values of its own to the lower layer whose keys and values it attends to.
 
     Raises ModelError if the config says that layers share keys, but not which.
@@ -106,15 +104,3 @@ def lenders(config: Any) -> dict[int, int]:
         else:
             found[layer] = max(i for i in range(layer) if modes[i] == "store" and kinds[i] == kinds[layer])
     return found
-
-
-def with_lenders_first(schedule: Schedule, config: Any) -> Schedule:
-    """Return ``schedule``, each layer ranked before borrowers of its keys. Raises ScheduleError if it does not fit."""
-    schedule.check_layers(layer_count(config))
-    borrowed = lenders(config)
-    order: dict[int, None] = {}
-    for layer in schedule.ranking:
-        if layer in borrowed:
-            order.setdefault(borrowed[layer])
-        order.setdefault(layer)
-    return schedule if tuple(order) == schedule.ranking else schedule.replace(order=tuple(order))

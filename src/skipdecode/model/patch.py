@@ -12,7 +12,7 @@ from torch import nn
 class Patch:
     """Replacement of a method of one module instance that keeps the original, which may be another patch.
 
-    ``gates`` is the :class:`~.gate.GateState` of the model, or None if the patch does not need it.
+    ``gates`` is the :class:`~.gate.Gates` of the model, or None if the patch does not need it.
     """
 
     def __init__(self, module: nn.Module, name: str, gates: Any = None) -> None:
@@ -50,6 +50,6 @@ def remove_patches(model: nn.Module) -> None:
 
 
 def gate_state(model: nn.Module) -> Any:
-    """Return the :class:`~.gate.GateState` that the gates of a model share; None if the model has no gates."""
+    """Return the :class:`~.gate.Gates` that the gates of a model share; None if the model has no gates."""
     patches = (patch for module in model.modules() for _, patch in patches_on(module))
     return next((state for patch in patches if (state := patch.gates) is not None), None)

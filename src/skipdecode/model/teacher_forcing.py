@@ -14,10 +14,12 @@ from ..schedule import Schedule
 from .attach import teacher_forced
 from .cache import SkipCache
 from .cache_name import CACHE
-from .inspect import decoder_layers, with_lenders_first
+from .config import bind
+from .inspect import decoder_layers
+from .patch import gate_state
 
 
-class TextPasses:
+class PrefilledBatch:
     """A batch whose prompts are computed once, at full depth and without gradients.
 
     Models with recurrent layers, whose state a pass over several positions cannot always continue, compute them anew
@@ -63,7 +65,8 @@ class TextPasses:
             with teacher_forced(self.model, schedule, self.prompt):
                 return self.model(**self._inputs(0, width), use_cache=False, **options).logits
         cache = deepcopy(self._cache)
-        cache.begin_text(with_lenders_first(schedule, self.model.config))
+        gates = gate_state(self.model)
+        cache.begin_text(bind(schedule, self.model.config, gates.adapter and gates.adapter.schedules))
         return self.model(**self._inputs(self.prompt, width), **{CACHE: cache}, use_cache=True, **options).logits
 
     def _inputs(self, start: int, stop: int) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from ..errors import UnsupportedModel
 from ..loading.load import checkpoint_files
-from ..model.adapter import Adapter
-from ..model.adapter_folder import check_base_files, read_adapter
+from ..model.adapter import Adapter, check_base_files, read_adapter
 from .attention import Narrowing, Prepared
 from .compile import CompiledLayers, is_compiled
 from .gate import add_gates, layers_of

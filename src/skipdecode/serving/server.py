@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from ..errors import MissingExtra, UsageError
 from ..loading.load import adapter_of, checkpoint_files, read_config, refuse_gguf, resolve
-from ..model.adapter_folder import check_base_files
+from ..model.adapter import check_base_files
 from ..model.config import CONFIG_KEY
 from .release import require_vllm
 from .settings import Serving

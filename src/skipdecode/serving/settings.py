@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
 from pathlib import Path
 from typing import Any
 
 from ..errors import ScheduleError
-from ..model.adapter import check_trained
-from ..model.adapter_folder import read_schedules
+from ..model.adapter import read_schedules
 from ..model.config import (
     CONFIG_KEY,
-    layer_count,
-    schedule_for,
-    set_entry,
-    to_config_entry,
-    trained_schedules,
+    bind,
+    config_schedules,
+    num_layers,
     untrained_warning,
 )
-from ..schedule import Schedule, parse_prompt_layers
+from ..schedule import Schedule, choose_schedule, parse_prompt_layers
 from .buckets import Buckets, choose_buckets
 
 #: Keys of ``--additional-config '{"skipdecode": {…}}'``.
@@ -66,33 +62,31 @@ class Serving:
         options = {name: value for name, value in (options or {}).items() if value is not None}
         if unknown := ", ".join(sorted(options.keys() - set(OPTIONS))):
             raise ScheduleError(f"unknown options of {CONFIG_KEY}: {unknown}; known are {', '.join(OPTIONS)}")
-        self.num_layers = layer_count(config)
+        self.num_layers = num_layers(config)
         if not isinstance(options.get("adapter", ""), str | Path):
             raise ScheduleError(f"adapter is the folder of one, not {options['adapter']!r}")
         self.adapter = Path(options["adapter"]) if "adapter" in options else None
         if self.adapter is not None:
-            config, learnt = copy(config), read_schedules(self.adapter)
-            set_entry(config, to_config_entry(learnt))
+            learnt = read_schedules(self.adapter)
+        stored = config_schedules(config) if self.adapter is None else learnt
         if "schedule" in options:
             if others := ", ".join(sorted(options.keys() - {"schedule", "adapter"})):
                 raise ScheduleError(f"a schedule of {CONFIG_KEY} is for every request: leave out {others}")
-            schedule = schedule_for(config, schedule=Schedule.from_dict(options["schedule"]))
+            schedule = Schedule.from_dict(options["schedule"])
             self.default = float(schedule.target)
             self.schedules = {self.default: schedule}
             self.load = None
         else:
-            stored = trained_schedules(config)
             offered = self._offered(options, stored)
             layers = parse_prompt_layers(options.get("prompt_layers"))
-            self.schedules = {speedup: _schedule(config, speedup, layers, stored) for speedup in offered}
+            self.schedules = {speedup: _schedule(self.num_layers, speedup, layers, stored) for speedup in offered}
             trained = [speedup for speedup in offered if speedup in stored]
             self.default = self.speedup(options.get("speedup", max(trained, default=offered[0])))
             self.load = self._load(options)
-        if self.adapter is not None:
-            for schedule in self.schedules.values():
-                check_trained(learnt, schedule)
+        trained = None if self.adapter is None else learnt
+        self.schedules = {speedup: bind(schedule, config, trained) for speedup, schedule in self.schedules.items()}
         self.buckets: Buckets = choose_buckets(self.schedules.values())
-        self.untrained = untrained_warning(config, self.schedules[max(self.schedules)])
+        self.untrained = untrained_warning(self.schedules[max(self.schedules)], stored)
 
     def speedup(self, value: Any, name: str = "speedup") -> float:
         """Return ``value`` as a float. Raises ScheduleError, naming the option, if the server does not offer it."""
@@ -130,13 +124,13 @@ class Serving:
         return {name.removeprefix("load_"): value for name, value in limits.items()}
 
 
-def _schedule(config: Any, speedup: float, layers: Any, stored: Mapping[float, Schedule]) -> Schedule:
+def _schedule(num_layers: int, speedup: float, layers: Any, stored: Mapping[float, Schedule]) -> Schedule:
     """Return the schedule of one speed-up, with ``layers`` as its prompt layers."""
     # A falling depth needs requests that start together; a server's do not. Trained schedules keep their decay.
     style: dict[str, Any] = {} if stored else {"decay": "constant"}
     if layers is None and stored and speedup not in stored:
         layers = stored[max(stored)].style.get("prompt_layers")  # a number may be too low at a lower speed-up
-    schedule = schedule_for(config, speedup, **style | ({"prompt_layers": "max"} if layers else {}))
+    schedule = choose_schedule(stored, num_layers, speedup, **style | ({"prompt_layers": "max"} if layers else {}))
     return schedule if layers in (None, "max") else schedule.replace(prompt_layers=max(layers, schedule.max_depth))
 
 

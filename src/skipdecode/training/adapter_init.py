@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..model.adapter import Adapter, Gap, gaps_between
-from ..model.inspect import decoder_layers, lenders
+from ..model.adapter import Adapter, SkippedSpan, skipped_spans
+from ..model.inspect import decoder_layers, kv_shared_layers
 from ..model.patch import gate_state
-from ..model.teacher_forcing import TextPasses
+from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule
 
 #: Ridge penalty, as a share of the mean variance of the hidden states.
@@ -58,7 +58,7 @@ class Moments:
 
 
 @torch.no_grad()
-def fit_stand_ins(adapter: Adapter, passes: Sequence[TextPasses]) -> None:
+def fit_stand_ins(adapter: Adapter, passes: Sequence[PrefilledBatch]) -> None:
     """Fit each stand-in to the full model's hidden states after its gap, a depth's gaps from the bottom up.
 
     Args:
@@ -67,31 +67,33 @@ def fit_stand_ins(adapter: Adapter, passes: Sequence[TextPasses]) -> None:
     """
     schedules = adapter.schedules.values()
     flat = {each.layers(depth): each.flat(depth) for each in schedules for depth in each.distinct_depths}
-    fitted: set[Gap] = set()
+    fitted: set[SkippedSpan] = set()
     for place in range(max(each.num_layers for each in schedules)):
         # The gap at this place from the bottom, of each depth: what lies below it is fitted already.
-        todo: dict[Gap, Schedule] = {}
+        todo: dict[SkippedSpan, Schedule] = {}
         for layers, schedule in flat.items():
-            gaps = gaps_between(layers, schedule.num_layers)
+            gaps = skipped_spans(layers, schedule.num_layers)
             if place < len(gaps) and gaps[place] not in fitted:
                 todo.setdefault(gaps[place], schedule)
         for gap, moments in _moments(todo, passes, below=place > 0).items():
-            stand_in: Any = adapter.stand_ins[str(gap)]
+            stand_in: Any = adapter.bypasses[str(gap)]
             values = moments.solve(stand_in.down.shape[1])
             for parameter, value in zip((stand_in.down, stand_in.up, stand_in.bias), values, strict=True):
                 parameter.copy_(value)
         fitted |= {*todo}
 
 
-def _moments(gaps: Mapping[Gap, Schedule], passes: Sequence[TextPasses], below: bool) -> dict[Gap, Moments]:
+def _moments(
+    gaps: Mapping[SkippedSpan, Schedule], passes: Sequence[PrefilledBatch], below: bool
+) -> dict[SkippedSpan, Moments]:
     """Return the moments of what each gap is given and what full depth adds there.
 
     ``below`` tells that the gap's schedule skips layers below it: what it is given is not what full depth is given.
     """
-    found: dict[Gap, Moments] = {}
+    found: dict[SkippedSpan, Moments] = {}
     for each in passes if gaps else ():
         # Only the last position's logits, unless the model would then leave positions out of layers that borrow keys.
-        few: Any = {} if lenders(each.model.config) else {"logits_to_keep": 1}
+        few: Any = {} if kv_shared_layers(each.model.config) else {"logits_to_keep": 1}
         with _hidden_states(each, {end for gap in gaps for end in gap}) as full:
             each.logits(**few)
         for gap, schedule in gaps.items():
@@ -107,7 +109,7 @@ def _moments(gaps: Mapping[Gap, Schedule], passes: Sequence[TextPasses], below: 
 
 
 @contextmanager
-def _hidden_states(passes: TextPasses, before: Collection[int]) -> Iterator[dict[int, Tensor]]:
+def _hidden_states(passes: PrefilledBatch, before: Collection[int]) -> Iterator[dict[int, Tensor]]:
     """Return a context within which the newest pass over the texts leaves what layers are given, (batch, R, …, size).
 
     A layer that a position skips passes on what the position was given, so each place holds all R positions. A position

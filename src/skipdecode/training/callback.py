@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from ..errors import UsageError
 from ..latency.resolve import new_schedule
 from ..model.attach import attach, teacher_forced
-from ..model.config import set_entry, to_config_entry, trained_schedules
+from ..model.config import config_schedules, set_entry, to_config_entry
 from ..model.gate import refuse_packed
 from ..schedule import Schedule
 
@@ -92,7 +92,7 @@ class Skipping(TrainerCallback):
         config: Any = attach(model).config
         if not self.schedules:
             self.schedules = {float(each): new_schedule(config, each, **self.basis) for each in self.speedups}
-        if trained_schedules(config) != self.schedules:
+        if config_schedules(config) != self.schedules:
             set_entry(config, to_config_entry(self.schedules))
         self.model = model
         model.register_forward_pre_hook(self._before, with_kwargs=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ..errors import FileError, JobError
+from ..errors import FileError, UsageError
 from ..files import locked, read_json, sync_folder, write
 from ..model.config import ADAPTER_FILE
 from ..provenance import MATTERS
@@ -75,13 +75,13 @@ class RunFolder:
     def newest(self, run: Mapping[str, Any], say: Callable[[str], object]) -> Path | None:
         """Return the newest undamaged checkpoint, None if there is none; ``say`` reports each damaged one.
 
-        Raises JobError if that checkpoint's run has another identity than ``run``, and names what differs.
+        Raises UsageError if that checkpoint's run has another identity than ``run``, and names what differs.
         """
         for path in reversed(self.checkpoints()):
             sealed, damage = _damage(path)
             differs = [name.replace("_", " ") for name in run if sealed.get(name) != json.loads(_json(run[name]))]
             if damage is None and differs:
-                raise JobError(
+                raise UsageError(
                     f"{self.folder} holds checkpoints of a run with another {', '.join(differs)}: "
                     "give another --output, or --no-resume to drop them"
                 )
@@ -152,7 +152,7 @@ def run_folder(folder: str | Path, *starts: str | None) -> Iterator[RunFolder]:
         starts: the model to train, and what else training starts from: none may be in ``folder``.
 
     Raises:
-        JobError: another process trains there.
+        UsageError: another process trains there.
         FileError: :meth:`RunFolder.claim` refuses the folder.
         OSError: it cannot be created.
     """

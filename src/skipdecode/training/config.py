@@ -13,7 +13,7 @@ from typing import Any, Literal, get_type_hints
 
 from ..errors import UsageError
 from ..evaluation.methods import MethodName, get_method
-from ..model.config import ADAPTER_FILE, DEFAULT_HORIZON, DEFAULT_METHOD, DEFAULT_SPEEDUP, layer_count, schedules_of
+from ..model.config import ADAPTER_FILE, DEFAULT_HORIZON, DEFAULT_METHOD, DEFAULT_SPEEDUP, num_layers, schedules_of
 from ..schedule import Schedule, parse_prompt_layers
 from . import form
 from .options import convert_value, option, option_name, read_order, read_run_file, read_schedule
@@ -207,7 +207,7 @@ class TrainingPlan:
             value = getattr(self, name)
             object.__setattr__(self, name, convert(value) if convert else convert_value(name, kind, value, about))
         if self.model and (Path(self.model) / ADAPTER_FILE).is_file():
-            from ..model.adapter_folder import read_about  # not above: the command line's help needs no torch
+            from ..model.adapter import read_about  # not above: the command line's help needs no torch
 
             object.__setattr__(self, "adapter", self.adapter or self.model)
             object.__setattr__(self, "model", read_about(Path(self.model))["base_model"])
@@ -248,7 +248,7 @@ class TrainingPlan:
         """Return the schedules of the adapter to begin with; none without one. Raises FileError if it is damaged."""
         if self.adapter is None:
             return {}
-        from ..model.adapter_folder import locate_adapter, read_schedules
+        from ..model.adapter import locate_adapter, read_schedules
 
         return read_schedules(locate_adapter(self.adapter))
 
@@ -276,7 +276,7 @@ class TrainingPlan:
             return self.style
         style: dict[str, Any] = {"decay": "constant"}
         if self.order in (None, "top"):
-            style["warmup"] = form.warmup_layers(layer_count(config), max(self.budgets))
+            style["warmup"] = form.warmup_layers(num_layers(config), max(self.budgets))
         return style | self.style
 
     def first_schedules(self, config: Any) -> dict[float, Schedule]:
@@ -284,12 +284,12 @@ class TrainingPlan:
 
         Raises ScheduleError if the plan's does not fit the model, or none can be made for it.
         """
-        layers, horizon = layer_count(config), self.horizon or DEFAULT_HORIZON
+        layers, horizon = num_layers(config), self.horizon or DEFAULT_HORIZON
         if self.adapter:
             begun = self.begun
             return {speedup: begun[speedup] for speedup in self.budgets}
         if self.schedule:
-            return {self.budgets[0]: self.schedule.check_layers(layers)}
+            return {self.budgets[0]: self.schedule}
         style = self.style_for(config)
         return {speedup: Schedule.for_speedup(speedup, layers, horizon, **style) for speedup in self.budgets}
 
@@ -378,9 +378,9 @@ class TrainingPlan:
         """
         from transformers.integrations import get_available_reporting_integrations
 
-        layers = layer_count(config)
+        layers = num_layers(config)
         if self.adapter:
-            from ..model.adapter_folder import locate_adapter, read_adapter
+            from ..model.adapter import locate_adapter, read_adapter
             from ..model.inspect import text_config
 
             size, width = read_adapter(locate_adapter(self.adapter)).size, text_config(config).hidden_size

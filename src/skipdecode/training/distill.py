@@ -18,11 +18,11 @@ from ..evaluation.divergence import Damage, damage
 from ..generation.engine import Engine
 from ..generation.generate import generate_ids, max_positions
 from ..generation.job import GenerationJob
-from ..model.adapter import Adapter
-from ..model.adapter_folder import locate_adapter, read_adapter
+from ..model.adapter import Adapter, locate_adapter, read_adapter
 from ..model.attach import attach
-from ..model.inspect import text_config, with_lenders_first
-from ..model.teacher_forcing import TextPasses
+from ..model.config import bind
+from ..model.inspect import text_config
+from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule
 from .adapter_init import fit_stand_ins
 from .checkpoints import RunFolder
@@ -126,7 +126,7 @@ def make_learner(
     model.eval().requires_grad_(False)
     begun = read_adapter(locate_adapter(plan.adapter)) if plan.adapter else None
     rank = begun.rank if begun else plan.adapter_rank
-    known = {speedup: with_lenders_first(schedule, model.config) for speedup, schedule in schedules.items()}
+    known = {speedup: bind(schedule, model.config) for speedup, schedule in schedules.items()}
     adapter = Adapter(text_config(model.config).hidden_size, rank, known)
     attach(model, adapter=adapter)
     if begun:
@@ -134,7 +134,7 @@ def make_learner(
         adapter.load_state_dict({name: weights[name] for name in adapter.state_dict()})
         say(f"training begins with the adapter in {plan.adapter}")
     elif batches:
-        fit_stand_ins(adapter, [TextPasses(model, batch) for batch in batches])
+        fit_stand_ins(adapter, [PrefilledBatch(model, batch) for batch in batches])
     say(f"the adapter has {sum(weight.numel() for weight in adapter.parameters()):,} weights; the model stays as it is")
     return AdapterLearner(model, adapter)
 
@@ -147,7 +147,7 @@ def say_damage(
     say: Callable[[str], object],
 ) -> list[Damage]:
     """Say, and return, how far each speed-up is from full depth on the texts that are held out, if there are any."""
-    measured = damage((TextPasses(model, batch) for batch in batches), [*schedules.values()]) if batches else []
+    measured = damage((PrefilledBatch(model, batch) for batch in batches), [*schedules.values()]) if batches else []
     for speedup, found in zip(schedules, measured, strict=False):
         within = f" (95%: {found.interval[0]:.3f} to {found.interval[1]:.3f})" if found.interval else ""
         say(

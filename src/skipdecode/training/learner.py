@@ -13,14 +13,14 @@ from torch.nn.functional import cross_entropy
 from ..data.collator import Collator
 from ..loading.device import synchronize
 from ..model.adapter import Adapter
-from ..model.teacher_forcing import TextPasses
+from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule
 
 
 class FullDepth(NamedTuple):
     """What full depth says of a batch of texts, for all schedules that learn from it."""
 
-    passes: TextPasses
+    passes: PrefilledBatch
     #: Probabilities of all tokens, (batch, R, vocabulary), and their entropies in nats, (batch, R).
     target: Tensor
     entropy: Tensor
@@ -56,7 +56,7 @@ class AdapterLearner(nn.Module):
         Args:
             batch: as :class:`~skipdecode.data.collator.Collator` makes it.
         """
-        passes = TextPasses(self.model, batch)
+        passes = PrefilledBatch(self.model, batch)
         logits = passes.logits().float()
         target = logits.softmax(-1)
         return FullDepth(passes, target, _cross_entropy(logits, target))

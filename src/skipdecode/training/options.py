@@ -12,9 +12,8 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import yaml
 
-from ..decays import ORDERS
 from ..errors import FileError, UsageError
-from ..schedule import MOST_LAYERS, Schedule
+from ..schedule import ORDERS, Schedule
 from .checkpoints import AUTHOR
 
 #: Default upper limit of a number; it fits in 32 bits.
@@ -80,7 +79,7 @@ def read_order(value: Any) -> str | tuple[int, ...] | None:
     if value is None or value in ORDERS:
         return value
     try:
-        return convert_value("order", tuple[int, ...], value, {"least": 0, "most": MOST_LAYERS})
+        return convert_value("order", tuple[int, ...], value, {"least": 0, "most": 1000})
     except UsageError:
         _refuse("--order", value, f"takes {', '.join(ORDERS)}, or all layers (0,2,1,…); --schedule takes a file")
 

@@ -15,7 +15,6 @@ import torch
 
 from ..data.collator import batches_of
 from ..data.tasks import get_task
-from ..decays import flat_depth
 from ..errors import UsageError
 from ..evaluation.divergence import Damage, damage
 from ..files import check_target, has_key, write
@@ -26,10 +25,10 @@ from ..latency.profile import Profile, check_profile
 from ..loading.load import load, read_config, refuse_adapter
 from ..model.adapter import Adapter
 from ..model.attach import attach, put_adapter
-from ..model.config import DEFAULT_METHOD, layer_count, schedules_of
-from ..model.inspect import text_config, with_lenders_first
-from ..model.teacher_forcing import TextPasses
-from ..schedule import Schedule
+from ..model.config import DEFAULT_METHOD, bind, num_layers, schedules_of
+from ..model.inspect import text_config
+from ..model.teacher_forcing import PrefilledBatch
+from ..schedule import Schedule, flat_depth
 from .adapter_init import fit_stand_ins
 from .form import EPOCHS, RANK, ROWS, warmup_layers
 from .learner import AdapterLearner
@@ -185,7 +184,7 @@ def probe_model(
 
     Raises:
         UsageError: fewer than four texts are left, ``name`` is an adapter, or the profile is for something else.
-        FileError, JobError: one of the files in ``folder`` is there, and was not written by a probe like this one.
+        FileError, UsageError: one of the files in ``folder`` is there, and was not written by a probe like this one.
         SkipDecodeError: the model, or the prompts, cannot be read.
     """
     refuse_adapter(name, "probe")
@@ -194,7 +193,7 @@ def probe_model(
         folder.mkdir(parents=True, exist_ok=True)
         check_target(folder / "probe.json", may_replace=is_probe)
     config = read_config(name, where.get("revision"))
-    speedups, layers = sorted({*speedups}), layer_count(config)
+    speedups, layers = sorted({*speedups}), num_layers(config)
     if not 1 <= speedups[0] <= speedups[-1] <= layers:
         raise UsageError(f"speed-ups are 1 to {layers}, the model's number of layers, not {speedups}")
     predictor, rows = None, None
@@ -225,7 +224,7 @@ def probe_model(
     with torch.no_grad():
         fitted_to, measured = (
             [
-                TextPasses(model, batch)
+                PrefilledBatch(model, batch)
                 for batch in batches_of(part, tokenizer, batch_size, limit, model.device, as_written=True)
             ]
             for part in (texts[:half], texts[half:])
@@ -241,7 +240,7 @@ def probe_model(
             left = (time.perf_counter() - start) * (len(chosen) - 1)
             say(f"{len(chosen)} choices of layers are tried: about {left / 60:.0f} minutes more")
         (bare,) = damage(measured, [schedule])
-        adapter = Adapter(text_config(config).hidden_size, rank, {speedup: with_lenders_first(schedule, config)})
+        adapter = Adapter(text_config(config).hidden_size, rank, {speedup: bind(schedule, config)})
         put_adapter(model, adapter)
         fit_stand_ins(adapter, fitted_to)
         (mapped,) = damage(measured, [schedule])

@@ -14,7 +14,7 @@ from ..data.chat import Prompt, as_json, parse_messages
 from ..data.inputs import Item, read_examples
 from ..data.tasks import Example, Task
 from ..data.tasks.base import subsample
-from ..errors import JobError, TaskError
+from ..errors import DataError, UsageError
 from ..files import read_json, write
 from ..generation.job import GenerationJob
 from ..generation.stats import Completion
@@ -34,13 +34,13 @@ def read_prompts(
 ) -> list[Prompt]:
     """Return the prompts of a file, or of a task's training split; None: one empty text, the begin-of-text token.
 
-    ``say`` is called with a message about each bad line of a file. Raises TaskError if there are no prompts.
+    ``say`` is called with a message about each bad line of a file. Raises DataError if there are no prompts.
     """
     if source is None:
         return [""]
     prompts = [example.prompt for example in read_examples(task, Path(source), "train", say)]
     if not prompts:
-        raise TaskError(f"{source} holds no prompts")
+        raise DataError(f"{source} holds no prompts")
     return list(dict.fromkeys(prompts))
 
 
@@ -69,8 +69,7 @@ def own_texts(
         The texts, without those that are empty, end in a loop, or were written before for the same prompt.
 
     Raises:
-        JobError: ``file`` holds texts of another model, or written with other prompts or options; or it is damaged, or
-            no file of this function.
+        UsageError: ``file`` holds texts of another model, prompts or options; or it is damaged.
         SkipDecodeError: as :meth:`GenerationJob.run` raises it.
     """
     chosen = [each.prompt for each in subsample([Example(prompt, ()) for prompt in prompts], count)]
@@ -84,16 +83,16 @@ def own_texts(
     if file and about and about.exists():
         begun: Any = read_json(about)
         if not isinstance(begun, dict) or "job" not in begun:
-            raise JobError(f"{about} was not written by skipdecode: move it away, or give another folder")
+            raise UsageError(f"{about} was not written by skipdecode: move it away, or give another folder")
         if begun["job"] != key:
-            raise JobError(
+            raise UsageError(
                 f"{file} was written by another model or version, or with other prompts or options: move it away"
             )
         return _read(file, begun["sha256"])
     raw = file and file.with_name(f"{file.stem}.{key[:8]}.raw.jsonl")
     finished = raw and raw.exists() and not raw.with_name(raw.name + ".partial").exists()
     if file and file.exists() and not finished:
-        raise JobError(f"{file} is there and was not written by skipdecode: move it away, or give another folder")
+        raise UsageError(f"{file} is there and was not written by skipdecode: move it away, or give another folder")
     if raw and finished:
         made: Mapping[int, Completion] = _finished(raw)  # by a run that was killed before it chose from them
     else:
@@ -104,7 +103,7 @@ def own_texts(
         if not made:
             if raw:
                 raw.unlink()
-            raise TaskError(f"nothing could be written: {items[0].error} (--prompts FILE gives other prompts)")
+            raise DataError(f"nothing could be written: {items[0].error} (--prompts FILE gives other prompts)")
     texts, left_out = dict[Example, None](), {"empty": 0, "looping": 0, "cut off": 0, "repeated": 0, "refused": 0}
     for index, row in enumerate(rows):
         text = made[index].text if index in made else None
@@ -121,7 +120,7 @@ def own_texts(
     if any(left_out.values()):
         lost = ", ".join(f"{n:,} {what}" for what, n in left_out.items() if n)
         if not texts:
-            raise TaskError(f"no text is left to learn from ({lost}): give other --prompts, or another --temperature")
+            raise DataError(f"no text is left to learn from ({lost}): give other --prompts, or another --temperature")
         say(f"left out of the own texts: {lost}")
     if file and about and raw:
         lines = (
@@ -170,10 +169,10 @@ def _finished(raw: Path) -> dict[int, Completion]:
 
 
 def _read(file: Path, checksum: str) -> list[Example]:
-    """Return the texts of a file. Raises JobError if they are not those that were written."""
+    """Return the texts of a file. Raises UsageError if they are not those that were written."""
     written = file.read_bytes() if file.exists() else b""
     if sha256(written).hexdigest() != checksum:
-        raise JobError(f"{file} has changed since it was written: remove it and {file.with_suffix('.json')}")
+        raise UsageError(f"{file} has changed since it was written: remove it and {file.with_suffix('.json')}")
     found = []
     for row in map(json.loads, written.decode().split("\n")[:-1]):
         prompt = row["prompt"] if isinstance(row["prompt"], str) else parse_messages(row["prompt"])

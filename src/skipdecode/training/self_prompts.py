@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.chat import Message, Prompt, around_message, texts_for_a_chat_model
-from ..errors import TaskError
+from ..errors import DataError
 from ..files import read_json, write
 from ..generation.generate import max_positions
 from ..generation.job import GenerationJob
@@ -46,7 +46,7 @@ def prompts_for(
         on_start, on_batch, say: as :meth:`GenerationJob.run` takes them.
 
     Raises:
-        TaskError: ``source`` holds no prompts, or the model writes no message that ends.
+        DataError: ``source`` holds no prompts, or the model writes no message that ends.
         SkipDecodeError: as :func:`own_texts` raises it, or the chat template takes no user's message.
     """
     tokenizer = load_tokenizer(job.model, job.revision)
@@ -68,7 +68,7 @@ def prompts_for(
     asked = own_texts(asking, [before], count, file, ended=True, on_start=on_start, on_batch=on_batch, say=say)
     messages = [text.references[0].split(after)[0].strip() for text in asked]
     if not any(messages):
-        raise TaskError("the model writes no user's message that ends: give --prompts FILE")
+        raise DataError("the model writes no user's message that ends: give --prompts FILE")
     return [(Message("user", message),) for message in dict.fromkeys(messages) if message]
 
 

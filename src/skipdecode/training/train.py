@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from ..data.collator import Collator, batches_of, encoded
 from ..data.tasks import Example, Task, task_from
-from ..errors import TaskError, UsageError
+from ..errors import DataError, UsageError
 from ..evaluation.methods import get_method
 from ..generation.engine import Transformers
 from ..generation.engines import get_engine
@@ -27,7 +27,7 @@ from ..hub.custom_generate import write_custom_generate
 from ..latency.fitting import batch_lengths
 from ..latency.resolve import method_schedule, new_schedule
 from ..loading import load as loading
-from ..model.adapter_folder import locate_adapter, save_adapter
+from ..model.adapter import locate_adapter, save_adapter
 from ..model.attach import attach
 from ..model.config import schedules_of, set_entry, to_config_entry
 from ..provenance import fingerprint, identity
@@ -59,9 +59,9 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
 
     Raises:
         UsageError, ScheduleError: the plan does not fit the model.
-        TaskError: the data is missing, does not fit the task, or is longer than the model's positions.
+        DataError: the data is missing, does not fit the task, or is longer than the model's positions.
         ModelError: the model or teacher is missing, is damaged, or cannot skip layers.
-        JobError: another process trains in the folder, or its checkpoints belong to another run.
+        UsageError: another process trains in the folder, or its checkpoints belong to another run.
         FileError: the folder holds what is to be trained, or a model or checkpoints that no training run wrote.
         DivergedError: the loss or a weight is not finite; the last checkpoint and model stay.
     """
@@ -83,7 +83,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
                 )
             if not done and (source := plan.prompts or plan.data):  # a wrong one is told before anything is loaded
                 if plan.prompts and not Path(source).exists():
-                    raise TaskError(f"there is no file {source}, of which --prompts takes the prompts")
+                    raise DataError(f"there is no file {source}, of which --prompts takes the prompts")
                 read_prompts(source, task)
             job = writing_job(plan, task, Transformers() if done else get_engine(plan.engine), args.device)
             job.engine.check(job, config, loading.read_generation_config(job.model))
@@ -99,7 +99,7 @@ def train(plan: TrainingPlan, *, resume: bool = True, say: Callable[[str], objec
             Dataset.from_list(encoded(part, tokenizer, limit, as_written=written)) for part in (training, validation)
         )
         if not len(rows):
-            raise TaskError(f"no training example fits the model's {limit} positions")
+            raise DataError(f"no training example fits the model's {limit} positions")
         for what, count in (("training", len(training) - len(rows)), ("validation", len(validation) - len(held_out))):
             if count:
                 say(f"{count:,} {what} rows are left out: they have over {limit:,} tokens, the model's positions")
@@ -188,9 +188,8 @@ def _run(
         with writing(folder.folder):
             if plan.learns_adapter:
                 name = str(plan.model)
-                files = loading.hash_of_checkpoint(name, model.model)
                 base = name if name == "demo" else loading.resolve(name)  # an absolute path, or a name on the hub
-                save_adapter(staging, model.adapter, model.model, base, files)
+                save_adapter(staging, model.adapter, model.model, base)
             else:
                 model.save_pretrained(staging)
                 trainer.processing_class.save_pretrained(staging)
@@ -278,11 +277,11 @@ def _schedules(
 
 
 def _read(plan: TrainingPlan, task: Task) -> tuple[list[Example], list[Example]]:
-    """Return the rows to train on, and those to evaluate with. Raises TaskError if there are none of the former."""
+    """Return the rows to train on, and those to evaluate with. Raises DataError if there are none of the former."""
     data = Path(plan.data or ".")
     training = task.read(data, "train")
     if not training:
-        raise TaskError(f"{data} holds no training rows")
+        raise DataError(f"{data} holds no training rows")
     return training, task.read(data, "validation")[: plan.max_eval_samples] if plan.eval_steps else []
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
-from ..errors import DivergedError, JobError
+from ..errors import DivergedError, UsageError
 from ..schedule import Schedule
 from .callback import Skipping
 from .callbacks import StepSeed, TrainingBar
@@ -101,10 +101,10 @@ class SkipTrainer(Trainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return a step's batches; none after the last step, where transformers would train one step too many.
 
-        Raises JobError if the checkpoint resumed from is past the last step.
+        Raises UsageError if the checkpoint resumed from is past the last step.
         """
         if self.state.global_step > self.state.max_steps:
-            raise JobError(
+            raise UsageError(
                 f"{self.args.output_dir} holds a checkpoint of step {self.state.global_step}, past the "
                 f"{self.state.max_steps} asked for: give another --output, or --no-resume to drop it"
             )

@@ -16,9 +16,8 @@ from skipdecode.errors import SkipDecodeError, UsageError
 from skipdecode.generation.generate import max_positions
 from skipdecode.generation.options import check_with_model
 from skipdecode.loading.load import adapter_of, load, read_config, read_generation_config
-from skipdecode.model.adapter_folder import trained_schedule
-from skipdecode.model.config import trained_schedules, untrained_warning
-from skipdecode.model.inspect import with_lenders_first
+from skipdecode.model.adapter import trained_schedule
+from skipdecode.model.config import bind, config_schedules, trained_schedules, untrained_warning
 from skipdecode.schedule import Schedule
 from skipdecode.web.drawing import figures, marked, picture
 from skipdecode.web.writing import Written, write_side_by_side
@@ -55,14 +54,14 @@ def schedules_for(
         UsageError: there are more than three speed-ups.
         ScheduleError: the model or the adapter has no schedule for one of them.
     """
-    trained = trained_schedules(config)
+    trained = config_schedules(config)
     if speedups is None:
         faster = sorted(speedup for speedup in trained if speedup > 1)
         speedups = (1.0, *{faster[(len(faster) - 1) // 2], faster[-1]}) if faster else UNTRAINED
     if len(speedups) > SIDE_BY_SIDE:
         raise UsageError(f"{SIDE_BY_SIDE} speed-ups fit side by side, not {len(speedups)}")
     chosen = {speedup: trained_schedule(config, speedup, adapter, LONGEST) for speedup in sorted(speedups)}
-    return {speedup: with_lenders_first(schedule, config) for speedup, schedule in chosen.items()}
+    return {speedup: bind(schedule, config) for speedup, schedule in chosen.items()}
 
 
 def page(model: Any, tokenizer: Any, schedules: Mapping[float, Schedule], name: str = "the model") -> gr.Blocks:
@@ -76,7 +75,7 @@ def page(model: Any, tokenizer: Any, schedules: Mapping[float, Schedule], name: 
     """
     machine, chats = threading.Lock(), tokenizer.chat_template is not None
     limit = max_positions(model.config)
-    warnings = [said for each in schedules.values() if (said := untrained_warning(model.config, each))]
+    warnings = [said for each in schedules.values() if (said := untrained_warning(each, trained_schedules(model)))]
 
     def write(text: str, as_message: bool, most: float) -> Iterator[list[str]]:
         prompt: Prompt = (Message("user", text),) if as_message else text

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...errors import TaskError
+from ...errors import DataError
 from .base import Example, Task, subsample
 from .datasets import CNN_DM, E2E, REDDIT_TLDR
 from .jsonl import Jsonl
@@ -25,19 +25,19 @@ def get_task(name: str, **options: Any) -> Task:
         options: fields of ``Jsonl`` that a user may set; None: not given.
 
     Raises:
-        TaskError: there is no such task, or it does not have an option.
+        DataError: there is no such task, or it does not have an option.
     """
     if name not in TASKS:
-        raise TaskError(f"unknown task {name!r}; known are {', '.join(TASKS)}")
+        raise DataError(f"unknown task {name!r}; known are {', '.join(TASKS)}")
     given = {option: value for option, value in options.items() if value is not None}
     for option in given:
         if name != "jsonl" or option not in OPTIONS:
-            raise TaskError(f"{option} goes with {'jsonl' if option in OPTIONS else 'no task'}, not with {name}")
+            raise DataError(f"{option} goes with {'jsonl' if option in OPTIONS else 'no task'}, not with {name}")
     return replace(TASKS[name], **given)
 
 
 def task_from(options: Mapping[str, Any]) -> Task:
-    """Return the task that a command's or plan's options choose, with the task's own options. Raises TaskError."""
+    """Return the task that a command's or plan's options choose, with the task's own options. Raises DataError."""
     return get_task(options["task"], **{name: options[name] for name in OPTIONS})
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import TaskError
+from ...errors import DataError
 from ..chat import Prompt
 
 
@@ -50,11 +50,11 @@ class Task(ABC):
 
     @abstractmethod
     def example(self, row: Mapping[str, Any]) -> Example:
-        """Return the example of a row: its prompt, and any references. Raises TaskError if it has no prompt."""
+        """Return the example of a row: its prompt, and any references. Raises DataError if it has no prompt."""
 
     @abstractmethod
     def check_reference(self, row: Mapping[str, Any]) -> None:
-        """Raise TaskError, which says why, if a row has no reference."""
+        """Raise DataError, which says why, if a row has no reference."""
 
     @abstractmethod
     def read(self, folder: Path, split: str) -> list[Example]:
@@ -63,7 +63,7 @@ class Task(ABC):
         ``train`` has an example per reference; the other splits have one per prompt, with all its references.
 
         Raises:
-            TaskError: the data is missing, or a row has no prompt or reference.
+            DataError: the data is missing, or a row has no prompt or reference.
         """
 
     def examples(self, rows: Iterable[tuple[str, Mapping[str, Any]]], split: str) -> list[Example]:
@@ -74,8 +74,8 @@ class Task(ABC):
                 example = self.example(row)
                 if not example.references:
                     self.check_reference(row)
-            except TaskError as problem:
-                raise TaskError(f"{where}: {problem}") from None
+            except DataError as problem:
+                raise DataError(f"{where}: {problem}") from None
             found.append(replace(example, cut=row.get("finish_reason") == "length"))
         if split == "train":
             return [Example(each.prompt, (text,), each.cut) for each in found for text in each.references]
@@ -84,14 +84,14 @@ class Task(ABC):
         return [replace(each, cut=cut[each.prompt]) for each in gathered]
 
     def check_text(self, row: Mapping[str, Any], columns: Iterable[str]) -> None:
-        """Raise TaskError if one of ``columns`` holds no text in ``row``."""
+        """Raise DataError if one of ``columns`` holds no text in ``row``."""
         empty = [column for column in columns if not holds_text(row.get(column))]
         if not empty:
             return
         message = f"no {' and no '.join(empty)}"
         if not set(empty) <= set(row):
             message += f": the columns are {self.described}; it has {', '.join(map(str, row))[:200] or 'none'}"
-        raise TaskError(message)
+        raise DataError(message)
 
     def score(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
         """Return corpus BLEU (lower-cased sacrebleu) and mean ROUGE-L, 0 to 100, against all references."""

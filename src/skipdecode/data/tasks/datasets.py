@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import TaskError
+from ...errors import DataError
 from .base import Example, Task, holds_text
 from .splits import FILES, split_rows
 
@@ -52,7 +52,7 @@ class DataSet(Task):
         return Example(prompt, () if reference is None else (normalize_whitespace(reference),))
 
     def check_reference(self, row: Mapping[str, Any]) -> None:
-        """Raise TaskError if a row has no reference."""
+        """Raise DataError if a row has no reference."""
         self.check_text(row, [column for column, name in self._version(row).items() if name == REFERENCE])
 
     def read(self, folder: Path, split: str) -> list[Example]:
@@ -97,7 +97,7 @@ def _restaurant(texts: Mapping[str, str]) -> str:
     mr = texts["mr"]
     attributes = ATTRIBUTE.findall(mr)
     if not attributes or ATTRIBUTE.sub("", mr).strip():
-        raise TaskError(f"not a meaning representation like 'name[Aromi], food[English]': {mr!r}")
+        raise DataError(f"not a meaning representation like 'name[Aromi], food[English]': {mr!r}")
     return ", ".join(f"{key.strip()} {value.strip()}" for key, value in attributes) + " ->"
 
 

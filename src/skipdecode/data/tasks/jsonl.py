@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import TaskError
+from ...errors import DataError
 from ..chat import parse_messages
 from .base import Example, Task, holds_text
 from .splits import FILES, file_rows, find
@@ -34,11 +34,11 @@ class Jsonl(Task):
 
     def __post_init__(self) -> None:
         if self.prompt_share is not None and not 0 <= self.prompt_share < 1:
-            raise TaskError(f"prompt_share is at least 0 and below 1, not {self.prompt_share!r}")
+            raise DataError(f"prompt_share is at least 0 and below 1, not {self.prompt_share!r}")
         if self.prompt_column is not None and self.prompt_column == self.response_column:
-            raise TaskError(f"prompt_column and response_column are both {self.prompt_column}: they must differ")
+            raise DataError(f"prompt_column and response_column are both {self.prompt_column}: they must differ")
         if self.prompt_share is not None and self.response_column is not None:
-            raise TaskError("prompt_share is for plain text, which has no response_column: give one of them")
+            raise DataError("prompt_share is for plain text, which has no response_column: give one of them")
 
     @property
     def prompt_columns(self) -> list[tuple[str]]:
@@ -73,17 +73,17 @@ class Jsonl(Task):
         if not _holds(value):
             self.check_text(row, [column])
         if self.prompt_share is not None and (references or isinstance(value, list)):
-            raise TaskError("prompt_share is for plain text, but the row has a response or messages")
+            raise DataError("prompt_share is for plain text, but the row has a response or messages")
         if isinstance(value, list):
             return self._chat(column, value, references)
         if column == "messages":
-            raise TaskError("messages are a list of {'role': …, 'content': …}, not a string")
+            raise DataError("messages are a list of {'role': …, 'content': …}, not a string")
         if any(isinstance(row.get(name), list) and not _is_strings(row[name]) for name in self._response_columns):
-            raise TaskError("the response is a message, but the prompt is text: give both in the same form")
+            raise DataError("the response is a message, but the prompt is text: give both in the same form")
         if not self._is_plain(row, column):
             return Example(value, references)
         if self.prompt_share is None:
-            raise TaskError(
+            raise DataError(
                 "a row of plain text: state with prompt_share (--prompt-share) what share of its words is the prompt, "
                 "0 for the begin-of-text token alone; or name the column as that of the prompts (--prompt-column text)"
             )
@@ -100,11 +100,11 @@ class Jsonl(Task):
         chat = parse_messages(value)
         if chat[-1].role == "assistant":
             if references or self.response_column is not None:
-                raise TaskError(f"{column} ends with the assistant's message, but responses have a column of their own")
+                raise DataError(f"{column} ends with the assistant's message, but responses have a column of their own")
             references = (chat[-1].content,) if holds_text(chat[-1].content) else ()
             chat = chat[:-1]
         if not chat or not holds_text(chat[-1].content):
-            raise TaskError(f"{column} holds no message for the assistant to answer")
+            raise DataError(f"{column} holds no message for the assistant to answer")
         return Example(chat, references)
 
     @property
@@ -113,7 +113,7 @@ class Jsonl(Task):
         return tuple(name for name in names if name != self.prompt_column)
 
     def _references(self, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the texts of the first response column that has any. Raises TaskError for wrong messages."""
+        """Return the texts of the first response column that has any. Raises DataError for wrong messages."""
         for column in self._response_columns:
             value: Any = row.get(column)
             if holds_text(value):
@@ -123,17 +123,17 @@ class Jsonl(Task):
                     return tuple(filter(holds_text, value))
                 chat = parse_messages(value)
                 if len(chat) > 1 or chat[0].role != "assistant":
-                    raise TaskError("a response is one message, the assistant's")
+                    raise DataError("a response is one message, the assistant's")
                 return (chat[0].content,)
         return ()
 
     def check_reference(self, row: Mapping[str, Any]) -> None:
-        """Raise a TaskError that says why a row has no reference."""
+        """Raise a DataError that says why a row has no reference."""
         column = self._column(row)
         if column == "messages":
-            raise TaskError("the last message is not the assistant's: there is no response to learn or to compare with")
+            raise DataError("the last message is not the assistant's: there is no response to learn or to compare with")
         if self._is_plain(row, column):
-            raise TaskError("a text of one word has no second part: leave it out, or take prompt_share 0")
+            raise DataError("a text of one word has no second part: leave it out, or take prompt_share 0")
         named = [name for name in self._response_columns if name in row]
         self.check_text(row, (named or self._response_columns)[:1])
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import MissingExtra, TaskError
+from ...errors import DataError, MissingExtra
 from ..rows import read_rows
 
 SUFFIXES = (".jsonl", ".csv")
@@ -31,7 +31,7 @@ def split_rows(
         text_column: column name for the lines of a text file.
 
     Raises:
-        TaskError: the data is missing, or a row cannot be read.
+        DataError: the data is missing, or a row cannot be read.
     """
     if not source.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source.as_posix()):
         name = source.as_posix()
@@ -42,21 +42,21 @@ def split_rows(
 
 
 def file_rows(path: Path, text_column: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (its place for error messages, row) for each row of a file. Raises TaskError for a row with an error."""
+    """Yield (its place for error messages, row) for each row of a file. Raises DataError for a row with an error."""
     for line, row, _ in read_rows(path, strict=True, text_column=text_column):
         yield f"{path}, line {line}", row
 
 
 def find(folder: Path, files: Sequence[str]) -> Path:
-    """Return the first of ``files`` that exists in ``folder``. Raises TaskError if none does."""
+    """Return the first of ``files`` that exists in ``folder``. Raises DataError if none does."""
     if not folder.exists() and folder.suffix in SUFFIXES:
-        raise TaskError(f"there is no file {folder}")
+        raise DataError(f"there is no file {folder}")
     if not folder.is_dir():
-        raise TaskError(f"there is no folder {folder}: give the one that holds {' or '.join(files)}")
+        raise DataError(f"there is no folder {folder}: give the one that holds {' or '.join(files)}")
     for name in files:
         if (folder / name).exists():
             return folder / name
-    raise TaskError(f"{folder} holds no {' or '.join(files)}")
+    raise DataError(f"{folder} holds no {' or '.join(files)}")
 
 
 def _from_hub(name: str, split: str, config: str | None) -> Iterable[Mapping[str, Any]]:
@@ -74,4 +74,4 @@ def _from_hub(name: str, split: str, config: str | None) -> Iterable[Mapping[str
             return datasets.load_dataset(name, split=split, revision="refs/convert/parquet", data_dir=config)
     except (OSError, ValueError, RuntimeError) as error:
         why = " ".join(str(error).split())
-        raise TaskError(f"{name} is no folder here, and the hub's cannot be loaded ({split}): {why}") from None
+        raise DataError(f"{name} is no folder here, and the hub's cannot be loaded ({split}): {why}") from None
