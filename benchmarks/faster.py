@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTraine
 
 from skipdecode import Schedule, SkipCache, attach
 from skipdecode.loading.device import machine
-from skipdecode.loading.optimize import optimize
+from skipdecode.loading.int8 import optimize
 from skipdecode.model.adapter import Adapter
 from skipdecode.model.cache_name import CACHE
 

@@ -10,8 +10,8 @@ from transformers.initialization import no_init_weights
 
 from skipdecode.errors import ModelError, UsageError
 from skipdecode.loading.device import placement
+from skipdecode.loading.int8 import optimize
 from skipdecode.loading.load import DEMO, load_tokenizer
-from skipdecode.loading.optimize import check_optimizations, optimizations, optimize
 from skipdecode.model.attach import attach
 
 
@@ -82,8 +82,6 @@ def random_model(
     config = shape_config(name)
     _, device = placement(config, dtype, device)
     kind = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
-    faster = optimizations(**options)
-    check_optimizations(name, config, kind, device, **faster)
     torch.manual_seed(0)
     try:
         with torch.device(device), no_init_weights():  # transformers' initialization takes a minute
@@ -94,4 +92,4 @@ def random_model(
     except (RuntimeError, MemoryError) as error:
         raise ModelError(f"{name} in {kind} does not fit on {device!r}: {error}") from error
     model.generation_config.eos_token_id = None  # so that no text ends early
-    return attach(optimize(model.eval(), **faster)), load_tokenizer(str(DEMO))
+    return attach(optimize(model.eval(), **options)), load_tokenizer(str(DEMO))

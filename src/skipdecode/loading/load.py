@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,11 +31,9 @@ from ..model.adapter import is_adapter, load_adapter, locate_adapter, read_about
 from ..model.attach import attach
 from ..model.config import CONFIG_KEY, config_schedules, num_layers, set_entry, to_config_entry
 from ..schedule import Schedule
-from .checkpoint_checks import as_model_error, check_config, read_object
 from .device import placement
-from .linear import check_linear
-from .offload import Offload, prepare_offloaded
-from .optimize import check_optimizations, linear_kind, optimizations, optimize
+from .int8 import linear_class, optimize
+from .offload import Offload
 
 DEMO = Path(__file__).parent.parent / "demo"
 
@@ -163,36 +162,35 @@ class Checkpoint:
         prepack: bool = False,
     ) -> PreTrainedModel:
         """Model with gates attached and its adapter on. :func:`load` describes the arguments and errors."""
-        config = self.config
-        dtype, device = placement(config, dtype, device)
-        optimized = optimizations(quantization, prepack)
-        if isinstance(offload, str):
-            offload = Offload(offload)
-        if offload is not None and optimized:
-            raise UsageError(f"offloaded layers take no {' or '.join(optimized)}: leave it or offload out")
-        check_optimizations(self.name, config, dtype, device, **optimized)
-        if (kind := linear_kind(**optimized)) is not None:
-            check_linear(_on_meta(config), kind)
-        options: dict[str, Any] = {}
+        dtype, device = placement(self.config, dtype, device)
+        kind = linear_class(quantization, prepack, device)
+        options: dict[str, Any] = {"dtype": dtype}
         if attn_implementation:
             options["attn_implementation"] = attn_implementation
-        placed = {}
-        if offload is not None:
-            if self.gguf_file is not None:
-                raise UsageError("a GGUF file cannot be offloaded: load it, save_pretrained, and offload that folder")
-            placed = offload.options(_on_meta(config), dtype, device)
-        if not placed and device != "cpu" and is_accelerate_available():
+        offloaded = {} if offload is None else self._offload_options(offload, dtype, device)
+        if offloaded and kind is not None:
+            raise UsageError(f"offloaded layers cannot take {kind.option}: leave one of them out")
+        if not offloaded and device != "cpu" and is_accelerate_available():
             options["device_map"] = {"": device}
-        model = self.read_weights(dtype=dtype, **options, **placed)
-        if placed:
-            prepare_offloaded(model)
-        else:
+        model = self.read_weights(**options, **offloaded).eval()
+        if not offloaded:
             model = model.to(device)
         adapter = None
-        if self.adapter is not None:  # compared before weights are rounded to 8 bits
+        if self.adapter is not None:  # compared with the model's weights before these are replaced
             files = None if self.gguf_file else lambda: self.folder
             adapter = load_adapter(self.adapter, model, files).to(dtype=model.dtype)
-        return attach(optimize(model.eval(), **optimized), adapter=adapter)
+        return attach(optimize(model, quantization, prepack), adapter=adapter)
+
+    def _offload_options(self, offload: str | Offload, dtype: str | torch.dtype, device: str) -> dict[str, Any]:
+        if self.gguf_file is not None:
+            raise UsageError("a GGUF file cannot be offloaded: load it, save_pretrained, and offload that folder")
+        settings = Offload(offload) if isinstance(offload, str) else offload
+        schedule = self.schedules[max(self.schedules)] if self.schedules else Schedule.full(self.num_layers)
+        named = (self.config.dtype or torch.float32) if dtype == "auto" else dtype
+        kind = getattr(torch, named) if isinstance(named, str) else named
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(deepcopy(self.config), trust_remote_code=False)
+        return settings.options(empty, schedule.ranking, kind, device)
 
     def read_weights(self, **options: Any) -> PreTrainedModel:
         """Model without gates, by transformers' ``from_pretrained`` with ``options``.
@@ -331,12 +329,6 @@ def _end_tokens(file: Path) -> list[int]:
     return sorted({int(fields[key].parts[-1][0]) for key in keys if key in fields})
 
 
-def _on_meta(config: Any) -> PreTrainedModel:
-    """Model without memory for its weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
-
-
 # Old names, until no room calls them.
 
 
@@ -397,30 +389,23 @@ def checkpoint_files(path: str, revision: str | None = None) -> Path:
 
 
 def new_config(path: Path) -> Any:
-    """Read the ``config.json`` of a model to train from scratch. Raises ModelError if it is invalid."""
-    values = read_object(path)
-    with as_model_error(f"{path} is no model config"):
-        if not isinstance(values.get("model_type"), str):
-            raise ModelError(f"{path} is no model config: it has no model_type")
-        config = AutoConfig.for_model(**values)
-    check_config(str(path), config)
-    return config
+    """Config of a model to train from scratch."""
+    return AutoConfig.for_model(**json.loads(path.read_text("utf-8")))
 
 
 def from_config(
     path: Path, texts: Sequence[str], tokenizer_name: str | None = None, attention: str | None = None, seed: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Make a model with random weights from a ``config.json``; load its tokenizer, or train a BPE one on ``texts``.
-
-    BPE is trained to the config's ``vocab_size``; the config gets the tokenizer's special token ids. ``seed`` decides
-    the weights, ``attention`` is as :func:`load` takes it. Raise ModelError if the config is invalid.
-    """
+    """Model with random weights, and its tokenizer, which is trained on ``texts`` without a name."""
     config = new_config(path)
-    tokenizer = load_tokenizer(tokenizer_name) if tokenizer_name else train_tokenizer(texts, config.vocab_size)
+    tokenizer = (
+        for_decoding(AutoTokenizer.from_pretrained(tokenizer_name))
+        if tokenizer_name
+        else train_tokenizer(texts, config.vocab_size)
+    )
     config.vocab_size = max(config.vocab_size, len(tokenizer))
     config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
     config.bos_token_id = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     torch.manual_seed(seed)
     options = {"attn_implementation": attention} if attention else {}
-    with as_model_error(f"no model can be made from {path}"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options), tokenizer
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options), tokenizer
