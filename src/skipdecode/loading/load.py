@@ -30,7 +30,7 @@ from ..errors import MissingExtra, ModelError, UnsupportedModel, UsageError
 from ..model.adapter import is_adapter, load_adapter, locate_adapter, read_about, read_schedules
 from ..model.attach import attach
 from ..model.config import CONFIG_KEY, config_schedules, num_layers, set_entry, to_config_entry
-from ..schedule import Schedule
+from ..schedule import Schedule, choose_schedule
 from .device import placement
 from .int8 import linear_class, optimize
 from .offload import Offload
@@ -185,12 +185,12 @@ class Checkpoint:
         if self.gguf_file is not None:
             raise UsageError("a GGUF file cannot be offloaded: load it, save_pretrained, and offload that folder")
         settings = Offload(offload) if isinstance(offload, str) else offload
-        schedule = self.schedules[max(self.schedules)] if self.schedules else Schedule.full(self.num_layers)
+        ranking = choose_schedule(self.schedules, self.num_layers).ranking
         named = (self.config.dtype or torch.float32) if dtype == "auto" else dtype
         kind = getattr(torch, named) if isinstance(named, str) else named
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(deepcopy(self.config), trust_remote_code=False)
-        return settings.options(empty, schedule.ranking, kind, device)
+        return settings.options(empty, ranking, kind, device)
 
     def read_weights(self, **options: Any) -> PreTrainedModel:
         """Model without gates, by transformers' ``from_pretrained`` with ``options``.
@@ -201,6 +201,8 @@ class Checkpoint:
         options |= self._options
         if self.gguf_file is None:
             options["use_safetensors"] = True
+        elif options.get("dtype", "auto") == "auto":  # as transformers has it for files that end with .gguf
+            options["dtype"] = torch.float32
         with self._errors():
             model, info = AutoModelForCausalLM.from_pretrained(
                 self.path, config=self.config, output_loading_info=True, **options
