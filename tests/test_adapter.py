@@ -45,8 +45,7 @@ from skipdecode.model.adapter import (
 )
 from skipdecode.model.cache_name import CACHE
 from skipdecode.model.config import CONFIG_KEY
-from skipdecode.model.inspect import text_config
-from skipdecode.model.patch import gate_state
+from skipdecode.model.inspect import gates_of, text_config
 from skipdecode.model.teacher_forcing import PrefilledBatch
 from skipdecode.training.config import TrainingPlan
 from skipdecode.training.distill import make_learner
@@ -216,7 +215,7 @@ def test_check_takes_an_adapter_along_to_float64(
     """It computes in the model's dtype, bfloat16 here; in float64 nothing but a fault would be left."""
     model, folder, _ = saved
     attach(model.bfloat16(), adapter=folder)
-    adapter = vars(gate_state(model))["adapter"]
+    adapter = vars(gates_of(model))["adapter"]
     before = {name: weight.clone() for name, weight in adapter.state_dict().items()}
     seen = set()
     for module in (*adapter.bypasses.values(), *adapter.bottlenecks.values()):

@@ -24,8 +24,7 @@ from skipdecode.loading.load import read_config
 from skipdecode.model.adapter import WEIGHTS, Adapter, read_about, read_schedules
 from skipdecode.model.attach import attach
 from skipdecode.model.config import CONFIG_KEY, set_entry, to_config_entry
-from skipdecode.model.inspect import text_config
-from skipdecode.model.patch import gate_state
+from skipdecode.model.inspect import gates_of, text_config
 from skipdecode.schedule import Schedule
 from skipdecode.serving import server
 from skipdecode.serving.settings import Serving
@@ -90,7 +89,7 @@ def test_what_was_loaded_is_the_adapter(trained: Path, checkpoint: Path) -> None
     stock, _ = load(str(checkpoint), dtype="float32")
     assert all(map(torch.equal, model.state_dict().values(), stock.state_dict().values()))
     weights = load_file(trained / WEIGHTS)
-    held = gate_state(model).adapter.state_dict()
+    held = gates_of(model).adapter.state_dict()
     assert held.keys() == weights.keys()
     assert all(torch.equal(held[name], weights[name]) for name in weights)
     assert getattr(detach(model).config, CONFIG_KEY, None) is None
@@ -102,7 +101,7 @@ def test_weights_that_are_held_otherwise_are_compared_too(
 ) -> None:
     """In another dtype or layout, or not in memory: the adapter's model is taken, and one with a changed matrix not."""
     model, _ = load(str(trained), **how)
-    assert gate_state(model).adapter is not None
+    assert gates_of(model).adapter is not None
     other = shutil.copytree(checkpoint, tmp_path / "other")
     weights = load_file(other / "model.safetensors")
     name = next(name for name in weights if name.endswith("fc1.weight"))
@@ -151,7 +150,7 @@ def test_a_speed_that_the_adapter_did_not_learn_is_refused_at_once(
     with pytest.raises(ScheduleError, match="was not trained to skip"):
         attach(model, adapter=trained, speedup=1.2)
     assert getattr(model.config, CONFIG_KEY, None) is None
-    assert gate_state(model).adapter is None
+    assert gates_of(model).adapter is None
     Schedule.full(8).flat(7).save(other := tmp_path / "other.json")
     for verb in ("generation.engine", "evaluation.evaluate", "evaluation.check", "weights.loading"):
         monkeypatch.setattr(f"skipdecode.{verb}.load", lambda *_, **__: pytest.fail("loaded"))

@@ -25,7 +25,7 @@ from skipdecode.evaluation.exactness import run_checks
 from skipdecode.model import config as checkpoint_config
 from skipdecode.model.cache_name import CACHE
 from skipdecode.model.config import to_config_entry
-from skipdecode.model.patch import Patch, patches_on, put
+from skipdecode.model.gate import Patch, patches_on, put
 
 
 def logits_of(model: PreTrainedModel, **options: Any) -> tuple[Tensor, ...]:

@@ -16,12 +16,11 @@ from helpers.families import FAMILIES, LAYERS, LENGTHS, SCHEDULES, STEPS, TOP, W
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
 from skipdecode.errors import CacheError, UnsupportedModel, UntrainedWarning
 from skipdecode.model import config as checkpoint_config
-from skipdecode.model.cache import RECURRENT, layer_kv_bytes, total_kv_bytes
+from skipdecode.model.attach import TeacherForcedPass
+from skipdecode.model.cache import BLOCK_SIZE, RECURRENT, PreallocatedLayer, layer_kv_bytes, total_kv_bytes
 from skipdecode.model.cache_name import CACHE
 from skipdecode.model.config import CONFIG_KEY
-from skipdecode.model.gate import Gates, TeacherForcedPass
-from skipdecode.model.growing import ROOM, GrowingLayer
-from skipdecode.model.guards import _shape
+from skipdecode.model.gate import Gates, _shape
 from skipdecode.model.inspect import decoder_layers
 
 FULL = Schedule.full(LAYERS)
@@ -170,7 +169,7 @@ def test_who_runs_next_is_known_in_the_middle_of_a_pass() -> None:
 def test_the_peak_is_what_was_held_at_once() -> None:
     """Six layers that stay and, after them, one at a time that is retired as soon as it has run."""
     cache, width = SkipCache(attach(build("llama")), Schedule.from_depths(LAYERS, [6, 2], order="bottom", warmup=0)), 5
-    each = 2 * 3 * 2 * (width + ROOM) * 8 * 4  # keys and values of one layer
+    each = 2 * 3 * 2 * (width + BLOCK_SIZE) * 8 * 4  # keys and values of one layer
     for running in (LAYERS, 6, 2):
         _pass(cache, width if running == LAYERS else 1)
         assert cache.peak_kv_bytes == each * 7
@@ -302,11 +301,11 @@ def test_two_threads_cannot_recompute_one_models_layers() -> None:
 
             @staticmethod
             def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-                found.append(gates.forced_pass())
+                found.append(gates.forced)
                 return grads[0]
 
         found: list[Any] = []
-        assert gates.forced_pass() is None
+        assert gates.forced is None
         Ask.apply(torch.zeros(2, requires_grad=True)).sum().backward()
         assert [teacher.schedule for teacher in found] == [TOP]
         with teacher_forced(model, SCHEDULES["even"], WIDTH):
@@ -407,7 +406,7 @@ def test_a_layer_must_store_the_positions_that_it_runs(stored: int) -> None:
         cache.update(keys, keys, 0)
     if stored == 5:
         cache.end_layer(0)
-        assert cache.peak_kv_bytes == 2 * 2 * 4 * (5 + ROOM) * 8 * 4
+        assert cache.peak_kv_bytes == 2 * 2 * 4 * (5 + BLOCK_SIZE) * 8 * 4
     else:
         with pytest.raises(CacheError, match="layer 0 ran without asking the SkipCache"):
             cache.end_layer(0)
@@ -435,7 +434,7 @@ def test_a_layer_that_is_given_too_few_positions_is_refused() -> None:
     """Only layers that borrow their keys can do without the positions that a model has dropped."""
     model = attach(build("llama"))
     with teacher_forced(model, TOP, 4):
-        plan = model.forward.gates.forced_pass()
+        plan = model.forward.gates.forced
         plan.begin_layer(0, 9)
         with pytest.raises(CacheError, match="layer 3 is given 4 of 9 positions: it cannot skip"):
             decoder_layers(model)[3](torch.zeros(2, 4, 32))
@@ -489,10 +488,10 @@ def _stored(layer: DynamicLayer, start: int, count: int) -> None:
 
 
 def test_keys_are_copied_only_when_the_room_is_full() -> None:
-    """Bit for bit transformers' own layer at every length; the memory moves once in ROOM steps."""
-    ours, theirs = GrowingLayer(), DynamicLayer()
+    """Bit for bit transformers' own layer at every length; the memory moves once in BLOCK_SIZE steps."""
+    ours, theirs = PreallocatedLayer(), DynamicLayer()
     places = set()
-    for number in range(3 * ROOM):
+    for number in range(3 * BLOCK_SIZE):
         for layer in (ours, theirs):
             _stored(layer, 5 + number if number else 0, 1 if number else 5)
         assert ours.get_seq_length() == theirs.get_seq_length() == 5 + number
@@ -517,7 +516,7 @@ def test_keys_are_copied_only_when_the_room_is_full() -> None:
 )
 def test_what_replaces_keys_leaves_the_room(change: Any) -> None:
     """Rows by beams, rows chosen, positions rolled back: what transformers' own layer holds, and no room beside it."""
-    ours, theirs = GrowingLayer(), DynamicLayer()
+    ours, theirs = PreallocatedLayer(), DynamicLayer()
     for layer in (ours, theirs):
         _stored(layer, 0, 5)
         change(layer)
@@ -533,7 +532,7 @@ def test_what_replaces_keys_leaves_the_room(change: Any) -> None:
 
 def test_a_copy_of_keys_writes_to_room_of_its_own() -> None:
     """deepcopy, and then both go on."""
-    ours = GrowingLayer()
+    ours = PreallocatedLayer()
     _stored(ours, 0, 5)
     twin = copy.deepcopy(ours)
     _stored(ours, 5, 1)
@@ -544,14 +543,14 @@ def test_a_copy_of_keys_writes_to_room_of_its_own() -> None:
 
 def test_gradients_and_inference_tensors_are_not_written_over() -> None:
     """With gradients keys are concatenated; room made in inference mode is left outside of it."""
-    ours = GrowingLayer()
+    ours = PreallocatedLayer()
     weight = torch.ones(3, 2, 2, 4, requires_grad=True)
     for _ in range(3):
         keys, _ = ours.update(weight * weight, weight * weight)
     keys.sum().backward()
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.full_like(weight, 6.0))
-    ours = GrowingLayer()
+    ours = PreallocatedLayer()
     with torch.inference_mode():
         _stored(ours, 0, 5)
         _stored(ours, 5, 1)
@@ -563,22 +562,22 @@ def test_room_is_used_up_before_more_is_made() -> None:
     """To its last position, step by step or at once; in inference mode too."""
     for mode in (False, True):
         with torch.inference_mode(mode):
-            ours = GrowingLayer()
+            ours = PreallocatedLayer()
             _stored(ours, 0, 5)
             place = ours.keys.data_ptr(), ours.values.data_ptr()
-            for start, count in ((5, 1), (6, ROOM - 1)):
+            for start, count in ((5, 1), (6, BLOCK_SIZE - 1)):
                 _stored(ours, start, count)
                 assert (ours.keys.data_ptr(), ours.values.data_ptr()) == place
-            _stored(ours, 5 + ROOM, 1)
+            _stored(ours, 5 + BLOCK_SIZE, 1)
             assert ours.keys.data_ptr() != place[0]
-            assert ours.keys[0, 0, :, 0].tolist() == list(range(6 + ROOM))
+            assert ours.keys[0, 0, :, 0].tolist() == list(range(6 + BLOCK_SIZE))
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_gradient_through_keys_or_values_alone_is_kept(which: int) -> None:
     """As where only one of the two projections is trained."""
     weight, other = torch.ones(3, 2, 2, 4, requires_grad=True), torch.ones(3, 2, 2, 4)
-    ours = GrowingLayer()
+    ours = PreallocatedLayer()
     used = torch.zeros(())
     for _ in range(2):
         keys, values = ours.update(*((weight, other) if which == 0 else (other, weight)))
@@ -592,14 +591,14 @@ def test_keys_and_values_keep_the_precision_they_come_in() -> None:
     """As in transformers' own layer; what comes later in a finer one is not rounded to the room's."""
     fine = torch.full((3, 2, 1, 4), 1 / 3)
     for first, second in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
-        ours, theirs = GrowingLayer(), DynamicLayer()
+        ours, theirs = PreallocatedLayer(), DynamicLayer()
         for layer in (ours, theirs):
             layer.update(fine.to(first), fine.to(second))
             layer.update(fine.to(first), fine.to(second))
         for mine, stock in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
             assert mine.dtype == stock.dtype
             assert torch.equal(mine, stock)
-    ours = GrowingLayer()
+    ours = PreallocatedLayer()
     ours.update(fine.bfloat16(), fine.bfloat16())
     keys, values = ours.update(fine, fine)
     assert torch.equal(keys[:, :, 1:], fine)

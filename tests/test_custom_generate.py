@@ -23,7 +23,7 @@ from skipdecode.hub.custom_generate import ROOT, sources, write_custom_generate
 from skipdecode.hub.generate import generate
 from skipdecode.loading.load import DEMO
 from skipdecode.model.adapter import Adapter, save_adapter
-from skipdecode.model.patch import gate_state
+from skipdecode.model.inspect import gates_of
 
 #: What a user without this package runs; its folder, model, adapter and the calls' options are given as JSON.
 ALONE = """
@@ -95,7 +95,7 @@ def test_an_adapter_acts_in_its_model(checkpoint: Path, tmp_path: Path) -> None:
     calls: list[dict[str, Any]] = [{"adapter": folder, "speedup": 2}, {"adapter": folder, "speedup": 1}]
     found = alone(tmp_path, model=str(checkpoint), folder=folder, prompts=TEXTS[:1], calls=calls)
     model, tokenizer = skipdecode.load(folder, dtype="float32")
-    assert gate_state(model).adapter is not None
+    assert gates_of(model).adapter is not None
     inputs = tokenizer(TEXTS[:1], return_tensors="pt", return_token_type_ids=False)
     for call, tokens in zip(calls, found, strict=True):
         skipdecode.attach(model, speedup=call["speedup"])

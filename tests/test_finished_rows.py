@@ -30,8 +30,8 @@ from skipdecode.generation.generate import generate_ids
 from skipdecode.generation.stats import Completion, GenerationStats
 from skipdecode.model.cache import total_kv_bytes
 from skipdecode.model.cache_name import CACHE
+from skipdecode.model.gate import patches_on
 from skipdecode.model.inspect import decoder_layers
-from skipdecode.model.patch import patches_on
 
 PAD, END, NEW = 0, 1, 16
 LENGTHS = (9, 5, 2, 7, 3, 4, 8, 6)

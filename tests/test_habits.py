@@ -53,11 +53,8 @@ from skipdecode.errors import CacheError, UnsupportedModel
 from skipdecode.evaluation.exactness import CHECKS, run_checks
 from skipdecode.model.cache import total_kv_bytes
 from skipdecode.model.cache_name import CACHE
-from skipdecode.model.gate import Gate
-from skipdecode.model.guards import PassGuard, PromptGuard
+from skipdecode.model.gate import PositionSlice, patches_on
 from skipdecode.model.inspect import decoder_layers
-from skipdecode.model.patch import patches_on
-from skipdecode.model.prefix import Prefix
 
 FULL = Schedule.full(LAYERS)
 
@@ -307,14 +304,14 @@ def test_a_prefix_is_cut_where_the_positions_are(
 ) -> None:
     """B17: what a four-dimensional tensor means is told by its name, not taken for a mask."""
     value = torch.zeros(shape, dtype=dtype)
-    (), cut = Prefix(9, 4, 9).of_call(lambda **kwargs: None, (), {name: value})
+    (), cut = PositionSlice(9, 4, 9).of_call(lambda **kwargs: None, (), {name: value})
     assert tuple(cut[name].shape) == expected
 
 
 def test_a_mask_that_shows_no_positions_is_refused() -> None:
     """B17: it is not cut at a venture."""
     with pytest.raises(CacheError, match="does not show its 9 positions"):
-        Prefix(9, 4, 9).of_call(lambda **kwargs: None, (), {"attention_mask": torch.zeros(2, 1, 9, 12)})
+        PositionSlice(9, 4, 9).of_call(lambda **kwargs: None, (), {"attention_mask": torch.zeros(2, 1, 9, 12)})
 
 
 # --- compilers
@@ -515,7 +512,12 @@ def test_accelerates_hooks_may_come_after_the_gates() -> None:
     attach(model)
     assert torch.equal(run(model, inputs, TOP).sequences, expected)
     detach(model)
-    stands = [v for m in model.modules() for v in vars(m).values() if isinstance(v, (Gate, PassGuard, PromptGuard))]
+    stands = [
+        v
+        for m in model.modules()
+        for v in vars(m).values()
+        if isinstance(v, Patch)
+    ]
     assert not stands
     assert torch.equal(run(model, inputs).sequences, run(build("llama"), inputs).sequences)
 

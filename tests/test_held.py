@@ -26,8 +26,7 @@ from skipdecode.files import parse_json, write
 from skipdecode.generation.job import JobResult
 from skipdecode.generation.journal import Journal
 from skipdecode.generation.stats import Completion, GenerationStats
-from skipdecode.model.inspect import decoder_layers
-from skipdecode.model.patch import gate_state
+from skipdecode.model.inspect import decoder_layers, gates_of
 
 
 @pytest.fixture(scope="module")
@@ -295,5 +294,5 @@ def test_an_attached_model_trains_and_saves_as_the_stock_one(tmp_path: Path) -> 
     expected = run(model.eval(), prompts(), TOP).sequences
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert not gate_state(loaded)
+    assert not gates_of(loaded)
     assert torch.equal(run(loaded, prompts(), TOP).sequences, expected)

@@ -43,13 +43,11 @@ from helpers.families import (
     window,
 )
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
-from skipdecode.model.cache import total_kv_bytes
+from skipdecode.model.cache import BLOCK_SIZE, PreallocatedLayer, total_kv_bytes
 from skipdecode.model.cache_name import CACHE
 from skipdecode.model.config import bind
 from skipdecode.model.gate import Gate
-from skipdecode.model.growing import ROOM, GrowingLayer
-from skipdecode.model.inspect import decoder_layers, kv_shared_layers
-from skipdecode.model.patch import gate_state
+from skipdecode.model.inspect import decoder_layers, gates_of, kv_shared_layers
 
 FULL = Schedule.full(LAYERS)
 TOLERANCE = 1e-5  # fp32, relative to the logits' scale
@@ -95,7 +93,7 @@ def test_decoding_is_teacher_forcing_and_the_cache_holds_what_will_still_run(nam
     """
     model, inputs, asked = attach(build(name)), prompts(), SCHEDULES[schedule]
     cache = SkipCache(model, asked)
-    grows = [isinstance(layer, GrowingLayer) for layer in cache.layers]
+    grows = [isinstance(layer, PreallocatedLayer) for layer in cache.layers]
     probe = Probe(cache)
     output = run(model, inputs, **{CACHE: cache}, logits_processor=LogitsProcessorList([probe]))
     held = [0] * LAYERS
@@ -106,7 +104,7 @@ def test_decoding_is_teacher_forcing_and_the_cache_holds_what_will_still_run(nam
         for layer in runs:
             held[layer] = stock[layer] if layer in keeps else 0
             if grows[layer]:
-                held[layer] = held[layer] // (WIDTH + number) * (WIDTH + ROOM)
+                held[layer] = held[layer] // (WIDTH + number) * (WIDTH + BLOCK_SIZE)
         assert probe.measure_layer_kv[number] == held
     assert len(probe.measure_layer_kv) == number + 1 == NEW
     assert sum(held) == total_kv_bytes(cache)
@@ -160,13 +158,13 @@ def test_attach_and_detach_leave_the_model_as_found(name: str) -> None:
     keys = list(model.state_dict())
     modules = {key: dict(module.__dict__) for key, module in model.named_modules()}
     attach(model)
-    assert gate_state(model)
+    assert gates_of(model)
     assert list(model.state_dict()) == keys
     gates = [layer.forward for layer in decoder_layers(model)]
     attach(model)
     assert [layer.forward for layer in decoder_layers(model)] == gates, "attaching twice must not gate twice"
     detach(detach(model))
-    assert not gate_state(model)
+    assert not gates_of(model)
     assert list(model.state_dict()) == keys
     for key, module in model.named_modules():
         assert module.__dict__.keys() == modules[key].keys()
@@ -205,14 +203,14 @@ def test_a_copy_is_independent(name: str) -> None:
     assert {type(gate) for gate in gates} == {Gate}
     assert all(g.original.__self__ is m for g, m in zip(gates, decoder_layers(twin), strict=True))
     with teacher_forced(model, TOP, 1):
-        assert gates[0].gates.forced_pass() is None
+        assert gates[0].gates.forced is None
     assert same(run(twin, inputs, TOP), before)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.zero_()
     assert same(run(model, inputs, TOP), before)
     detach(twin)
-    assert gate_state(model)
+    assert gates_of(model)
 
 
 # --- 4: batch = alone
@@ -297,7 +295,7 @@ def test_bytes_are_those_of_the_keys_and_values(name: str) -> None:
     for number, held in enumerate(probe.measure_layer_kv):
         length, keeps = WIDTH + number, TOP.layers(TOP.depth(number))
         limits = [window(model, layer) for layer in range(LAYERS)]
-        kept = [WIDTH + ROOM if limit is None else min(length, limit - 1) for limit in limits]
+        kept = [WIDTH + BLOCK_SIZE if limit is None else min(length, limit - 1) for limit in limits]
         assert held == [kept[layer] * column if layer in keeps else 0 for layer in range(LAYERS)]
         if number > 0 and TOP.depth(number) < TOP.depth(number - 1):
             assert sum(held) < sum(probe.measure_layer_kv[number - 1])

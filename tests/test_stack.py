@@ -16,8 +16,8 @@ from helpers.families import LAYERS, TOP, build
 from skipdecode import Schedule
 from skipdecode.errors import CacheError, ModelError, ScheduleError, UnsupportedModel
 from skipdecode.model.config import bind
+from skipdecode.model.gate import PositionSlice, packed
 from skipdecode.model.inspect import decoder_layers, kv_shared_layers
-from skipdecode.model.prefix import Prefix, packed
 
 
 def config(**values: Any) -> SimpleNamespace:
@@ -127,7 +127,7 @@ def test_a_prefix_of_the_last_positions_sees_the_keys_before_them(
 ) -> None:
     """Where a model drops positions that upper layers need not compute, queries and keys have widths of their own."""
     given = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
-    (), cut = Prefix(4, 3, 9).of_call(lambda **kwargs: None, (), {name: given})
+    (), cut = PositionSlice(4, 3, 9).of_call(lambda **kwargs: None, (), {name: given})
     assert tuple(cut[name].shape) == expected
     assert torch.equal(cut[name], given[tuple(slice(0, size) for size in expected)]), "the first ones, of every axis"
 
@@ -135,7 +135,7 @@ def test_a_prefix_of_the_last_positions_sees_the_keys_before_them(
 def test_a_mask_of_two_positions_is_cut_as_any_other() -> None:
     """A row for each query; one row for all of them stays."""
     rows = {"mask": torch.zeros(3, 1, 2, 5), "attention_mask": torch.zeros(3, 1, 1, 5)}
-    (), cut = Prefix(2, 1, 5).of_call(lambda **kwargs: None, (), rows)
+    (), cut = PositionSlice(2, 1, 5).of_call(lambda **kwargs: None, (), rows)
     assert {name: tuple(each.shape) for name, each in cut.items()} == dict.fromkeys(rows, (3, 1, 1, 4))
 
 
@@ -145,7 +145,9 @@ def test_arguments_by_position_are_cut_by_their_names() -> None:
     def forward(hidden_states: Any, mask: Any = None, *more: Any) -> None: ...
 
     x, mask = torch.zeros(2, 4, 8), torch.zeros(2, 9)
-    args, kwargs = Prefix(4, 3, 9).of_call(forward, (x, mask, [x, "text"]), {"pair": (x, x), "by": {"mask": x}, "n": 4})
+    args, kwargs = PositionSlice(4, 3, 9).of_call(
+        forward, (x, mask, [x, "text"]), {"pair": (x, x), "by": {"mask": x}, "n": 4}
+    )
     assert [tuple(args[0].shape), tuple(args[1].shape), tuple(args[2][0].shape)] == [(2, 3, 8), (2, 8), (2, 3, 8)]
     assert type(args[2]) is list
     assert type(kwargs["pair"]) is tuple
@@ -153,13 +155,13 @@ def test_arguments_by_position_are_cut_by_their_names() -> None:
     assert tuple(kwargs["by"]["mask"].shape) == (2, 3, 8)
     assert (args[2][1], kwargs["n"]) == ("text", 4)
     with pytest.raises(CacheError, match="does not show its 9 positions"):
-        Prefix(4, 3, 9).of_call(forward, (x, torch.zeros(2, 1, 5, 9)), {})
+        PositionSlice(4, 3, 9).of_call(forward, (x, torch.zeros(2, 1, 5, 9)), {})
 
 
 def test_streams_beside_hidden_states_are_left_whole() -> None:
     """Where hidden states have their positions on another axis, what has no streams keeps its own."""
     given = {"hidden_states": torch.zeros(4, 4, 4, 8), "position_embeddings": torch.zeros(2, 4, 4)}
-    (), cut = Prefix(4, 3, 9, hidden_axis=2).of_call(lambda **kwargs: None, (), given)
+    (), cut = PositionSlice(4, 3, 9, hidden_axis=2).of_call(lambda **kwargs: None, (), given)
     assert tuple(cut["hidden_states"].shape) == (4, 4, 3, 8)
     assert tuple(cut["position_embeddings"].shape) == (2, 3, 4)
 
@@ -167,7 +169,7 @@ def test_streams_beside_hidden_states_are_left_whole() -> None:
 def test_lent_keys_are_read_as_a_prefix_and_written_whole() -> None:
     """Lenders write through to what all layers share; moving it to a device or dtype moves the original."""
     shared: UserDict[int, tuple[torch.Tensor, ...]] = UserDict()
-    (), cut = Prefix(4, 3, 9).of_call(lambda **kwargs: None, (), {"shared_kv_states": shared})
+    (), cut = PositionSlice(4, 3, 9).of_call(lambda **kwargs: None, (), {"shared_kv_states": shared})
     cut["shared_kv_states"][0] = (torch.zeros(2, 1, 9, 8), torch.zeros(2, 1, 9, 8))
     assert [tuple(x.shape) for x in shared[0]] == [(2, 1, 9, 8)] * 2
     moved = cut["shared_kv_states"].to(torch.float16)

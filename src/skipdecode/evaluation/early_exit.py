@@ -16,8 +16,8 @@ from ..errors import ModelError
 from ..generation.options import end_tokens
 from ..model.attach import attach
 from ..model.cache_name import CACHE
+from ..model.gate import Patch, put
 from ..model.inspect import decoder_layers
-from ..model.patch import Patch, put
 from .methods_base import Method
 
 #: The paper's temperature for the decay of CALM's threshold.

@@ -21,9 +21,8 @@ from ..model.attach import attach, detach, teacher_forced
 from ..model.cache import SkipCache
 from ..model.cache_name import CACHE
 from ..model.config import bind
-from ..model.guards import CacheProvider
-from ..model.inspect import decoder_layers, text_config
-from ..model.patch import gate_state
+from ..model.gate import PatchedGenerate
+from ..model.inspect import decoder_layers, gates_of, text_config
 from ..schedule import Schedule
 from .reference import discarding_skipped
 
@@ -136,7 +135,7 @@ def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
     Skipping can amplify rounding errors, so a claim that fails in the model's dtype is checked again in float64. An
     error raised by SkipDecode or by the model counts as a claim that does not hold.
     """
-    gates = gate_state(model)
+    gates = gates_of(model)
     batch = replace(sample_batch(model), adapter=gates and gates.adapter)
     provider = vars(model).get("generate")
     for claim, check in CHECKS.items():
@@ -153,7 +152,7 @@ def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
         yield Finding(claim, held, detail)
         if claim == ATTACHES and not held:
             return
-    if isinstance(provider, CacheProvider):  # restore the default schedule that the checks detached
+    if isinstance(provider, PatchedGenerate):  # restore the default schedule that the checks detached
         attach(model, provider.schedule, adapter=batch.adapter)
 
 

@@ -24,7 +24,7 @@ from transformers import (
 
 from ..model.cache import SkipCache, total_kv_bytes
 from ..model.cache_name import CACHE
-from ..model.patch import Patch, put
+from ..model.gate import Patch, put
 from .options import num_beams
 
 #: Remove finished rows when at most this share of the cached rows goes on. Each removal copies the remaining rows; with

@@ -11,9 +11,8 @@ from typing import Any
 from ..errors import UsageError
 from ..model.attach import attach
 from ..model.config import num_layers, trained_schedules
-from ..model.gate import Gate
-from ..model.guards import with_cache
-from ..model.patch import gate_state
+from ..model.gate import Gate, with_cache
+from ..model.inspect import gates_of
 from ..schedule import choose_schedule
 
 
@@ -30,7 +29,7 @@ def generate(
     Raises:
         SkipDecodeError: the model cannot skip layers exactly, or what was asked for does not fit; the message says why.
     """
-    gates = gate_state(model)
+    gates = gates_of(model)
     if gates is None and any(type(vars(each).get("forward")).__name__ == Gate.__name__ for each in model.modules()):
         raise UsageError(
             "the model has gates of another copy of this code, which would run beside these. Of another "
@@ -40,7 +39,7 @@ def generate(
     acting = getattr(gates and gates.adapter, "read_from", None)  # so that it is read and compared with the model once
     attach(model, adapter=None if adapter == acting else adapter)
     if adapter is not None:
-        gate_state(model).adapter.read_from = adapter
+        gates_of(model).adapter.read_from = adapter
     kwargs = with_cache(
         model, choose_schedule(trained_schedules(model), num_layers(model.config), speedup), args, kwargs
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,15 +12,21 @@ from torch import nn
 from ..errors import ModelError, UsageError
 from ..schedule import Schedule, choose_schedule
 from .adapter import Adapter, load_adapter, locate_adapter
-from .config import bind, config_schedules, num_layers, warn_untrained
-from .gate import Gate, Gates, TeacherForcedPass
-from .guards import BatchingGuard, CacheProvider, PassGuard, PromptGuard
-from .inspect import check_kind, decoder_layers, kv_shared_layers
-from .patch import gate_state, patches_on, put, remove_patches
+from .config import bind, config_schedules, warn_untrained
+from .gate import (
+    Gate,
+    Gates,
+    PatchedBatching,
+    PatchedForward,
+    PatchedGenerate,
+    PatchedPrepareInputs,
+    patches_on,
+    put,
+    remove_patches,
+)
+from .inspect import check_kind, decoder_layers, gates_of, kv_shared_layers
 
 Model = TypeVar("Model", bound=nn.Module)
-#: Held while gates are put on a model, which is short.
-ATTACHING = threading.Lock()
 
 
 def attach(
@@ -34,78 +39,74 @@ def attach(
     """Put a gate on every decoder layer and return the model. Without a :class:`SkipCache`, gates skip nothing.
 
     With a schedule or a speed-up, every ``model.generate`` call without a cache gets a new SkipCache, so that
-    pipelines, trainers that generate and other libraries' loops skip layers too.
+    pipelines, trainers that generate and other libraries' loops skip layers too. An attached model is for one thread
+    at a time.
 
     Args:
         model: a transformers causal LM.
         schedule: what later ``generate`` calls follow; it replaces the one of an earlier ``attach``.
         speedup: target for which to take the schedule of the adapter or the model's config, or to make one.
-        adapter: an adapter, or the folder or hub name of one, that acts on positions that skip layers; its schedules
-            take the place of those in the model's config until :func:`detach`. From a folder it gets the model's dtype.
+        adapter: an adapter, or the folder or Hub name of one, that acts on positions that skip layers, until
+            :func:`detach`. From a folder it gets the model's dtype.
 
     Raises:
         FileError: the adapter's folder is missing or damaged.
         UnsupportedModel: the model cannot skip layers exactly; the message says why.
         ScheduleError: the schedule does not fit the model, or the adapter was not trained to skip its layers.
         UsageError: both a schedule and a speed-up are given.
-        ModelError: one of them is given for a model that has no ``generate``; or the adapter was trained on another
-            model.
+        ModelError: the adapter was trained on another model; or a schedule is given for a model without ``generate``.
 
     Warns:
         UntrainedWarning: the model was not trained to skip layers.
 
     Example:
         >>> attach(model)
-        >>> model.generate(**inputs, cache=SkipCache(model, Schedule.for_speedup(3, 24, decay="linear")))
+        >>> model.generate(**inputs, cache=SkipCache(model, Schedule.for_speedup(3, 24)))
         >>> attach(model, speedup=3)
         >>> pipeline("text-generation", model=model, tokenizer=tokenizer, batch_size=8)(prompts)
     """
     if (inside := model._modules.get("_orig_mod")) is not None:  # torch.compile(model) sets attributes on that one
         attach(inside, schedule, speedup=speedup, adapter=adapter)
         return model
-    gates = gate_state(model)
+    gates = gates_of(model)
     if gates is None:
         check_kind(model)
+        gates = Gates(kv_shared_layers(model.config))
     layers = decoder_layers(model)
     if isinstance(adapter, (str, Path)):
         adapter = load_adapter(locate_adapter(adapter), model).to(dtype=next(model.parameters()).dtype)
-    with ATTACHING:  # two threads' first calls must not make a state each
-        gates = gate_state(model) or Gates(kv_shared_layers(model.config))
-        if speedup is not None or schedule is not None:
-            if not hasattr(model, "generate"):
-                raise ModelError(f"{type(model).__name__} does not generate: a speed-up is for the model with its head")
-            if speedup is not None and schedule is not None:
-                raise UsageError("give one of schedule and speedup")
-            acting = adapter or gates.adapter
-            trained = config_schedules(model.config) if acting is None else acting.schedules
-            schedule = schedule or choose_schedule(trained, num_layers(model.config), speedup)
-            bind(schedule, model.config, acting and acting.schedules)
-            warn_untrained(schedule, trained)
-        if adapter is not None:
-            put_adapter(model, adapter, gates)
-        for index, layer in enumerate(layers):
-            put(Gate, layer, "forward", gates, index)
-        # A wrapper around an attached model (PEFT's) has a ``forward`` and ``generate`` of its own: patch those too.
-        put(PassGuard, model, "forward", gates)
-        put(PromptGuard, model, "prepare_inputs_for_generation", gates)
-        if schedule is not None:
-            put(CacheProvider, model, "generate", model)
-            put(BatchingGuard, model, "init_continuous_batching")
-            for _, patch in patches_on(model):
-                if isinstance(patch, CacheProvider):
-                    patch.schedule = schedule
+    if schedule is not None or speedup is not None:
+        if schedule is not None and speedup is not None:
+            raise UsageError("give one of schedule and speedup")
+        if not hasattr(model, "generate"):
+            raise ModelError(f"{type(model).__name__} does not generate: a speed-up is for the model with its head")
+        acting = adapter or gates.adapter
+        trained = config_schedules(model.config) if acting is None else acting.schedules
+        schedule = schedule or choose_schedule(trained, len(layers), speedup)
+        bind(schedule, model.config, None if acting is None else trained)
+        warn_untrained(schedule, trained)
+    for index, layer in enumerate(layers):
+        put(Gate, layer, "forward", gates, index)
+    # A wrapper around an attached model (PEFT's) has a ``forward`` and ``generate`` of its own: patch those too.
+    put(PatchedForward, model, "forward", gates)
+    put(PatchedPrepareInputs, model, "prepare_inputs_for_generation", gates)
+    if adapter is not None:
+        put_adapter(model, adapter)
+    if schedule is not None:
+        put(PatchedGenerate, model, "generate")
+        put(PatchedBatching, model, "init_continuous_batching")
+        for _, patch in patches_on(model):
+            if isinstance(patch, PatchedGenerate):
+                patch.schedule = schedule
     return model
 
 
-def put_adapter(model: nn.Module, adapter: Adapter | None, gates: Gates | None = None) -> None:
-    """Let the model's gates use the adapter; None: none."""
-    gates = gates or gate_state(model)
-    assert gates is not None, "attach comes first"
-    if adapter is not None:
-        device = next(model.parameters()).device
-        if device.type != "meta":  # else accelerate brings the weights for each pass
-            adapter.to(device)
-    gates.adapter = adapter
+def put_adapter(model: nn.Module, adapter: Adapter | None) -> None:
+    """Let an attached model use an adapter, in place of any earlier one; None: no adapter."""
+    device = next(model.parameters()).device
+    if adapter is not None and device.type != "meta":  # else accelerate brings the weights for each pass
+        adapter.to(device)
+    gates_of(model).adapter = adapter
 
 
 def detach(model: Model) -> Model:
@@ -116,31 +117,56 @@ def detach(model: Model) -> Model:
 
 @contextmanager
 def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int) -> Iterator[None]:
-    """Make this thread's uncached passes run each layer on only those positions on which decoding would run it.
+    """Make uncached passes run each layer on only those positions on which decoding would run it.
 
     A pass makes no cache by default; one with a cache other than a SkipCache (as in ``model.generate``) raises
     CacheError, since layers would store only part of the positions. With gradient checkpointing keep the backward pass
     inside as well: before 5.23, transformers recomputes layers through the gates.
 
     Args:
+        model: an attached model.
+        schedule: which layers each position runs.
         prompt_length: width in positions of the left-padded prompt block.
 
     Raises:
-        ScheduleError: the schedule is for another number of layers.
+        ScheduleError: the schedule does not fit the model or its adapter.
         ModelError: the model is not attached.
     """
-    gates = gate_state(model)
+    gates = gates_of(model)
     if gates is None:
         raise ModelError("the model has no gates: call skipdecode.attach(model) first")
-    thread = threading.get_ident()
-    before = gates.forced.get(thread)
+    before = gates.forced
     trained = None if gates.adapter is None else gates.adapter.schedules
-    forced = TeacherForcedPass(bind(schedule, model.config, trained), prompt_length)
-    gates.forced[thread] = forced
+    gates.forced = TeacherForcedPass(bind(schedule, model.config, trained), prompt_length)
     try:
         yield
     finally:
-        if before is None:
-            del gates.forced[thread]
-        else:
-            gates.forced[thread] = before
+        gates.forced = before
+
+
+class TeacherForcedPass:
+    """A teacher-forced pass, which tells gates how many positions to run, as a SkipCache does for a cached pass."""
+
+    def __init__(self, schedule: Schedule, prompt_length: int) -> None:
+        self.schedule = schedule
+        self.prompt_length = prompt_length
+        self.width = 0
+        self.shape: tuple[int, ...] | None = None  # (batch, positions) of the pass's ids
+        self._counts: dict[int, list[int]] = {}  # by width, since recomputation calls again
+
+    def begin_layer(self, index: int, width: int) -> int:
+        """Number of the pass's ``width`` positions that layer ``index`` runs: the first ones; 0 if it is skipped."""
+        if index == 0 or self.width < width:
+            self.width = width
+        if self.width not in self._counts:
+            self._counts[self.width] = self.schedule.positions_per_layer(self.prompt_length, self.width)
+        return self.counts[index]
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of positions of the pass that each layer runs, from the first on."""
+        return self._counts[self.width]
+
+    def keys(self, index: int) -> int:
+        """Number of positions that a mask covers: those of the pass."""
+        return self.width

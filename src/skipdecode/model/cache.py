@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from copy import deepcopy
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,17 +10,73 @@ from torch import Tensor, nn
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer
 
-from ..errors import CacheError, ScheduleError
+from ..errors import CacheError, UnsupportedModel
 from ..schedule import Schedule, choose_schedule
 from .cache_name import CACHE
 from .config import bind, num_layers, trained_schedules, warn_untrained
-from .growing import GrowingLayer
-from .patch import gate_state
+from .inspect import gates_of, kv_shared_layers
 
 #: Class of layers that store nothing: they have no attention or use another layer's keys. () in older releases.
 STATELESS: Any = getattr(cache_utils, "DummyLayer", ())
 #: Class of layers that store the state of a recurrence or a convolution, with or without keys.
 RECURRENT: Any = cache_utils.LinearAttentionCacheLayerMixin
+#: Spare positions that a full layer allocates. It copies earlier positions once in so many steps.
+BLOCK_SIZE = 32
+
+
+class PreallocatedLayer(DynamicLayer):
+    """A DynamicLayer whose step writes its position into spare room instead of copying all earlier ones.
+
+    ``keys`` and ``values`` (batch, heads, positions, size) are the filled part of two larger tensors. Beam search and
+    cropping replace them, which frees the larger ones; the next update allocates new ones. With gradients, which forbid
+    writing in place, each update concatenates instead.
+    """
+
+    keys: Tensor
+    values: Tensor
+    _allocated: tuple[Tensor, Tensor] | None = None  # for keys and values
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "keys":
+            self._allocated = None
+        super().__setattr__(name, value)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store the keys and values of new positions, and return those of all positions."""
+        if key_states.requires_grad or value_states.requires_grad or key_states.dtype != value_states.dtype:
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        allocated = self._allocated
+        if allocated is None or not _fits(allocated[0], key_states, end):
+            allocated = _enlarged(self.keys, key_states, start, end), _enlarged(self.values, value_states, start, end)
+        for whole, states in zip(allocated, (key_states, value_states), strict=True):
+            whole.narrow(-2, start, end - start).copy_(states)
+        self.keys = allocated[0].narrow(-2, 0, end)
+        self.values = allocated[1].narrow(-2, 0, end)
+        self._allocated = allocated
+        return self.keys, self.values
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that keys and values take, including spare room."""
+        held = self._allocated or (self.keys, self.values)
+        return sum(x.numel() * x.element_size() for x in held if x is not None)
+
+
+def _fits(allocated: Tensor, states: Tensor, end: int) -> bool:
+    """Whether ``allocated`` can take ``states`` up to position ``end``: large enough, of their dtype, writable."""
+    writable = not allocated.is_inference() or torch.is_inference_mode_enabled()
+    return allocated.shape[-2] >= end and allocated.dtype == states.dtype and writable
+
+
+def _enlarged(held: Tensor, states: Tensor, start: int, end: int) -> Tensor:
+    whole = states.new_empty((*states.shape[:-2], end + BLOCK_SIZE, states.shape[-1]))
+    if start:
+        whole.narrow(-2, 0, start).copy_(held)
+    return whole
 
 
 class SkipCache(DynamicCache):
@@ -29,20 +84,21 @@ class SkipCache(DynamicCache):
 
     Args:
         model: the causal LM, with gates attached (:func:`skipdecode.attach`).
-        schedule: which layers each position runs; the one in the model's config if None.
+        schedule: which layers each position runs. None: the slowest speed above 1 that the adapter or model was trained
+            for, as :func:`~skipdecode.schedule.choose_schedule` finds it.
         prefix: a cache of the prompts' first positions, for the same rows, which all layers of this model have run. It
             is not changed, and may begin many calls, at any speed.
 
     Raises:
-        ScheduleError: the schedule does not fit the model, or there is none.
+        ScheduleError: the schedule does not fit the model or its adapter.
         CacheError: the model has no gates or prefills in chunks; the prefix is not what a prompt of this schedule would
-            hold; while decoding, another model uses the cache, or a pass needs a retired layer.
+            hold; while decoding, a pass needs a retired layer.
 
     Warns:
         UntrainedWarning: the model was not trained to skip layers.
 
     Attributes:
-        schedule: the given one, reordered so that a layer ranks before the layers that borrow its keys.
+        schedule: the given one, bound to the model.
         step_depths: number of layers that each decode step so far ran.
         peak_kv_bytes: most bytes of keys, values and recurrent states held at once, counted before layers are retired.
         passes: number of forward passes that used this cache.
@@ -53,42 +109,42 @@ class SkipCache(DynamicCache):
     ) -> None:
         config: Any = model.config
         super().__init__(config=config)
+        gates = gates_of(model)
+        if gates is None:
+            raise CacheError("the model has no gates: call skipdecode.attach(model) first")
         trained = trained_schedules(model)
         schedule = schedule or choose_schedule(trained, num_layers(config))
-        self.gates = gate_state(model)
-        if self.gates is None:
-            raise CacheError("the model has no gates: call skipdecode.attach(model) first")
-        adapter = self.gates.adapter
-        self.schedule = bind(schedule, config, None if adapter is None else adapter.schedules)
-        if len(self.layers) != schedule.num_layers:
-            raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the cache has {len(self.layers)}")
+        self.schedule = bind(schedule, config, None if gates.adapter is None else trained)
+        if len(self.layers) != num_layers(config):
+            raise UnsupportedModel(f"transformers keeps states of {len(self.layers)} layers of this model, not of all")
         chunked = getattr(getattr(model, "generation_config", None), "prefill_chunk_size", None)
         if chunked is not None and not schedule.is_full:
             raise CacheError(
                 "chunked prefill hides where the prompt ends: set generation_config.prefill_chunk_size to None"
             )
         warn_untrained(schedule, trained)
+        self._kv_shared_layers: Mapping[int, int] = kv_shared_layers(config)
         # Whether another prompt may follow: all layers still run, and none holds a recurrent state, which
         # transformers cannot always continue with several positions (Jamba).
         self._is_whole = not any(isinstance(layer, RECURRENT) for layer in self.layers)
-        self.layers: list[Any] = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        self.layers: list[Any] = [
+            PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in self.layers
+        ]
         self.step_depths: list[int] = []
         self.peak_kv_bytes = 0
         self.passes = 0
-        self.cut_short = False  # an exception ended a pass that only some layers have seen
         self.width = 0  # positions of the current pass
         self.shape: tuple[int, ...] | None = None  # (batch, positions) of the current pass's ids
+        self.counts: list[int] = []  # number of positions that each layer runs in the current pass
         self._begins_prompt = True  # the next pass is a prompt, or continues one
         self._runs_text = False  # from the next pass on: it runs all decode steps of a text
         self._mask_sizes: list[int] = []  # by layer: number of keys in the text's pass
         self._step = 0  # decode steps since the prompt
         self._length = 0  # positions seen, including the current pass
-        self.counts: list[int] = []  # number of positions that each layer runs in the current pass
         self._keep: frozenset[int] = frozenset(range(len(self.layers)))  # layers that the next step still runs
         self._holds = [True] * len(self.layers)  # by layer: False once it is retired
         self._bytes = [0] * len(self.layers)  # memory of each layer when it last ran
         self._held = 0  # sum of _bytes
-        self._prefix_rows: int | None = None
         if prefix is not None:
             self._begin_with(prefix)
 
@@ -100,9 +156,9 @@ class SkipCache(DynamicCache):
             raise CacheError("no prefix can be continued: some layers hold a recurrent state, or are not this model's")
         self.layers = [_continued(layer, length) for layer in prefix.layers]
         self._length = length
-        self._prefix_rows = next(layer.keys.shape[0] for layer in self.layers if not isinstance(layer, STATELESS))
         self._bytes = [layer_kv_bytes(layer) for layer in self.layers]
-        self._held = self.peak_kv_bytes = sum(self._bytes)
+        self._held = sum(self._bytes)
+        self.peak_kv_bytes = self._held
 
     def begin_prompt(self) -> None:
         """Announce that the next pass runs (part of) a prompt. Raises CacheError if a layer has lost its state."""
@@ -117,54 +173,51 @@ class SkipCache(DynamicCache):
         """
         if not self._is_whole:
             raise CacheError("a text cannot follow: some layers of this cache are retired, or hold a recurrent state")
-        self.schedule, self._runs_text = schedule, True
+        self.schedule = schedule
+        self._runs_text = True
 
     def keys(self, index: int) -> int:
-        """Return how many positions a mask for layer ``index`` covers in the current pass."""
+        """Number of positions that a mask for layer ``index`` covers in the current pass."""
         return self._mask_sizes[index] if self._mask_sizes else self.width
 
     def _check_whole(self, what: str) -> None:
         if not (self._is_whole or self.schedule.is_full):
             raise CacheError(
-                f"{what} came after the prompt, but some layers of this cache are retired, or hold a recurrent state. "
-                "A second turn, chunked prefill or speculative verification has to start with a new SkipCache and the "
-                "whole text; SkipCache(model, schedule, prefix=…) keeps a prompt's first positions."
+                f"{what} came after the prompt, but layers of this cache are retired or recurrent: give the whole text "
+                "and a new SkipCache"
             )
 
     # --- the pass: the gates ask, in network order, what each layer has to do
 
     def begin_layer(self, index: int, width: int) -> int:
-        """Return how many of the pass's ``width`` positions layer ``index`` runs: the first ones; 0: it is skipped."""
+        """Number of the pass's ``width`` positions that layer ``index`` runs: the first ones; 0 if it is skipped."""
         if index == 0:
             self._begin_pass(width)
         return self.counts[index]
 
     def _begin_pass(self, width: int) -> None:
-        schedule, count = self.schedule, len(self.layers)
-        if count != schedule.num_layers:
-            raise CacheError(f"this model keeps states of {count} layers and has {schedule.num_layers}: it cannot skip")
+        schedule = self.schedule
+        count = len(self.layers)
         if self._runs_text:
-            self.counts, upcoming = schedule.positions_per_layer(0, width), count
-            owners = [self.gates.kv_shared_layers.get(layer, layer) for layer in range(count)]
+            self.counts = schedule.positions_per_layer(0, width)
+            owners = [self._kv_shared_layers.get(layer, layer) for layer in range(count)]
             self._mask_sizes = [self.layers[owner].get_mask_sizes(width)[0] for owner in owners]
+            upcoming = count
         elif self.passes == 0 or (not schedule.is_full and (self._begins_prompt or width != 1)):
             if self.passes:
                 self._check_whole(f"{width} new positions")
-            if self._prefix_rows and self.shape and self._prefix_rows != self.shape[0]:
-                raise CacheError(
-                    f"the prefix has {self._prefix_rows} rows, the pass {self.shape[0]}: repeat them first "
-                    "(prefix.batch_repeat_interleave), as beams and num_return_sequences need it too"
-                )
             # All layers ran all earlier positions, so these count as prompt: the schedule restarts after this pass.
             self.counts = schedule.positions_per_layer(width, width)
-            self._step, upcoming = 0, schedule.depth(0)
+            self._step = 0
+            upcoming = schedule.depth(0)
             for layer in range(count):
                 if self.counts[layer] == 0:
                     self._retire(layer)
         else:
             running = schedule.layers(schedule.depth(self._step))
             self.counts = [width if layer in running else 0 for layer in range(count)]
-            self._step, upcoming = self._step + 1, schedule.depth(self._step + 1)
+            self._step += 1
+            upcoming = schedule.depth(self._step)
             self.step_depths.append(len(running))
         self._keep = frozenset(schedule.layers(upcoming))
         self._is_whole = self._is_whole and upcoming == count
@@ -174,7 +227,7 @@ class SkipCache(DynamicCache):
         self._length += width
 
     def upcoming(self, index: int) -> list[int]:
-        """Return the layers that run after layer ``index``: the rest of this pass, then those of the next step."""
+        """Layers that run after layer ``index``: the rest of this pass, then those of the next step."""
         left = [layer for layer in range(index + 1, len(self.layers)) if self.counts[layer]]
         return left + sorted(self._keep)
 
@@ -183,23 +236,25 @@ class SkipCache(DynamicCache):
 
         Raises CacheError if the layer did not store all positions it ran, so later ones would attend to too few.
         """
-        layer, held, ran = self.layers[index], layer_kv_bytes(self.layers[index]), self.counts[index]
-        short = isinstance(layer, DynamicLayer) and layer.get_seq_length() != self._length - self.width + ran
-        if short or not (held or isinstance(layer, STATELESS)):
+        layer = self.layers[index]
+        held = layer_kv_bytes(layer)
+        stored_fewer = (
+            isinstance(layer, DynamicLayer) and layer.get_seq_length() != self._length - self.width + self.counts[index]
+        )
+        if stored_fewer or not (held or isinstance(layer, STATELESS)):
             raise CacheError(
-                f"layer {index} ran without asking the SkipCache (gradient checkpointing drops caches in training "
-                "mode: call model.eval(); else this model keeps its states elsewhere)"
+                f"layer {index} ran without asking the SkipCache: call model.eval(), since training drops caches"
             )
         self._held += held - self._bytes[index]
         self._bytes[index] = held
-        if self._held > self.peak_kv_bytes:
-            self.peak_kv_bytes = self._held
+        self.peak_kv_bytes = max(self.peak_kv_bytes, self._held)
         if index not in self._keep:
             self._retire(index)
 
     def _retire(self, index: int) -> None:
         """Replace a layer by an empty attention layer, so that transformers sizes masks by a layer that still runs."""
-        self.layers[index], self._holds[index] = DynamicLayer(), False
+        self.layers[index] = DynamicLayer()
+        self._holds[index] = False
         self._held -= self._bytes[index]
         self._bytes[index] = 0
 
@@ -230,31 +285,24 @@ class SkipCache(DynamicCache):
     # --- lengths: never read from a layer without keys
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many positions the cache has seen, which is the same for every layer that still runs."""
+        """Number of positions the cache has seen, which is the same for every layer that still runs."""
         return super().get_seq_length(layer_idx) if self._attends(layer_idx) else self._length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return (number of keys, position of the first) that a mask for ``query_length`` new positions covers."""
+        """(Number of keys, position of the first) that a mask for ``query_length`` new positions covers."""
         if self._attends(layer_idx):
             return super().get_mask_sizes(query_length, layer_idx)
         return self._length + query_length, 0
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Tell whether a layer (None: any) has a recurrent state; after the prompt, layers freed since count too."""
+        """Whether a layer (None: any) has a recurrent state; after the prompt, layers freed since count too."""
         if layer_idx is not None and self._holds[layer_idx]:
             return super().has_previous_state(layer_idx, state_idx)
         return self.passes > 0
 
     def _attends(self, layer_idx: int) -> bool:
-        """Tell whether the layer stores keys, and so knows the text's length: not if it is recurrent or was freed."""
+        """Whether the layer stores keys, and so knows the text's length: not if it is recurrent or was freed."""
         return self._holds[layer_idx] and isinstance(self.layers[layer_idx], DynamicLayer)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SkipCache:
-        """Copy everything but the gates, which stay those of the model."""
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update({k: v if k == "gates" else deepcopy(v, memo) for k, v in vars(self).items()})
-        return twin
 
     # --- operations that would undo a step
 
@@ -262,14 +310,14 @@ class SkipCache(DynamicCache):
         """Prepare to roll back steps, as assisted decoding does. Raises CacheError if the schedule skips layers."""
         if not self.schedule.is_full:
             raise CacheError(
-                "assisted (speculative) decoding needs every layer's keys and values: leave SkipCache out (after "
-                f"attach(model, speedup=…), give {CACHE}=DynamicCache(config=model.config))"
+                "assisted (speculative) decoding needs every layer's keys and values: give "
+                f"{CACHE}=DynamicCache(config=model.config)"
             )
         super().activate_past_recording()
 
     @property
     def is_croppable(self) -> bool:
-        """Tell whether ``generate`` may roll a step back: only if the schedule skips no layer."""
+        """Whether ``generate`` may roll a step back: only if the schedule skips no layer."""
         return self.schedule.is_full and super().is_croppable
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -280,31 +328,27 @@ class SkipCache(DynamicCache):
         kept = (layer.get_seq_length() for i, layer in enumerate(self.layers) if self._attends(i))
         self._length = next(kept, self._length)
 
-    def reset(self) -> None:
-        """Raise CacheError: every call needs a new cache."""
-        raise CacheError("a SkipCache cannot be reset: make a new one")
-
 
 def _continued(layer: Any, length: int) -> Any:
-    """Return a layer with the states of a prefix, which no update changes in place."""
+    """A layer with the states of a prefix, which no update changes in place."""
     if isinstance(layer, STATELESS):
         return layer
     if not isinstance(layer, DynamicLayer) or layer.get_seq_length() != length or not length:
-        raise CacheError("a prefix is a DynamicCache, or a SkipCache at full depth, in which all layers ran")
-    twin: Any = object.__new__(GrowingLayer if type(layer) is DynamicLayer else type(layer))
+        raise CacheError("a prefix is a DynamicCache, or a SkipCache of the full model, in which all layers ran")
+    twin: Any = object.__new__(PreallocatedLayer if type(layer) is DynamicLayer else type(layer))
     twin.__dict__.update(vars(layer))
     twin.keys = layer.keys  # with no spare room to share
     return twin
 
 
 def total_kv_bytes(cache: Any) -> int:
-    """Return the bytes of all keys, values, convolution and recurrent states in a transformers cache."""
+    """Bytes of all keys, values, convolution and recurrent states in a transformers cache."""
     return sum(map(layer_kv_bytes, cache.layers))
 
 
 def layer_kv_bytes(layer: Any) -> int:
-    """Return the bytes of one cache layer's states, with spare room; tensors of one axis are no states."""
-    if isinstance(layer, GrowingLayer):
+    """Bytes of one cache layer's states, with spare room; tensors of one axis are no states."""
+    if isinstance(layer, PreallocatedLayer):
         return layer.nbytes
     return sum(x.numel() * x.element_size() for x in _tensors(vars(layer).values()) if x.ndim > 1)
 

@@ -10,8 +10,7 @@ from torch import nn
 
 from ..errors import ScheduleError, UntrainedWarning, UsageError
 from ..schedule import Schedule, choose_schedule, skipped_spans
-from .inspect import kv_shared_layers, text_config
-from .patch import gate_state
+from .inspect import gates_of, kv_shared_layers, text_config
 
 CONFIG_KEY = "skipdecode"
 #: Method of a config without an entry, and the default method of a trained one.
@@ -62,7 +61,7 @@ def _check_trained(schedule: Schedule, trained: Mapping[float, Schedule]) -> Non
 
 def trained_schedules(model: nn.Module) -> dict[float, Schedule]:
     """Schedules of the attached adapter by target speed-up, else those of the model's config; {} if it has none."""
-    gates = gate_state(model)
+    gates = gates_of(model)
     if gates is not None and gates.adapter is not None:
         return dict(gates.adapter.schedules)
     return config_schedules(model.config)

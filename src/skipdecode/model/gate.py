@@ -1,143 +1,58 @@
-"""Gates: each runs its decoder layer on all positions, on a prefix of them, or passes the hidden states on.
+"""Gates: each runs its decoder layer on all positions, on the first of them, or passes the hidden states on.
 
 A gate patches the layer *instance*: no model subclass, no copied modelling code, the same state-dict keys. It acts
-only if a pass carries a :class:`~skipdecode.model.cache.SkipCache` or runs inside ``teacher_forced``.
+only if a pass carries a :class:`~skipdecode.model.cache.SkipCache` or runs inside ``teacher_forced``. Patches on the
+model's entry points announce prompts, check that passes carry their cache, and provide caches.
+
+One model is used by one thread at a time.
 """
 
 from __future__ import annotations
 
-import threading
+import functools
+import inspect
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..errors import CacheError, UnsupportedModel
+from ..errors import CacheError, UnsupportedModel, UsageError
 from ..schedule import Schedule
 from .adapter import Adapter
 from .cache import SkipCache
-from .patch import Patch
-from .prefix import Prefix, packed
-
-
-class Gate(Patch):
-    """Replacement of one layer's ``forward``."""
-
-    gates: Gates
-
-    def __init__(self, layer: nn.Module, name: str, gates: Gates, index: int) -> None:
-        super().__init__(layer, name, gates)
-        self.index = index
-
-    # Depths change from step to step: torch.compile breaks the graph here and compiles the layer by itself.
-    @torch.compiler.disable(recursive=False)
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer on the positions that need it; return its output, other positions' hidden states unchanged."""
-        gates = self.gates
-        cache = find_cache(args, kwargs)
-        guide = gates.forced_pass() if cache is None else cache  # tells how many positions each layer runs
-        if guide is None:
-            return self.original(*args, **kwargs)
-        if cache is None and any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
-            raise CacheError(
-                "a teacher-forced pass can fill no cache: call model.generate outside of teacher_forced, and leave "
-                "use_cache and caches out of passes inside"
-            )
-        if cache is not None and cache.gates is not gates:
-            raise CacheError("this SkipCache was made for another model: make one with SkipCache(model, schedule)")
-        last = gates.handed_on  # read once: other threads set it
-        before = last and last()
-        if before is not None and any(each is before for each in (*args, *kwargs.values())):
-            raise UnsupportedModel("a layer hands the next one more than hidden states: none can be skipped")
-        hidden = args[0] if args else kwargs["hidden_states"]
-        axis = gates.axis(hidden, guide.shape)
-        width = hidden.shape[axis]
-        count = guide.begin_layer(self.index, width)
-        if self.index == 0 and width > 1:  # once a pass, since reading ids waits for the device
-            refuse_packed(kwargs)
-        if width != guide.width:
-            # The model has dropped all but the last ``width`` positions: count which of them this layer runs.
-            if self.index not in gates.kv_shared_layers:
-                raise CacheError(f"layer {self.index} is given {width} of {guide.width} positions: it cannot skip")
-            count = max(count - (guide.width - width), 0)
-        if gates.adapter is not None:
-            counts = guide.counts
-            if width != guide.width:
-                counts = [max(each - (guide.width - width), 0) for each in counts]
-            hidden = gates.adapter.apply_before(self.index, hidden, axis, counts)
-            if args:
-                args = (hidden, *args[1:])
-            else:
-                kwargs = kwargs | {"hidden_states": hidden}
-        if count == 0:
-            if not gates.output_is_known:
-                self._learn_output(Prefix(width, 1, guide.keys(self.index), axis), args, kwargs)
-            return gates.like_output(hidden)
-        if count < width:
-            args, kwargs = Prefix(width, count, guide.keys(self.index), axis).of_call(self.original, args, kwargs)
-        output = self.original(*args, **kwargs)
-        if cache is not None:
-            cache.end_layer(self.index)
-        may_lend = not gates.output_is_known and not gates.kv_shared_layers
-        if may_lend and any(isinstance(value, UserDict) and value for value in kwargs.values()):
-            raise UnsupportedModel(
-                "layers lend each other states of which the config says nothing: none can be skipped"
-            )
-        gates.learn_output(output)
-        beside = output[1:] if isinstance(output, tuple) else ()
-        states = (each for each in beside if isinstance(each, Tensor) and each.is_floating_point())
-        gates.handed_on = next(map(weakref.ref, states), None)
-        if count == width:
-            return output
-        ran = output[0] if isinstance(output, tuple) else output
-        rest = hidden.narrow(axis, count, width - count)
-        return gates.like_output(torch.cat([ran, rest.to(ran.device)], dim=axis))
-
-    def _learn_output(self, one: Prefix, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the layer on ``one``, a prefix of one position, only to learn what it returns besides hidden states."""
-        args, kwargs = one.of_call(self.original, args, kwargs)
-        args = tuple(None if isinstance(v, SkipCache) else v for v in args)
-        kwargs = {k: None if isinstance(v, SkipCache) else v for k, v in kwargs.items()}
-        with torch.no_grad(), torch.random.fork_rng():
-            self.gates.learn_output(self.original(*args, **kwargs))
+from .cache_name import CACHE, CACHE_NAMES
+from .inspect import GATES
 
 
 class Gates:
-    """State that the gates of one model share."""
+    """State that the gates of one model share.
+
+    Args:
+        kv_shared_layers: by layer that attends to another layer's keys and values: that layer.
+    """
 
     def __init__(self, kv_shared_layers: Mapping[int, int]) -> None:
-        #: By layer that attends to another layer's keys and values: that layer.
         self.kv_shared_layers = dict(kv_shared_layers)
-        #: The current teacher-forced pass of each thread.
-        self.forced: dict[int, TeacherForcedPass] = {}
-        #: By thread: the cache that its next forward pass must carry, and the ids or embeddings of that pass.
-        self.expected: dict[int, tuple[Callable[[], SkipCache | None], Any]] = {}
-        #: Stand-ins for skipped layers; None: hidden states pass a skipped layer unchanged.
+        #: Acts at positions that skip layers; None: hidden states pass a skipped layer unchanged.
         self.adapter: Adapter | None = None
+        #: The current :class:`~skipdecode.model.attach.TeacherForcedPass`.
+        self.forced: Any = None
+        #: The cache that the next forward pass must carry.
+        self.expected: weakref.ref[SkipCache] | None = None
+        #: A state that the last layer returned beside hidden states: the next one must not need it.
+        self.extra_state: weakref.ref[Tensor] | None = None
         self.output_is_known = False
-        #: A state that the layer that ran last returned beside hidden states: the next one must not need it. (Indices
-        #: that it may reuse are known from the config.)
-        self.handed_on: weakref.ref[Tensor] | None = None
-        self._axis: int | None = None  # of the positions in hidden states that also have an axis of streams
         self._extras: int | None = None  # number of values returned after hidden states; None: no tuple is returned
+        self._axis: int | None = None  # of the positions in hidden states that also have an axis of streams
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state that a copy of the model gets: all but the passes that threads are running."""
-        return vars(self) | {"forced": {}, "expected": {}, "handed_on": None}
-
-    def forced_pass(self) -> TeacherForcedPass | None:
-        """Return the pass that this thread runs inside ``teacher_forced``; None outside."""
-        forced = self.forced.get(threading.get_ident())
-        # Autograd recomputes checkpointed layers in its own threads, which are not in ``forced``.
-        if forced is None and self.forced and torch._C._current_graph_task_id() != -1:
-            if len(self.forced) > 1:
-                raise CacheError("several threads train one model with gradient checkpointing: train in one")
-            forced = next(iter(self.forced.values()))
-        return forced
+        """State that a copy of the model gets: all but the pass that is running."""
+        return vars(self) | {"forced": None, "expected": None, "extra_state": None}
 
     def learn_output(self, output: Any) -> None:
         """Remember, from one layer's output, whether layers return a tensor or a tuple, and of what length."""
@@ -145,11 +60,11 @@ class Gates:
         self.output_is_known = True
 
     def like_output(self, hidden: Tensor) -> Any:
-        """Return ``hidden`` as layers of this model do: alone, or as a tuple filled up with None."""
+        """``hidden`` as layers of this model return it: alone, or as a tuple filled up with None."""
         return hidden if self._extras is None else (hidden, *[None] * self._extras)
 
     def axis(self, hidden: Tensor, shape: tuple[int, ...] | None) -> int:
-        """Return the positions' axis of hidden states; ``shape`` is (batch, positions) of the pass's ids, if known.
+        """Axis of the positions in hidden states; ``shape`` is (batch, positions) of the pass's ids, if known.
 
         Most are (batch, positions, size); Gemma 3n's have streams before batch, DeepSeek-V4's after positions.
         """
@@ -161,45 +76,313 @@ class Gates:
         if self._axis is None:
             raise CacheError(
                 f"hidden states of shape {tuple(hidden.shape)} do not show where their positions are: call the model "
-                "itself, not its decoder; or first with another number of rows"
+                "itself, first with another number of rows"
             )
         return self._axis
 
 
-class TeacherForcedPass:
-    """A teacher-forced pass, which tells gates how many positions to run, as a SkipCache does for a cached pass."""
+# --- patches
 
-    def __init__(self, schedule: Schedule, prompt_length: int) -> None:
-        self.schedule = schedule
-        self.prompt_length = prompt_length
-        self.width = 0
-        self.shape: tuple[int, ...] | None = None  # (batch, positions) of the pass's ids
-        self._positions: dict[int, list[int]] = {}  # by width, since recomputation calls again
 
-    def begin_layer(self, index: int, width: int) -> int:
-        """Return how many of the pass's ``width`` positions layer ``index`` runs: the first ones; 0: it is skipped."""
-        if index == 0 or self.width < width:
-            self.width = width
-        if self.width not in self._positions:
-            self._positions[self.width] = self.schedule.positions_per_layer(self.prompt_length, self.width)
-        return self.counts[index]
+class Patch:
+    """Replacement of a method of one module instance that keeps the original, which may be another patch."""
+
+    def __init__(self, module: nn.Module, name: str, gates: Any = None) -> None:
+        self.module = module
+        self.gates: Any = gates
+        self.original: Callable[..., Any] = getattr(module, name)
+        self.was_instance_attribute = name in vars(module)  # another patch or accelerate's hook, to be restored
+        # ``generate``, the Trainer and pipelines read the signature; annotations cannot always be pickled.
+        assigned = ("__module__", "__name__", "__qualname__", "__doc__")
+        functools.update_wrapper(cast(Any, self), self.original, assigned, updated=())
+
+
+def put(kind: Callable[..., Patch], module: nn.Module, name: str, *arguments: Any) -> None:
+    """Replace a method by ``kind(module, name, *arguments)``, if it exists and the module has no patch of this kind."""
+    if hasattr(module, name) and not any(type(patch) is kind for _, patch in patches_on(module)):
+        setattr(module, name, kind(module, name, *arguments))
+
+
+def patches_on(module: nn.Module) -> Iterator[tuple[str, Patch]]:
+    """Yield (attribute, patch) for the patches on one module, outer before inner; accelerate may rename attributes."""
+    for name, patch in list(vars(module).items()):
+        while isinstance(patch, Patch):
+            yield name, patch
+            patch = patch.original
+
+
+def remove_patches(model: nn.Module) -> None:
+    """Remove all patches from the model and its modules."""
+    for module in model.modules():
+        vars(module).pop(GATES, None)
+        for name, patch in list(patches_on(module)):
+            # An attribute where accelerate keeps the original is no method of the class: it must not be deleted.
+            if patch.was_instance_attribute or not hasattr(type(module), name):
+                setattr(module, name, patch.original)
+            else:
+                delattr(module, name)
+
+
+class Gate(Patch):
+    """Replacement of one decoder layer's ``forward``."""
+
+    gates: Gates
+
+    def __init__(self, layer: nn.Module, name: str, gates: Gates, index: int) -> None:
+        super().__init__(layer, name, gates)
+        self.index = index
+        setattr(layer, GATES, gates)
+
+    # Depths change from step to step: torch.compile breaks the graph here and compiles the layer by itself.
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer on the positions that need it; return its output, other positions' hidden states unchanged."""
+        gates = self.gates
+        cache = find_cache(args, kwargs)
+        guide = gates.forced if cache is None else cache  # tells how many positions each layer runs
+        if guide is None:
+            return self.original(*args, **kwargs)
+        self._check(cache, args, kwargs)
+        hidden = args[0] if args else kwargs["hidden_states"]
+        axis = gates.axis(hidden, guide.shape)
+        width = hidden.shape[axis]
+        guide.begin_layer(self.index, width)
+        counts = guide.counts
+        if width != guide.width:
+            # The model has dropped all but the last ``width`` positions: count which of them each layer runs.
+            if self.index not in gates.kv_shared_layers:
+                raise CacheError(f"layer {self.index} gets {width} of {guide.width} positions: it cannot skip")
+            counts = [max(each - (guide.width - width), 0) for each in counts]
+        count = counts[self.index]
+        if gates.adapter is not None:
+            hidden = gates.adapter.apply_before(self.index, hidden, axis, counts)
+            if args:
+                args = (hidden, *args[1:])
+            else:
+                kwargs = kwargs | {"hidden_states": hidden}
+        if count == 0:
+            if not gates.output_is_known:
+                self._learn_output(PositionSlice(width, 1, guide.keys(self.index), axis), args, kwargs)
+            return gates.like_output(hidden)
+        if count < width:
+            part = PositionSlice(width, count, guide.keys(self.index), axis)
+            args, kwargs = part.of_call(self.original, args, kwargs)
+        output = self.original(*args, **kwargs)
+        if cache is not None:
+            cache.end_layer(self.index)
+        gates.learn_output(output)
+        extras = output[1:] if isinstance(output, tuple) else ()
+        states = (each for each in extras if isinstance(each, Tensor) and each.is_floating_point())
+        gates.extra_state = next(map(weakref.ref, states), None)
+        if count == width:
+            return output
+        ran = output[0] if isinstance(output, tuple) else output
+        rest = hidden.narrow(axis, count, width - count)
+        return gates.like_output(torch.cat([ran, rest.to(ran.device)], dim=axis))
+
+    def _check(self, cache: SkipCache | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values = (*args, *kwargs.values())
+        if cache is None and any(isinstance(value, Cache) for value in values):
+            raise CacheError("a teacher-forced pass can fill no cache: call model.generate outside of teacher_forced")
+        state = self.gates.extra_state and self.gates.extra_state()
+        if state is not None and any(value is state for value in values):
+            raise UnsupportedModel("a layer hands the next one more than hidden states: none can be skipped")
+
+    def _learn_output(self, one: PositionSlice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the layer on one position, only to learn what it returns besides hidden states."""
+        args, kwargs = one.of_call(self.original, args, kwargs)
+        args = tuple(None if isinstance(v, SkipCache) else v for v in args)
+        kwargs = {k: None if isinstance(v, SkipCache) else v for k, v in kwargs.items()}
+        with torch.no_grad(), torch.random.fork_rng():
+            self.gates.learn_output(self.original(*args, **kwargs))
+
+
+class PatchedForward(Patch):
+    """Replacement of the model's ``forward`` that raises CacheError if a pass loses its SkipCache or never uses it."""
+
+    gates: Gates
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a pass and return its output."""
+        values = (*args, *kwargs.values())
+        cache = find_cache(args, kwargs)
+        expected = self.gates.expected and self.gates.expected()
+        self.gates.expected = None
+        if expected is not None and [value for value in values if isinstance(value, Cache)] != [expected]:
+            raise CacheError(
+                "the SkipCache was dropped on the way to the model, or another put beside it, as by PEFT's prompt "
+                "learning: leave one of the two out"
+            )
+        guide = self.gates.forced if cache is None else cache
+        if guide is None:
+            return self.original(*args, **kwargs)
+        guide.shape = _shape(args, kwargs)
+        if guide.shape is not None and guide.shape[1] > 1:  # reading ids waits for the device
+            refuse_packed(kwargs)
+        if cache is None:
+            return self.original(*args, **{"use_cache": False} | kwargs)
+        passes = cache.passes
+        output = self.original(*args, **kwargs)
+        if cache.passes == passes:
+            raise CacheError(
+                "no layer was given the SkipCache, so none was skipped: call model.eval(), since training drops caches"
+            )
+        return output
+
+
+class PatchedPrepareInputs(Patch):
+    """Replacement of ``prepare_inputs_for_generation``, the only method told that a pass belongs to a prompt."""
+
+    gates: Gates
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a pass's inputs, and tell the SkipCache if they are a prompt."""
+        cache = find_cache(args, kwargs)
+        if cache is None:
+            return self.original(*args, **kwargs)
+        if kwargs.get("use_cache") is False:
+            raise CacheError("with use_cache=False every step runs the whole text: leave it out, or detach(model)")
+        # ``generate`` gives a decode step its length, 1. (Before 5.23, it gives a chunk of a prompt neither argument.)
+        new = kwargs.get("next_sequence_length")
+        if kwargs.get("is_first_iteration") or new is None:
+            cache.begin_prompt()
+            if new is not None and new < 1:
+                raise CacheError("the cache holds the whole prompt: leave at least its last token out of a prefix")
+        inputs = self.original(*args, **kwargs)
+        self.gates.expected = weakref.ref(cache)
+        return inputs
+
+
+class PatchedGenerate(Patch):
+    """Replacement of ``generate`` that gives a new SkipCache to a call without a cache."""
+
+    schedule: Schedule
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``generate``, with a new SkipCache if no cache is given, and return its result."""
+        return self.original(*args, **with_cache(self.module, self.schedule, args, kwargs))
+
+
+def with_cache(model: nn.Module, schedule: Schedule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of a call of ``generate``, with a new SkipCache if they name no cache."""
+    if any(kwargs.get(name) is not None for name in CACHE_NAMES):
+        return kwargs
+    # Unset the cache kind that a generation config names: it is for calls without a cache. (transformers drops
+    # "hybrid" itself, and warns of any option passed along with a generation_config.)
+    configs = (*args[1:2], kwargs.get("generation_config"), getattr(model, "generation_config", None))
+    if {getattr(config, "cache_implementation", None) for config in configs} - {None, "hybrid"}:
+        kwargs = {"cache_implementation": None} | kwargs
+    return kwargs | {CACHE: SkipCache(model, schedule)}
+
+
+class PatchedBatching(Patch):
+    """Replacement of ``init_continuous_batching``, which all entry points of transformers' continuous batching call."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise UsageError: continuous batching mixes positions, in a cache of its own that follows no schedule."""
+        raise UsageError(
+            "transformers' continuous batching cannot follow a schedule: use model.generate or `skipdecode serve`, or "
+            "detach(model)"
+        )
+
+
+# --- the arguments of a pass
+
+
+@dataclass(frozen=True)
+class PositionSlice:
+    """The first ``queries`` of the ``width`` positions that a layer gets, which are the last of a mask's ``keys``.
+
+    ``width`` is less than ``keys`` if a cache holds earlier positions, or if the model drops positions that its upper
+    layers need not compute.
+    """
+
+    width: int
+    queries: int
+    keys: int
+    hidden_axis: int = 1
 
     @property
-    def counts(self) -> list[int]:
-        """Return how many positions of the pass each layer runs, from the first on."""
-        return self._positions[self.width]
+    def seen(self) -> int:
+        """Number of key positions that the queries can attend to."""
+        return self.keys - self.width + self.queries
 
-    def keys(self, index: int) -> int:
-        """Return how many positions a mask covers: those of the pass."""
-        return self.width
+    def of_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """(args, kwargs) of a call of ``forward``, every tensor of positions cut to the first ``queries``."""
+        names = list(inspect.signature(forward).parameters)[: len(args)]
+        names += [""] * (len(args) - len(names))
+        cut = tuple(self._cut(name, value) for name, value in zip(names, args, strict=True))
+        return cut, {name: self._cut(name, value) for name, value in kwargs.items()}
+
+    def _cut(self, name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._cut_tensor(name, value)
+        if isinstance(value, UserDict):
+            return _SharedStates(value, self.seen)
+        if isinstance(value, dict):
+            return {key: self._cut(name, item) for key, item in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self._cut(name, item) for item in value)
+        return value
+
+    def _cut_tensor(self, name: str, value: Tensor) -> Tensor:
+        shape = value.shape
+        is_float = value.is_floating_point() or value.is_complex()
+        if value.ndim >= 3 and any(word in name for word in ("mask", "bias", "alibi")):
+            # (batch, heads, queries, keys), or (batch * heads, 1, keys) with one mask for all queries.
+            if shape[-1] != self.keys or shape[-2] not in (1, self.width):
+                if "mask" not in name:  # a bias for the longest possible input, which the layer cuts itself
+                    return value
+                raise CacheError(f"{name} of shape {tuple(shape)} does not show its {self.keys} positions")
+            return value[..., : self.seen] if shape[-2] == 1 else value[..., : self.queries, : self.seen]
+        if value.ndim <= 2 and ("mask" in name or not is_float):  # (batch, positions): ids and padding
+            if shape[-1:] == (self.keys,):
+                return value[..., : self.seen]
+            return value[..., : self.queries] if shape[-1:] == (self.width,) else value
+        if not is_float:  # (sections, batch, positions)
+            return value[..., : self.queries] if shape[-1] == self.width else value
+        # Hidden states, and embeddings of any kind (…, positions, size).
+        axes = (self.hidden_axis, value.ndim - 2) if value.ndim > 3 else (value.ndim - 2, 1)
+        axis = next((axis for axis in axes if 0 <= axis < value.ndim and shape[axis] == self.width), None)
+        return value if axis is None else value.narrow(axis, 0, self.queries)
 
 
-def refuse_packed(kwargs: dict[str, Any]) -> None:
-    """Raise CacheError if a pass with these arguments packs several sequences into one row."""
-    if packed(kwargs):
+class _SharedStates(UserDict[Any, Any]):
+    """Keys and values that layers share: owners write to the original, borrowers read the first positions of it."""
+
+    def __init__(self, shared: UserDict[Any, Any], seen: int) -> None:
+        super().__init__()
+        self.data = shared.data
+        self._seen = seen
+
+    def __getitem__(self, key: Any) -> tuple[Tensor, ...]:
+        return tuple(states[..., : self._seen, :] for states in self.data[key])
+
+    def to(self, *args: Any, **kwargs: Any) -> _SharedStates:
+        """Move all tensors, as transformers' own container does: accelerate moves a layer's arguments."""
+        for key, states in list(self.data.items()):
+            self.data[key] = tuple(x.to(*args, **kwargs) for x in states)
+        return self
+
+
+def refuse_packed(kwargs: Mapping[str, Any]) -> None:
+    """Raise CacheError if a pass with these arguments packs several sequences, with several prompt ends, into a row."""
+    packed = any(key.startswith("cu_seq_lens") and value is not None for key, value in kwargs.items())
+    positions = kwargs.get("position_ids")
+    if isinstance(positions, Tensor) and positions.ndim == 2:
+        restarts = (positions[:, :-1] == 0) & (positions[:, 1:] == 1)
+        packed = packed or bool((restarts.sum(1) > 1).any())
+    if packed:
         raise CacheError("packed (padding-free) batches cannot skip layers: give one sequence per row, left-padded")
 
 
 def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SkipCache | None:
-    """Return the SkipCache among a pass's arguments; None if there is none."""
+    """The SkipCache among a pass's arguments; None if there is none."""
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, SkipCache)), None)
+
+
+def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    """(batch, positions) of a pass's ids or embeddings; None if it has neither."""
+    inputs = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
+    return next((tuple(value.shape[:2]) for value in inputs if isinstance(value, Tensor)), None)

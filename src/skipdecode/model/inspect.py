@@ -1,4 +1,4 @@
-"""Find a model's decoder layers, and check that skipping is exact: each reads only the output of the one before."""
+"""Parts of a model: its decoder layers, their gates, layers that share KV; and whether it can skip layers exactly."""
 
 from __future__ import annotations
 
@@ -12,14 +12,22 @@ from transformers import GenerationMixin, PreTrainedModel
 from ..errors import ModelError, UnsupportedModel
 from .cache_name import CACHE
 
+#: Attribute of each decoder layer that holds the model's :class:`~skipdecode.model.gate.Gates`.
+GATES = "_skipdecode_gates"
+
 
 def text_config(config: Any) -> Any:
-    """Return the part of a config that describes the decoder (a multimodal config has several parts)."""
+    """Part of a config that describes the decoder; a multimodal config has several parts."""
     return config.get_text_config(decoder=True)
 
 
+def gates_of(model: nn.Module) -> Any:
+    """:class:`~skipdecode.model.gate.Gates` of an attached model; None if it is not attached."""
+    return next((vars(module)[GATES] for module in model.modules() if GATES in vars(module)), None)
+
+
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the model's one stack of decoder layers. Raises UnsupportedModel for none, several, or an encoder."""
+    """The model's one stack of decoder layers. Raises UnsupportedModel for none, several, or an encoder."""
     count = text_config(_decoder_config(model)).num_hidden_layers
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count and _is_stack(m)]
     # A list inside the layers of another stack (experts, say) is part of a layer.
@@ -34,7 +42,8 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def _decoder_config(model: nn.Module) -> Any:
-    name, config = type(model).__name__, getattr(model, "config", None)
+    name = type(model).__name__
+    config = getattr(model, "config", None)
     if config is None:
         raise UnsupportedModel(f"{name} has no config: SkipDecode works on transformers' causal LMs")
     if config.is_encoder_decoder:
@@ -43,7 +52,7 @@ def _decoder_config(model: nn.Module) -> Any:
 
 
 def _is_stack(layers: nn.ModuleList) -> bool:
-    """Tell whether each module takes hidden states first, as a decoder layer does."""
+    """Whether each module takes hidden states first, as a decoder layer does."""
     return all(next(iter(inspect.signature(layer.forward).parameters), "") == "hidden_states" for layer in layers)
 
 
@@ -52,7 +61,8 @@ def check_kind(model: nn.Module) -> None:
     inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if inner is None:
         return
-    name, config = type(inner).__name__, _decoder_config(inner)
+    name = type(inner).__name__
+    config = _decoder_config(inner)
     if CACHE not in inspect.signature(inner.forward).parameters:
         raise UnsupportedModel(f"{name} takes no {CACHE}: its state is in no cache that could follow a schedule")
     if isinstance(inner, GenerationMixin) and not inner._supports_default_dynamic_cache():
@@ -64,7 +74,7 @@ def check_kind(model: nn.Module) -> None:
 
 
 def _may_look_ahead(model: PreTrainedModel) -> bool:
-    """Tell whether a config or the layers suggest attention to later tokens, which some say that do not pay it."""
+    """Whether config or layers suggest attention to later tokens; some say so and pay none."""
     config = text_config(model.config)
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
         return True
@@ -74,7 +84,7 @@ def _may_look_ahead(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _looks_ahead(model: PreTrainedModel) -> bool:
-    """Tell whether a second token changes what comes of the first."""
+    """Whether a second token changes the output at the first."""
     ids = torch.tensor([[2, 3], [2, 4]], device=model.device)
     training = model.training
     model.eval()
@@ -86,21 +96,22 @@ def _looks_ahead(model: PreTrainedModel) -> bool:
 def kv_shared_layers(config: Any) -> dict[int, int]:
     """Map each layer without keys and values of its own to the lower layer whose keys and values it attends to.
 
-    Raises ModelError if the config says that layers share keys, but not which.
+    Raises ModelError if the config says that layers share KV, but not which.
     """
     config = text_config(config)
     modes = getattr(config, "kv_sharing_modes", None)
     if modes is None:
         if getattr(config, "num_kv_shared_layers", None):
-            raise ModelError("which layers share their keys is only told by a newer transformers: upgrade it")
+            raise ModelError("this version of transformers does not say which layers share their KV: upgrade it")
         return {}
-    sources, kinds = getattr(config, "kv_source_layers", None), config.layer_types
-    found = {}
+    sources = getattr(config, "kv_source_layers", None)
+    kinds = config.layer_types
+    lenders = {}
     for layer, mode in enumerate(modes):
         if not str(mode).startswith("reuse"):
             continue
         if sources is not None:
-            found[layer] = sources[layer]
+            lenders[layer] = sources[layer]
         else:
-            found[layer] = max(i for i in range(layer) if modes[i] == "store" and kinds[i] == kinds[layer])
-    return found
+            lenders[layer] = max(i for i in range(layer) if modes[i] == "store" and kinds[i] == kinds[layer])
+    return lenders

@@ -14,13 +14,12 @@ from ..schedule import Schedule
 from .attach import teacher_forced
 from .cache import SkipCache
 from .cache_name import CACHE
-from .config import bind
-from .inspect import decoder_layers
-from .patch import gate_state
+from .config import bind, num_layers
+from .inspect import gates_of
 
 
 class PrefilledBatch:
-    """A batch whose prompts are computed once, at full depth and without gradients.
+    """A batch whose prompts are computed once, by the full model and without gradients.
 
     Models with recurrent layers, whose state a pass over several positions cannot always continue, compute them anew
     with each text.
@@ -31,10 +30,12 @@ class PrefilledBatch:
     """
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
-        self.model, self.batch, self.prompt = model, batch, batch["prompt_length"]
-        self._full = Schedule.full(len(decoder_layers(model)))
+        self.model: Any = model
+        self.batch = batch
+        self.prompt: int = batch["prompt_length"]
+        self._full = Schedule.full(num_layers(self.model.config))
+        self._cache: SkipCache | None = SkipCache(model, self._full)
         with torch.no_grad():
-            self._cache: SkipCache | None = SkipCache(model, self._full)
             model(**self._inputs(0, self.prompt), **{CACHE: self._cache}, use_cache=True, logits_to_keep=1)
         try:
             self._cache.begin_text(self._full)
@@ -43,18 +44,18 @@ class PrefilledBatch:
 
     @property
     def counted(self) -> Tensor:
-        """Return which of the R positions count, (batch, R): a text's first token, of the prompt's pass, does not."""
+        """Mask (batch, R) of the R positions that count: a text's first token, of the prompt's pass, does not."""
         return self.batch["labels"][:, 2:] != -100
 
     def logits(self, schedule: Schedule | None = None, **options: Any) -> Tensor:
-        """Return the logits (batch, R, vocabulary) of the texts' R positions, each with the layers of its decode step.
+        """Logits (batch, R, vocabulary) of the texts' R positions, each with the layers of its decode step.
 
         Args:
             schedule: the prompt runs all layers. None: so does the text.
             options: of the model's ``forward``.
 
         Raises:
-            ScheduleError: the schedule leaves out layers in the prompt, or does not fit the model.
+            ScheduleError: the schedule skips layers in the prompt, or does not fit the model or its adapter.
         """
         schedule = schedule or self._full
         if schedule.prompt_layers is not None or schedule.prompt_decay:
@@ -64,13 +65,15 @@ class PrefilledBatch:
             options = {"logits_to_keep": width - self.prompt} | options
             with teacher_forced(self.model, schedule, self.prompt):
                 return self.model(**self._inputs(0, width), use_cache=False, **options).logits
+        adapter = gates_of(self.model).adapter
         cache = deepcopy(self._cache)
-        gates = gate_state(self.model)
-        cache.begin_text(bind(schedule, self.model.config, gates.adapter and gates.adapter.schedules))
+        cache.begin_text(bind(schedule, self.model.config, None if adapter is None else adapter.schedules))
         return self.model(**self._inputs(self.prompt, width), **{CACHE: cache}, use_cache=True, **options).logits
 
     def _inputs(self, start: int, stop: int) -> dict[str, Any]:
-        """Return the inputs of a pass over the positions from ``start`` to ``stop``."""
-        ids, mask, positions = (self.batch[name] for name in ("input_ids", "attention_mask", "position_ids"))
-        here = slice(start, stop)
-        return {"input_ids": ids[:, here], "attention_mask": mask[:, :stop], "position_ids": positions[:, here]}
+        """Inputs of a pass over the positions from ``start`` to ``stop``."""
+        return {
+            "input_ids": self.batch["input_ids"][:, start:stop],
+            "attention_mask": self.batch["attention_mask"][:, :stop],
+            "position_ids": self.batch["position_ids"][:, start:stop],
+        }

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model.adapter import Adapter, SkippedSpan, skipped_spans
-from ..model.inspect import decoder_layers, kv_shared_layers
-from ..model.patch import gate_state
+from ..model.inspect import decoder_layers, gates_of, kv_shared_layers
 from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule
 
@@ -121,7 +120,7 @@ def _hidden_states(passes: PrefilledBatch, before: Collection[int]) -> Iterator[
     """
     layers, seen = decoder_layers(passes.model), dict[int, Tensor]()
     rows, width = passes.batch["input_ids"].shape[0], passes.batch["input_ids"].shape[1] - passes.prompt
-    state = gate_state(passes.model)
+    state = gates_of(passes.model)
 
     def keep(index: int, hidden: Tensor) -> None:
         axis = state.axis(hidden, (rows, width))
