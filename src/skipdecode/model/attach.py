@@ -16,7 +16,6 @@ from .config import bind, config_schedules, warn_untrained
 from .gate import (
     Gate,
     Gates,
-    PatchedBatching,
     PatchedForward,
     PatchedGenerate,
     PatchedPrepareInputs,
@@ -94,7 +93,6 @@ def attach(
         put_adapter(model, adapter)
     if schedule is not None:
         put(PatchedGenerate, model, "generate")
-        put(PatchedBatching, model, "init_continuous_batching")
         for _, patch in patches_on(model):
             if isinstance(patch, PatchedGenerate):
                 patch.schedule = schedule

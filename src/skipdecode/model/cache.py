@@ -12,7 +12,6 @@ from transformers.cache_utils import DynamicLayer
 
 from ..errors import CacheError, UnsupportedModel
 from ..schedule import Schedule, choose_schedule
-from .cache_name import CACHE
 from .config import bind, num_layers, trained_schedules, warn_untrained
 from .inspect import gates_of, kv_shared_layers
 
@@ -43,39 +42,31 @@ class PreallocatedLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the keys and values of new positions, and return those of all positions."""
-        if key_states.requires_grad or value_states.requires_grad or key_states.dtype != value_states.dtype:
+        if key_states.requires_grad or value_states.requires_grad:
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
         allocated = self._allocated
-        if allocated is None or not _fits(allocated[0], key_states, end):
-            allocated = _enlarged(self.keys, key_states, start, end), _enlarged(self.values, value_states, start, end)
+        if allocated is None or allocated[0].shape[-2] < end:
+            allocated = _enlarged(self.keys, key_states, start), _enlarged(self.values, value_states, start)
         for whole, states in zip(allocated, (key_states, value_states), strict=True):
-            whole.narrow(-2, start, end - start).copy_(states)
-        self.keys = allocated[0].narrow(-2, 0, end)
-        self.values = allocated[1].narrow(-2, 0, end)
+            whole[..., start:end, :] = states
+        self.keys, self.values = (whole[..., :end, :] for whole in allocated)
         self._allocated = allocated
         return self.keys, self.values
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that keys and values take, including spare room."""
-        held = self._allocated or (self.keys, self.values)
-        return sum(x.numel() * x.element_size() for x in held if x is not None)
+        return sum(x.numel() * x.element_size() for x in self._allocated or (self.keys, self.values) if x is not None)
 
 
-def _fits(allocated: Tensor, states: Tensor, end: int) -> bool:
-    """Whether ``allocated`` can take ``states`` up to position ``end``: large enough, of their dtype, writable."""
-    writable = not allocated.is_inference() or torch.is_inference_mode_enabled()
-    return allocated.shape[-2] >= end and allocated.dtype == states.dtype and writable
-
-
-def _enlarged(held: Tensor, states: Tensor, start: int, end: int) -> Tensor:
-    whole = states.new_empty((*states.shape[:-2], end + BLOCK_SIZE, states.shape[-1]))
+def _enlarged(held: Tensor, states: Tensor, start: int) -> Tensor:
+    whole = states.new_empty((*states.shape[:-2], start + states.shape[-2] + BLOCK_SIZE, states.shape[-1]))
     if start:
-        whole.narrow(-2, 0, start).copy_(held)
+        whole[..., :start, :] = held
     return whole
 
 
@@ -226,11 +217,6 @@ class SkipCache(DynamicCache):
         self.width = width
         self._length += width
 
-    def upcoming(self, index: int) -> list[int]:
-        """Layers that run after layer ``index``: the rest of this pass, then those of the next step."""
-        left = [layer for layer in range(index + 1, len(self.layers)) if self.counts[layer]]
-        return left + sorted(self._keep)
-
     def end_layer(self, index: int) -> None:
         """Count the memory of a layer that has run, and free the layer unless the next step runs it.
 
@@ -264,18 +250,6 @@ class SkipCache(DynamicCache):
         self._check_runs(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    @torch.compiler.disable
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Keep the last positions of a convolution's input (batch, channels, positions); return old and new ones."""
-        self._check_runs(layer_idx)
-        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
-
-    @torch.compiler.disable
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Replace the layer's recurrent state, a tensor of the model's own shape, and return it."""
-        self._check_runs(layer_idx)
-        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
-
     def _check_runs(self, layer_idx: int) -> None:
         if not self.counts or self.counts[layer_idx] == 0:
             raise CacheError(
@@ -305,15 +279,6 @@ class SkipCache(DynamicCache):
         return self._holds[layer_idx] and isinstance(self.layers[layer_idx], DynamicLayer)
 
     # --- operations that would undo a step
-
-    def activate_past_recording(self) -> None:
-        """Prepare to roll back steps, as assisted decoding does. Raises CacheError if the schedule skips layers."""
-        if not self.schedule.is_full:
-            raise CacheError(
-                "assisted (speculative) decoding needs every layer's keys and values: give "
-                f"{CACHE}=DynamicCache(config=model.config)"
-            )
-        super().activate_past_recording()
 
     @property
     def is_croppable(self) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..errors import CacheError, UnsupportedModel, UsageError
+from ..errors import CacheError, UnsupportedModel
 from ..schedule import Schedule
 from .adapter import Adapter
 from .cache import SkipCache
@@ -268,23 +268,7 @@ def with_cache(model: nn.Module, schedule: Schedule, args: tuple[Any, ...], kwar
     """Keyword arguments of a call of ``generate``, with a new SkipCache if they name no cache."""
     if any(kwargs.get(name) is not None for name in CACHE_NAMES):
         return kwargs
-    # Unset the cache kind that a generation config names: it is for calls without a cache. (transformers drops
-    # "hybrid" itself, and warns of any option passed along with a generation_config.)
-    configs = (*args[1:2], kwargs.get("generation_config"), getattr(model, "generation_config", None))
-    if {getattr(config, "cache_implementation", None) for config in configs} - {None, "hybrid"}:
-        kwargs = {"cache_implementation": None} | kwargs
     return kwargs | {CACHE: SkipCache(model, schedule)}
-
-
-class PatchedBatching(Patch):
-    """Replacement of ``init_continuous_batching``, which all entry points of transformers' continuous batching call."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise UsageError: continuous batching mixes positions, in a cache of its own that follows no schedule."""
-        raise UsageError(
-            "transformers' continuous batching cannot follow a schedule: use model.generate or `skipdecode serve`, or "
-            "detach(model)"
-        )
 
 
 # --- the arguments of a pass
