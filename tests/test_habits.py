@@ -53,7 +53,7 @@ from skipdecode.errors import CacheError, UnsupportedModel
 from skipdecode.evaluation.exactness import CHECKS, run_checks
 from skipdecode.model.cache import total_kv_bytes
 from skipdecode.model.cache_name import CACHE
-from skipdecode.model.gate import PositionSlice, patches_on
+from skipdecode.model.gate import Patch, PositionSlice, patches_on
 from skipdecode.model.inspect import decoder_layers
 
 FULL = Schedule.full(LAYERS)
@@ -512,12 +512,7 @@ def test_accelerates_hooks_may_come_after_the_gates() -> None:
     attach(model)
     assert torch.equal(run(model, inputs, TOP).sequences, expected)
     detach(model)
-    stands = [
-        v
-        for m in model.modules()
-        for v in vars(m).values()
-        if isinstance(v, Patch)
-    ]
+    stands = [v for m in model.modules() for v in vars(m).values() if isinstance(v, Patch)]
     assert not stands
     assert torch.equal(run(model, inputs).sequences, run(build("llama"), inputs).sequences)
 

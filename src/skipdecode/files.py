@@ -13,8 +13,9 @@ from .errors import FileError
 def write(path: str | Path, content: str | bytes, **old: Any) -> None:
     """Write all of ``content``, text as UTF-8, or none of it: a temporary file in the same folder is renamed.
 
-    Raises FileError if the folder is missing or cannot be written to, or the disk is full.
+    Raises FileError if ``path`` is no file, its folder is missing or cannot be written to, or the disk is full.
     """
+    check_target(path)
     target = Path(os.path.realpath(path))  # a link stays a link
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -27,8 +28,9 @@ def write(path: str | Path, content: str | bytes, **old: Any) -> None:
 
 
 def check_target(path: str | Path, **old: Any) -> None:
-    """Raise FileError if ``path`` is a folder or its folder is missing; called before long work that ends in a file."""
-    if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+    """Raise FileError if ``path`` is a folder or device, or in no folder; for a check before long work."""
+    target = Path(path).absolute()
+    if not target.parent.is_dir() or (target.exists() and not target.is_file()):
         raise FileError(f"{path} cannot be written: give a file in a folder that exists")
 
 
