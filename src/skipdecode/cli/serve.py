@@ -17,34 +17,24 @@ def serve(
         list[str] | None, Argument(metavar="VLLM OPTIONS", help="Any option of vLLM's API server: --port 8000 …")
     ] = None,
     speedups: Annotated[
-        str | None,
-        Option(help="What requests may ask for: 1,2,3 (default: those trained for but 1; of a stock model 1,2,3,5)."),
+        str | None, Option(help="Speed-ups on offer, as 1,2,3. Default: the trained ones above 1.")
     ] = None,
     speedup: Annotated[
-        float | None,
-        Option(
-            help="Speed-up of requests that name none (default: the fastest trained one, else the slowest offered)."
-        ),
+        float | None, Option(help="Speed-up of requests that name none. Default: the slowest trained.")
     ] = None,
     prompt_layers: o.PromptLayers = None,
     adapter: o.Adapter = None,
     load_speedup: Annotated[
-        float | None,
-        Option(
-            help="Under load: speed-up of new requests that name none, unless --speedup is higher.",
-            rich_help_panel=LOAD,
-        ),
+        float | None, Option(help="Speed-up under load, of requests that name none.", rich_help_panel=LOAD)
     ] = None,
     load_waiting: Annotated[
-        int | None,
-        Option(help="Load begins if more requests than this wait for their first token.", rich_help_panel=LOAD),
+        int | None, Option(help="Load begins when more requests than this wait.", rich_help_panel=LOAD)
     ] = None,
     load_token_ms: Annotated[
-        float | None,
-        Option(help="Load begins if the mean time between tokens exceeds this (ms).", rich_help_panel=LOAD),
+        float | None, Option(help="Load begins when tokens take longer than this, in ms.", rich_help_panel=LOAD)
     ] = None,
 ) -> None:
-    """Serve a model by vLLM's OpenAI API. Each request may name its own speed-up: "vllm_xargs": {"speedup": 3}.
+    """Serve a model by vLLM's OpenAI API. Requests name their speed: model "MODEL:2x".
 
     Options that are not below go to vLLM's API server, which replaces this process.
     """

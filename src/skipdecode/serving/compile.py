@@ -1,7 +1,7 @@
-"""Compiles decoder layers one by one, for steps that skip: vLLM's graph of the whole model runs all of them.
+"""Compiled layers and CUDA graphs for steps that skip: vLLM's compiled graph of the whole model runs all layers.
 
-Like vLLM's graph, a compiled layer has no guards. So it runs only where its arguments look as when it was compiled,
-but for the number of tokens; elsewhere the layer runs as plain Python.
+Decoder layers are compiled one by one. Like vLLM's graph, a compiled layer has no guards. So it runs only where its
+arguments look as when it was compiled, but for the number of tokens; elsewhere the layer runs as plain Python.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from .gate import token_axis
+from .patch import patch
+from .steps import StepPlan
 
 
-class Unknown(Exception):
+class Uncacheable(Exception):
     """An argument of which nothing is known but its type."""
 
 
 class CompiledLayers:
-    """The compiled layers of a model, by layer and by what its arguments look like.
+    """Compiled layers of a model, by layer and by the signature of its arguments.
 
     Args:
         options: of the compiler, Inductor.
@@ -33,34 +37,34 @@ class CompiledLayers:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = {**options, "freezing": False}  # which takes weights for constants
-        #: By layer, and by what :func:`look_of` its arguments says.
-        self.made: dict[tuple[Any, Hashable], Callable[..., Any]] = {}
-        #: By their code and what their inputs look like.
+        #: By layer and signature.
+        self.compiled: dict[tuple[Any, Hashable], Callable[..., Any]] = {}
+        #: By code and signature of the inputs.
         self.graphs: dict[Hashable, Any] = {}
         self._compiles = False
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Return a context within which layers are compiled for the arguments that they get."""
+        """Context within which layers are compiled for the arguments that they get."""
         self._compiles = True
         try:
             yield
         finally:
             self._compiles = False
 
-    def run(self, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: int) -> Any:
-        """Return what ``forward``, a layer's bound method, returns for ``tokens`` tokens; compiled where it can be."""
+    def run(self, forward: Any, kwargs: Mapping[str, Any], tokens: int) -> Any:
+        """Output of ``forward``, a module's bound method, for ``tokens`` tokens."""
         try:
-            key = forward, look_of((args, kwargs), tokens)
-        except Unknown:
-            return forward(*args, **kwargs)
-        made = self.made.get(key)
-        if made is None and self._compiles:
-            made = self.made[key] = self._compile(forward, args, kwargs, tokens)
-        return forward(*args, **kwargs) if made is None else made(forward.__self__, *args, **kwargs)
+            key = forward, signature_of(kwargs, tokens)
+        except Uncacheable:
+            return forward(**kwargs)
+        compiled = self.compiled.get(key)
+        if compiled is None and self._compiles:
+            compiled = self.compiled[key] = self._compile(forward, kwargs, tokens)
+        return forward(**kwargs) if compiled is None else compiled(forward.__self__, **kwargs)
 
-    def _compile(self, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: int) -> Any:
-        for value in tree_leaves((args, kwargs)):
+    def _compile(self, forward: Any, kwargs: Mapping[str, Any], tokens: int) -> Any:
+        for value in tree_leaves(kwargs):
             if isinstance(value, Tensor) and value.ndim and value.shape[axis := token_axis(value)] == tokens:
                 torch._dynamo.mark_dynamic(value, axis)
         traced: Any = torch.compile(
@@ -70,31 +74,31 @@ class CompiledLayers:
             backend=self._graph,
             options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
         )
-        return traced.aot_compile((args, dict(kwargs))).fn
+        return traced.aot_compile(((), dict(kwargs))).fn
 
     def _graph(self, graph: GraphModule, inputs: list[Any], **_: Any) -> Any:
-        """Compile a layer's graph, once for all layers that have the same: names and weights are among its inputs."""
+        """Compile a layer's graph once for all layers that have the same: weights are among its inputs."""
         if any(node.op == "get_attr" for node in graph.graph.nodes):
             return compile_fx(graph, inputs, config_patches=self._options)
-        key = graph.code, *map(_input_look, inputs)
+        key = graph.code, *map(_input_signature, inputs)
         if key not in self.graphs:
             self.graphs[key] = compile_fx(graph, inputs, config_patches=self._options)
         return self.graphs[key]
 
 
-def _input_look(value: Any) -> tuple[Any, ...]:
-    """Return what a graph takes for granted about an input, whose number of tokens is a symbol."""
+def _input_signature(value: Any) -> tuple[Any, ...]:
+    """What a graph takes for granted about an input, whose number of tokens is a symbol."""
     if not isinstance(value, Tensor):
         return (type(value),)
     return value.dtype, value.device, str(value.shape), str(value.stride())
 
 
-def look_of(value: Any, tokens: int) -> Hashable:
-    """Return all that a compiled layer takes for granted about its arguments. Raises Unknown if that is not enough.
+def signature_of(value: Any, tokens: int) -> Hashable:
+    """All that a compiled layer takes for granted about its arguments. Uncacheable: that is not enough.
 
     Args:
-        value: an argument, or tuples, lists and dicts of them.
-        tokens: how many tokens there are; an axis of as many entries is one of tokens.
+        value: argument, or tuples, lists and dicts of them.
+        tokens: number of tokens; an axis of as many entries is one of tokens.
     """
     if isinstance(value, Tensor):
         shape = list(value.shape)
@@ -103,15 +107,64 @@ def look_of(value: Any, tokens: int) -> Hashable:
         strides = (stride for stride, size in zip(value.stride(), shape, strict=True) if size != 1)
         return (value.dtype, value.device, *shape, *strides)
     if isinstance(value, Mapping):
-        return tuple((name, look_of(item, tokens)) for name, item in value.items())
+        return tuple((name, signature_of(item, tokens)) for name, item in value.items())
     if isinstance(value, tuple | list):
-        return (type(value), *(look_of(item, tokens) for item in value))
+        return (type(value), *(signature_of(item, tokens) for item in value))
     if value is None or isinstance(value, bool | int | float | str):
         return type(value), value
-    raise Unknown(type(value).__name__)
+    raise Uncacheable(type(value).__name__)
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether vLLM compiles the model's decoder."""
+    """Whether vLLM compiles the model's decoder."""
     wrappers = [part for part in model.modules() if isinstance(part, TorchCompileWithNoGuardsWrapper)]
     return any(not getattr(part, "do_not_compile", True) for part in wrappers)
+
+
+class DecodeGraphs:
+    """CUDA graphs of uniform decode steps, in vLLM's manager of model runner V2.
+
+    A graph replays the layers of its capture, so one is captured for each set of layers and batch size. The manager
+    keeps graphs by the number of active LoRA adapters, which schedules refuse: here that number is the index of the
+    layer set in :attr:`DepthTables.uniform`. Other steps run without a graph.
+
+    Args:
+        runner: the adapted model runner, whose ``cudagraph_manager`` is patched.
+
+    Attributes:
+        captured: plan of the step whose graph is captured now; None: no graph is.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.captured: StepPlan | None = None
+        patch(runner.cudagraph_manager, "capture", self._capture)
+        patch(runner.cudagraph_manager, "dispatch", self._dispatch)
+        patch(runner.cudagraph_manager, "run_fullgraph", self._replay)
+
+    def _capture(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        def begin(layer_set: int, requests: int, tokens: int) -> None:
+            self.captured = self.runner.skip_tables.uniform_step(layer_set, tokens)
+
+        try:
+            original(*args, **kwargs | {"lora_capture_hook": begin})
+        finally:
+            self.captured = None
+            self.runner.skip_context.reset_counters()
+
+    def _dispatch(
+        self, original: Any, num_reqs: int, num_tokens: int, uniform: int | None, num_active_loras: int, **kwargs: Any
+    ) -> Any:
+        plan = self.runner.skip_step
+        layer_set = 0 if plan is None else plan.uniform
+        if layer_set is None:
+            return BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=num_tokens, num_reqs=num_reqs)
+        return original(num_reqs, num_tokens, uniform, num_active_loras=layer_set, **kwargs)
+
+    def _replay(self, original: Any, graph: Any) -> Any:
+        plan = self.runner.take_step()
+        if plan is not None:
+            if plan.uniform != graph.num_active_loras:
+                raise RuntimeError(f"a graph of layer set {graph.num_active_loras} for a step of {plan.uniform}")
+            self.runner.skip_context.count(plan, has_run=True)
+        return original(graph)

@@ -1,7 +1,7 @@
 """Gates on the decoder layers of vLLM's model: each runs its layer on the tokens that need it and passes on the rest.
 
-Imports no vLLM. One class serves vLLM's native layers, which return hidden states and a residual, and those of its
-Transformers backend. Like the gate for transformers, this one replaces ``forward`` of the layer instance.
+One class serves vLLM's native layers, which return hidden states and a residual, and those of its Transformers
+backend. Like the gate for transformers, this one replaces ``forward`` of the layer instance.
 """
 
 from __future__ import annotations
@@ -15,168 +15,163 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModel
-from .steps import Part, Step
+from .steps import StepPlan, TokenSubset
 
-#: Returns a context manager within which attention sees only the tokens of a part; it yields their indices.
-Narrowed = Callable[[Part], AbstractContextManager[Tensor]]
+#: Makes a context within which attention sees only the tokens of a subset; it yields their indices, on the device.
+SubsetAttention = Callable[[TokenSubset], AbstractContextManager[Tensor]]
+#: Relative difference below which two results of a layer are equal, in any dtype that models run in.
+TOLERANCE = 0.05
 
 
-class Plan:
-    """The state that all gates of a model share: the current step, how to narrow attention to a part, and counters."""
+class StepContext:
+    """State that all gates of a model share: the current step's plan, attention to its subsets, and counters.
+
+    Attributes:
+        adds_residual: whether the input of a layer that takes a residual is the sum of hidden states and residual.
+        layers: a CompiledLayers, which runs a layer in another way than by its ``forward``; None: plain.
+        steps: number of steps since the start.
+        full_tokens, needed_tokens, run_tokens: layer-tokens (one token in one layer) since the start: of the full
+            model, of the schedules, and those that ran.
+    """
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
-        self.step: Step | None = None
-        self.narrowed: Narrowed | None = None
-        self.adds_residual = True  # a layer's input is the sum of hidden states and residual, where it takes one
+        self.plan: StepPlan | None = None
+        self.attention: SubsetAttention | None = None
+        self.adds_residual = True
         self.extras: int | None = None  # values after hidden states in a layer's tuple; None: it returns a tensor
-        self.layers: Any = None  # a CompiledLayers, which runs a layer in another way than by its ``forward``
-        #: Since the start: steps, and layer-tokens (one token in one layer) at full depth, needed, and run.
-        self.steps = self.full_tokens = self.needed_tokens = self.run_tokens = 0
+        self.layers: Any = None
+        self.reset_counters()
 
     @contextmanager
-    def following(self, step: Step, narrowed: Narrowed | None) -> Iterator[None]:
-        """Return a context within which gates follow ``step``; elsewhere every layer runs for every token.
+    def following(self, plan: StepPlan, attention: SubsetAttention | None) -> Iterator[None]:
+        """Context within which gates follow a plan; elsewhere every layer runs for every token.
 
         Args:
-            step: its plan.
-            narrowed: may be None for a step at full depth.
+            plan: of the step.
+            attention: None for a uniform step.
 
         Raises:
-            RuntimeError: the step did not run as planned, as a compiled graph would silently bypass the gates.
+            RuntimeError: the step did not run as planned, as when a compiled graph bypasses the gates.
         """
-        planned = self.run_tokens + sum(step.counts)
-        self.count(step, step.is_full)  # a compiled graph does not call the gates' counters
-        self.step, self.narrowed = step, narrowed
+        expected = self.run_tokens + sum(plan.counts)
+        self.count(plan, has_run=plan.is_full)  # vLLM's graph of the model does not call the gates' counters
+        self.plan = plan
+        self.attention = attention
         try:
             yield
         finally:
-            self.step = self.narrowed = None
-        if self.run_tokens != planned:
-            raise RuntimeError(
-                f"{self.run_tokens} tokens times layers have gone through the gates where {planned} were planned: "
-                "something calls layers past them, or twice"
-            )
+            self.plan = self.attention = None
+        if self.run_tokens != expected:
+            raise RuntimeError(f"{self.run_tokens} layer-tokens ran, {expected} were planned: something bypasses gates")
 
-    def count(self, step: Step, has_run: bool) -> None:
-        """Count a step; ``has_run``: gates will not count the layers that it runs."""
-        needed = sum(step.counts)
-        self.full_tokens += step.tokens * len(step.counts)
+    def count(self, plan: StepPlan, has_run: bool) -> None:
+        """Count a step; ``has_run``: its layers run without their gates."""
+        needed = sum(plan.counts)
+        self.full_tokens += plan.tokens * len(plan.counts)
         self.needed_tokens += needed
-        self.run_tokens += has_run * needed
+        self.run_tokens += needed if has_run else 0
         self.steps += 1
 
-    def forget(self) -> None:
+    def reset_counters(self) -> None:
         """Set the counters to 0."""
-        self.steps = self.full_tokens = self.needed_tokens = self.run_tokens = 0
+        self.steps = 0
+        self.full_tokens = 0
+        self.needed_tokens = 0
+        self.run_tokens = 0
+
+    def run(self, forward: Callable[..., Any], tokens: int, **kwargs: Any) -> Any:
+        """Output of a layer or module for ``tokens`` tokens, compiled where that is possible."""
+        return forward(**kwargs) if self.layers is None else self.layers.run(forward, kwargs, tokens)
 
 
 class Gate:
-    """Replaces the ``forward`` of one layer."""
+    """Replacement of one layer's ``forward``."""
 
-    def __init__(self, layer: nn.Module, plan: Plan, index: int) -> None:
+    def __init__(self, layer: nn.Module, context: StepContext, index: int) -> None:
         self.original: Callable[..., Any] = layer.forward
-        self.plan, self.index = plan, index
-        names = inspect.signature(self.original).parameters
-        self.has_residual = "residual" in names
-        self.position = {name: i for i, name in enumerate(names)}
+        self.context = context
+        self.index = index
         self.__signature__ = inspect.signature(self.original)
+        self.names = list(self.__signature__.parameters)
+        self.hidden = "hidden_states" if "hidden_states" in self.names else self.names[0]
+        self.has_residual = "residual" in self.names
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer on the tokens that need it; return the other tokens' hidden states (and residual) unchanged."""
-        plan = self.plan
-        if plan.step is None:
+        """Run the layer on the tokens that need it; hidden states and residual of the others pass unchanged."""
+        context = self.context
+        plan = context.plan
+        if plan is None:
             return self.original(*args, **kwargs)
-        if plan.step.changes is not None:
-            args, kwargs = self._changed(plan.step, args, kwargs)
-        count = plan.step.counts[self.index]
-        plan.run_tokens += 0 if plan.step.is_full else count
-        if count == plan.step.tokens:
-            output = self._run(self.original, args, kwargs, count)
-            plan.extras = len(output) - 1 if isinstance(output, tuple) else None
+        kwargs |= dict(zip(self.names, args, strict=False))
+        self._apply_adapter(plan, kwargs)
+        count = plan.counts[self.index]
+        if not plan.is_full:
+            context.run_tokens += count
+        if count == plan.tokens:
+            output = context.run(self.original, count, **kwargs)
+            context.extras = len(output) - 1 if isinstance(output, tuple) else None
             return output
-        hidden = self._given("hidden_states", args, kwargs)
-        residual = self._given("residual", args, kwargs) if self.has_residual else None
+        hidden = kwargs[self.hidden]
+        residual = kwargs.get("residual")
         if count == 0:
             return (hidden, residual) if self.has_residual else self._like_output(hidden)
-        return self._run_part(plan.step, hidden, residual, args, kwargs)
+        assert context.attention is not None
+        with context.attention(plan.subset(self.index)) as tokens:
+            output = context.run(self.original, count, **select(kwargs, tokens, plan.tokens))
+        return self._merge(hidden, residual, output, tokens)
 
-    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> Any:
-        layers = self.plan.layers
-        return forward(*args, **kwargs) if layers is None else layers.run(forward, args, kwargs, tokens)
-
-    def _run_part(
-        self, step: Step, hidden: Tensor, residual: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        part = step.part(self.index)
-        assert self.plan.narrowed is not None
-        with self.plan.narrowed(part) as tokens:
-            args, kwargs = cut(args, tokens, step.tokens), cut(kwargs, tokens, step.tokens)
-            output = self._run(self.original, args, kwargs, len(tokens))
+    def _merge(self, hidden: Tensor, residual: Tensor | None, output: Any, tokens: Tensor) -> Any:
+        """Hidden states, and residual, of all tokens after the layer ran some of them."""
         axis = hidden.ndim - 2
         if not self.has_residual:
             ran = output[0] if isinstance(output, tuple) else output
-            self.plan.extras = len(output) - 1 if isinstance(output, tuple) else None
+            self.context.extras = len(output) - 1 if isinstance(output, tuple) else None
             return self._like_output(hidden.index_copy(axis, tokens, ran))
         ran, ran_residual = output
+        hidden_after = hidden.index_copy(axis, tokens, ran)
         if ran_residual is None:  # model families that add the residual inside the layer
-            return hidden.index_copy(axis, tokens, ran), None
+            return hidden_after, None
         if residual is None:
             # The first layer turns its input into the residual; a token that skips it has all of its state in hidden.
             residual = torch.zeros_like(hidden)
-        return hidden.index_copy(axis, tokens, ran), residual.index_copy(axis, tokens, ran_residual)
+        return hidden_after, residual.index_copy(axis, tokens, ran_residual)
 
-    def _changed(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments with hidden states as the adapter changes them; a residual that is added becomes 0."""
-        assert step.changes is not None
-        for module, where in step.changes.before(self.index):
-            hidden = self._given("hidden_states", args, kwargs)
-            is_sum = self.has_residual and self.plan.adds_residual
-            residual = self._given("residual", args, kwargs) if is_sum else None
+    def _apply_adapter(self, plan: StepPlan, kwargs: dict[str, Any]) -> None:
+        """Change hidden states as the adapter does; a residual that is a part of them becomes 0."""
+        for module, places in plan.adapter_modules(self.index):
+            hidden = kwargs[self.hidden]
+            residual = kwargs.get("residual") if self.context.adds_residual else None
             whole = hidden if residual is None else hidden + residual
-            if where is None:
-                hidden = self._run(module.forward, (whole,), {}, step.tokens)
-                residual = None if residual is None else torch.zeros_like(residual)
-            else:
-                tokens, axis = torch.from_numpy(where).to(hidden.device), hidden.ndim - 2
-                changed = self._run(module.forward, (whole.index_select(axis, tokens),), {}, len(tokens))
-                hidden = hidden.index_copy(axis, tokens, changed)
-                residual = None if residual is None else residual.index_fill(axis, tokens, 0)
-            args, kwargs = self._put("hidden_states", hidden, args, kwargs)
+            axis = hidden.ndim - 2
+            if places is None:
+                kwargs[self.hidden] = self.context.run(module.forward, plan.tokens, hidden=whole)
+                if residual is not None:
+                    kwargs["residual"] = torch.zeros_like(residual)
+                continue
+            tokens = torch.from_numpy(places).to(hidden.device)
+            changed = self.context.run(module.forward, len(tokens), hidden=whole.index_select(axis, tokens))
+            kwargs[self.hidden] = hidden.index_copy(axis, tokens, changed)
             if residual is not None:
-                args, kwargs = self._put("residual", residual, args, kwargs)
-        return args, kwargs
-
-    def _put(self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments with another value where :meth:`_given` finds the one of this name."""
-        if name in kwargs:
-            return args, kwargs | {name: value}
-        index = self.position.get(name, 0)
-        return (*args[:index], value, *args[index + 1 :]), kwargs
-
-    def _given(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the argument with this name, or the first one if the layer names it otherwise."""
-        if name in kwargs:
-            return kwargs[name]
-        index = self.position.get(name, 0)
-        return args[index] if index < len(args) else None
+                kwargs["residual"] = residual.index_fill(axis, tokens, 0)
 
     def _like_output(self, hidden: Tensor) -> Any:
-        return hidden if self.plan.extras is None else (hidden, *[None] * self.plan.extras)
+        extras = self.context.extras
+        return hidden if extras is None else (hidden, *[None] * extras)
 
 
-def cut(value: Any, tokens: Tensor, count: int) -> Any:
+def select(value: Any, tokens: Tensor, count: int) -> Any:
     """Select tokens from every tensor that has one entry per token of the step, also in tuples, lists and dicts.
 
     Args:
-        value: an argument of a layer.
-        tokens: (tokens of the part,), indices in the step.
-        count: how many tokens the step has.
+        value: argument of a layer.
+        tokens: (tokens of the subset,), indices in the step.
+        count: number of tokens in the step.
     """
     if isinstance(value, tuple | list):
-        return type(value)(cut(item, tokens, count) for item in value)
+        return type(value)(select(item, tokens, count) for item in value)
     if isinstance(value, dict):
-        return {name: cut(item, tokens, count) for name, item in value.items()}
+        return {name: select(item, tokens, count) for name, item in value.items()}
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value
     axis = token_axis(value)
@@ -184,32 +179,78 @@ def cut(value: Any, tokens: Tensor, count: int) -> Any:
 
 
 def token_axis(value: Tensor) -> int:
-    """Return which axis of a tensor has an entry per token, if one has.
-
-    It is the last of positions (integers or 1-D), the second to last of hidden states and rotations.
-    """
+    """Axis that has an entry per token: the last of positions, the second to last of hidden states and rotations."""
     return value.ndim - 1 if value.ndim == 1 or not value.is_floating_point() else value.ndim - 2
 
 
-def layers_of(model: nn.Module, num_layers: int) -> Sequence[nn.Module]:
-    """Return a model's decoder layers.
-
-    Raises UnsupportedModel if the model does not have exactly one stack of ``num_layers`` layers.
-    """
-    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+def decoder_layers(model: nn.Module, num_layers: int) -> Sequence[nn.Module]:
+    """Decoder layers of a model. UnsupportedModel: it does not have exactly one stack of ``num_layers`` layers."""
+    stacks = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == num_layers]
     inner = {id(part) for stack in stacks for part in stack.modules() if part is not stack}
     # Gemma 4 holds the same layers in several lists.
-    stacks = list({tuple(map(id, stack)): stack for stack in stacks if id(stack) not in inner}.values())
-    if len(stacks) != 1:
+    distinct = {tuple(map(id, stack)): list(stack) for stack in stacks if id(stack) not in inner}
+    if len(distinct) != 1:
         raise UnsupportedModel(
-            f"{type(model).__name__} should hold one stack of {num_layers} decoder layers; {len(stacks)} were found"
+            f"{type(model).__name__} has {len(distinct)} stacks of {num_layers} decoder layers: skipping needs one"
         )
-    return list(stacks[0])
+    return next(iter(distinct.values()))
 
 
-def add_gates(model: nn.Module, num_layers: int) -> Plan:
-    """Put a gate on each decoder layer, and return the plan that they share. Raises as :func:`layers_of`."""
-    plan = Plan(num_layers)
-    for index, layer in enumerate(layers_of(model, num_layers)):
-        layer.forward = Gate(layer, plan, index)
-    return plan
+def add_gates(model: nn.Module, num_layers: int) -> StepContext:
+    """Put a gate on each decoder layer, and return the context that they share."""
+    context = StepContext(num_layers)
+    for index, layer in enumerate(decoder_layers(model, num_layers)):
+        layer.forward = Gate(layer, context, index)
+    return context
+
+
+@torch.no_grad()
+def adds_residual(layer: nn.Module, config: Any, device: torch.device) -> bool:
+    """Whether a layer's input is the sum of its hidden states and residual, tried on random input.
+
+    In most of vLLM's families it is. In others, as Cohere and EXAONE 4, hidden states are all of it, and layers ignore
+    the residual. An adapter must know.
+
+    Args:
+        layer: with its weights, without a gate.
+        config: vLLM's config.
+        device: the layer's.
+
+    Raises:
+        UnsupportedModel: the layer cannot be run, or follows neither rule.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    if "residual" not in inspect.signature(layer.forward).parameters:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, config.model_config.get_hidden_size())
+    draws = [torch.randn(shape, generator=generator).to(device, config.model_config.dtype) for _ in range(3)]
+    hidden, first, second = draws
+    attentions: list[Any] = [part for part in layer.modules() if isinstance(part, AttentionLayerBase)]
+    for attention in attentions:
+        attention.forward = lambda query, *args, **kwargs: torch.zeros_like(query)
+
+    def run(hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        # Fused kernels write into their arguments.
+        return layer(positions=torch.arange(2, device=device), hidden_states=hidden.clone(), residual=residual.clone())
+
+    try:
+        with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=2):
+            output = run(hidden, first)
+            other = run(hidden, second)
+            joined = run(hidden + first, torch.zeros_like(first))
+    except Exception as error:
+        raise UnsupportedModel(f"no adapters for {type(layer).__name__} in vLLM: {error!r}"[:300]) from error
+    finally:
+        for attention in attentions:
+            del attention.forward
+    if output[1] is None or torch.equal(output[0], other[0]):
+        return False
+    one = output[0] + output[1]
+    same = joined[0] + joined[1]
+    if (one - same).float().norm() <= TOLERANCE * same.float().norm():
+        return True
+    raise UnsupportedModel(f"no adapters for {type(layer).__name__} in vLLM: its residual follows no known rule")

@@ -1,7 +1,7 @@
-"""Decides which new requests get a faster schedule under load. Imports no vLLM.
+"""Speed-ups of new requests under load. Imports no vLLM.
 
-One checkpoint serves every speed-up, so a server under load need not reject requests or load a smaller model: while
-its limits are exceeded, *new* requests run fewer layers. Running requests keep their schedules.
+One checkpoint serves every speed-up, so a server under load need not reject requests: while a limit is exceeded, *new*
+requests that name no speed-up run fewer layers. Running requests keep their schedules.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ RELEASE = 0.5
 
 
 class Load:
-    """Measures a server's load and chooses the speed-up of new requests.
+    """Load of a server, and the speed-up of new requests under it.
 
     Args:
         requests: returns how many requests wait for their first token now, and how many have it.
-        speedup: what new requests get under load, unless theirs is higher.
+        speedup: of new requests under load, unless theirs is higher.
         waiting: load begins when more requests than this wait for their first token; None: no limit.
         token_ms: load begins when the mean time between tokens exceeds this, in milliseconds; None: no limit.
         clock: monotonic time in seconds.
@@ -36,37 +36,40 @@ class Load:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_high = False
-        self._requests, self._speedup, self._limits, self._clock = requests, speedup, (waiting, token_ms), clock
-        self._gaps: deque[tuple[float, float, int]] = deque()  # (time, sum of seconds, number of gaps)
+        self._requests = requests
+        self._speedup = speedup
+        self._limits = (waiting, token_ms)
+        self._clock = clock
+        self._steps: deque[tuple[float, float, int]] = deque()  # time, sum of seconds, number of tokens
 
-    def tokens(self, gaps: Sequence[float]) -> None:
+    def record(self, seconds: Sequence[float]) -> None:
         """Record one step: for each new token, the seconds since the previous token of its request."""
-        if gaps:
-            self._gaps.append((self._clock(), sum(gaps), len(gaps)))
+        if seconds:
+            self._steps.append((self._clock(), sum(seconds), len(seconds)))
             self._forget()
 
     def token_ms(self) -> float:
-        """Return the mean milliseconds between tokens over ``WINDOW`` seconds, or of the newest step; 0 before any."""
+        """Mean milliseconds between tokens over ``WINDOW`` seconds, or of the newest step; 0 before any."""
         self._forget()
-        gaps = tuple(self._gaps)  # a copy: another thread may record steps meanwhile
-        count = sum(count for _, _, count in gaps)
-        return 1000 * sum(seconds for _, seconds, _ in gaps) / count if count else 0.0
+        steps = tuple(self._steps)  # a copy: another thread may record steps meanwhile
+        count = sum(tokens for _, _, tokens in steps)
+        return 1000 * sum(seconds for _, seconds, _ in steps) / count if count else 0.0
 
     def refresh(self) -> bool:
         """Update and return whether the server is under load."""
-        waiting, writing = self._requests()
-        if not waiting and not writing:
-            self._gaps.clear()
+        waiting, running = self._requests()
+        if not waiting and not running:
+            self._steps.clear()
         share = RELEASE if self.is_high else 1.0
         measured = zip((waiting, self.token_ms()), self._limits, strict=True)
         self.is_high = any(limit is not None and value > limit * share for value, limit in measured)
         return self.is_high
 
     def choose(self, speedup: float) -> float:
-        """Return the speed-up of a request that named none: ``speedup``, or under load the policy's if higher."""
+        """Speed-up of a request that named none: ``speedup``, or under load the policy's if higher."""
         return max(speedup, self._speedup) if self.refresh() else speedup
 
     def _forget(self) -> None:
         now = self._clock()
-        while len(self._gaps) > 1 and self._gaps[0][0] < now - WINDOW:
-            self._gaps.popleft()
+        while len(self._steps) > 1 and self._steps[0][0] < now - WINDOW:
+            self._steps.popleft()

@@ -1,4 +1,4 @@
-"""Counts layer-tokens (one token in one layer) of requests, for responses and Prometheus. Imports no vLLM."""
+"""Layer-tokens (one token in one layer) and times of requests, for responses, Prometheus and the load policy."""
 
 from __future__ import annotations
 
@@ -8,63 +8,155 @@ from typing import Any
 import numpy as np
 
 from .load_policy import Load
-from .steps import Table
+from .patch import patch
+from .requests import apply_model_name, bad_request, own_arguments, requested_speedup
+from .settings import Serving
+from .steps import DepthTable, DepthTables
+
+LABELS = ("model_name", "speedup")
 
 
-def work(table: Table, prompt: int, cached: int, new: int) -> dict[str, Any]:
-    """Return what one request ran, as responses report it; ``of`` is what full depth would have run.
+class RequestMetrics:
+    """Metrics of the requests of one API server.
+
+    Args:
+        serving: the server's settings.
+        model_name: name that the server gives the model, as a metrics label.
+
+    Attributes:
+        load: the load policy, or None.
+    """
+
+    def __init__(self, serving: Serving, model_name: str) -> None:
+        self.serving = serving
+        self.load = None if serving.load is None else Load(self.requests, **serving.load)
+        self.model_name = model_name
+        self._tables = DepthTables(serving.schedules)
+        self._states: dict[str, Any] = {}  # vLLM's states of requests that have not ended
+
+    def requests(self) -> tuple[int, int]:
+        """How many requests wait for their first token, and how many have it."""
+        states = tuple(self._states.values())  # a copy: other threads of vLLM call this too
+        waiting = sum(state.is_prefilling for state in states)
+        return waiting, len(states) - waiting
+
+    def follow(self, client: Any) -> None:
+        """Patch an ``AsyncLLM`` to report its requests here, and vLLM's protocols to name and show speed-ups."""
+        from vllm.entrypoints.openai.chat_completion import serving as chat_completion
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.entrypoints.openai.completion import serving as completion
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+        from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+        client.input_processor.skipdecode_load = self.load
+        self._states = client.output_processor.request_states
+        patch(client.output_processor, "add_request", self._add_request)
+        patch(client.output_processor, "_update_stats_from_finished", self._finish)
+        for request in (CompletionRequest, ChatCompletionRequest, ResponsesRequest):
+            patch(request, "to_sampling_params", self._to_sampling_params)
+        for module in (completion, chat_completion):
+            patch(module, "build_per_request_timing_metrics", _timing_metrics)
+
+    def _to_sampling_params(self, original: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take the speed-up from the model's name; a bad one is HTTP 400 before a response starts."""
+        params = original(request, *args, **kwargs)
+        with bad_request():
+            apply_model_name(params, request.model)
+            requested_speedup(params, self.serving)
+        return params
+
+    def _add_request(self, original: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        original(request, *args, **kwargs)
+        self._states[request.request_id].skipdecode = own_arguments(request.sampling_params)
+
+    def _finish(self, original: Any, state: Any, reason: Any, stats: Any) -> None:
+        original(state, reason, stats)
+        own = state.skipdecode
+        if own is None:
+            return
+        new = state.detokenizer.num_output_tokens()
+        # Before the first token, this process does not know how much of the prompt has run: count none.
+        cached = state.num_cached_tokens if new else state.prompt_len
+        table = self._tables.of(own["speedup"])
+        summary = {"speedup": own["speedup"], "moved": own["moved"]} | layer_tokens(table, state.prompt_len, cached, new)
+        count_request(self.model_name, summary, str(reason), new)
+        if self.load is not None:
+            show_load(self.model_name, self.load)
+        if state.stats is None:
+            return
+        state.stats.skipdecode = summary
+        labels = (self.model_name, f"{own['speedup']:g}")
+        if new:
+            _collectors()["first"].labels(*labels).observe(state.stats.first_token_latency)
+        if new > 1:
+            seconds = state.stats.last_token_ts - state.stats.first_token_ts
+            _collectors()["between"].labels(*labels).observe(seconds / (new - 1))
+
+
+def token_times(load: Load) -> Any:
+    """Factory of a vLLM stat logger that passes the times between tokens to the load policy."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class TokenTimes(StatLoggerBase):
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+            if iteration_stats is not None:
+                load.record(iteration_stats.inter_token_latencies_iter)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return TokenTimes
+
+
+def layer_tokens(table: DepthTable, prompt: int, cached: int, new: int) -> dict[str, Any]:
+    """Layer-tokens that one request ran, as responses report them; ``of`` is what the full model would have run.
 
     The last generated token is not fed back, so ``n`` tokens take ``n - 1`` decode steps. Tokens from the prefix cache
     do not count, and tokens computed again after a preemption count once.
 
     Args:
-        table: the table of its schedule.
+        table: of the request's schedule.
         prompt: number of prompt tokens.
-        cached: how many prompt tokens came from the prefix cache.
+        cached: number of prompt tokens from the prefix cache.
         new: number of generated tokens.
     """
     steps = np.arange(min(cached, prompt) - prompt, max(new - 1, 0))
     layers = table.runs.sum(axis=1)[table.rows(steps)]
-    made: dict[str, Any] = {}
-    for tokens, phase, chosen in (("prompt_tokens", "prompt", steps < 0), ("decode_steps", "decode", steps >= 0)):
-        made[tokens] = count = int(chosen.sum())
-        made[f"{phase}_layer_tokens"] = {"run": int(layers[chosen].sum()), "of": count * table.runs.shape[1]}
-    return made
+    inside = steps < 0
+
+    def counted(chosen: Any) -> dict[str, int]:
+        return {"run": int(layers[chosen].sum()), "of": int(chosen.sum()) * table.runs.shape[1]}
+
+    return {
+        "prompt_tokens": int(inside.sum()),
+        "prompt_layer_tokens": counted(inside),
+        "decode_steps": int((~inside).sum()),
+        "decode_layer_tokens": counted(~inside),
+    }
 
 
-def count_finished(model_name: str, summary: dict[str, Any], reason: str, new: int) -> None:
-    """Add one request that ended, for any reason, to the Prometheus counters.
+def count_request(model_name: str, summary: dict[str, Any], reason: str, new: int) -> None:
+    """Add one request that ended to the Prometheus counters.
 
     Args:
-        model_name: the name that the server gives the model.
-        summary: of :func:`work`, with ``speedup`` and ``moved``.
+        model_name: label of the model.
+        summary: of :func:`layer_tokens`, with ``speedup`` and ``moved``.
         reason: why the request ended.
         new: number of generated tokens.
     """
-    made, labels = _collectors(), (model_name, f"{summary['speedup']:g}")
-    made["requests"].labels(*labels, reason).inc()
-    made["tokens"].labels(*labels).inc(new)
+    collectors = _collectors()
+    labels = (model_name, f"{summary['speedup']:g}")
+    collectors["requests"].labels(*labels, reason).inc()
+    collectors["tokens"].labels(*labels).inc(new)
     if summary["moved"]:
-        made["moved"].labels(*labels).inc()
+        collectors["moved"].labels(*labels).inc()
     for phase in ("prompt", "decode"):
-        layer_tokens = summary[f"{phase}_layer_tokens"]
-        made["layer_tokens"].labels(*labels, phase).inc(layer_tokens["run"])
-        made["full_layer_tokens"].labels(*labels, phase).inc(layer_tokens["of"])
-
-
-def observe_times(model_name: str, speedup: float, first: float, between: float | None) -> None:
-    """Add one request's times, in seconds, to the Prometheus histograms.
-
-    Args:
-        model_name: the name that the server gives the model.
-        speedup: the request's.
-        first: from its arrival to its first token.
-        between: from a token to the next, on average; None: it has one token.
-    """
-    made, labels = _collectors(), (model_name, f"{speedup:g}")
-    made["first"].labels(*labels).observe(first)
-    if between is not None:
-        made["between"].labels(*labels).observe(between)
+        counts = summary[f"{phase}_layer_tokens"]
+        collectors["layer_tokens"].labels(*labels, phase).inc(counts["run"])
+        collectors["full_layer_tokens"].labels(*labels, phase).inc(counts["of"])
 
 
 def show_load(model_name: str, load: Load) -> None:
@@ -75,37 +167,36 @@ def show_load(model_name: str, load: Load) -> None:
 
 @cache
 def _collectors() -> dict[str, Any]:
-    """Return the collectors by name, made once per process, after vLLM has set where several servers merge theirs."""
+    """Collectors by name, made once per process, after vLLM has set where several servers merge theirs."""
     from prometheus_client import Counter, Gauge, Histogram
 
-    labels = ("model_name", "speedup")
-    first = Histogram(
-        "skipdecode_time_to_first_token_seconds",
-        "Of texts that ended.",
-        labels,
-        buckets=[0.01 * 2**i for i in range(14)],
-    )
-    between = Histogram(
-        "skipdecode_inter_token_seconds",
-        "Mean over each text that ended.",
-        labels,
-        buckets=[0.002 * 1.5**i for i in range(18)],
-    )
+    def counter(name: str, text: str, *labels: str) -> Any:
+        return Counter(f"skipdecode_{name}", text, (*LABELS, *labels))
+
+    def seconds(name: str, text: str, least: float, factor: float) -> Any:
+        buckets = [least * factor**place for place in range(18)]
+        return Histogram(f"skipdecode_{name}_seconds", text, LABELS, buckets=buckets)
+
+    def gauge(name: str, text: str, mode: Any) -> Any:
+        return Gauge(f"skipdecode_{name}", text, LABELS[:1], multiprocess_mode=mode)
+
     return {
-        "first": first,
-        "between": between,
-        "requests": Counter("skipdecode_requests", "Texts that ended, by why.", (*labels, "finished_reason")),
-        "tokens": Counter("skipdecode_generation_tokens", "Tokens of texts that ended.", labels),
-        "moved": Counter("skipdecode_moved_requests", "Texts that the load policy made faster.", labels),
-        "layer_tokens": Counter("skipdecode_layer_tokens", "Tokens times layers that ran.", (*labels, "phase")),
-        "full_layer_tokens": Counter(
-            "skipdecode_full_layer_tokens", "Tokens times layers at full depth.", (*labels, "phase")
-        ),
-        "load": Gauge("skipdecode_under_load", "API servers under load.", ("model_name",), multiprocess_mode="livesum"),
-        "token_ms": Gauge(
-            "skipdecode_token_milliseconds",
-            "Mean time between a request's tokens, as the load policy sees it.",
-            ("model_name",),
-            multiprocess_mode="livemax",
-        ),
+        "first": seconds("time_to_first_token", "Time to first token, of requests that ended.", 0.01, 1.7),
+        "between": seconds("inter_token", "Mean time between tokens of each request that ended.", 0.002, 1.5),
+        "requests": counter("requests", "Requests that ended.", "finished_reason"),
+        "tokens": counter("generation_tokens", "Tokens of requests that ended."),
+        "moved": counter("moved_requests", "Requests that the load policy made faster."),
+        "layer_tokens": counter("layer_tokens", "Tokens times layers that ran.", "phase"),
+        "full_layer_tokens": counter("full_layer_tokens", "Tokens times layers of the full model.", "phase"),
+        "load": gauge("under_load", "API servers under load.", "livesum"),
+        "token_ms": gauge("token_milliseconds", "Mean time between tokens, as the load policy sees it.", "livemax"),
     }
+
+
+def _timing_metrics(original: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add our summary to the ``metrics`` of a response."""
+    timing = original(metrics, *args, **kwargs)
+    summary = getattr(metrics, "skipdecode", None)
+    if summary is not None:
+        timing.skipdecode = summary
+    return timing

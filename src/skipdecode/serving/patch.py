@@ -8,7 +8,7 @@ from typing import Any
 
 
 def patch(owner: Any, name: str, ours: Callable[..., Any]) -> None:
-    """Make ``owner.name(…)`` call ``ours(original, …)``, once, however often this is called.
+    """Make ``owner.name(…)`` call ``ours(original, …)``; a second call changes nothing.
 
     Args:
         owner: a module, class or instance.
@@ -16,12 +16,8 @@ def patch(owner: Any, name: str, ours: Callable[..., Any]) -> None:
         ours: the function that is called instead.
     """
     original = getattr(owner, name)
-    if getattr(original, "skipdecode", False) and name in vars(owner):
+    if hasattr(original, "skipdecode") and name in vars(owner):
         return
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        return ours(original, *args, **kwargs)
-
-    patched.skipdecode = True  # type: ignore[attr-defined]
+    patched: Any = functools.wraps(original)(lambda *args, **kwargs: ours(original, *args, **kwargs))
+    patched.skipdecode = True
     setattr(owner, name, patched)

