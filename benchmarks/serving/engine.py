@@ -34,7 +34,7 @@ class Engine:
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         self.engine = LLMEngine.from_engine_args(EngineArgs(model=model, **options))
         self.runner = self.engine.model_executor.driver_worker.worker.model_runner
-        self.plugin = hasattr(self.runner, "skip_plan")
+        self.plugin = hasattr(self.runner, "skip_context")
         self.count = 0
         self.forward: float | None = None
         self.tokens = 0
@@ -88,7 +88,7 @@ class Engine:
         return {"seconds": seconds, "tokens": written, "steps": steps, "requests": times, "layers": layers}
 
     def _layers(self) -> dict[str, int]:
-        plan = self.runner.skip_plan if self.plugin else None
+        plan = self.runner.skip_context if self.plugin else None
         return {"full": plan.full_tokens, "needed": plan.needed_tokens, "run": plan.run_tokens} if plan else {}
 
 

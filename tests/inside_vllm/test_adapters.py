@@ -110,7 +110,7 @@ def test_every_request_gets_its_own_speeds_adapter(name: str, cases: dict[str, C
     options: dict[str, Any] = {"model_impl": FAMILIES[family][1], "enforce_eager": not compiled}
     with served_by(case.base, case.folder, **options) as made:
         served = serve(made, case.requests, arrive=lambda step: source.choice((0, 1, 2)))
-        plan = runner(made).skip_plan
+        plan = runner(made).skip_context
     assert [served.tokens[i] for i in range(len(case.requests))] == case.texts != case.idle
     assert plan.needed_tokens == plan.run_tokens < plan.full_tokens
 

@@ -23,7 +23,7 @@ from skipdecode.loading.load import DEMO
 from skipdecode.serving import compile as compiled_module
 from skipdecode.serving import runner as runner_module
 from skipdecode.serving.compile import CompiledLayers
-from skipdecode.serving.gate import layers_of
+from skipdecode.serving.gate import decoder_layers
 
 SPEEDUPS = (1.0, 2.0, 3.0, 5.0)
 
@@ -50,7 +50,7 @@ def test_texts_are_those_of_generate(compiled: Any) -> None:
     served = serve(compiled, requests, arrive=lambda step: 1 + step % 2)
     wrong = [i for i, text in enumerate(reference.texts(requests)) if served.tokens[i] != text]
     assert not wrong
-    plan = runner(compiled).skip_plan
+    plan = runner(compiled).skip_context
     assert plan.run_tokens == plan.needed_tokens < plan.full_tokens  # the graph itself counts nothing
 
 
@@ -64,9 +64,9 @@ def test_long_prompts_in_pieces_among_clients_that_leave(compiled: Any) -> None:
     check_among_leavers(compiled, requests, reference, source)
 
 
-def test_steps_run_the_layers_of_their_plan_alone(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_run_the_decoder_layers_their_plan_alone(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted where attention is computed, below all graphs."""
-    plan = runner(compiled).skip_plan
+    plan = runner(compiled).skip_context
     called, expected = [0], [0]
     following = plan.following
 
@@ -94,8 +94,8 @@ def test_steps_run_the_layers_of_their_plan_alone(compiled: Any, monkeypatch: py
 def test_every_layer_is_compiled_once_for_all(compiled: Any) -> None:
     """Else steps that skip would be as slow as plain Python, and the start as slow as one compilation a layer."""
     ours = runner(compiled)
-    layers = ours.skip_plan.layers
-    assert {forward.__self__ for forward, _ in layers.made} == set(layers_of(ours.model, ours.skip_plan.num_layers))
+    layers = ours.skip_context.layers
+    assert {forward.__self__ for forward, _ in layers.compiled} == set(decoder_layers(ours.model, ours.skip_context.num_layers))
     assert len(layers.graphs) == 1
 
 
@@ -108,12 +108,12 @@ def test_without_a_compiler_steps_run_plain(compiled: Any, monkeypatch: pytest.M
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(compiled_module, "compile_fx", broken)
-    monkeypatch.setattr(ours.skip_plan, "layers", CompiledLayers({}))
+    monkeypatch.setattr(ours.skip_context, "layers", CompiledLayers({}))
     monkeypatch.setattr(runner_module.logger, "warning", lambda *words: said.append(" ".join(words)))
     ours.compile_layers()
     assert len(said) == 1
     assert "no compiler here" in said[0]
-    assert ours.skip_plan.layers is None
+    assert ours.skip_context.layers is None
     requests = requests_of(reference, 4, SPEEDUPS, 12)
     assert list(serve(compiled, requests).tokens.values()) == reference.texts(requests)
 
@@ -158,7 +158,7 @@ def ran_plain(layers: tuple[CompiledLayers, list[Layer]], arguments: Callable[[]
     return count
 
 
-def test_layers_of_one_graph_keep_weights_of_their_own(layers: tuple[CompiledLayers, list[Layer]]) -> None:
+def test_decoder_layers_one_graph_keep_weights_of_their_own(layers: tuple[CompiledLayers, list[Layer]]) -> None:
     """The third has another constant, so another graph."""
     assert len(layers[0].graphs) == 2
     assert not ran_plain(layers, lambda: (torch.randn(8, 6), torch.randn(8, 6)), 8)

@@ -60,7 +60,7 @@ def test_requests_of_all_speeds_at_once(roomy: Any, reference: Reference, prompt
     requests = requests_of(prompts, 128, seed=1)
     served = serve(roomy, requests)
     assert [served.tokens[i] for i in range(len(requests))] == reference.texts(requests)
-    plan = runner(roomy).skip_plan
+    plan = runner(roomy).skip_context
     assert plan.needed_tokens == plan.run_tokens < plan.full_tokens
 
 

@@ -69,7 +69,7 @@ def test_texts_and_log_probabilities_are_those_of_generate_and_of_teacher_forcin
     sizes = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "max_model_len": 96}
     with engine(case.folder, model_impl=FAMILIES[family][1], enforce_eager=not compiled, **sizes) as made:
         served = serve(made, case.requests, arrive=lambda step: 1 + step % 2, logprobs=1)
-        plan = runner(made).skip_plan
+        plan = runner(made).skip_context
     assert not [i for i, text in enumerate(case.texts) if served.tokens[i] != text]
     for place, expected in enumerate(case.logprobs):
         torch.testing.assert_close(torch.tensor(served.logprobs[place]), expected, rtol=1e-3, atol=1e-3)

@@ -142,7 +142,7 @@ def test_texts_are_those_of_generate(graphs: tuple[Any, dict[Any, Graph]]) -> No
     ids = [tuple(reference.tokenizer(f"{line} ->")["input_ids"]) for line in LINES]
     alike = [Request(each, speedup, 12) for speedup in SPEEDUPS for each in ids[:3]]
     mixed = [Request(each, speedup, 8) for each, speedup in zip(ids, (1.0, 5.0, 3.0, 5.0), strict=True)]
-    plan = runner(made).skip_plan
+    plan = runner(made).skip_context
     for requests in (alike[:3], alike[3:6], alike[6:], mixed):
         served = serve(made, requests, arrive=lambda step: 1 + step % 2)
         assert [served.tokens[place] for place in range(len(requests))] == reference.texts(requests)

@@ -52,7 +52,7 @@ def test_attentions_metadata_are_made_for_the_layers_of_a_part_alone(monkeypatch
             of = group.build_metadata
             group.build_metadata = lambda *args, of=of, **more: (built.append(1), of(*args, **more))[1]  # type: ignore[func-returns-value]
         serve(it, requests_of(8))
-        whole = runner(it).skip_plan.steps * len(groups)
+        whole = runner(it).skip_context.steps * len(groups)
     assert len(groups) == 8
     assert asked
     assert len(built) - whole == sum(len(counter) for counter in asked) < 0.75 * len(groups) * len(asked)
@@ -73,7 +73,7 @@ def test_a_step_that_changes_no_block_asks_no_bucket(monkeypatch: pytest.MonkeyP
         it.add_request("one", TokensPrompt(prompt_token_ids=list(range(3, 23))), params)
         while it.has_unfinished_requests():
             it.step()
-        plan, buckets = runner(it).skip_plan, scheduler(it).kv_cache_manager.coordinator.single_type_managers
+        plan, buckets = runner(it).skip_context, scheduler(it).kv_cache_manager.coordinator.single_type_managers
     assert len(buckets) == 8
     assert plan.steps == 96
     assert len(calls) <= 8 * (1 + 2 * 3 + 8)  # the prompt; each block, begun and full; each bucket's end

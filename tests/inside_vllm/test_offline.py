@@ -73,9 +73,9 @@ def test_rows_and_layers_are_the_default_engines(options: dict[str, Any], monkey
         assert written.summary[figure] == alone.summary[figure], figure
     assert not {"decode_seconds", "peak_kv_bytes"} & set(written.summary)
     if options.get("speedup") == 1:
-        assert not hasattr(runner(engines[0]), "skip_plan")  # stock vLLM
+        assert not hasattr(runner(engines[0]), "skip_context")  # stock vLLM
     elif "stop_strings" not in options.get("options", {}):
-        plan, cost = runner(engines[0]).skip_plan, list[GenerationStats]()
+        plan, cost = runner(engines[0]).skip_context, list[GenerationStats]()
         GenerationJob(
             "demo",
             prompts(24),

@@ -32,9 +32,8 @@ from ..loading.memory import available_memory
 from ..model.config import CONFIG_KEY, num_layers
 from ..model.inspect import text_config
 from ..schedule import Schedule
-from ..serving.configure import WORKERS
 from ..serving.plugin import register
-from ..serving.release import require_vllm
+from ..serving.server import require_vllm
 from .engine import Batch, EngineConfig, Write
 from .sampling import stable_hash
 from .stats import Completion, GenerationStats
@@ -239,8 +238,6 @@ def _engine(job: EngineConfig, config: Any, schedule: Schedule | None, positions
         raise
     except (ValueError, OSError, SafetensorError) as error:
         raise ModelError(f"vLLM cannot run {job.model}: {_last_words(error)}") from error
-    if schedule and made.parallel_config.worker_cls not in WORKERS.values():
-        raise ModelError(f"vLLM runs {made.parallel_config.worker_cls}, which follows no schedule")
     return engine
 
 

@@ -1,7 +1,4 @@
-"""Attention restricted to some tokens of a step: metadata that are built when a layer asks for them.
-
-They depend on the layer's group, since each group has its own blocks.
-"""
+"""Attention restricted to some tokens of a step: metadata that are built when a layer asks for them."""
 
 from __future__ import annotations
 
@@ -50,22 +47,15 @@ class AttentionSubset:
     def __init__(self, inputs: RunnerInputs, context: ForwardContext) -> None:
         self.inputs = inputs
         self.context = context
-        #: By layer name: the index of its block table, and the group that builds its metadata.
-        self.groups = {
-            name: (place, group)
-            for place, groups in enumerate(inputs.groups)
-            for group in groups
-            for name in group.layer_names
-        }
         self._built: dict[int, SubsetMetadata] = {}
 
     @contextmanager
     def __call__(self, subset: TokenSubset) -> Iterator[torch.Tensor]:
         """Context within which attention sees only the subset's tokens; yields their indices, on the device."""
-        if id(subset) not in self._built:
-            self._built[id(subset)] = SubsetMetadata(self, subset)
-        built = self._built[id(subset)]
         before = self.context.attn_metadata, self.context.slot_mapping
+        if id(subset) not in self._built:
+            self._built[id(subset)] = SubsetMetadata(self.inputs, before[1], subset)
+        built = self._built[id(subset)]
         # Attention reads attn_metadata; the write of keys and values reads slot_mapping.
         self.context.attn_metadata = ByLayer(lambda name: built.of(name)[0])
         self.context.slot_mapping = ByLayer(lambda name: built.of(name)[1])
@@ -85,7 +75,7 @@ class ByLayer(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         return self._make(name)
 
-    def get(self, name: str, default: Any = None) -> Any:  # noqa: D102
+    def get(self, name: str, default: Any = None) -> Any:
         return self[name]
 
     def __bool__(self) -> bool:
@@ -93,43 +83,51 @@ class ByLayer(dict[str, Any]):
 
 
 class SubsetMetadata:
-    """Attention metadata and KV-cache slots of one subset of a step's tokens, built once per group of layers."""
+    """Attention metadata and KV-cache slots of a subset of a step's tokens, built once per group of layers.
 
-    def __init__(self, step: AttentionSubset, subset: TokenSubset) -> None:
-        self.groups = step.groups
-        self.inputs = step.inputs
-        self.step_slots: Any = step.context.slot_mapping  # of all tokens; replaced in the context while layers run
-        self._built: dict[int, tuple[Any, torch.Tensor]] = {}
-        device = self.inputs.lengths.device
+    Args:
+        inputs: the model runner's, of the step.
+        slots: (tokens,) of the whole step, by layer name.
+        subset: of the step's tokens.
+    """
+
+    def __init__(self, inputs: RunnerInputs, slots: Any, subset: TokenSubset) -> None:
+        self.inputs = inputs
+        self.slots = slots
+        device = inputs.lengths.device
         requests = torch.from_numpy(subset.requests)
         self.requests = requests.to(device)
         self.tokens = torch.from_numpy(subset.tokens).to(device)
-        starts = np.zeros(len(subset.counts) + 1, dtype=np.int32)
-        np.cumsum(subset.counts, out=starts[1:])
-        starts_cpu = torch.from_numpy(starts)
+        starts = torch.from_numpy(np.cumsum([0, *subset.counts], dtype=np.int32))
         # A subset has the first tokens of each request in the step, so the text ends earlier by those left out.
         dropped = torch.from_numpy(subset.dropped)
-        lengths = (self.inputs.lengths_cpu[requests] - dropped).int()
-        positions = self.inputs.positions
+        lengths = (inputs.lengths_cpu[requests] - dropped).int()
         self.common: dict[str, Any] = {
-            "query_start_loc": starts_cpu.to(device),
-            "query_start_loc_cpu": starts_cpu,
-            "seq_lens": (self.inputs.lengths[self.requests] - dropped.to(device)).int(),
+            "query_start_loc": starts.to(device),
+            "query_start_loc_cpu": starts,
+            "seq_lens": (inputs.lengths[self.requests] - dropped.to(device)).int(),
             "seq_lens_cpu_upper_bound": lengths,
             "num_reqs": len(subset.requests),
             "num_actual_tokens": len(subset.tokens),
             "max_query_len": int(subset.counts.max()),
             "max_seq_len": int(lengths.max()),
             "causal": True,
-            "is_prefilling": self.inputs.prefilling[requests],
-            "positions": positions[self.tokens] if positions.ndim == 1 else None,
+            "is_prefilling": inputs.prefilling[requests],
+            "positions": inputs.positions[self.tokens] if inputs.positions.ndim == 1 else None,
         }
+        self._groups = {
+            name: (place, group)
+            for place, groups in enumerate(inputs.groups)
+            for group in groups
+            for name in group.layer_names
+        }
+        self._built: dict[int, tuple[Any, torch.Tensor]] = {}
 
     def of(self, name: str) -> tuple[Any, torch.Tensor]:
         """Metadata and slots, (tokens,), of the layer ``name``."""
-        place, group = self.groups[name]
+        place, group = self._groups[name]
         if id(group) not in self._built:
-            slots = self.step_slots[name][self.tokens]
+            slots = self.slots[name][self.tokens]
             table = self.inputs.block_table(place)[self.requests]
             common = CommonAttentionMetadata(**self.common, block_table_tensor=table, slot_mapping=slots)
             # A fast build: else FlashAttention 3 would write each subset's plan into the buffer of the whole step's.

@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
-from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
@@ -39,7 +38,7 @@ class CompiledLayers:
         self._options = {**options, "freezing": False}  # which takes weights for constants
         #: By layer and signature.
         self.compiled: dict[tuple[Any, Hashable], Callable[..., Any]] = {}
-        #: By code and signature of the inputs.
+        #: By code and look of the inputs.
         self.graphs: dict[Hashable, Any] = {}
         self._compiles = False
 
@@ -58,39 +57,30 @@ class CompiledLayers:
             key = forward, signature_of(kwargs, tokens)
         except Uncacheable:
             return forward(**kwargs)
+        if self._compiles and key not in self.compiled:
+            self.compiled[key] = self._compile(forward, kwargs, tokens)
         compiled = self.compiled.get(key)
-        if compiled is None and self._compiles:
-            compiled = self.compiled[key] = self._compile(forward, kwargs, tokens)
         return forward(**kwargs) if compiled is None else compiled(forward.__self__, **kwargs)
 
     def _compile(self, forward: Any, kwargs: Mapping[str, Any], tokens: int) -> Any:
         for value in tree_leaves(kwargs):
             if isinstance(value, Tensor) and value.ndim and value.shape[axis := token_axis(value)] == tokens:
                 torch._dynamo.mark_dynamic(value, axis)
-        traced: Any = torch.compile(
-            forward,
-            fullgraph=True,
-            dynamic=False,
-            backend=self._graph,
-            options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
-        )
+        options: Any = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+        traced: Any = torch.compile(forward, fullgraph=True, dynamic=False, backend=self._graph, options=options)
         return traced.aot_compile(((), dict(kwargs))).fn
 
     def _graph(self, graph: GraphModule, inputs: list[Any], **_: Any) -> Any:
         """Compile a layer's graph once for all layers that have the same: weights are among its inputs."""
-        if any(node.op == "get_attr" for node in graph.graph.nodes):
-            return compile_fx(graph, inputs, config_patches=self._options)
-        key = graph.code, *map(_input_signature, inputs)
-        if key not in self.graphs:
+        looks = [
+            (value.dtype, value.device, str(value.shape), str(value.stride())) if isinstance(value, Tensor) else None
+            for value in inputs
+        ]
+        key = graph.code, *looks
+        has_constants = any(node.op == "get_attr" for node in graph.graph.nodes)
+        if has_constants or key not in self.graphs:
             self.graphs[key] = compile_fx(graph, inputs, config_patches=self._options)
         return self.graphs[key]
-
-
-def _input_signature(value: Any) -> tuple[Any, ...]:
-    """What a graph takes for granted about an input, whose number of tokens is a symbol."""
-    if not isinstance(value, Tensor):
-        return (type(value),)
-    return value.dtype, value.device, str(value.shape), str(value.stride())
 
 
 def signature_of(value: Any, tokens: int) -> Hashable:
@@ -115,18 +105,12 @@ def signature_of(value: Any, tokens: int) -> Hashable:
     raise Uncacheable(type(value).__name__)
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether vLLM compiles the model's decoder."""
-    wrappers = [part for part in model.modules() if isinstance(part, TorchCompileWithNoGuardsWrapper)]
-    return any(not getattr(part, "do_not_compile", True) for part in wrappers)
-
-
 class DecodeGraphs:
     """CUDA graphs of uniform decode steps, in vLLM's manager of model runner V2.
 
-    A graph replays the layers of its capture, so one is captured for each set of layers and batch size. The manager
-    keeps graphs by the number of active LoRA adapters, which schedules refuse: here that number is the index of the
-    layer set in :attr:`DepthTables.uniform`. Other steps run without a graph.
+    A graph replays the layers of its capture, so one is captured for each layer set and batch size. The manager keeps
+    graphs by the number of active LoRA adapters, which schedules refuse: here that number is the place of the layer set
+    in :attr:`DepthTables.uniform`. Other steps run without a graph.
 
     Args:
         runner: the adapted model runner, whose ``cudagraph_manager`` is patched.

@@ -38,29 +38,23 @@ class BucketSpec(FullAttentionSpec):
 
     @classmethod
     def merge(cls, specs: list[Any]) -> Any:
-        """One spec for all layers. AssertionError, as vLLM expects: they are in several buckets."""
         if {type(spec) for spec in specs} != {cls} or len({spec.bucket for spec in specs}) > 1:
+            # The error that vLLM expects.
             raise AssertionError("layers of different buckets have blocks of their own")
         return replace_as(FullAttentionSpec.merge(specs), cls, bucket=specs[0].bucket)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
-        """Whether all specs are of this bucket: vLLM puts uniform specs into one group."""
         return all(isinstance(spec, BucketSpec) and spec.bucket == self.bucket for spec in kv_cache_specs.values())
 
 
 def in_buckets(specs: dict[str, Any], serving: Serving, config: Any) -> dict[str, Any]:
-    """Specs of layers with their buckets, or unchanged where blocks cannot be freed early."""
-    reason = None
-    if not serving.buckets:
-        reason = "no schedule served here retires a bucket of layers"
-    elif any(type(spec) is not FullAttentionSpec for spec in specs.values()):
-        reason = "not all layers have full attention"
-    elif len(specs) != serving.num_layers:
-        reason = f"{len(specs)} layers keep keys and values, of {serving.num_layers}"
-    elif config.scheduler_config.disable_hybrid_kv_cache_manager:
-        reason = "--disable-hybrid-kv-cache-manager"
-    if reason is not None:
-        logger.info("skipdecode: keys and values of all layers are kept until a request ends: %s", reason)
+    """Specs of layers with their buckets, or unchanged where blocks cannot be freed early.
+
+    All layers must keep full attention's keys and values, and vLLM's hybrid KV-cache manager must be on.
+    """
+    full = len(specs) == serving.num_layers and all(type(spec) is FullAttentionSpec for spec in specs.values())
+    if not serving.buckets or not full or config.scheduler_config.disable_hybrid_kv_cache_manager:
+        logger.info("skipdecode: keys and values of all layers are kept until a request ends")
         return specs
     count, size = len(serving.buckets), len(serving.buckets[0])
     logger.info("skipdecode: keys and values are freed as layers retire, in %d buckets of %d layers", count, size)
@@ -75,11 +69,10 @@ class BucketManager(FullAttentionManager):
     end: float = math.inf
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
-        """Count the blocks that positions before the bucket's end need."""
         return super().get_num_blocks_to_allocate(request_id, self._before_end(num_tokens), *args, **kwargs)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[Any]:
-        """Allocate blocks up to the bucket's end, null blocks for later positions; returns the new ones."""
+        # Null blocks stand for positions after the end.
         new = super().allocate_new_blocks(request_id, self._before_end(num_tokens), num_tokens_main_model)
         blocks = self.req_to_blocks[request_id]
         nulls = [self._null_block] * (-(-num_tokens // self.block_size) - len(blocks))
@@ -89,7 +82,6 @@ class BucketManager(FullAttentionManager):
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free all blocks of the request once no step can run the bucket for it."""
         if processed_computed_tokens >= self.end:
             self._remove_blocks_in_range(request_id, 0, -(-int(self.end) // self.block_size))
 
@@ -103,7 +95,7 @@ class BucketCoordinator(HybridKVCacheCoordinator):
     attention_groups: list[Any]
 
     def find_longest_cache_hit(self, block_hashes: Any, max_cache_hit_length: int) -> Any:
-        """Longest prefix that is cached in all buckets that run after it; the others get null blocks."""
+        # The longest prefix that is cached in all buckets that run after it; the others get null blocks.
         managers = self.single_type_managers
         every = self.attention_groups
         length = max_cache_hit_length
@@ -130,7 +122,6 @@ class BucketKVCacheManager(KVCacheManager):
     """Manager that sets each bucket's ``end`` for the current request before vLLM's code runs."""
 
     def get_computed_blocks(self, request: Any) -> Any:
-        """Look up the prefix cache in the buckets that the request runs."""
         self._set_ends(request)
         return super().get_computed_blocks(request)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from .load_policy import Load
 from .patch import patch
-from .requests import apply_model_name, bad_request, own_arguments, requested_speedup
+from .requests import apply_model_name, bad_request, own_arguments, refuse_beams, requested_speedup
 from .settings import Serving
 from .steps import DepthTable, DepthTables
 
@@ -54,6 +54,8 @@ class RequestMetrics:
         patch(client.output_processor, "_update_stats_from_finished", self._finish)
         for request in (CompletionRequest, ChatCompletionRequest, ResponsesRequest):
             patch(request, "to_sampling_params", self._to_sampling_params)
+        for request in (CompletionRequest, ChatCompletionRequest):
+            patch(request, "to_beam_search_params", refuse_beams)
         for module in (completion, chat_completion):
             patch(module, "build_per_request_timing_metrics", _timing_metrics)
 
@@ -70,6 +72,7 @@ class RequestMetrics:
         self._states[request.request_id].skipdecode = own_arguments(request.sampling_params)
 
     def _finish(self, original: Any, state: Any, reason: Any, stats: Any) -> None:
+        """Count a request that ended, and attach its summary to vLLM's statistics, where the response reads it."""
         original(state, reason, stats)
         own = state.skipdecode
         if own is None:
@@ -77,20 +80,26 @@ class RequestMetrics:
         new = state.detokenizer.num_output_tokens()
         # Before the first token, this process does not know how much of the prompt has run: count none.
         cached = state.num_cached_tokens if new else state.prompt_len
-        table = self._tables.of(own["speedup"])
-        summary = {"speedup": own["speedup"], "moved": own["moved"]} | layer_tokens(table, state.prompt_len, cached, new)
-        count_request(self.model_name, summary, str(reason), new)
+        counts = layer_tokens(self._tables.of(own["speedup"]), state.prompt_len, cached, new)
+        metrics = _prometheus()
+        labels = (self.model_name, f"{own['speedup']:g}")
+        metrics["requests"].labels(*labels, str(reason)).inc()
+        metrics["tokens"].labels(*labels).inc(new)
+        metrics["moved"].labels(*labels).inc(own["moved"])
+        for phase in ("prompt", "decode"):
+            metrics["layer_tokens"].labels(*labels, phase).inc(counts[f"{phase}_layer_tokens"]["run"])
+            metrics["full_layer_tokens"].labels(*labels, phase).inc(counts[f"{phase}_layer_tokens"]["of"])
         if self.load is not None:
-            show_load(self.model_name, self.load)
+            metrics["token_ms"].labels(self.model_name).set(self.load.token_ms())  # refresh may reset it
+            metrics["load"].labels(self.model_name).set(self.load.refresh())
         if state.stats is None:
             return
-        state.stats.skipdecode = summary
-        labels = (self.model_name, f"{own['speedup']:g}")
+        state.stats.skipdecode = {"speedup": own["speedup"], "moved": own["moved"]} | counts
         if new:
-            _collectors()["first"].labels(*labels).observe(state.stats.first_token_latency)
+            metrics["first"].labels(*labels).observe(state.stats.first_token_latency)
         if new > 1:
             seconds = state.stats.last_token_ts - state.stats.first_token_ts
-            _collectors()["between"].labels(*labels).observe(seconds / (new - 1))
+            metrics["between"].labels(*labels).observe(seconds / (new - 1))
 
 
 def token_times(load: Load) -> Any:
@@ -114,80 +123,47 @@ def token_times(load: Load) -> Any:
 def layer_tokens(table: DepthTable, prompt: int, cached: int, new: int) -> dict[str, Any]:
     """Layer-tokens that one request ran, as responses report them; ``of`` is what the full model would have run.
 
-    The last generated token is not fed back, so ``n`` tokens take ``n - 1`` decode steps. Tokens from the prefix cache
-    do not count, and tokens computed again after a preemption count once.
+    Tokens computed again after a preemption count once. The last generated token is not fed back.
 
     Args:
         table: of the request's schedule.
         prompt: number of prompt tokens.
-        cached: number of prompt tokens from the prefix cache.
+        cached: number of prompt tokens from the prefix cache, which do not count.
         new: number of generated tokens.
     """
-    steps = np.arange(min(cached, prompt) - prompt, max(new - 1, 0))
-    layers = table.runs.sum(axis=1)[table.rows(steps)]
-    inside = steps < 0
-
-    def counted(chosen: Any) -> dict[str, int]:
-        return {"run": int(layers[chosen].sum()), "of": int(chosen.sum()) * table.runs.shape[1]}
-
+    ran = prompt - cached
+    steps = max(new - 1, 0)
+    layers = table.runs.shape[1]
+    depths = table.runs.sum(axis=1)[table.rows(np.arange(-ran, steps))]
     return {
-        "prompt_tokens": int(inside.sum()),
-        "prompt_layer_tokens": counted(inside),
-        "decode_steps": int((~inside).sum()),
-        "decode_layer_tokens": counted(~inside),
+        "prompt_tokens": ran,
+        "prompt_layer_tokens": {"run": int(depths[:ran].sum()), "of": ran * layers},
+        "decode_steps": steps,
+        "decode_layer_tokens": {"run": int(depths[ran:].sum()), "of": steps * layers},
     }
 
 
-def count_request(model_name: str, summary: dict[str, Any], reason: str, new: int) -> None:
-    """Add one request that ended to the Prometheus counters.
-
-    Args:
-        model_name: label of the model.
-        summary: of :func:`layer_tokens`, with ``speedup`` and ``moved``.
-        reason: why the request ended.
-        new: number of generated tokens.
-    """
-    collectors = _collectors()
-    labels = (model_name, f"{summary['speedup']:g}")
-    collectors["requests"].labels(*labels, reason).inc()
-    collectors["tokens"].labels(*labels).inc(new)
-    if summary["moved"]:
-        collectors["moved"].labels(*labels).inc()
-    for phase in ("prompt", "decode"):
-        counts = summary[f"{phase}_layer_tokens"]
-        collectors["layer_tokens"].labels(*labels, phase).inc(counts["run"])
-        collectors["full_layer_tokens"].labels(*labels, phase).inc(counts["of"])
-
-
-def show_load(model_name: str, load: Load) -> None:
-    """Set the Prometheus gauges to what the load policy measures."""
-    _collectors()["token_ms"].labels(model_name).set(load.token_ms())  # refresh may reset it
-    _collectors()["load"].labels(model_name).set(load.refresh())
-
-
 @cache
-def _collectors() -> dict[str, Any]:
-    """Collectors by name, made once per process, after vLLM has set where several servers merge theirs."""
+def _prometheus() -> dict[str, Any]:
+    """Prometheus metrics, made once per process, after vLLM has set where several servers merge theirs."""
     from prometheus_client import Counter, Gauge, Histogram
-
-    def counter(name: str, text: str, *labels: str) -> Any:
-        return Counter(f"skipdecode_{name}", text, (*LABELS, *labels))
 
     def seconds(name: str, text: str, least: float, factor: float) -> Any:
         buckets = [least * factor**place for place in range(18)]
         return Histogram(f"skipdecode_{name}_seconds", text, LABELS, buckets=buckets)
 
     def gauge(name: str, text: str, mode: Any) -> Any:
-        return Gauge(f"skipdecode_{name}", text, LABELS[:1], multiprocess_mode=mode)
+        return Gauge(f"skipdecode_{name}", text, ["model_name"], multiprocess_mode=mode)
 
+    of_phase = (*LABELS, "phase")
     return {
+        "requests": Counter("skipdecode_requests", "Requests that ended.", (*LABELS, "finished_reason")),
+        "tokens": Counter("skipdecode_generation_tokens", "Tokens of requests that ended.", LABELS),
+        "moved": Counter("skipdecode_moved_requests", "Requests that the load policy made faster.", LABELS),
+        "layer_tokens": Counter("skipdecode_layer_tokens", "Tokens times layers that ran.", of_phase),
+        "full_layer_tokens": Counter("skipdecode_full_layer_tokens", "The same of the full model.", of_phase),
         "first": seconds("time_to_first_token", "Time to first token, of requests that ended.", 0.01, 1.7),
         "between": seconds("inter_token", "Mean time between tokens of each request that ended.", 0.002, 1.5),
-        "requests": counter("requests", "Requests that ended.", "finished_reason"),
-        "tokens": counter("generation_tokens", "Tokens of requests that ended."),
-        "moved": counter("moved_requests", "Requests that the load policy made faster."),
-        "layer_tokens": counter("layer_tokens", "Tokens times layers that ran.", "phase"),
-        "full_layer_tokens": counter("full_layer_tokens", "Tokens times layers of the full model.", "phase"),
         "load": gauge("under_load", "API servers under load.", "livesum"),
         "token_ms": gauge("token_milliseconds", "Mean time between tokens, as the load policy sees it.", "livemax"),
     }
@@ -196,7 +172,6 @@ def _collectors() -> dict[str, Any]:
 def _timing_metrics(original: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
     """Add our summary to the ``metrics`` of a response."""
     timing = original(metrics, *args, **kwargs)
-    summary = getattr(metrics, "skipdecode", None)
-    if summary is not None:
-        timing.skipdecode = summary
+    if hasattr(metrics, "skipdecode"):
+        timing.skipdecode = metrics.skipdecode
     return timing

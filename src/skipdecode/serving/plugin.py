@@ -5,15 +5,13 @@ Each patch calls the original, and does nothing else for a model without schedul
 - the platform's ``check_and_update_config`` refuses options that are not exact, and chooses CUDA graphs;
 - ``WorkerWrapperBase.init_device`` adapts the model runner;
 - ``InputProcessor.process_inputs`` checks a request's speed-up, and may increase it under load;
-- ``AsyncLLM.__init__`` follows requests to their end (``metrics.py``), and reads speed-ups in models' names;
+- ``AsyncLLM.__init__`` follows requests to their end, and reads speed-ups in models' names;
 - ``generate_block_hash_extra_keys`` adds depths to the hashes of prefix-cache blocks;
-- ``KVCacheManager.__init__`` installs our block manager if the worker put layers into buckets;
-- ``beam_search`` of ``LLM`` and of the server raises: each of its steps is a new request, which follows no schedule.
+- ``KVCacheManager.__init__`` installs our block manager if the worker put layers into buckets.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from ..errors import ScheduleError
@@ -45,15 +43,12 @@ def register() -> None:
 
 
 def _check_config(original: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    import vllm
+
     original(vllm_config, *args, **kwargs)
     serving = serving_of(vllm_config)
-    if serving is None:
-        return
-    prepare_config(vllm_config, serving)
-    # An LLM has imported this module; elsewhere nobody needs it, and the import is slow.
-    offline = sys.modules.get("vllm.entrypoints.generate.beam_search.offline")
-    if offline is not None:
-        patch(offline.BeamSearchOfflineMixin, "beam_search", _beam_search)
+    if serving is not None:
+        prepare_config(vllm_config, serving, vllm.__version__)
 
 
 def _init_device(original: Any, wrapper: Any) -> None:
@@ -83,8 +78,6 @@ def _init_async_llm(original: Any, self: Any, vllm_config: Any, *args: Any, **kw
     serving = serving_of(vllm_config)
     if serving is None:
         return original(self, vllm_config, *args, **kwargs)
-    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
-
     from .metrics import RequestMetrics, token_times
 
     metrics = RequestMetrics(serving, vllm_config.model_config.served_model_name)
@@ -92,7 +85,6 @@ def _init_async_llm(original: Any, self: Any, vllm_config: Any, *args: Any, **kw
         kwargs["stat_loggers"] = [*(kwargs.get("stat_loggers") or ()), token_times(metrics.load)]
     original(self, vllm_config, *args, **kwargs)
     metrics.follow(self)
-    patch(BeamSearchOnlineMixin, "beam_search", _beam_search)
 
 
 def _serving(input_processor: Any) -> Serving | None:
@@ -100,14 +92,6 @@ def _serving(input_processor: Any) -> Serving | None:
     if "skipdecode" not in vars(input_processor):
         input_processor.skipdecode = serving_of(input_processor.vllm_config)
     return input_processor.skipdecode
-
-
-def _beam_search(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    engine = self.llm_engine if hasattr(self, "llm_engine") else self.engine_client
-    if _serving(engine.input_processor) is not None:
-        with bad_request():
-            raise ScheduleError("beam search runs no schedule in vLLM: use skipdecode generate --num-beams")
-    return original(self, *args, **kwargs)
 
 
 def _block_hash_extra_keys(original: Any, request: Any, start: int, end: int, start_mm_idx: int) -> Any:

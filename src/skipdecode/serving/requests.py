@@ -6,7 +6,7 @@ A client names one as the argument ``speedup``, or by the model's name: ``NAME:3
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,6 +55,12 @@ def bad_request() -> Iterator[None]:
         raise VLLMValidationError(str(error), parameter=SPEEDUP) from None
 
 
+def refuse_beams(*_: Any, **__: Any) -> None:
+    """Refuse beam search: each of its steps is a new request, which follows no schedule."""
+    with bad_request():
+        raise ScheduleError("beam search runs no schedule in vLLM: use skipdecode generate --num-beams")
+
+
 def assign_speedup(params: Any, serving: Serving, load: Load | None = None) -> None:
     """Write the request's speed-up, and what its keys and values depend on, into its parameters.
 
@@ -75,18 +81,13 @@ def assign_speedup(params: Any, serving: Serving, load: Load | None = None) -> N
     own = {
         "speedup": speedup,
         "moved": moved,
-        "ends": serving.bucket_ends(speedup),
+        "ends": serving.ends[speedup],
         # What keys and values depend on: the prompt's layers, prompt_decay, and the schedule's speed-up.
-        "prompt": _layers_key(schedule.layers(schedule.deepest), schedule.num_layers),
+        "prompt": str(schedule.layers(schedule.deepest)),
         "prompt_decay": schedule.prompt_decay,
-        "steps": "" if schedule.is_full else f"{speedup!r}",
+        "steps": None if schedule.is_full else speedup,
     }
     params.extra_args = {**(params.extra_args or {}), SPEEDUP: speedup, OWN: own}
-
-
-def _layers_key(layers: Iterable[int], num_layers: int) -> str:
-    key = ",".join(map(str, layers))
-    return "" if key == ",".join(map(str, range(num_layers))) else key
 
 
 def own_arguments(params: Any) -> dict[str, Any] | None:
@@ -118,9 +119,8 @@ def block_keys(request: Any, start: int, end: int) -> list[tuple[str, str]]:
     own = own_arguments(request.sampling_params)
     if own is None:
         return []
-    keys = [("skipdecode_prompt", own["prompt"])] if start == 0 and own["prompt"] else []
-    first = request.num_prompt_tokens - own["prompt_decay"]
-    if end > first and (own["steps"] or own["prompt_decay"]):
+    keys = [("skipdecode_prompt", own["prompt"])] if start == 0 else []
+    if own["steps"] is not None and end > request.num_prompt_tokens - own["prompt_decay"]:
         # Positions that follow the schedule can be reused only with the same schedule and prompt length.
         keys.append(("skipdecode_steps", f"{own['steps']}:{request.num_prompt_tokens}"))
     return keys

@@ -15,12 +15,13 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.worker.gpu.cudagraph_utils import has_compiled_submodule
 
 from ..errors import UnsupportedModel
 from ..loading.load import Checkpoint
 from ..model.adapter import Adapter, check_base_files, read_adapter
 from .attention import AttentionSubset, RunnerInputs
-from .compile import CompiledLayers, DecodeGraphs, is_compiled
+from .compile import CompiledLayers, DecodeGraphs
 from .gate import add_gates, adds_residual, decoder_layers
 from .kv_blocks import in_buckets
 from .patch import patch
@@ -67,7 +68,6 @@ class SkipRunner(Runner):
     skip_serving: Serving
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, and put a gate on each decoder layer."""
         super().load_model(*args, **kwargs)
         serving = self.skip_serving
         self.skip_tables = DepthTables(serving.schedules, self._load_adapter())
@@ -76,11 +76,10 @@ class SkipRunner(Runner):
         self.skip_context = add_gates(self.model, serving.num_layers)
         self.skip_context.adds_residual = sums
         config = self.vllm_config.compilation_config
-        if len(self.skip_tables.uniform) > 1 and config.backend == "inductor" and is_compiled(self.model):
+        if len(self.skip_tables.uniform) > 1 and config.backend == "inductor" and has_compiled_submodule(self.model):
             self.skip_context.layers = CompiledLayers(config.inductor_compile_config)
 
     def _load_adapter(self) -> Adapter | None:
-        """The server's adapter. ModelError: it was trained on another model."""
         folder = self.skip_serving.adapter
         if folder is None:
             return None
@@ -89,7 +88,6 @@ class SkipRunner(Runner):
         return read_adapter(folder).to(self.device, self.model_config.dtype).requires_grad_(False)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        """KV-cache specs with buckets. UnsupportedModel: layers keep other state, or share it."""
         specs = super().get_kv_cache_spec()
         for name, spec in specs.items():
             if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):  # other specs need more metadata
@@ -99,7 +97,6 @@ class SkipRunner(Runner):
         return in_buckets(specs, self.skip_serving, self.vllm_config)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize the cache. UnsupportedModel: an attention backend or block size without support."""
         super().initialize_kv_cache(*args, **kwargs)
         for group in (group for groups in self.attn_groups for group in groups):
             name = group.backend.get_name()
@@ -182,17 +179,14 @@ class SkipRunnerV1(SkipRunner):
             return super()._model_forward(input_ids, positions, *args, **kwargs)
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample without the random generators of requests whose prompt is not complete.
-
-        vLLM discards such a request's sample and rewinds its generator. CPU generators cannot rewind: vLLM would crash.
-        """
+        # vLLM discards the sample of a request whose prompt is not complete, and rewinds its generator. A CPU's cannot
+        # rewind, and vLLM would crash: so such generators are put aside.
         generators = self.input_batch.generators
         discarded = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs]).tolist()
         self.skip_generators = {row: generators.pop(row) for row in discarded if row in generators}
         return super()._sample(*args, **kwargs)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run vLLM's bookkeeping, then give the requests their generators back."""
         try:
             return super()._bookkeeping_sync(*args, **kwargs)
         finally:
@@ -218,7 +212,6 @@ class SkipRunnerV2(SkipRunner):
     """
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model with gates, and hook the model state to learn of requests and steps."""
         super().load_model(*args, **kwargs)
         self.skip_requests: dict[str, DepthTable] = {}
         self.skip_step: StepPlan | None = None  # the plan of the step that the model runs next; None: a dry run
@@ -231,18 +224,15 @@ class SkipRunnerV2(SkipRunner):
         patch(self.model, "forward", self._planned_forward)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize the cache, and the graphs. UnsupportedModel: attention takes no CUDA graph of a whole step."""
         super().initialize_kv_cache(*args, **kwargs)
         if self.cudagraph_manager.cudagraph_mode.has_piecewise_cudagraphs():
             raise UnsupportedModel("this model's attention takes no CUDA graph of a whole step: --enforce-eager")
         self.skip_graphs = DecodeGraphs(self)
 
     def dry_run(self, tokens: int) -> None:
-        """Run the model on ``tokens`` tokens of no text."""
         self._dummy_run(tokens, skip_attn=True, is_profile=True)
 
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather the requests of a step, and plan it."""
         batch, uniform = super().gather_batch_req_state(*args, **kwargs)
         self.skip_step = None
         if batch is not None:
@@ -253,7 +243,6 @@ class SkipRunnerV2(SkipRunner):
         return batch, uniform
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step. RuntimeError: neither the model's ``forward`` nor a graph followed its plan."""
         output = super().execute_model(*args, **kwargs)
         if self.skip_step is not None:
             raise RuntimeError("the step ran neither the model nor a graph of its layers")

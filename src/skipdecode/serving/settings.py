@@ -7,6 +7,7 @@ config and the options in ``--additional-config '{"skipdecode": {…}}'``.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -93,10 +94,9 @@ class Serving:
         self.default = self.check_speedup(options.get("speedup", min(slowest, default=min(self.schedules))))
         self.load = self._load(options)
         self.buckets = choose_buckets(self.schedules.values())
-        self._ends = {
-            speedup: [DepthTable(schedule).end(bucket) for bucket in self.buckets]
-            for speedup, schedule in self.schedules.items()
-        }
+        tables = {speedup: DepthTable(schedule) for speedup, schedule in self.schedules.items()}
+        #: By speed-up, the end of each bucket, counted from the prompt's end.
+        self.ends = {speedup: [table.end(bucket) for bucket in self.buckets] for speedup, table in tables.items()}
         self.untrained = untrained_warning(self.schedules[max(self.schedules)], trained)
 
     def check_speedup(self, value: Any, name: str = "speedup") -> float:
@@ -105,10 +105,6 @@ class Serving:
             offered = ", ".join(f"{speedup:g}" for speedup in self.schedules)
             raise ScheduleError(f"{name} must be one of {offered}, not {str(value)[:100]}")
         return float(value)
-
-    def bucket_ends(self, speedup: float) -> list[float]:
-        """End of each bucket, counted from the prompt's end, of requests at a speed-up."""
-        return self._ends[speedup]
 
     def _offered(self, options: Mapping[str, Any], trained: Iterable[float]) -> list[float]:
         """Speed-ups that the server offers, lowest first."""
@@ -140,10 +136,9 @@ class Serving:
 
 
 def choose_buckets(schedules: Iterable[Schedule]) -> Buckets:
-    """Fewest equal buckets of layers that, after the prompt, keep (nearly) the fewest layers in the KV cache.
+    """Fewest equal buckets of layers that, in the end, keep nearly the fewest layers in the KV cache; () if all stay.
 
-    Buckets follow the layers' ranking. vLLM's blocks have one size, so unequal buckets would take more memory than no
-    buckets at full depth. Returns no buckets if freeing would save (almost) nothing.
+    Buckets follow the layers' ranking. vLLM's blocks have one size, so unequal buckets would take more memory.
 
     Args:
         schedules: of one model, the fastest last: its ranking is used.
@@ -152,22 +147,14 @@ def choose_buckets(schedules: Iterable[Schedule]) -> Buckets:
     if not skipping:
         return ()
     ranking = skipping[-1].ranking
-    choices = {}
-    for count in range(1, MOST_BUCKETS + 1):
-        size = len(ranking) // count
-        if size * count == len(ranking):
-            buckets = tuple(tuple(sorted(ranking[start : start + size])) for start in range(0, len(ranking), size))
-            choices[buckets] = sum(held_layers(schedule, buckets) for schedule in skipping)
-    least = min(choices.values())
-    chosen = next(buckets for buckets, held in choices.items() if held <= (1 + WORTH) * least)
+    tables = [DepthTable(schedule) for schedule in skipping]
+    kept: dict[Buckets, int] = {}
+    for size in range(len(ranking), 0, -1):
+        if len(ranking) % size == 0 and len(ranking) // size <= MOST_BUCKETS:
+            buckets = tuple(tuple(sorted(ranking[at : at + size])) for at in range(0, len(ranking), size))
+            kept[buckets] = size * sum(table.end(bucket) == math.inf for bucket in buckets for table in tables)
+    chosen = next(buckets for buckets, layers in kept.items() if layers <= (1 + WORTH) * min(kept.values()))
     return chosen if len(chosen) > 1 else ()
-
-
-def held_layers(schedule: Schedule, buckets: Buckets) -> float:
-    """Mean number of layers that a request keeps in the KV cache, over the schedule's steps."""
-    table = DepthTable(schedule)
-    steps = [min(max(table.end(bucket), 0), schedule.horizon) for bucket in buckets]
-    return sum(len(bucket) * held for bucket, held in zip(buckets, steps, strict=True)) / schedule.horizon
 
 
 # --- vLLM's config
@@ -190,61 +177,51 @@ def is_tested(release: str) -> bool:
 
 def require_tested(release: str, worker: str = CPU_WORKER) -> None:
     """Decide whether schedules run on a release of vLLM with a worker class. UnsupportedModel: they do not."""
+    problem = None
     if not is_tested(release):
-        raise UnsupportedModel(
-            f"skipdecode was tested with vLLM {TESTED}, not {release}: install that one, or set {ALLOW_RELEASE}=1 and "
-            "compare the texts yourself"
-        )
-    if worker not in (CPU_WORKER, GPU_WORKER):
-        raise UnsupportedModel(f"skipdecode does not know vLLM's worker {worker}: run on a CPU or a CUDA GPU")
-    if worker == GPU_WORKER and not os.environ.get(ALLOW_GPU):
-        raise UnsupportedModel(f"GPUs were tried once, in part: set {ALLOW_GPU}=1 and compare the texts yourself")
+        problem = f"vLLM {release} was not tested, only {TESTED}: install that one, or set {ALLOW_RELEASE}=1"
+    elif worker not in (CPU_WORKER, GPU_WORKER):
+        problem = f"vLLM's worker {worker} is unknown: run on a CPU or a CUDA GPU"
+    elif worker == GPU_WORKER and not os.environ.get(ALLOW_GPU):
+        problem = f"GPUs were tried once, in part: set {ALLOW_GPU}=1 and compare the texts yourself"
+    if problem is not None:
+        raise UnsupportedModel(f"skipdecode in vLLM: {problem}")
 
 
-def prepare_config(vllm_config: Any, serving: Serving) -> None:
-    """Check a config of vLLM, and choose its CUDA graphs. UnsupportedModel: it would not be exact with schedules."""
-    import vllm
+def prepare_config(vllm_config: Any, serving: Serving, release: str) -> None:
+    """Check a config of a release of vLLM, and choose its CUDA graphs.
 
-    worker = vllm_config.parallel_config.worker_cls
-    require_tested(vllm.__version__, worker)
-    refuse(vllm_config)
-    _warn(vllm_config.model_config, serving)
-    if worker == GPU_WORKER:
-        _choose_graphs(vllm_config.compilation_config, vllm_config.use_v2_model_runner)
-
-
-def refuse(vllm_config: Any) -> None:
-    """Raise UnsupportedModel for an option that would give other texts with schedules, or hang."""
+    UnsupportedModel: it would give other texts with schedules, or hang.
+    """
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
-    context_parallel = max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1
-    connector = vllm_config.kv_transfer_config is not None or vllm_config.cache_config.kv_offloading_size is not None
-    compiled_whole = getattr(vllm_config.compilation_config.mode, "name", "") == "STOCK_TORCH_COMPILE"
-    rust = os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0")
-    refusals = [
-        (rust, "its Rust frontend reads no speed-ups: unset VLLM_USE_RUST_FRONTEND"),
-        (compiled_whole, "stock torch.compile would keep the depth of its first step"),
-        (vllm_config.speculative_config is not None, "speculative decoding verifies at several depths"),
-        (parallel.pipeline_parallel_size > 1, "pipeline stages would wait for layers that none runs"),
-        (parallel.data_parallel_size > 1 and model.is_moe, "data parallel ranks with experts run all layers together"),
-        (context_parallel, "context parallelism is not supported"),
-        (connector, "KV connectors and --kv-offloading-size know nothing of depths"),
-        (vllm_config.lora_config is not None, "LoRA maps adapters by token: merge the adapter into the model"),
-        (model.uses_mrope, "multimodal positions are not supported"),
-    ]
-    for applies, reason in refusals:
+    require_tested(release, parallel.worker_cls)
+    refusals = {
+        "its Rust frontend reads no speed-ups: unset VLLM_USE_RUST_FRONTEND": (
+            os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0"
+        ),
+        "stock torch.compile would keep the depth of its first step": (
+            getattr(vllm_config.compilation_config.mode, "name", "") == "STOCK_TORCH_COMPILE"
+        ),
+        "speculative decoding verifies at several depths": vllm_config.speculative_config is not None,
+        "pipeline stages would wait for layers that none runs": parallel.pipeline_parallel_size > 1,
+        "data parallel ranks with experts run all layers together": parallel.data_parallel_size > 1 and model.is_moe,
+        "context parallelism is not supported": (
+            max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1
+        ),
+        "KV connectors and --kv-offloading-size know nothing of depths": (
+            vllm_config.kv_transfer_config is not None or vllm_config.cache_config.kv_offloading_size is not None
+        ),
+        "LoRA maps adapters by token: merge the adapter into the model": vllm_config.lora_config is not None,
+        "multimodal positions are not supported": model.uses_mrope,
+    }
+    for reason, applies in refusals.items():
         if applies:
             raise UnsupportedModel(f"skipdecode in vLLM: {reason}")
-
-
-def _warn(model: Any, serving: Serving) -> None:
-    """Warn if the checkpoint is float32 but runs in less, or was not trained for the fastest schedule."""
-    stored = str(getattr(model.hf_config.get_text_config(decoder=True), "dtype", None))
-    dtype = str(model.dtype).removeprefix("torch.")
-    if "float32" in stored and dtype != "float32":
-        logger.warning("skipdecode: the checkpoint is float32 and runs in %s: --dtype float32 keeps it", dtype)
     if serving.untrained:
         logger.warning("skipdecode: %s", serving.untrained)
+    if parallel.worker_cls == GPU_WORKER:
+        _choose_graphs(vllm_config.compilation_config, vllm_config.use_v2_model_runner)
 
 
 def _choose_graphs(compilation: Any, is_v2: bool) -> None:

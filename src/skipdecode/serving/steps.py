@@ -25,10 +25,10 @@ class DepthTable:
     Attributes:
         runs: (rows, layers), True where the row runs the layer.
         shift: the row of a position is ``position - prompt length + shift``, clipped to the rows.
-        steps: index of the first decode step's row.
+        first: place of its first row in the joined table of :class:`DepthTables`.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, first: int = 0) -> None:
         decay = schedule.prompt_decay
         depths = [schedule.deepest, *(schedule.prompt_depth(distance) for distance in range(decay, 0, -1))]
         depths += [schedule.depth(step) for step in range(schedule.horizon)]
@@ -38,8 +38,7 @@ class DepthTable:
         ranks[list(schedule.ranking)] = np.arange(schedule.num_layers)
         self.runs: Flags = ranks < np.array(depths)[:, None]
         self.shift = decay + 1
-        self.steps = min(self.shift, len(depths) - 1)
-        self.first = 0  # of its rows in the table of all schedules
+        self.first = first
 
     def rows(self, steps: Whole) -> Whole:
         """Rows of positions, which count from the prompt's end: negative ones are in the prompt."""
@@ -61,23 +60,23 @@ class DepthTables:
 
     Args:
         schedules: by speed-up. The full model is added as None, for requests without a schedule.
-        adapter: the modules of its rows are looked up too.
+        adapter: the modules of each row are looked up too.
 
     Attributes:
-        uniform: (sets, layers), the distinct layer sets that a uniform step can have, the full model's first. A CUDA
-            graph can be kept for each, whatever the speed-up of its requests.
+        uniform: (layer sets, layers), the distinct layers that all tokens of a decode step can run, the full model's
+            first. A CUDA graph can be kept for each, whatever the speed-up of its requests.
     """
 
     def __init__(self, schedules: Mapping[float, Schedule], adapter: Adapter | None = None) -> None:
         full = Schedule.full(next(iter(schedules.values())).num_layers)
-        self._tables: dict[float | None, DepthTable] = {None: DepthTable(full)}
-        self._tables |= {speedup: DepthTable(schedule) for speedup, schedule in schedules.items()}
+        self._tables: dict[float | None, DepthTable] = {}
         first = 0
-        for table in self._tables.values():
-            table.first = first
+        for speedup, schedule in [(None, full), *schedules.items()]:
+            self._tables[speedup] = table = DepthTable(schedule, first)
             first += len(table.runs)
-        self._runs: Flags = np.concatenate([table.runs for table in self._tables.values()])
-        steps = np.concatenate([table.runs[table.steps :] for table in self._tables.values()])
+        tables = self._tables.values()
+        self._runs: Flags = np.concatenate([table.runs for table in tables])
+        steps = np.concatenate([table.runs[min(table.shift, len(table.runs) - 1) :] for table in tables])
         sets = {row.tobytes(): row for row in steps}
         self.uniform: Flags = np.stack(list(sets.values()))
         places = {key: place for place, key in enumerate(sets)}
@@ -87,14 +86,10 @@ class DepthTables:
         self._acts: Whole = np.zeros(self._runs.shape, dtype=np.int64)
         self._modules: list[LowRank] = []
         if adapter is not None:
-            self._look_up(adapter)
-
-    def _look_up(self, adapter: Adapter) -> None:
-        for row, runs in enumerate(self._runs):
-            for layer, module in adapter.changes(np.flatnonzero(runs).tolist()).items():
-                if module not in self._modules:
-                    self._modules.append(module)
-                self._acts[row, layer] = 1 + self._modules.index(module)
+            self._modules = [module for module in adapter.modules() if isinstance(module, LowRank)]
+            for row, runs in enumerate(self._runs):
+                for layer, module in adapter.changes(np.flatnonzero(runs).tolist()).items():
+                    self._acts[row, layer] = 1 + self._modules.index(module)
 
     def of(self, speedup: float | None) -> DepthTable:
         """Table of a speed-up; None: the full model's."""
@@ -111,8 +106,7 @@ class DepthTables:
         """
         facts = [(table.shift, len(table.runs) - 1, table.first) for table in tables]
         shift, last, first = np.array(facts, dtype=np.int64).T
-        starts = np.zeros(len(tables) + 1, dtype=np.int64)
-        np.cumsum(counts, out=starts[1:])
+        starts = np.concatenate([[0], np.cumsum(counts)])
         # Row of each request's first token, less its place in the step: adding places gives every token's row.
         offsets = computed.astype(np.int64) - prompts + shift - starts[:-1]
         rows = np.arange(starts[-1]) + np.repeat(offsets, counts)
@@ -153,10 +147,13 @@ class StepPlan:
     Args:
         runs: (tokens, layers), True where the token runs the layer.
         starts: (requests + 1,), index of each request's first token, then the total.
-        uniform: place in :attr:`DepthTables.uniform` of the layers that all tokens run, 0 being all layers; None: the
-            step is not uniform.
+        uniform: place in :attr:`DepthTables.uniform` of the layers that all tokens run; None: the step is not uniform.
         acts: (tokens or 1, layers), 1 + the index of the module that acts on the token before the layer; 0: none.
         modules: the adapter's.
+
+    Attributes:
+        counts: how many tokens run each layer.
+        is_full: whether every token runs every layer.
     """
 
     def __init__(
@@ -166,16 +163,11 @@ class StepPlan:
         self.starts = starts
         self.uniform = uniform
         self.tokens = len(runs)
-        #: How many tokens run each layer.
         self.counts: list[int] = runs.sum(axis=0).tolist()
+        self.is_full = uniform == 0
         self._acts = acts
         self._modules = modules
         self._subsets: dict[bytes, TokenSubset] = {}
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every token runs every layer."""
-        return self.uniform == 0
 
     def subset(self, layer: int) -> TokenSubset:
         """Tokens that run a layer. Layers that run the same tokens share one object."""

