@@ -21,12 +21,12 @@ os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # on a GPU Triton would mul
 import torch
 
 import skipdecode
-from skipdecode import Schedule, SkipCache, attach
-from skipdecode.loading.load import read_config
-from skipdecode.model.adapter import read_schedules
-from skipdecode.model.cache_name import CACHE
-from skipdecode.model.config import CONFIG_KEY, config_schedules, schedule_for, set_entry
+from skipdecode import Schedule
+from skipdecode.loading.load import DEMO
+from skipdecode.model.config import CONFIG_KEY, trained_schedules
+from skipdecode.schedule import choose_schedule
 
+SPEEDUPS = (1.0, 2.0, 3.0, 5.0)
 #: Room for keys and values of the tests' models.
 KV_BYTES = 256 << 20
 
@@ -47,30 +47,35 @@ class Served:
     tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
-    preemptions: int = 0
-    mixed: int = 0
-    steps: int = 0
+
+    def texts(self) -> list[tuple[int, ...]]:
+        """The tokens of all requests, in their order."""
+        return [self.tokens[place] for place in range(len(self.tokens))]
 
 
 class Reference:
     """What our own ``generate`` writes: float32, greedy, prompts in left-padded batches; each text computed once."""
 
-    def __init__(self, folder: str | Path, most_new: int = 64) -> None:
+    def __init__(self, folder: str | Path = "demo", most_new: int = 64) -> None:
         self.model, self.tokenizer = skipdecode.load(str(folder), device="cpu")
-        attach(self.model)
         self.most_new = most_new
         self._known: dict[tuple[tuple[int, ...], Schedule], tuple[int, ...]] = {}
+
+    def schedule(self, speedup: float) -> Schedule:
+        """The schedule that a server runs at a speed-up."""
+        trained = trained_schedules(self.model)
+        return choose_schedule(trained, self.model.config.num_hidden_layers, speedup)
 
     def texts(
         self, requests: Sequence[Request], change: Callable[[Schedule], Schedule] = lambda schedule: schedule
     ) -> list[tuple[int, ...]]:
-        """The tokens of each request, at most its ``new``; ``change`` is made to the checkpoint's schedules."""
-        schedules = {r.speedup: change(schedule_for(self.model.config, r.speedup)) for r in requests}
+        """The tokens of each request, at most its ``new``; ``change`` is made to the schedules."""
+        schedules = {r.speedup: change(self.schedule(r.speedup)) for r in requests}
         for speedup, schedule in schedules.items():
             wanted = {r.prompt for r in requests if r.speedup == speedup and (r.prompt, schedule) not in self._known}
             prompts = sorted(wanted, key=len)
-            for at in range(0, len(prompts), 16):
-                self._write(prompts[at : at + 16], schedule)
+            for start in range(0, len(prompts), 16):
+                self._write(prompts[start : start + 16], schedule)
         return [self._known[r.prompt, schedules[r.speedup]][: r.new] for r in requests]
 
     @torch.no_grad()
@@ -79,32 +84,48 @@ class Reference:
         pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
         ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        rows = self.model.generate(
-            ids,
-            attention_mask=mask,
-            **{CACHE: SkipCache(self.model, schedule)},
-            max_new_tokens=self.most_new,
-            do_sample=False,
-            num_beams=1,
-        )
+        skipdecode.attach(self.model, schedule=schedule)
+        options: dict[str, Any] = {"max_new_tokens": self.most_new, "do_sample": False, "num_beams": 1}
+        rows = self.model.generate(ids, attention_mask=mask, **options)
         for prompt, row in zip(prompts, rows[:, width:].tolist(), strict=True):
             self._known[prompt, schedule] = tuple(row[: row.index(end) + 1] if end in row else row)
 
 
-def offering_full_depth(folder: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``additional_config`` among an engine's options, with 1x beside the trained speed-ups."""
-    config, given = read_config(str(folder)), dict(options.get("additional_config", {}))
-    set_entry(config, options.get("hf_overrides", {}).get(CONFIG_KEY, getattr(config, CONFIG_KEY, None)))
-    own = given.get(CONFIG_KEY, {})
-    stored = read_schedules(Path(own["adapter"])) if "adapter" in own else config_schedules(config)
-    if stored and not own.keys() & {"schedule", "speedups"}:
-        given[CONFIG_KEY] = own | {"speedups": sorted({1.0, *stored})}
-    return given
+def demo_texts() -> list[str]:
+    """Prompts as the demo model knows them."""
+    lines = (DEMO / "inputs.csv").read_text(encoding="utf-8").splitlines()[1:41]
+    return [(line.split('"')[1] if line.startswith('"') else line) + " ->" for line in lines]
+
+
+def demo_prompts(reference: Reference) -> list[tuple[int, ...]]:
+    """These as token ids, and ids at random: from one token to 90."""
+    source = random.Random(0)
+    rows = [tuple(reference.tokenizer(text)["input_ids"]) for text in demo_texts()]
+    return rows + [tuple(source.choices(range(3, 1000), k=source.randint(1, 90))) for _ in range(24)]
+
+
+def requests_of(
+    prompts: Sequence[tuple[int, ...]], count: int, seed: int, speedups: Sequence[float] = SPEEDUPS, most: int = 64
+) -> list[Request]:
+    """Requests with random prompts of these, speed-ups and lengths."""
+    source = random.Random(seed)
+    return [
+        Request(source.choice(prompts), source.choice(speedups), source.randint(most // 4, most)) for _ in range(count)
+    ]
 
 
 @contextmanager
-def engine(folder: str | Path, **options: Any) -> Iterator[Any]:
-    """A vLLM engine in float32, eager unless the options say otherwise, gone with all it holds at the end."""
+def engine(
+    folder: str | Path = DEMO, skipdecode: Mapping[str, Any] | None = None, *, stock: bool = False, **options: Any
+) -> Iterator[Any]:
+    """A vLLM engine in float32, eager unless the options say otherwise, gone with all it holds at the end.
+
+    Args:
+        folder: of the checkpoint.
+        skipdecode: the plugin's options beside ``speedups``, which are :data:`SPEEDUPS`.
+        stock: without the plugin.
+        options: vLLM's.
+    """
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -119,10 +140,13 @@ def engine(folder: str | Path, **options: Any) -> Iterator[Any]:
         "enable_prefix_caching": False,
         "disable_log_stats": True,
     }
+    if stock:
+        defaults["hf_overrides"] = {CONFIG_KEY: None}
+    else:
+        defaults["additional_config"] = {CONFIG_KEY: {"speedups": [*SPEEDUPS], **(skipdecode or {})}}
     made = None
     try:
-        chosen = defaults | options | {"additional_config": offering_full_depth(folder, options)}
-        made = LLMEngine.from_engine_args(EngineArgs(model=str(folder), **chosen))
+        made = LLMEngine.from_engine_args(EngineArgs(model=str(folder), **defaults | options))
         yield made
     finally:
         if made is not None:
@@ -137,8 +161,9 @@ def serve(
     requests: Sequence[Request],
     *,
     arrive: Callable[[int], int] = lambda step: 1 << 30,
-    abort: Callable[[int, int], bool] = lambda place, step: False,
+    abort: Callable[[], bool] = lambda: False,
     logprobs: int | None = None,
+    **sampling: Any,
 ) -> Served:
     """Run requests to their end.
 
@@ -146,8 +171,9 @@ def serve(
         made: the engine.
         requests: in order of arrival.
         arrive: how many requests come in before a step.
-        abort: whether the request at a place is given up before a step.
+        abort: whether a request is given up before a step; its text is then ().
         logprobs: of each new token, as vLLM counts them.
+        sampling: further sampling parameters; a seed is added to the request's place.
     """
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
@@ -155,45 +181,47 @@ def serve(
     served = Served()
     names: dict[str, int] = {}
     run = f"{random.random():.9f}"
+    seed = sampling.pop("seed", None)
+    options: dict[str, Any] = {"temperature": 0.0, "logprobs": logprobs} | sampling
+    step = 0
     while made.has_unfinished_requests() or len(names) < len(requests):
-        for place in range(len(names), min(len(names) + arrive(served.steps), len(requests))):
+        for place in range(len(names), min(len(names) + arrive(step), len(requests))):
             request = requests[place]
-            params = SamplingParams(
-                temperature=0.0, max_tokens=request.new, logprobs=logprobs, extra_args={"speedup": request.speedup}
-            )
+            options |= {"max_tokens": request.new, "seed": None if seed is None else seed + place}
+            params = SamplingParams(**options, extra_args={"speedup": request.speedup})
             prompt = TokensPrompt(prompt_token_ids=list(request.prompt))
             names[made.add_request(f"{run}:{place}", prompt, params)] = place
-        for place in list(names.values()):
-            if place not in served.tokens and abort(place, served.steps):
+        for place in names.values():
+            if place not in served.tokens and abort():
                 served.tokens[place] = ()
                 made.abort_request([f"{run}:{place}"])
         for output in made.step():
             if output.finished:
                 place = int(output.request_id.split(":")[1])
-                served.tokens[place] = tuple(output.outputs[0].token_ids)
+                choice = output.outputs[0]
+                served.tokens[place] = tuple(choice.token_ids)
                 served.cached[place] = output.num_cached_tokens or 0
                 if logprobs is not None:
-                    served.logprobs[place] = [
-                        each[token].logprob
-                        for each, token in zip(output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True)
-                    ]
-        served.steps += 1
+                    rows = zip(choice.logprobs, choice.token_ids, strict=True)
+                    served.logprobs[place] = [row[token].logprob for row, token in rows]
+        step += 1
     return served
 
 
-def check_among_leavers(
-    made: Any, requests: Sequence[Request], reference: Reference, source: random.Random, leave: float = 0.01
-) -> None:
-    """Requests come, and the share ``leave`` of them leaves, before any step: others' texts stay, no block is lost."""
-    served = serve(
-        made, requests, arrive=lambda step: source.choice((0, 1, 2)), abort=lambda *_: source.random() < leave
-    )
-    expected = reference.texts(requests)
-    finished = [i for i in range(len(requests)) if served.tokens[i]]
+def check_among_leavers(made: Any, requests: Sequence[Request], texts: Sequence[tuple[int, ...]], seed: int) -> None:
+    """Requests come, and some leave, before any step: the others' texts stay, and no block is lost."""
+    source = random.Random(seed)
+    served = serve(made, requests, arrive=lambda _: source.choice((0, 1, 2)), abort=lambda: source.random() < 0.01)
+    finished = [place for place in range(len(requests)) if served.tokens[place]]
     assert len(requests) // 4 < len(finished) < len(requests)
-    assert [served.tokens[i] for i in finished] == [expected[i] for i in finished]
+    assert [served.tokens[place] for place in finished] == [texts[place] for place in finished]
+    check_no_block_is_lost(made)
+
+
+def check_no_block_is_lost(made: Any) -> None:
+    """All blocks are free but vLLM's null block."""
     pool = scheduler(made).kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # vLLM's null block
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
 def scheduler(made: Any) -> Any:
@@ -204,3 +232,9 @@ def scheduler(made: Any) -> Any:
 def runner(made: Any) -> Any:
     """The engine's model runner."""
     return made.model_executor.driver_worker.worker.model_runner
+
+
+def check_layers(made: Any) -> None:
+    """The gates ran what schedules need, and less than the full model."""
+    context = runner(made).skip_context
+    assert context.needed_tokens == context.run_tokens < context.full_tokens

@@ -5,17 +5,13 @@ A conftest.py beside them would be a second module of that name for mypy, and a 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from helpers.engine import Reference
+from helpers.engine import Reference, demo_prompts
 from helpers.server import CHAT, Server, serve
-from skipdecode.data.inputs import read_items
-from skipdecode.data.tasks import get_task
-from skipdecode.loading.load import DEMO
 
 #: Requests that wait for their first token, above which new ones that named no speed-up get 5x.
 LOAD_WAITING = 8
@@ -23,7 +19,7 @@ LOAD_WAITING = 8
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The embedded checkpoint in float32: 1x by default, 5x under load; caching and chunks on, room for few."""
+    """The demo model in float32: 1x by default, 5x under load; caching and chunks on, room for few."""
     folder = tmp_path_factory.mktemp("server")
     (folder / "chat.jinja").write_text(CHAT, encoding="utf-8")
     # The time per token is followed, and never so long.
@@ -46,18 +42,10 @@ def client(server: Server) -> Any:
 @pytest.fixture(scope="session")
 def solo() -> Reference:
     """What our own ``generate`` writes for each request alone."""
-    return Reference("demo", most_new=48)
+    return Reference(most_new=48)
 
 
 @pytest.fixture(scope="session")
-def inputs() -> list[str]:
-    """Prompts as the checkpoint knows them."""
-    return [str(item.prompt) for item in read_items(str(DEMO / "inputs.csv"), get_task("e2e"))]
-
-
-@pytest.fixture(scope="session")
-def mixed(solo: Reference, inputs: list[str]) -> list[tuple[int, ...]]:
-    """Those, and ids at random: from one token to 120."""
-    source = random.Random(0)
-    rows = [tuple(solo.tokenizer(text)["input_ids"]) for text in inputs]
-    return rows + [tuple(source.choices(range(3, 1000), k=source.randint(1, 120))) for _ in range(32)]
+def mixed(solo: Reference) -> list[tuple[int, ...]]:
+    """Prompts of the demo model, and ids at random."""
+    return demo_prompts(solo)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from serving.processes import Running, running
 
 #: What vLLM's own templates would do, for a checkpoint without one.
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -25,44 +29,73 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # helpers.engine turns it off in this process
     "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc: what the worker itself counted
 }
+#: Seconds that a server may take to start.
+PATIENCE = 600
 
 
-class Server(Running):
-    """What tests read of a server."""
+@dataclass(frozen=True)
+class Server:
+    """Where a server is, and its process."""
 
-    def metrics(self) -> dict[str, float]:
-        """``/metrics``: name with labels -> value."""
-        lines = (line for line in self.get("/metrics").splitlines() if line and not line.startswith("#"))
-        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def get(self, path: str) -> str:
+        """A page of the server. OSError also for an answer that is an error."""
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return str(answer.read().decode())
+
+    def post(self, path: str, body: Any) -> tuple[int, str]:
+        """Status and text of an answer to JSON."""
+        data = (body if isinstance(body, str) else json.dumps(body)).encode()
+        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"}, method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
 
     def total(self, name: str, **labels: str) -> float:
         """The sum of a metric's series that have these labels."""
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        lines = (line.rpartition(" ") for line in self.get("/metrics").splitlines() if line and line[0] != "#")
         return sum(
-            value
-            for series, value in self.metrics().items()
-            if series.partition("{")[0] == name and all(each in series for each in wanted)
+            float(value)
+            for series, _, value in lines
+            if series.partition("{")[0] == name and all(label in series for label in wanted)
         )
 
 
 @contextmanager
 def serve(folder: Path, *options: str, model: str = "demo") -> Iterator[Server]:
-    """``skipdecode serve`` with these options, until the end; its log is in ``folder``."""
-    command = [sys.executable, "-m", "skipdecode", "serve", model, *options]
-    with running(command, folder / "server.log", ENVIRONMENT) as one:
-        yield Server(one.url, one.process, one.log)
-
-
-def post(server: Server, path: str, body: str) -> tuple[int, str]:
-    """Status and text of an answer to raw JSON, or what Python takes for it."""
-    request = urllib.request.Request(
-        server.url + path, body.encode(), {"content-type": "application/json"}, method="POST"
-    )
+    """``skipdecode serve`` with these options on a free port, once it is healthy; its log is in ``folder``."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "skipdecode", "serve", model, *options, "--host", "127.0.0.1", "--port", str(port)]
+    log = folder / "server.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env=os.environ | ENVIRONMENT, start_new_session=True
+        )  # in a group of its own: the processes that it starts end with it
+    server = Server(f"http://127.0.0.1:{port}", process)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+        until = time.monotonic() + PATIENCE
+        while True:
+            starts = process.poll() is None and time.monotonic() < until
+            assert starts, log.read_text(errors="replace")[-3000:]
+            with suppress(OSError):
+                server.get("/health")
+                break
+            time.sleep(0.5)
+        yield server
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 #: Of all tests of a process: clients keep connections, which belong to a loop.
@@ -96,40 +129,20 @@ async def ask(
     stream: bool = False,
     chat: bool = False,
     model: str = "demo",
+    chunks: int = 1 << 30,
 ) -> Answer:
     """One request by the ``openai`` package, greedy.
 
     Args:
         client: an ``AsyncOpenAI``.
-        prompt: token ids, or a text.
+        prompt: token ids, or a text; the user's message of a chat.
         speedup: None names none.
         new: the most new tokens.
         stream: token by token.
-        chat: by chat completions; ``prompt`` is the user's message.
+        chat: by chat completions.
         model: its name.
+        chunks: of a stream, after which the client leaves.
     """
-    answer = Answer()
-    async for chunk in chunks(client, prompt, speedup, new=new, stream=stream, chat=chat, model=model):
-        for choice in chunk.choices:
-            answer.tokens += (choice.model_extra or {}).get("token_ids") or []
-            said = choice.text if not chat else (choice.delta if stream else choice.message).content
-            answer.text += said or ""
-        metrics = (chunk.model_extra or {}).get("metrics") or {}
-        answer.summary |= metrics.get("skipdecode") or {}
-    return answer
-
-
-async def chunks(
-    client: Any,
-    prompt: Any,
-    speedup: float | None,
-    *,
-    new: int,
-    stream: bool,
-    chat: bool = False,
-    model: str = "demo",
-) -> AsyncIterator[Any]:
-    """The chunks of a stream; else the whole answer."""
     body: dict[str, Any] = {"return_token_ids": True}
     if speedup is not None:
         body["vllm_xargs"] = {"speedup": speedup}
@@ -140,9 +153,23 @@ async def chunks(
         made = await client.chat.completions.create(messages=[{"role": "user", "content": prompt}], **options)
     else:
         made = await client.completions.create(prompt=prompt, **options)
+    answer = Answer()
     if not stream:
-        yield made
-        return
+        add(answer, made, chat, stream)
+        return answer
     async with made:
         async for chunk in made:
-            yield chunk
+            add(answer, chunk, chat, stream)
+            chunks -= 1
+            if chunks == 0:
+                break
+    return answer
+
+
+def add(answer: Answer, chunk: Any, chat: bool, stream: bool) -> None:
+    """Add a chunk, or a whole response, to an answer."""
+    for choice in chunk.choices:
+        answer.tokens += (choice.model_extra or {}).get("token_ids") or []
+        said = choice.text if not chat else (choice.delta if stream else choice.message).content
+        answer.text += said or ""
+    answer.summary |= ((chunk.model_extra or {}).get("metrics") or {}).get("skipdecode") or {}

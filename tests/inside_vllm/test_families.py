@@ -1,31 +1,52 @@
-"""One gate serves every family: native layers of vLLM and those of its Transformers backend."""
+"""One gate serves every family: native layers of vLLM, those of its Transformers backend, with an adapter or without.
+
+Tokens are those of our own ``generate``, log-probabilities those of teacher forcing.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import copytree
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import torch
+from safetensors.torch import load_file, save_file
 
-from helpers.engine import Reference, Request, engine, runner, serve
+import skipdecode
+from helpers.engine import Reference, Request, check_layers, engine, requests_of, serve
 from helpers.served_families import FAMILIES, SCHEDULES, checkpoint, in_fresh_process
 from skipdecode import teacher_forced
+from skipdecode.errors import ModelError
+from skipdecode.model.adapter import Adapter, save_adapter
+from skipdecode.model.inspect import text_config
+
+NEW = 24
+SIZES = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "max_model_len": 96}
+#: Without an adapter, whose modules take the place of some of what gates do.
+PLAIN = ["llama", "llama by transformers", "gemma3_text", "gpt_neox", "mixtral compiled", "gemma3_text compiled"]
 
 
 @dataclass
 class Case:
-    """A checkpoint, requests to it, and what our own ``generate`` and teacher forcing say of them."""
+    """A checkpoint and its adapter, requests, and what ``generate`` and teacher forcing say: without it and with it."""
 
     folder: Path
+    adapter: Path
     requests: list[Request]
-    texts: list[tuple[int, ...]]
-    logprobs: list[torch.Tensor]
+    texts: list[list[tuple[int, ...]]]
+    logprobs: list[list[torch.Tensor]]
+
+    def engine(self, adapter: bool, **options: Any) -> Any:
+        """An engine of all speeds."""
+        settings = {"speedups": [*SCHEDULES]} | ({"adapter": str(self.adapter)} if adapter else {})
+        return engine(self.folder, settings, **options)
 
 
 @pytest.fixture(scope="module")
@@ -34,23 +55,39 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 
 def references(folders: Mapping[str, Path]) -> dict[str, Case]:
-    """A case of each family, its checkpoint in the family's folder."""
+    """A case of each family, in the family's folder."""
+    source = random.Random(0)
+    prompts = [tuple(source.choices(range(2, 256), k=source.randint(1, 40))) for _ in range(40)]
+    requests = requests_of(prompts, 48, seed=0, speedups=[*SCHEDULES], most=NEW)
     found = {}
     for name, folder in folders.items():
-        reference = Reference(checkpoint(name, folder), most_new=24)
-        source = random.Random(0)
-        requests = [
-            Request(tuple(source.choices(range(2, 256), k=source.randint(1, 40))), source.choice(list(SCHEDULES)), 24)
-            for _ in range(48)
-        ]
-        texts = reference.texts(requests)
-        scored = [teacher(reference, request, text) for request, text in zip(requests, texts, strict=True)]
-        found[name] = Case(folder, requests, texts, scored)
+        base = checkpoint(name, folder / "base")
+        adapter = random_adapter(folder / "adapter", base)
+        texts, logprobs = [], []
+        for path in (base, adapter):
+            reference = Reference(path, most_new=NEW)
+            texts.append(reference.texts(requests))
+            rows = zip(requests, texts[-1], strict=True)
+            logprobs.append([forced(reference, request, text) for request, text in rows])
+        assert texts[0] != texts[1]
+        found[name] = Case(base, adapter, requests, texts, logprobs)
     return found
 
 
+def random_adapter(folder: Path, base: Path) -> Path:
+    """An adapter with random weights, which change hidden states much."""
+    model, _ = skipdecode.load(str(base), dtype="float32")
+    adapter = Adapter(text_config(model.config).hidden_size, 4, SCHEDULES)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in adapter.parameters():
+            weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
+    save_adapter(folder, adapter, model, str(base))
+    return folder
+
+
 @torch.no_grad()
-def teacher(reference: Reference, request: Request, text: tuple[int, ...]) -> torch.Tensor:
+def forced(reference: Reference, request: Request, text: tuple[int, ...]) -> torch.Tensor:
     """The log-probability of each new token in one pass over the whole text."""
     ids = torch.tensor([[*request.prompt, *text]])
     with teacher_forced(reference.model, SCHEDULES[request.speedup], len(request.prompt)):
@@ -59,18 +96,51 @@ def teacher(reference: Reference, request: Request, text: tuple[int, ...]) -> to
     return logprobs.gather(1, torch.tensor(text)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "mixtral compiled", "gemma3_text compiled"])
-def test_texts_and_log_probabilities_are_those_of_generate_and_of_teacher_forcing(
-    name: str, cases: dict[str, Case]
-) -> None:
+def check(case: Case, name: str, adapter: bool) -> None:
     """All schedules in one batch, chunks of prompts between them."""
-    family, compiled = name.removesuffix(" compiled"), name.endswith("compiled")
-    case = cases[family]
-    sizes = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "max_model_len": 96}
-    with engine(case.folder, model_impl=FAMILIES[family][1], enforce_eager=not compiled, **sizes) as made:
+    implementation = FAMILIES[name.removesuffix(" compiled")][1]
+    eager = not name.endswith("compiled")
+    with case.engine(adapter, model_impl=implementation, enforce_eager=eager, **SIZES) as made:
         served = serve(made, case.requests, arrive=lambda step: 1 + step % 2, logprobs=1)
-        plan = runner(made).skip_context
-    assert not [i for i, text in enumerate(case.texts) if served.tokens[i] != text]
-    for place, expected in enumerate(case.logprobs):
-        torch.testing.assert_close(torch.tensor(served.logprobs[place]), expected, rtol=1e-3, atol=1e-3)
-    assert plan.needed_tokens < plan.full_tokens
+        check_layers(made)
+    expected = case.texts[adapter]
+    assert not [place for place, text in enumerate(expected) if served.tokens[place] != text]
+    for place, logprobs in enumerate(case.logprobs[adapter]):
+        torch.testing.assert_close(torch.tensor(served.logprobs[place]), logprobs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_each_request_follows_its_own_schedule(name: str, cases: dict[str, Case]) -> None:
+    check(cases[name.removesuffix(" compiled")], name, adapter=False)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3 compiled"])
+def test_each_request_gets_its_own_speeds_adapter(name: str, cases: dict[str, Case]) -> None:
+    check(cases[name.removesuffix(" compiled")], name, adapter=True)
+
+
+def test_with_an_adapter_1x_is_stock_vllm_to_the_bit_and_prompts_are_shared(cases: dict[str, Case]) -> None:
+    """A prompt read once at full depth is a prefix hit for every speed whose prompts run all layers."""
+    case, found = cases["llama"], []
+    requests = [Request(request.prompt, 1.0, NEW) for request in case.requests[:12]]
+    prompt = tuple(random.Random(4).choices(range(2, 256), k=70))
+    with engine(case.folder, stock=True, enable_prefix_caching=True) as made:
+        found.append(serve(made, requests, logprobs=1))
+    with case.engine(adapter=True, enable_prefix_caching=True) as made:
+        found.append(serve(made, requests, logprobs=1))
+        for speedup, cached in ((1.0, 0), (2.0, 64), (3.0, 0), (2.0, 64)):
+            assert serve(made, [Request(prompt, speedup, NEW)]).cached[0] == cached
+    assert found[0].tokens == found[1].tokens
+    assert found[0].logprobs == found[1].logprobs
+
+
+def test_another_models_adapter_is_refused(cases: dict[str, Case], tmp_path: Path) -> None:
+    """One weight that differs is enough."""
+    case, other = replace(cases["llama"]), tmp_path / "other"
+    copytree(case.folder, other)
+    weights = load_file(other / "model.safetensors")
+    weights["model.layers.3.mlp.down_proj.weight"] += 0.1
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    case.folder = other
+    with pytest.raises(ModelError, match="another model"), case.engine(adapter=True):
+        pass

@@ -20,9 +20,9 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager, ModelCudaGraphManager
 
-from helpers.engine import Reference, Request, engine, runner, serve
+from helpers.engine import Reference, Request, check_layers, engine, runner, serve
 from helpers.interpreted import GPU, V2
-from skipdecode.loading.load import DEMO
+from skipdecode.serving.compile import DecodeGraphs
 
 pytestmark = pytest.mark.skipif(not V2, reason="model runner V2's: make test-vllm-v2")
 
@@ -40,7 +40,7 @@ class Graph:
     """What a graph holds: the layers and the number of tokens of its capture."""
 
     runner: Any
-    kind: int
+    layer_set: int
     tokens: int
     replays: int = 0
 
@@ -48,7 +48,7 @@ class Graph:
         """Run these layers on what lies in the runner's buffers now."""
         self.replays += 1
         ours, buffers = self.runner, self.runner.input_buffers
-        ours.skip_captured = ours.skip_tables.alike(self.kind, self.tokens)
+        ours.skip_graphs.captured = ours.skip_tables.uniform_step(self.layer_set, self.tokens)
         metadata, slots = ours.prepared_attention
         with set_forward_context(metadata, ours.vllm_config, num_tokens=self.tokens, slot_mapping=slots):
             hidden = ours.model(
@@ -57,7 +57,7 @@ class Graph:
                 inputs_embeds=None,
                 intermediate_tensors=None,
             )
-        ours.skip_captured = None
+        ours.skip_graphs.captured = None
         ours.cudagraph_manager.hidden_states[: self.tokens] = hidden
 
 
@@ -76,12 +76,12 @@ class Counted:
 
 @pytest.fixture(scope="module")
 def graphs() -> Iterator[tuple[Any, dict[Any, Graph]]]:
-    """An engine with graphs for each kind of step, and the graphs."""
+    """An engine with graphs for each layer set, and the graphs."""
     if GPU:
-        with engine(DEMO, max_num_seqs=4, max_num_batched_tokens=256, enforce_eager=False) as made:
+        with engine(max_num_seqs=4, max_num_batched_tokens=256, enforce_eager=False) as made:
             yield made, counted(runner(made).cudagraph_manager)
         return
-    with engine(DEMO, max_num_seqs=4, max_num_batched_tokens=256) as made, pytest.MonkeyPatch.context() as patch:
+    with engine(max_num_seqs=4, max_num_batched_tokens=256) as made, pytest.MonkeyPatch.context() as patch:
         ours = runner(made)
         patch.setattr(type(current_platform), "get_global_graph_pool", lambda self: None, raising=False)
         patch.setattr(CudaGraphManager, "capture", capture)
@@ -92,7 +92,7 @@ def graphs() -> Iterator[tuple[Any, dict[Any, Graph]]]:
         )
         manager.runner = ours
         ours.cudagraph_manager = manager
-        ours.hook_graphs()
+        ours.skip_graphs = DecodeGraphs(ours)
         keep_attention(ours, patch)
         manager.capture(
             ours.model,
@@ -138,15 +138,13 @@ def keep_attention(ours: Any, patch: pytest.MonkeyPatch) -> None:
 def test_texts_are_those_of_generate(graphs: tuple[Any, dict[Any, Graph]]) -> None:
     """Of rows of one speed, which graphs write, and of several, which they do not; with prompts between them."""
     made, kept = graphs
-    reference = Reference("demo")
+    reference = Reference()
     ids = [tuple(reference.tokenizer(f"{line} ->")["input_ids"]) for line in LINES]
-    alike = [Request(each, speedup, 12) for speedup in SPEEDUPS for each in ids[:3]]
-    mixed = [Request(each, speedup, 8) for each, speedup in zip(ids, (1.0, 5.0, 3.0, 5.0), strict=True)]
-    plan = runner(made).skip_context
-    for requests in (alike[:3], alike[3:6], alike[6:], mixed):
-        served = serve(made, requests, arrive=lambda step: 1 + step % 2)
-        assert [served.tokens[place] for place in range(len(requests))] == reference.texts(requests)
-    assert plan.run_tokens == plan.needed_tokens < plan.full_tokens
+    uniform = [Request(prompt, speedup, 12) for speedup in SPEEDUPS for prompt in ids[:3]]
+    mixed = [Request(prompt, speedup, 8) for prompt, speedup in zip(ids, (1.0, 5.0, 3.0, 5.0), strict=True)]
+    for requests in (uniform[:3], uniform[3:6], uniform[6:], mixed):
+        assert serve(made, requests, arrive=lambda step: 1 + step % 2).texts() == reference.texts(requests)
+    check_layers(made)
     replayed = {desc.num_active_loras for desc, graph in kept.items() if graph.replays}
     assert len(replayed) > 3  # full depth's, and those of the depths between which speeds fall
 
@@ -163,5 +161,5 @@ def test_a_graph_of_other_layers_is_an_error(
         return full if tokens == 1 else BatchExecutionDescriptor(CUDAGraphMode.NONE, tokens, requests)
 
     monkeypatch.setattr(manager, "dispatch", dispatch)
-    with pytest.raises(RuntimeError, match="a graph of kind 0 for a step of kind"):
+    with pytest.raises(RuntimeError, match="a graph of layer set 0 for a step of"):
         serve(made, [Request((5, 6, 7), 5.0, 4)])

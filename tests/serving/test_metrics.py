@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import OPTConfig
 
 from helpers.plans import SCHEDULES, plan
 from skipdecode import Schedule
@@ -13,7 +14,6 @@ from skipdecode.model.config import to_config_entry
 from skipdecode.serving.metrics import RequestMetrics, layer_tokens
 from skipdecode.serving.settings import Serving
 from skipdecode.serving.steps import DepthTables
-from transformers import OPTConfig
 
 
 @pytest.mark.parametrize("speedup", sorted(SCHEDULES))

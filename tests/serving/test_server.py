@@ -49,7 +49,7 @@ def test_speeds_go_with_the_operators_names(names: list[str]) -> None:
 
 def test_what_the_operator_says_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Defaults of ours give way to vLLM's options and to the environment."""
-    command, environment = server.server_command("demo", None, ["--disable-log-stats", "--shutdown-timeout=5"])
+    command, _ = server.server_command("demo", None, ["--disable-log-stats", "--shutdown-timeout=5"])
     assert "--enable-per-request-metrics" not in command
     assert command.index("--shutdown-timeout=5") > command.index("--shutdown-timeout")
     assert server.server_command("demo", None, ["--kv-cache-memory-bytes", "1G"])[1] == {}

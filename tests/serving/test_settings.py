@@ -133,7 +133,9 @@ def vllm_config(**changes: Any) -> Any:
     made = SimpleNamespace(
         model_config=SimpleNamespace(hf_config=config(), is_moe=False, uses_mrope=False),
         parallel_config=SimpleNamespace(
-            worker_cls="vllm.v1.worker.cpu_worker.CPUWorker", prefill_context_parallel_size=1, **dict.fromkeys(parallel, 1)
+            worker_cls="vllm.v1.worker.cpu_worker.CPUWorker",
+            prefill_context_parallel_size=1,
+            **dict.fromkeys(parallel, 1),
         ),
         cache_config=SimpleNamespace(kv_offloading_size=None),
         compilation_config=SimpleNamespace(mode=None),
