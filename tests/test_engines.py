@@ -29,7 +29,7 @@ from skipdecode.generation import vllm as offline
 from skipdecode.generation.job import GenerationJob
 from skipdecode.generation.vllm_sampling import sampling_params, stop_strings
 from skipdecode.loading import load as loading
-from skipdecode.serving import release
+from skipdecode.serving import server
 from skipdecode.serving.settings import Serving
 
 needs_ray = pytest.mark.skipif(
@@ -133,7 +133,7 @@ def test_what_is_not_installed_is_one_line_before_anything_is_read(
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(release, "version", missing)
+    monkeypatch.setattr(server, "version", missing)
     monkeypatch.setattr(ray, "find_spec", lambda name: None)
     monkeypatch.setattr(jobs, "read_config", None)
     done = run("generate", "no/such/model", "--prompt", "a", *arguments)
@@ -148,7 +148,7 @@ def test_own_texts_miss_their_engine_before_a_model_is_loaded(monkeypatch: pytes
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(release, "version", missing)
+    monkeypatch.setattr(server, "version", missing)
     monkeypatch.setattr(loading, "load", pytest.fail)
     done = run("train", "demo", "--own-texts", 20, "--engine", "vllm", "--output", tmp_path / "out")
     assert done.returncode == 2

@@ -53,7 +53,9 @@ class Ignoring(Adding):
 class Plain(Native):
     """A layer of the Transformers backend: hidden states with a batch of one, rotations by keyword."""
 
-    def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], ids: Tensor) -> Any:
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], ids: Tensor
+    ) -> Any:
         cos, sin = position_embeddings
         assert cos.shape[1] == ids.shape[1] == hidden_states.shape[1]
         return hidden_states + torch.tanh(self.mix(hidden_states * cos + sin)) * ids[..., None]

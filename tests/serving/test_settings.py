@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from transformers import OPTConfig
 
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UnsupportedModel
+from skipdecode.model.adapter import Adapter, save_adapter
 from skipdecode.model.config import to_config_entry
 from skipdecode.serving.settings import Buckets, Serving, choose_buckets, prepare_config, require_tested, serving_of
 from skipdecode.serving.steps import DepthTable
@@ -57,6 +60,18 @@ def test_prompts_run_as_many_layers_as_the_operator_says() -> None:
     """A schedule whose first step runs more uses that depth."""
     assert [s.deepest for s in Serving(config(CONSTANT), {"prompt_layers": "max"}).schedules.values()] == [6, 4, 2]
     assert [s.deepest for s in Serving(config(CONSTANT), {"prompt_layers": "5"}).schedules.values()] == [6, 5, 5]
+
+
+def test_an_adapter_offers_the_speeds_that_it_was_trained_for(tmp_path: Path) -> None:
+    """And 1x where it is asked for; no other, which would run layers that it does not know."""
+    save_adapter(tmp_path, Adapter(16, 2, CONSTANT), nn.Linear(2, 2), "base")
+    options = {"adapter": str(tmp_path)}
+    serving = Serving(config(FALLING), options)
+    assert serving.schedules == CONSTANT
+    assert serving.untrained is None
+    assert Serving(config(), options | {"speedups": [1, 2]}).schedules[1.0] == Schedule.full(LAYERS)
+    with pytest.raises(ScheduleError, match="trained for 2x and 3x and 5x"):
+        Serving(config(), options | {"speedups": [1.2]})
 
 
 @pytest.mark.parametrize(
