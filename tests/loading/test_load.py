@@ -7,6 +7,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -287,6 +288,15 @@ def test_a_fingerprint_is_that_of_the_files_that_decide(model: Path, tmp_path: P
     assert Checkpoint.resolve(model, adapter).fingerprint != adapted
     reweigh(model, lambda weights: {name: weight * 2 for name, weight in weights.items()})
     assert Checkpoint.resolve(model).fingerprint != first
+
+
+def test_a_fingerprint_of_the_hub_is_that_of_the_commit() -> None:
+    found = set()
+    for commit in ("a", "b"):
+        checkpoint = Checkpoint.resolve("you/base")
+        vars(checkpoint)["config"] = SimpleNamespace(_commit_hash=commit)
+        found.add(checkpoint.fingerprint)
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def push(
     """
     from ..errors import FileError
     from ..hub.push import prepare as write
-    from ..hub.push import push as upload
+    from ..hub.push import upload
     from ..training.config import command_of
     from ..training.options import read_run_file
 

@@ -1,1 +1,1 @@
-"""What a folder needs to be used, or shown, without this package: code for transformers, a model card, an upload."""
+"""Publication of models: the upload, the model card, and code with which transformers alone runs them."""

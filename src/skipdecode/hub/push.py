@@ -1,4 +1,4 @@
-"""Put a trained checkpoint or adapter on the hub, with its card and the code that transformers runs it with."""
+"""Upload of a trained checkpoint or adapter to the Hub, with a card and the code that transformers runs it with."""
 
 from __future__ import annotations
 
@@ -9,97 +9,76 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCard
-from huggingface_hub.errors import HfHubHTTPError
-from transformers import AutoConfig
 
-from ..errors import FileError, UsageError
-from ..model.adapter import ABOUT, WEIGHTS, is_adapter, read_about, read_schedules
-from ..model.config import config_schedules, is_trained
-from .card import model_card
+from ..errors import UsageError
+from ..files import write
+from ..loading.load import Checkpoint
+from ..model.adapter import ABOUT, is_adapter, read_about, read_schedules
+from .card import PLOT, model_card
 from .custom_generate import write_custom_generate
 
-#: The base of errors of the HTTP library that the hub's client uses.
-NO_ANSWER: Any = HfHubHTTPError.__bases__[0]
-#: What is uploaded of a checkpoint's folder; never optimizer states, own texts or a run's options, which name files.
-CHECKPOINT = """config.json generation_config.json *.safetensors *.safetensors.index.json tokenizer*
-special_tokens_map.json added_tokens.json vocab.* *.model merges.txt chat_template.* LICENSE*""".split()
+#: What stays of a trained folder: checkpoints to resume from, texts that were learnt from, options with file names,
+#: pickles, hidden files. The card and ``custom_generate`` are written anew.
+STAYS = (".*", "checkpoint-*", "*.jsonl*", "training.json", "runs", "*.bin", "*.pt", "custom_generate", "README.md")
 
 
 def prepare(
-    folder: Path, repo: str, target: Path, *, base_model: str | None = None, results: Path | None = None, **more: Any
+    folder: Path, repo: str, target: Path, *, base_model: str | None = None, results: Path | None = None, **card: Any
 ) -> None:
-    """Write into ``target`` what :func:`push` uploads.
+    """Write into ``target`` what :func:`upload` uploads: the folder but :data:`STAYS`, a card, ``custom_generate``.
 
     Args:
         folder: a checkpoint or an adapter.
-        repo: its name on the hub, USER/NAME.
+        repo: its name on the Hub, USER/NAME.
         target: a new or empty folder.
-        base_model: hub name of the model that it was trained from; None: the name that the adapter holds.
-        results: folder that ``skipdecode evaluate`` has written, for the card.
-        more: what else :func:`~.card.model_card` takes.
+        base_model: Hub name of the model that it was trained from; None: the name that the adapter holds.
+        results: folder that ``skipdecode evaluate`` wrote, for the card.
+        card: other arguments of :func:`~.card.model_card`.
 
     Raises:
-        UsageError: ``repo`` is no such name, a checkpoint was not trained to skip layers, or an adapter's base model is
-            not known by its name on the hub.
-        FileError: ``folder`` holds neither a checkpoint nor an adapter, or ``results`` no evaluation.
+        UsageError: a name is not USER/NAME, ``target`` is not empty, or the checkpoint was not trained to skip layers.
+        ModelError: ``folder`` holds neither a checkpoint nor an adapter.
+        FileError: ``results`` holds no evaluation.
     """
-    _check_name("the repository", repo)
-    if base_model:
-        _check_name("--base-model", base_model)
+    _check_name(repo, "the repository")
+    if target.exists() and any(target.iterdir()):
+        raise UsageError(f"{target} is not empty: give a new folder")
     adapter = is_adapter(folder)
     if adapter:
         about = read_about(folder)
-        base_model = base_model or _hub_name(about["base_model"])
-        if base_model is None:
-            raise UsageError(
-                f"the adapter was trained on {about['base_model']}: --base-model says what that is called on the hub"
-            )
+        base_model = base_model or about["base_model"]
         schedules = read_schedules(folder)
     else:
-        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-            raise FileError(f"{folder} holds no checkpoint in safetensors, and no adapter")
-        try:
-            config = AutoConfig.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            raise FileError(f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())[:300]}") from error
-        if not is_trained(config):
-            raise UsageError(f"{folder} was not trained to skip layers: push is for models and adapters that were")
-        schedules = config_schedules(config)
-    more |= {"results": results, "evaluated": folder.resolve().name}
-    card = model_card(repo, schedules, is_adapter=adapter, base_model=base_model, **more)
-    target.mkdir(parents=True, exist_ok=True)
+        schedules = Checkpoint.resolve(folder).schedules
+    if base_model is not None:
+        _check_name(base_model, "--base-model")
+    if not schedules:
+        raise UsageError(f"{folder} was not trained to skip layers: push is for models and adapters that were")
+    made = model_card(repo, schedules, is_adapter=adapter, base_model=base_model, results=results, **card)
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns(*STAYS), dirs_exist_ok=True)
     if adapter:
-        (target / ABOUT).write_text(json.dumps(about | {"base_model": base_model}, indent=1) + "\n")
-        shutil.copyfile(folder / WEIGHTS, target / WEIGHTS)
-    else:
-        for file in {path for pattern in CHECKPOINT for path in folder.glob(pattern) if path.is_file()}:
-            shutil.copyfile(file, target / file.name)
+        write(target / ABOUT, json.dumps(about | {"base_model": base_model}, indent=1) + "\n")
     write_custom_generate(target)
-    card.save(target / "README.md")
-    if results is not None and (results / "tradeoff.png").exists():
-        shutil.copyfile(results / "tradeoff.png", target / "tradeoff.png")
+    made.save(target / "README.md")
+    if results is not None and (results / PLOT).exists():
+        shutil.copyfile(results / PLOT, target / PLOT)
 
 
-def push(prepared: Path, repo: str, *, private: bool = False) -> str:
-    """Upload a folder of :func:`prepare`, after the hub has checked its card, and return its address.
+def upload(prepared: Path, repo: str, *, private: bool = False) -> str:
+    """Upload a folder of :func:`prepare`, after the Hub has checked its card, and return its address.
 
-    Raises UsageError if the hub refuses the name, the token, or the card.
+    Raises UsageError if the Hub refuses the name, the token or the card.
     """
     api = HfApi()
     try:
         ModelCard.load(prepared / "README.md").validate()
         api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=prepared, commit_message="Upload with skipdecode push")
-    except (ValueError, OSError, NO_ANSWER) as error:
-        raise UsageError(f"the hub did not take {repo}: {' '.join(str(error).split())[:400]}") from error
+    except (ValueError, OSError) as error:
+        raise UsageError(f"the Hub did not take {repo}: {' '.join(str(error).split())[:300]}") from error
     return f"{api.endpoint}/{repo}"
 
 
-def _check_name(what: str, name: str) -> None:
-    if _hub_name(name) is None:
-        raise UsageError(f"{what} is USER/NAME, as on the hub, not {name!r}")
-
-
-def _hub_name(name: str) -> str | None:
-    """Return ``name`` if it has the form USER/NAME; else None."""
-    return name if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) else None
+def _check_name(name: str, what: str) -> None:
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        raise UsageError(f"{what} is USER/NAME, as on the Hub, not {name!r}")

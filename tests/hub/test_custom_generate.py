@@ -1,4 +1,4 @@
-"""``custom_generate/``: transformers alone writes what this package writes."""
+"""``custom_generate/``: transformers alone generates what this package generates."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import skipdecode
 from helpers.families import LAYERS, build, prompts
-from helpers.tiny import TEXTS, run, write_jsonl
+from helpers.tiny import TEXTS
 from skipdecode import Schedule
-from skipdecode.errors import UsageError
 from skipdecode.hub.custom_generate import ROOT, sources, write_custom_generate
 from skipdecode.hub.generate import generate
 from skipdecode.loading.load import DEMO
 from skipdecode.model.adapter import Adapter, save_adapter
-from skipdecode.model.inspect import gates_of
 
-#: What a user without this package runs; its folder, model, adapter and the calls' options are given as JSON.
+SCHEDULES = {2.0: Schedule(LAYERS, 4, 4, horizon=1, decay="constant")}
+SOURCES = sources()
+
+#: What a user without this package runs; its folder, model, adapter and the calls' options come as JSON.
 ALONE = """
 import json, sys
 sys.modules["skipdecode"] = None
@@ -51,7 +53,7 @@ print(json.dumps(found))
 
 
 def alone(tmp_path: Path, **asked: object) -> list[list[list[int]]]:
-    """The tokens that each call writes, in a process without this package."""
+    """The tokens that each call generates, in a process without this package."""
     places = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", ALONE, json.dumps(asked)]
     done = subprocess.run(command, env=os.environ | places, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -59,8 +61,18 @@ def alone(tmp_path: Path, **asked: object) -> list[list[list[int]]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_embedded_checkpoint_writes_at_its_speeds(tmp_path: Path) -> None:
-    """Greedy, with beams, streamed, at full depth: as ``attach`` and ``generate`` here."""
+def saved_adapter(folder: Path, model: Any, base: str, seed: int = 0) -> Path:
+    """An adapter whose weights matter."""
+    torch.manual_seed(seed)
+    adapter = Adapter(model.config.hidden_size, 4, SCHEDULES)
+    for weight in adapter.parameters():
+        nn.init.normal_(weight)
+    save_adapter(folder, adapter, model, base)
+    return folder
+
+
+def test_the_demo_model_generates_at_its_speeds(tmp_path: Path) -> None:
+    """Greedy, with beams, streamed, the full model, and the slowest trained speed without a word: as here."""
     folder = copytree(DEMO, tmp_path / "demo")
     write_custom_generate(Path(folder))
     prompts = ["name Aromi, food English, near Café Rouge ->", "name Zizzi, area riverside ->"]
@@ -72,11 +84,11 @@ def test_the_embedded_checkpoint_writes_at_its_speeds(tmp_path: Path) -> None:
         {},
     ]
     found = alone(tmp_path, model=str(folder), folder=str(folder), prompts=prompts, calls=calls)
-    model, tokenizer = skipdecode.load("demo", dtype="float32")
+    model, tokenizer = skipdecode.load("demo", dtype="float32", device="cpu")
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
     width = inputs["input_ids"].shape[1]
     for call, tokens in zip(calls, found, strict=True):
-        skipdecode.attach(model, speedup=call.get("speedup", 5))
+        skipdecode.attach(model, speedup=call.get("speedup", 2))
         options = {"max_new_tokens": 12, "do_sample": False, "num_beams": call.get("num_beams", 1)}
         rows = 1 if call.get("stream") else 2
         expected = model.generate(**{name: value[:rows] for name, value in inputs.items()}, **options)
@@ -85,17 +97,13 @@ def test_the_embedded_checkpoint_writes_at_its_speeds(tmp_path: Path) -> None:
 
 
 def test_an_adapter_acts_in_its_model(checkpoint: Path, tmp_path: Path) -> None:
-    """The folder of a trained adapter carries the code; the model is loaded as it is."""
-    write_jsonl(tmp_path / "prompts.jsonl", ({"prompt": text} for text in TEXTS))
-    options = ["--own-texts", 20, "--max-new-tokens", 8, "--speedup", 2, "--max-steps", 1]
-    options += ["--learning-rate", 0.5, "--prompts", tmp_path / "prompts.jsonl"]
-    done = run("train", checkpoint, *options, "--output", tmp_path / "fast")
-    assert done.returncode == 0, done.stderr
-    folder = str(tmp_path / "fast")
-    calls: list[dict[str, Any]] = [{"adapter": folder, "speedup": 2}, {"adapter": folder, "speedup": 1}]
-    found = alone(tmp_path, model=str(checkpoint), folder=folder, prompts=TEXTS[:1], calls=calls)
-    model, tokenizer = skipdecode.load(folder, dtype="float32")
-    assert gates_of(model).adapter is not None
+    """The folder of an adapter carries the code; the model is loaded as it is."""
+    full = AutoModelForCausalLM.from_pretrained(checkpoint)
+    folder = saved_adapter(tmp_path / "fast", full, str(checkpoint))
+    write_custom_generate(folder)
+    calls: list[dict[str, Any]] = [{"adapter": str(folder), "speedup": 2}, {"adapter": str(folder), "speedup": 1}]
+    found = alone(tmp_path, model=str(checkpoint), folder=str(folder), prompts=TEXTS[:1], calls=calls)
+    model, tokenizer = skipdecode.load(folder, dtype="float32", device="cpu")
     inputs = tokenizer(TEXTS[:1], return_tensors="pt", return_token_type_ids=False)
     for call, tokens in zip(calls, found, strict=True):
         skipdecode.attach(model, speedup=call["speedup"])
@@ -103,47 +111,30 @@ def test_an_adapter_acts_in_its_model(checkpoint: Path, tmp_path: Path) -> None:
         assert tokens == expected[:, inputs["input_ids"].shape[1] :].tolist()
 
 
-def test_an_adapter_acts_again_after_detach(tmp_path: Path) -> None:
-    """And after another one has taken its place: what was read before is not taken for what acts."""
+def test_an_adapter_stays_until_another_takes_its_place(tmp_path: Path) -> None:
+    """And acts again after detach."""
     model = build("llama")
-    for name, seed in (("a", 0), ("b", 1)):
-        torch.manual_seed(seed)
-        made = Adapter(model.config.hidden_size, 4, {2.0: Schedule(LAYERS, 4, 4, horizon=1, decay="constant")})
-        for weight in made.parameters():
-            nn.init.normal_(weight)
-        save_adapter(tmp_path / name, made, model, "tiny")
+    first, second = (saved_adapter(tmp_path / name, model, "tiny", seed) for seed, name in enumerate("ab"))
     inputs: dict[str, Any] = prompts()
 
-    def written(**options: Any) -> list[list[int]]:
+    def generated(**options: Any) -> list[list[int]]:
         return generate(model, **inputs, speedup=2, max_new_tokens=8, do_sample=False, **options).tolist()
 
-    expected = written(adapter=tmp_path / "a")
-    assert written() == expected
-    other = written(adapter=tmp_path / "b")
-    assert other != expected
-    assert written(adapter=tmp_path / "a") == expected
-    skipdecode.attach(model, adapter=tmp_path / "b")
-    assert written(adapter=tmp_path / "a") == expected
+    expected = generated(adapter=first)
+    assert generated() == expected
+    assert generated(adapter=second) != expected
+    assert generated(adapter=first) == expected
     skipdecode.detach(model)
-    assert written(adapter=tmp_path / "a") == expected
+    assert generated(adapter=first) == expected
 
 
-def test_gates_of_another_copy_are_refused() -> None:
-    """As of the installed package, whose adapter would not act."""
-    model = build("llama")
-    layer = model.model.layers[0]
-    layer.forward = type("Gate", (), {"__call__": lambda self, *a, **k: type(layer).forward(layer, *a, **k)})()
-    inputs: dict[str, Any] = prompts()
-    with pytest.raises(UsageError, match="gates of another copy"):
-        generate(model, **inputs, speedup=2)
-
-
-@pytest.mark.parametrize("name", sorted(sources()))
+@pytest.mark.parametrize("name", SOURCES)
 def test_its_files_are_those_of_the_package(name: str) -> None:
     """But for where they import from; and they import nothing of it that is not beside them."""
-    (path,) = [each for each in ROOT.rglob(name) if each.parent.name in ("core", "hub", ROOT.name)]
-    ours, theirs = path.read_text().splitlines(), sources()[name].splitlines()
+    texts = [path.read_text("utf-8").splitlines() for path in ROOT.rglob(name)]
+    theirs = SOURCES[name].splitlines()
+    (ours,) = [lines for lines in texts if len(lines) == len(theirs) and lines[0] == theirs[0]]
     changed = [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]
     assert all(a.lstrip().startswith("from ..") and b.lstrip().startswith("from .") for a, b in changed)
     beside = [line.split()[1][1:] for line in theirs if line.lstrip().startswith("from .")]
-    assert all(f"{module}.py" in sources() for module in beside)
+    assert all(f"{module}.py" in SOURCES for module in beside)

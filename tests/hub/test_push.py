@@ -1,0 +1,133 @@
+"""An upload: what goes to the Hub and what stays, and that it works from there, on a hub of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM
+
+import skipdecode
+from helpers.families import LAYERS
+from helpers.hub import Hub, hub
+from helpers.tiny import TEXTS
+from skipdecode import Schedule
+from skipdecode.errors import ModelError, UsageError
+from skipdecode.hub.push import prepare
+from skipdecode.loading.load import DEMO
+from skipdecode.model.adapter import Adapter, save_adapter
+
+SCHEDULES = {speed: Schedule.for_speedup(speed, LAYERS) for speed in (2.0, 4.0)}
+
+#: Uploads a folder, loads it back by its name on the Hub, and prints what it generates.
+ROUND_TRIP = """
+import json, sys
+from pathlib import Path
+import skipdecode
+from skipdecode.hub.push import prepare, upload
+folder, repo, options, model, prompts = json.loads(sys.argv[1])
+prepare(Path(folder), repo, Path("upload"), **options)
+print(upload(Path("upload"), repo, private=True))
+loaded = skipdecode.load(model or repo, device="cpu", adapter=repo if model else None)
+found = skipdecode.generate(*loaded, prompts, speedup=2, max_new_tokens=8)
+print(json.dumps([completion.text for completion in found.completions]))
+"""
+
+
+@pytest.fixture
+def adapter(checkpoint: Path, tmp_path: Path) -> Path:
+    """An adapter of the tiny checkpoint, with what a training leaves beside it."""
+    folder = tmp_path / "fast"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    save_adapter(folder, Adapter(model.config.hidden_size, 4, SCHEDULES), model, str(checkpoint))
+    for name in ("training.json", "self_generated.jsonl", "checkpoint-10/optimizer.pt", ".cache/x", "runs/events"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(str(folder))
+    (folder / "LICENSE").write_text("free")
+    return folder
+
+
+def round_trip(tmp_path: Path, served: Hub, *arguments: Any) -> list[str]:
+    """Run ROUND_TRIP in a process that knows this hub alone; the texts."""
+    places = {"HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_test"}
+    environment = os.environ | places | {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-c", ROUND_TRIP, json.dumps(arguments)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    address, texts = done.stdout.splitlines()[-2:]
+    assert address == f"{served.url}/{arguments[1]}"
+    return json.loads(texts)
+
+
+def test_an_adapter_goes_up_and_comes_back(adapter: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """Nothing private goes along; its name on the Hub stands for its folder."""
+    with hub() as served:
+        options = {"base_model": "you/base", "license": "mit"}
+        texts = round_trip(tmp_path, served, str(adapter), "me/fast", options, str(checkpoint), TEXTS[:3])
+    files = served.files["me/fast"]
+    top = {name for name in files if "/" not in name}
+    assert top == {"README.md", "LICENSE", "adapter.safetensors", "skipdecode_adapter.json"}
+    assert {name.split("/")[0] for name in files} - top == {"custom_generate"}
+    assert served.private["me/fast"]
+    assert json.loads(files["skipdecode_adapter.json"])["base_model"] == "you/base"
+    assert str(tmp_path.parent).encode() not in b"".join(files.values())
+    assert yaml.safe_load(files["README.md"].decode().split("---")[1])["license"] == "mit"
+    here = skipdecode.generate(*skipdecode.load(adapter, device="cpu"), TEXTS[:3], speedup=2, max_new_tokens=8)
+    assert texts == [completion.text for completion in here.completions]
+
+
+def test_a_checkpoint_goes_up_and_comes_back(tmp_path: Path) -> None:
+    prompts = ["name Zizzi, area riverside ->"]
+    with hub() as served:
+        texts = round_trip(tmp_path, served, str(DEMO), "me/demo", {}, None, prompts)
+    assert {"model.safetensors", "tokenizer.json", "README.md"} <= {*served.files["me/demo"]}
+    here = skipdecode.generate(*skipdecode.load("demo", device="cpu"), prompts, speedup=2, max_new_tokens=8)
+    assert texts == [completion.text for completion in here.completions]
+
+
+def test_files_of_any_name_go_along(tmp_path: Path) -> None:
+    """Templates, vocabularies and folders that a checkpoint of tomorrow may hold."""
+    folder = Path(shutil.copytree(DEMO, tmp_path / "demo"))
+    more = ("additional_chat_templates/tool.jinja", "tekken.json", "vocab.tiktoken", "NOTICE")
+    for name in more:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("x")
+    (folder / "pytorch_model.bin").write_text("a pickle")
+    prepare(folder, "me/demo", tmp_path / "out")
+    assert all((tmp_path / "out" / name).is_file() for name in more)
+    assert not (tmp_path / "out" / "pytorch_model.bin").exists()
+
+
+@pytest.mark.parametrize(
+    ("repo", "options", "match"),
+    [
+        ("me/fast", {}, "--base-model is USER/NAME"),
+        ("fast", {"base_model": "you/base"}, "the repository is USER/NAME"),
+        ("me/fast", {"base_model": "/home/me/base"}, "--base-model is USER/NAME"),
+    ],
+)
+def test_names_are_those_of_the_hub(
+    repo: str, options: dict[str, str], match: str, adapter: Path, tmp_path: Path
+) -> None:
+    """A path would be published, and mean nothing elsewhere."""
+    with pytest.raises(UsageError, match=match):
+        prepare(adapter, repo, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_was_not_trained_is_no_upload(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="was not trained to skip layers"):
+        prepare(checkpoint, "me/stock", tmp_path / "out")
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        prepare(tmp_path, "me/none", tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("x")
+    with pytest.raises(UsageError, match="not empty"):
+        prepare(DEMO, "me/demo", tmp_path / "out")
