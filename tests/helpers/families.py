@@ -43,7 +43,7 @@ from transformers import (
 )
 
 from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
-from skipdecode.evaluation.reference import discarding_skipped
+from skipdecode.evaluation.exactness import discarding_skipped
 from skipdecode.model.cache import layer_kv_bytes
 from skipdecode.model.cache_name import CACHE
 

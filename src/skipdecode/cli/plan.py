@@ -1,102 +1,108 @@
-"""``skipdecode plan``: predict speed-ups on the clock."""
+"""``skipdecode plan``: what speed-ups in layers give in seconds on this machine, and which one to ask for."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from typer import Argument, Option
+from typer import Option
 
 from ..errors import ScheduleError
 from . import options as o
-from .console import out, say
+from .console import Bar, out, print_table, say
 
-Measured = Annotated[str | None, Argument(metavar="MODEL", help="Directory, hub name, or 'demo'.")]
-Batches = Annotated[str, Option("--batch", help="Batch sizes.")]
-PromptTokens = Annotated[int, Option(min=1, max=o.MOST, help="Prompt tokens of each row, padding included.")]
-NewTokens = Annotated[int, Option(min=2, max=o.MOST, help="New tokens of each row.")]
+Speedups = Annotated[str | None, Option(help="Speed-ups to plan (default: the trained ones, else 1.5,2,3,4,5).")]
+Count = Annotated[Literal["layers", "decoding", "end-to-end"], Option(help="What the speed-ups count.")]
+ProfileFile = Annotated[Path | None, Option(help="File of the measurements (default: in your cache folder).")]
 
 
 def plan(
-    model: Measured = None,
-    profile: Annotated[Path, Option(help="What skipdecode profile wrote.")] = Path("profile.json"),
-    speedups: Annotated[str, Option(help="Targets.")] = "1,1.5,2,2.5,3,4,5",
-    clock: Annotated[Literal["step", "job"], Option(help="What they are of: a decode step, or a whole job.")] = "step",
-    batch: Batches = "1,8,32",
-    prompt_tokens: PromptTokens = 64,
-    new_tokens: NewTokens = 128,
+    model: o.Model,
+    adapter: o.Adapter = None,
+    speedups: Speedups = None,
+    count: Count = "layers",
+    batch_size: Annotated[int, Option(min=1, help="Sequences decoded together.")] = 1,
+    prompt_tokens: Annotated[int, Option(min=1, help="Tokens of a prompt.")] = 64,
+    new_tokens: Annotated[int, Option(min=2, help="Tokens to generate.")] = 128,
     prompt_layers: o.PromptLayers = None,
-    decay: o.Decay = None,
+    profile: ProfileFile = None,
+    dtype: o.Dtype = "auto",
+    device: o.Device = None,
+    quantization: o.Quantization = None,
+    prepack: o.Prepack = False,
     as_json: o.Json = False,
 ) -> None:
-    """Show which depths give which speed-up on the clock, what cannot be had, and what to train a model with.
+    """Predict what each speed-up gives on this machine, which is measured first.
 
-    skipdecode plan --profile opt.json --clock job --prompt-layers max
+    skipdecode plan fast --prompt-tokens 200 --new-tokens 100
     """
-    from ..latency.planner import Predictor, Workload
-    from ..latency.planner import plan as plan_depths
-    from ..latency.profile import Profile, shape_of
-    from ..latency.resolve import new_schedule
-    from ..loading.device import is_here, machine
-    from ..loading.load import read_config, refuse_adapter
+    from ..latency import planner
+    from ..latency.profile import Profile, cache_path
+    from ..loading.device import machine
+    from ..loading.load import Checkpoint
+    from ..schedule import choose_schedule
 
-    targets, measured = o.parse_numbers(speedups), Profile.load(profile)
-    style: dict[str, Any] = {**o.style_options(decay=decay, prompt_layers=prompt_layers)}
-    if model is not None:
-        refuse_adapter(model, "plan, which takes other depths,")
-    config = None if model is None else read_config(model)
-    if config is not None:
-        measured.check(shape=shape_of(config))
-    rows: list[dict[str, Any]] = []
-    lines: list[list[str]] = []
-    notes: list[str] = []
-    for size in o.parse_numbers(batch, "--batch", int):
-        predictor = Predictor(measured, [Workload(size, prompt_tokens, new_tokens)], clock)
-        refused, had = "", {1.0}
-        for target in targets:
-            start = {"batch_size": size, "asked": target, "asked_of": clock}
-            lines.append([str(size), f"{target:g}x {clock}"])
-            try:
-                schedule = (
-                    plan_depths(predictor, target, **style)
-                    if config is None
-                    else new_schedule(config, target, predictor, **style)
-                )
-            except ScheduleError as error:
-                rows.append(start | {"refused": str(error)})
-                lines[-1] += ["cannot be had", *[""] * 6]
-                refused = refused or str(error)
-                continue
-            ratios = {of: round(ratio, 3) for of, ratio in predictor.ratios(schedule).items()}
-            seconds = round(predictor.seconds(schedule).job, 4)
-            had.add(ratios["layers"])
-            start |= {f"{of}_ratio": ratio for of, ratio in ratios.items()}
-            rows.append(start | {"job_seconds": seconds, "schedule": schedule.to_dict()})
-            lines[-1] += [f"{schedule.max_depth} to {schedule.min_depth}", str(schedule.horizon), str(schedule.deepest)]
-            lines[-1] += [*(f"{ratios[of]:.2f}x" for of in ("layers", "step", "job")), f"{seconds:.2f}"]
-        if refused:
-            notes.append(f"batch {size}: {refused}")
-        if max(had) > 1:
-            layers = ",".join(f"{ratio:.3g}" for ratio in sorted(had))
-            notes.append(f"batch {size}: train a model for these with --speedups {layers}")
-    heads = ["batch", "asked", "depths", "over steps", "prompt", "layers", "step", "job", "job s"]
-    _show(f"{measured.model}: {prompt_tokens} prompt tokens, {new_tokens} new; of full depth, predicted", heads, lines)
-    for note in notes:
-        out.print(note, markup=False, soft_wrap=True)
-    if measured.warning:
-        say(measured.warning)
-    here = machine(measured.device if is_here(measured.device) else "cpu")  # plan is for other machines too
-    out.print(f"measured on: {measured.machine}", markup=False, soft_wrap=True)
-    if here != measured.machine:
-        say(f"this is another machine ({here}): what is planned holds there, not here")
+    checkpoint = Checkpoint.resolve(model, adapter)
+    trained, layers = checkpoint.schedules, checkpoint.num_layers
+    style: dict[str, Any] = o.style_options(prompt_layers=prompt_layers)
+    work = planner.Workload(batch_size, prompt_tokens, new_tokens)
+    targets = o.parse_numbers(speedups) if speedups else sorted(k for k in trained if k > 1)
+    targets = targets or [k for k in (1.5, 2, 3, 4, 5) if k <= layers]
+    if count == "layers":
+        candidates = [choose_schedule(trained, layers, target, **style) for target in targets]
+    elif checkpoint.adapter:
+        candidates = [schedule.replace(**style) for schedule in trained.values()]
+    else:
+        candidates = planner.constant_depths(choose_schedule(trained, layers, min(2, layers), **style))
+
+    here = machine(device)
+    settings = {"dtype": dtype, "device": device, "quantization": quantization, "prepack": prepack}
+    settings["adapter"] = None if checkpoint.adapter is None else str(checkpoint.adapter)
+    path = profile or cache_path(checkpoint.name, machine=here, fingerprint=checkpoint.fingerprint, **settings)
+    measured = Profile.load(path) if path.exists() else Profile(checkpoint.name, here, settings)
+    wanted = measured.missing([batch_size], work.lengths, planner.to_measure(candidates))
+    if wanted and measured.machine == here:  # a profile of another machine has to do as it is
+        loaded = checkpoint.load(dtype, device, quantization=quantization, prepack=prepack)
+        with Bar() as bar:
+            bar.show("measuring this machine", 0, len(wanted) * 4)
+            measured.measure(loaded, checkpoint.tokenizer, wanted, rounds=3, on_run=bar.advance)
+        measured.save(path)
+
+    full = planner.predict(measured, choose_schedule({}, layers, 1), work)
+    rows = [_row(1.0, full)]
+    for number, target in enumerate(targets):
+        try:
+            if count == "layers":
+                rows.append(_row(target, planner.predict(measured, candidates[number], work)))
+            else:
+                rows.append(_row(target, planner.plan(measured, work, target, candidates, count)))
+        except ScheduleError as error:
+            rows.append({"asked": target, "refused": str(error)})
+            say(str(error))
+    heads = [f"asked, {count}", "--speedup", "layers", "ms a step", "decoding speed-up", "end-to-end speed-up", "s"]
+    print_table(heads, [_cells(row) for row in rows])
+    out.print(f"batch {batch_size}, {prompt_tokens} prompt tokens, {new_tokens} new ones; predicted from {path}")
+    out.print(f"measured on {measured.machine}", markup=False)
     if as_json:
         print(json.dumps({"machine": measured.machine, "model": measured.model, "rows": rows}))
 
 
-def _show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a Markdown table whose lines are not cut to the terminal's width."""
-    from ..evaluation.report import markdown_table
+def _row(asked: float, prediction: Any) -> dict[str, Any]:
+    speedups = {f"{name.replace('-', '_')}_speedup": round(value, 3) for name, value in prediction.speedups.items()}
+    return {
+        "asked": asked,
+        "layers": round(prediction.layers, 2),
+        "step_ms": round(1e3 * prediction.step_seconds, 3),
+        "seconds": round(prediction.seconds, 4),
+        **speedups,
+        "schedule": prediction.schedule.to_dict(),
+    }
 
-    out.print(f"{title}\n\n{markdown_table(heads, rows)}\n", soft_wrap=True, markup=False)
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    asked = f"{row['asked']:g}x"
+    if "refused" in row:
+        return [asked, "out of reach", *[""] * 5]
+    ratios = [f"{row[name]:.2f}x" for name in ("layers_speedup", "decoding_speedup", "end_to_end_speedup")]
+    return [asked, ratios[0][:-1], f"{row['layers']:g}", f"{row['step_ms']:.2f}", *ratios[1:], f"{row['seconds']:.2f}"]

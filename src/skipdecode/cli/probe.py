@@ -89,8 +89,8 @@ def _show(found: Probe, revision: str | None) -> None:
         schedule = each.schedule
         order = f"top, {schedule.warmup} warm-up" if schedule.order == "top" else str(schedule.order)
         cells = [f"{each.speedup:g}x", str(schedule.max_depth), order]
-        cells += [f"{each.bare.kl:.2f}", f"{each.bare.agreement:.0%}"]
-        cells += [f"{each.stand_ins.kl:.2f}", f"{each.stand_ins.agreement:.0%}", f"{found.hours(each):.1f}"]
+        cells += [f"{each.bare.kl:.2f}", f"{each.bare.top1:.0%}"]
+        cells += [f"{each.stand_ins.kl:.2f}", f"{each.stand_ins.top1:.0%}", f"{found.hours(each):.1f}"]
         rows.append(cells + ([] if each.step_clock is None else [f"{each.step_clock:.2f}x"]))
     heads = ["speed-up", "layers", "order", "KL bare", "same token bare", "KL mapped", "same token mapped"]
     heads += ["training hours"] + ([f"step of {found.batch_size}"] if found.batch_size else [])

@@ -1,4 +1,4 @@
-"""How far schedules are from full depth, on texts: the measure of probing, of training adapters and of searches."""
+"""Divergence of schedules from the full model on given texts, and the loss of texts under the full model."""
 
 from __future__ import annotations
 
@@ -7,73 +7,110 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn.functional import kl_div, log_softmax
-from transformers import PreTrainedModel
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.chat import Prompt
+from ..data.collator import batches, encoded
 from ..data.metrics import draws
+from ..data.tasks import Example
 from ..errors import ModelError, UsageError
+from ..generation.generate import position_limit
+from ..generation.stats import Completion
 from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule
 
+NOT_FINITE = "the model's logits are not finite: try a lower speed-up, float32 or bfloat16"
+
 
 @dataclass(frozen=True)
-class Damage:
-    """Distance from full depth on the model's own texts.
+class Divergence:
+    """Distance of next-token distributions from the full model's.
 
     Attributes:
-        kl: mean KL divergence of the next token's distribution from full depth's, in nats per token.
-        agreement: share of positions whose most likely token is full depth's.
-        interval: of ``kl``, 95%, by bootstrap over the texts, those of one prompt too; None of one text.
+        kl: mean KL divergence from the full model, in nats per token.
+        top1: share of positions with the full model's most likely token, 0 to 1.
+        interval: 95% interval of ``kl`` by bootstrap over the texts; None for a single text.
     """
 
     kl: float
-    agreement: float
+    top1: float
     interval: tuple[float, float] | None = None
 
 
 @torch.no_grad()
-def damage(
-    passes: Iterable[PrefilledBatch],
+def divergence(
+    prefilled: Iterable[PrefilledBatch],
     schedules: Sequence[Schedule],
-    model: PreTrainedModel | None = None,
+    full: PreTrainedModel | None = None,
     on_pass: Callable[[], object] = lambda: None,
-) -> list[Damage]:
-    """Return the distance of each schedule from full depth over batches of texts, which run at full depth once.
+) -> list[Divergence]:
+    """Divergence of each schedule from the full model, over the texts of ``prefilled``.
 
     Args:
-        passes: of the model that skips.
-        schedules: its layers.
-        model: whose full depth is meant, with gates attached; None: that of the model itself.
+        prefilled: texts with the model that skips.
+        schedules: which layers it runs.
+        full: the full model to compare with, with gates attached; None: the skipping model itself at full depth.
         on_pass: called after each pass of a schedule over a batch.
 
     Raises:
-        UsageError: the texts have no position to measure.
+        UsageError: no text has a second token.
         ModelError: logits are not finite.
     """
-    divergence: list[list[float]] = [[] for _ in schedules]  # of each text, the sum over its positions
-    same, lengths = [0] * len(schedules), list[int]()
-    for each in passes:
-        wanted, whole = each.counted, each if model is None else PrefilledBatch(model, each.batch)
-        full = log_softmax(whole.logits()[wanted].float(), -1)
-        best = full.argmax(-1)
-        lengths += wanted.sum(1).tolist()
-        text = wanted.nonzero()[:, 0]
+    sums: list[list[float]] = [[] for _ in schedules]  # of KL over the positions of each text
+    agreeing = [0] * len(schedules)
+    lengths: list[int] = []
+    for batch in prefilled:
+        counted = batch.counted
+        reference = batch if full is None else PrefilledBatch(full, batch.batch)
+        expected = log_softmax(reference.logits()[counted].float(), -1)
+        likeliest = expected.argmax(-1)
+        lengths += counted.sum(1).tolist()
+        text = counted.nonzero()[:, 0]
         for index, schedule in enumerate(schedules):
-            here = log_softmax(each.logits(schedule)[wanted].float(), -1)
-            distances = kl_div(here, full, log_target=True, reduction="none").sum(-1)
-            divergence[index] += distances.new_zeros(len(wanted)).index_add(0, text, distances).tolist()
-            same[index] += int((here.argmax(-1) == best).sum())
+            found = log_softmax(batch.logits(schedule)[counted].float(), -1)
+            distances = kl_div(found, expected, log_target=True, reduction="none").sum(-1)
+            sums[index] += distances.new_zeros(len(counted)).index_add(0, text, distances).tolist()
+            agreeing[index] += int((found.argmax(-1) == likeliest).sum())
             on_pass()
-    if not (count := sum(lengths)):
-        raise UsageError(
-            "no text has a second token, or all are longer than the model's positions: nothing is measured"
-        )
-    if not np.isfinite(divergence).all():
-        raise ModelError("the model's logits are not finite: a lower speed-up, or float32 or bfloat16, may help")
-    found, sizes = [], np.array(lengths)
-    drawn = draws(int((sizes > 0).sum()))
-    for each, agreed in zip(np.array(divergence), same, strict=True):
-        low, high = np.percentile(drawn @ each[sizes > 0] / (drawn @ sizes[sizes > 0]), (2.5, 97.5))
-        interval = (float(low), float(high)) if drawn.shape[1] > 1 else None
-        found.append(Damage(float(each.sum() / count), agreed / count, interval))
-    return found
+    if not sum(lengths):
+        raise UsageError("no text has a second token that fits the model: there is nothing to measure")
+    if not np.isfinite(sums).all():
+        raise ModelError(NOT_FINITE)
+    sizes = np.array(lengths)
+    measured = sizes > 0
+    samples = draws(int(measured.sum()))
+    result = []
+    for text_sums, same in zip(np.array(sums), agreeing, strict=True):
+        low, high = np.percentile(samples @ text_sums[measured] / (samples @ sizes[measured]), (2.5, 97.5))
+        interval = (float(low), float(high)) if samples.shape[1] > 1 else None
+        result.append(Divergence(float(text_sums.sum() / sizes.sum()), same / int(sizes.sum()), interval))
+    return result
+
+
+@torch.no_grad()
+def loss_under(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    batch_size: int,
+) -> float:
+    """Loss of generated texts under the full model, in nats per token; a text's end counts if it has one.
+
+    ModelError: the loss is not finite.
+    """
+    pairs = zip(prompts, completions, strict=True)
+    examples = [Example(prompt, (each.text,), each.finish_reason == "length") for prompt, each in pairs]
+    rows = encoded(examples, tokenizer, as_written=True)
+    total = 0.0
+    count = 0
+    for batch in batches(rows, tokenizer, batch_size, position_limit(model.config), model.device):
+        labels = batch["labels"][:, 1:]
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+        logits = model(**inputs, logits_to_keep=labels.shape[1], use_cache=False).logits.float()
+        total += float(cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="sum"))
+        count += int((labels != -100).sum())
+    if not np.isfinite(total):
+        raise ModelError(NOT_FINITE)
+    return total / max(count, 1)

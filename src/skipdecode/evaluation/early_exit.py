@@ -1,217 +1,223 @@
-"""Baselines that exit before the last layer (multi-layer exit, CALM), and logits from any layer's hidden states."""
+"""The paper's baselines that exit before the last layer: multi-layer exit and CALM.
+
+Both exit at hidden states that :func:`read_out` turns into logits, so training averages the loss over all exits.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ..errors import ModelError
-from ..generation.options import end_tokens
-from ..model.attach import attach
-from ..model.cache_name import CACHE
-from ..model.gate import Patch, put
+from ..errors import UnsupportedModel
+from ..generation.stats import GenerationStats
 from ..model.inspect import decoder_layers
-from .methods_base import Method
+from ..schedule import Schedule
 
-#: The paper's temperature for the decay of CALM's threshold.
+#: Labels of the methods that an evaluation knows.
+METHODS = {"full": "full model", "skipdecode": "SkipDecode", "multi_exit": "multi-layer exit", "calm": "CALM"}
+#: Temperature of the decay of CALM's threshold, as in the SkipDecode paper.
 TAU = 4
 
 #: Maps hidden states (..., hidden size) to logits (..., vocabulary).
 ReadOut = Callable[[Tensor], Tensor]
 
 
-class MultiExit(Method):
-    """The SkipDecode paper's first baseline: each step runs the lowest layers, and every layer's exit is trained."""
-
-    name = "multi_exit"
-    label = "multi-layer exit"
-    order = "bottom"
-    trains_exits = True
-
-    def is_trained_by(self, name: str) -> bool:
-        """Tell whether the method called ``name`` has the same loss: multi-layer exit and CALM."""
-        return name in ("multi_exit", "calm")
+def multi_exit(trained: Mapping[float, Schedule], num_layers: int, speedup: float) -> Schedule:
+    """Schedule of multi-layer exit (SkipDecode, section 4): every step runs the bottom layers alone."""
+    if speedup in trained:
+        return trained[speedup]
+    return Schedule.for_speedup(speedup, num_layers, order="bottom")
 
 
-class Calm(MultiExit):
-    """CALM-DEC (Schuster et al., 2022): a token exits at the first layer that is confident of it.
+def calm(
+    model: PreTrainedModel, speedup: float, horizon: int, generate: Callable[[Any], GenerationStats]
+) -> tuple[Callable[[PreTrainedModel], DynamicCache], dict[str, Any]]:
+    """Cache factory for CALM (Schuster et al., 2022) at the threshold that gives a speed-up in layers, and notes on it.
 
-    It is trained like multi-layer exit. A confidence threshold, not a schedule, sets the speed-up. Layers above an exit
-    compute keys and values from the exit's hidden state, so that later tokens can attend to it. In a batch each
-    sequence exits alone, but a step lasts until the last exit: the cache counts layers per sequence and per batch.
+    A sequence exits at the first layer that is confident of its next token. Layers above store keys and values of the
+    exit's hidden state, so that later tokens can attend to it. A batch's step lasts until the last sequence exits.
+    The threshold is ``1 - 10**-x`` with ``x`` bisected, because a trained model's margins are mostly near 1.
+
+    Args:
+        model: must be inside :func:`exits` during generation.
+        speedup: the full model's layers divided by those that one sequence runs.
+        horizon: decode steps over which the threshold falls, at least 1.
+        generate: generates some texts with a cache factory, and returns the stats.
     """
+    low = 0.0
+    high = 6.0
+    trials = []
+    for _ in range(9):
+        nines = (low + high) / 2
+        factory = confidence_caches(model, 1 - 10**-nines, horizon)
+        stats = generate(factory)
+        ratio = stats.num_layers / stats.row_depth
+        trials.append((abs(ratio / speedup - 1), nines, ratio))
+        if ratio < speedup:
+            high = nines
+        else:
+            low = nines
+    _, nines, ratio = min(trials)
+    threshold = 1 - 10**-nines
+    notes = {"threshold": threshold, "threshold_horizon": horizon, "held_out_token_ratio": round(ratio, 3)}
+    return confidence_caches(model, threshold, horizon), notes
 
-    name = "calm"
-    label = "CALM-DEC"
-    fits_depths = False
 
-    def decoding(
-        self,
-        model: PreTrainedModel,
-        speedup: float,
-        lengths: Callable[[], Sequence[int]],
-        decode: Callable[[Any], Any],
-    ) -> tuple[Callable[[PreTrainedModel], DynamicCache], dict[str, Any]]:
-        """Return the :meth:`decoder` at which held-out tokens run ``speedup`` times fewer layers, and notes on it.
+def confidence_caches(
+    model: PreTrainedModel, threshold: float, horizon: int
+) -> Callable[[PreTrainedModel], DynamicCache]:
+    """Function that makes a :class:`ConfidenceCache` for each batch.
 
-        The threshold is ``1 - 10**-x`` with ``x`` bisected, because a trained model's margins are mostly near 1.
-        """
-        horizon = max(1, *lengths())
-        low, high, trials = 0.0, 6.0, []
-        for _ in range(9):
-            nines = (low + high) / 2
-            threshold = 1 - 10**-nines
-            cost = decode(self.decoder(model, threshold, horizon))
-            ratio = cost.num_layers / cost.row_depth
-            trials.append((abs(ratio / speedup - 1), threshold, ratio))
-            low, high = (low, nines) if ratio < speedup else (nines, high)
-        _, threshold, ratio = min(trials)
-        notes = {"threshold": threshold, "threshold_horizon": horizon, "held_out_token_ratio": round(ratio, 3)}
-        return self.decoder(model, threshold, horizon), notes
-
-    def decoder(
-        self, model: PreTrainedModel, threshold: float, horizon: int
-    ) -> Callable[[PreTrainedModel], DynamicCache]:
-        """Return a function that makes a ConfidenceCache for each batch.
-
-        Args:
-            model: is patched to exit early when it gets such a cache.
-            threshold: the paper's lambda, 0 to 1. The margin of step t must exceed 0.9 lambda + 0.1 exp(-4 t / horizon)
-                (equation 5).
-            horizon: in tokens, at least 1.
-
-        Raises:
-            ModelError: a layer is recurrent, or :func:`read_out` fails.
-        """
-        if not all(hasattr(layer, "keys") for layer in DynamicCache(config=model.config).layers):
-            raise ModelError(
-                f"{type(model).__name__} has recurrent layers: one that a token leaves out keeps no state for the next"
-            )
-        install_exits(model)
-        stops = [*end_tokens({}, model.generation_config)]
-        return partial(ConfidenceCache, reader=read_out(model), threshold=threshold, horizon=horizon, stops=stops)
+    UnsupportedModel: layers are recurrent, or :func:`read_out` fails.
+    """
+    if not all(hasattr(layer, "keys") for layer in DynamicCache(config=model.config).layers):
+        raise UnsupportedModel(f"{type(model).__name__} has recurrent layers, which keep no state of skipped tokens")
+    ends = model.generation_config.eos_token_id
+    stops = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    return partial(ConfidenceCache, reader=read_out(model), threshold=threshold, horizon=horizon, stops=stops)
 
 
 class ConfidenceCache(DynamicCache):
-    """The cache of one batch, which also records which sequences (rows) have exited in the current step.
+    """Cache of one batch, which also records which sequences have exited in the current step.
 
     Attributes:
-        step_depths: layers that the batch ran in each decode step (not those run for keys and values alone).
+        step_depths: layers that the batch ran in each decode step, without those run for keys and values alone.
         row_steps: decode steps summed over the sequences, without steps after a sequence's end.
         row_layers: layers that unfinished sequences ran, summed over sequences and steps.
+        exited: (batch,) bool: sequences that have exited in this step, or ended.
+        ended: (batch,) bool: sequences that have ended; None before the first decode step.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, reader: ReadOut, threshold: float, horizon: int, stops: list[int]
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, reader: ReadOut, threshold: float, horizon: int, stops: list[int]):
         super().__init__(config=model.config)
         self.reader = reader
         self.threshold = threshold
         self.horizon = horizon
-        self.stops = stops  # token ids that end a sequence
+        self.stops = stops
         self.step_depths: list[int] = []
-        self.row_steps = self.row_layers = 0
-        self.finished: Tensor | None = None  # (batch,): sequences that have ended
-        self.left = torch.zeros(0, dtype=torch.bool)  # (batch,): sequences that have exited in this step, or ended
-        self.writing = False  # the layer that runs is needed for its keys and values alone
+        self.row_steps = 0
+        self.row_layers = 0
+        self.ended: Tensor | None = None
+        self.exited = torch.zeros(0, dtype=torch.bool)
+        self.only_storing = False  # the running layer is needed for its keys and values alone
+
+    def begin_step(self, ids: Tensor) -> None:
+        """Record the sequences whose last token ended them. ``ids`` (batch, 1) are the step's input."""
+        ended = torch.isin(ids[:, -1], torch.tensor(self.stops, device=ids.device))
+        self.ended = ended if self.ended is None else self.ended | ended
+        self.exited = self.ended.clone()
+        self.step_depths.append(0)
+        self.row_steps += int((~self.ended).sum())
 
     def confident(self, hidden: Tensor) -> Tensor:
-        """Return (batch,): whether the top two probabilities at ``hidden`` differ by more than the step's threshold."""
+        """Whether the top two probabilities at ``hidden`` differ by more than the threshold, (batch,) bool.
+
+        The threshold falls with the step (CALM, equation 5).
+        """
         top = self.reader(hidden[:, -1]).float().softmax(-1).topk(2).values
         decay = math.exp(-TAU * len(self.step_depths) / self.horizon)
         return top[:, 0] - top[:, 1] > min(max(0.9 * self.threshold + 0.1 * decay, 0), 1)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Store keys and values, and return those of all positions; raise ``_Written`` if the output is not needed."""
+        """Store keys and values; then leave the layer if its output is not needed."""
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self.writing:
-            raise _Written
+        if self.only_storing:
+            raise _StoredError
         return states
 
 
-class _Written(Exception):
-    """Raised when keys and values are stored, to leave a layer whose output is not needed."""
+class _StoredError(Exception):
+    """Raised once keys and values are stored, to leave a layer whose output is not needed."""
 
 
-class _Exit(Patch):
-    """Patch of a layer: with a ConfidenceCache, sequences that have exited keep their hidden state."""
-
-    def __init__(self, layer: nn.Module, name: str, index: int) -> None:
-        super().__init__(layer, name)
-        self.index = index
-        self.extras: int | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache = next((v for v in (*args, *kwargs.values()) if isinstance(v, ConfidenceCache)), None)
-        if cache is None or cache.get_seq_length(self.index) == 0:  # the prompt runs all layers
-            output = self.original(*args, **kwargs)
-            self.extras = len(output) - 1 if isinstance(output, tuple) else None
-            return output
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if self.index == 0:
-            rows = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
-            cache.left = rows if cache.finished is None else cache.finished.clone()
-            cache.step_depths.append(0)
-            cache.row_steps += int((~cache.left).sum())
-        running = int((~cache.left).sum())
-        if not running:
-            cache.writing = True
-            with suppress(_Written):
-                self.original(*args, **kwargs)
-            cache.writing = False  # after another error no one goes on with the cache
-            return hidden if self.extras is None else (hidden, *[None] * self.extras)
-        output = self.original(*args, **kwargs)
-        ran = output[0] if isinstance(output, tuple) else output
-        ran = torch.where(cache.left[:, None, None], hidden, ran)
-        cache.step_depths[-1] += 1
-        cache.row_layers += running
-        if self.index < len(cache.layers) - 1:
-            cache.left = cache.left | cache.confident(ran)
-        return (ran, *output[1:]) if isinstance(output, tuple) else ran
+@contextmanager
+def exits(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which passes with a :class:`ConfidenceCache` exit early; others run as before."""
+    layers = decoder_layers(model)
+    forwards = [(module, vars(module).get("forward")) for module in (model, *layers)]
+    model.forward = _wrapped(model.forward, _run_model)
+    for index, layer in enumerate(layers):
+        layer.forward = _wrapped(layer.forward, partial(_run_layer, index))
+    try:
+        yield
+    finally:
+        for module, forward in forwards:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
 
 
-class _Ends(Patch):
-    """Patch of the model's ``forward``: records in a ConfidenceCache which sequences have ended."""
+def _wrapped(forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)  # generate reads the signature
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        caches = (value for value in (*args, *kwargs.values()) if isinstance(value, ConfidenceCache))
+        cache = next(caches, None)
+        return forward(*args, **kwargs) if cache is None else run(cache, forward, *args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache, ids = kwargs.get(CACHE), kwargs.get("input_ids")
-        if isinstance(cache, ConfidenceCache) and ids is not None and cache.get_seq_length() > 0:
-            ended = torch.isin(ids[:, -1], torch.tensor(cache.stops, device=ids.device))
-            cache.finished = ended if cache.finished is None else cache.finished | ended
-        return self.original(*args, **kwargs)
+    return patched
 
 
-def install_exits(model: nn.Module) -> None:
-    """Patch the model to exit early when it gets a ConfidenceCache, until ``detach``; else it runs as before."""
-    for index, layer in enumerate(decoder_layers(attach(model))):
-        put(_Exit, layer, "forward", index)
-    put(_Ends, model, "forward")
+def _run_model(cache: ConfidenceCache, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if cache.get_seq_length() > 0:
+        cache.begin_step(kwargs["input_ids"])
+    return forward(*args, **kwargs)
+
+
+def _run_layer(
+    index: int, cache: ConfidenceCache, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    hidden = args[0] if args else kwargs["hidden_states"]
+    running = int((~cache.exited).sum())
+    if cache.step_depths and not running:
+        cache.only_storing = True
+        with suppress(_StoredError):
+            forward(*args, **kwargs)
+        cache.only_storing = False
+        return hidden
+    output = forward(*args, **kwargs)
+    if not isinstance(output, Tensor):
+        raise UnsupportedModel("a layer returns more than hidden states: CALM cannot exit there")
+    if not cache.step_depths:  # the prompt runs all layers
+        return output
+    output = torch.where(cache.exited[:, None, None], hidden, output)
+    cache.step_depths[-1] += 1
+    cache.row_layers += running
+    if index < len(cache.layers) - 1:
+        cache.exited = cache.exited | cache.confident(output)
+    return output
 
 
 def read_out(model: nn.Module) -> ReadOut:
-    """Return the function that maps hidden states to logits: final norm, projection, LM head.
+    """Function from hidden states to logits: final norm, projection, LM head.
 
-    A trial pass records the modules that run after the last decoder layer. Raises ModelError if they do not yield its
-    logits, because the model does more than they (soft-capping, for example).
+    A trial pass records the modules that run after the last decoder layer.
+
+    UnsupportedModel: they do not yield the model's logits, because it does more, such as soft-capping.
     """
     last = decoder_layers(model)[-1]
     tail: list[nn.Module] = []
     seen: list[Tensor] = []
 
-    def called(module: nn.Module, args: Any, output: Any) -> None:
+    def record(module: nn.Module, args: Any, output: Any) -> None:
         if module is last:
             seen.append(output[0] if isinstance(output, tuple) else output)
         elif seen and not any(module.children()):
             tail.append(module)
 
-    hooks = [module.register_forward_hook(called) for module in model.modules()]
+    def through(hidden: Tensor) -> Tensor:
+        for module in tail:
+            hidden = module(hidden)
+        return hidden
+
+    hooks = [module.register_forward_hook(record) for module in model.modules()]
     training = model.training
     model.eval()
     try:
@@ -223,15 +229,7 @@ def read_out(model: nn.Module) -> ReadOut:
             hook.remove()
         model.train(training)
     with torch.no_grad():
-        recomputed = _through(tail, seen[0])
+        recomputed = through(seen[0])
     if recomputed.shape != logits.shape or not torch.allclose(recomputed, logits, rtol=1e-4, atol=1e-4):
-        raise ModelError(
-            f"{type(model).__name__} does more than norm and LM head after its last layer: early exits cannot read it"
-        )
-    return lambda hidden: _through(tail, hidden)
-
-
-def _through(tail: list[nn.Module], hidden: Tensor) -> Tensor:
-    for module in tail:
-        hidden = module(hidden)
-    return hidden
+        raise UnsupportedModel(f"{type(model).__name__} does more than norm and LM head after its last layer")
+    return through

@@ -1,4 +1,4 @@
-"""Check the invariants of docs/method.md on a user's model, against a reference without gates or SkipCache."""
+"""Checks that skipping is exact on a user's model, against a reference without gates and without SkipCache."""
 
 from __future__ import annotations
 
@@ -10,28 +10,26 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, PreTrainedModel
 
-from ..errors import SkipDecodeError, UnsupportedModel, UsageError
-from ..loading.load import adapter_of, load, read_config
-from ..model.adapter import Adapter, trained_schedule
+from ..errors import ModelError, SkipDecodeError, UnsupportedModel, UsageError
+from ..loading.load import Checkpoint
+from ..model.adapter import Adapter
 from ..model.attach import attach, detach, teacher_forced
 from ..model.cache import SkipCache
 from ..model.cache_name import CACHE
 from ..model.config import bind
-from ..model.gate import PatchedGenerate
-from ..model.inspect import decoder_layers, gates_of, text_config
-from ..schedule import Schedule
-from .reference import discarding_skipped
+from ..model.inspect import decoder_layers, text_config
+from ..model.patch import gate_state
+from ..schedule import Schedule, choose_schedule
 
-#: Logits count as equal if their relative error is at most this,
-TOLERANCE = 1e-5
-#: or at most this many times the relative error between the stock model's cached and uncached logits.
-TIMES_STOCK = 10
-#: A larger error of the stock model is not rounding in float32 or above: the model attends to later positions.
-ROUNDING = 1e-3
+#: Logits count as equal up to this relative error, or up to TIMES_STOCK times the stock model's own error between
+#: cached and uncached logits. A stock error above ROUNDING is no rounding: the model attends to later positions.
+TOLERANCE, TIMES_STOCK, ROUNDING = 1e-5, 10, 1e-3
+#: Decode steps over which the depth falls, so that a short text runs all depths; and new tokens of the texts.
+HORIZON, NEW_TOKENS = 8, 12
 
 
 @dataclass(frozen=True)
@@ -45,99 +43,89 @@ class Finding:
 
 @dataclass(frozen=True)
 class Batch:
-    """Left-padded prompts of different lengths: ``ids`` and ``mask`` (rows, width), int64."""
+    """Left-padded prompts of different lengths: ``ids`` and ``mask`` (batch, positions), and the model's adapter."""
 
     ids: Tensor
     mask: Tensor
-    new_tokens: int
-    adapter: Adapter | None = None  # the model's, which detach takes off
+    adapter: Adapter | None = None
 
-    def generate(self, model: PreTrainedModel, cache: Any, row: int | None = None) -> Any:
-        """Generate greedily, for all rows or for one unpadded ``row``; return ``generate``'s output with raw logits."""
+    @property
+    def width(self) -> int:
+        """Positions of the padded prompts."""
+        return self.ids.shape[1]
+
+    def generate(self, model: PreTrainedModel, cache: Any, sequence: int | None = None) -> tuple[Tensor, Tensor]:
+        """Tokens (batch, positions) and logits (batch, new tokens, vocabulary) of greedy generation.
+
+        Of all sequences, or of one without its padding. ModelError: logits are NaN.
+        """
         ids, mask = self.ids, self.mask
-        if row is not None:
-            ids = ids[row : row + 1, mask[row] == 1]
+        if sequence is not None:
+            ids = ids[sequence : sequence + 1, mask[sequence] == 1]
             mask = torch.ones_like(ids)
-        return model.generate(
+        options = {"eos_token_id": None, "pad_token_id": 0, "repetition_penalty": 1.0, "use_cache": True}
+        output = model.generate(
             ids,
             attention_mask=mask,
             **{CACHE: cache},
-            max_new_tokens=self.new_tokens,
+            max_new_tokens=NEW_TOKENS,
             do_sample=False,
             num_beams=1,
-            eos_token_id=None,
-            pad_token_id=0,
-            repetition_penalty=1.0,
-            use_cache=True,
             output_logits=True,
             return_dict_in_generate=True,
+            **options,
         )
+        return output.sequences, _numbers(torch.stack(output.logits, 1))
 
     def tokens(self, model: PreTrainedModel, cache: Callable[[], Any], alone: bool = False) -> list[list[int]]:
-        """Return each row's new tokens, from one batch or each unpadded row ``alone``; ``cache`` makes the caches."""
-        runs = [self.generate(model, cache(), row) for row in (range(len(self.ids)) if alone else [None])]
-        return torch.cat([run.sequences[:, -self.new_tokens :] for run in runs]).tolist()
+        """New tokens of each sequence, from one batch or each ``alone``; ``cache`` makes the caches."""
+        sequences = range(len(self.ids)) if alone else [None]
+        texts = [self.generate(model, cache(), sequence)[0][:, -NEW_TOKENS:] for sequence in sequences]
+        return torch.cat(texts).tolist()
 
     def uncached(self, model: PreTrainedModel, text: Tensor) -> Tensor:
-        """Return the logits (rows, new tokens, vocabulary) that predict the new tokens of ``text``, in one pass."""
-        width = self.ids.shape[1]
-        mask = torch.cat([self.mask, self.mask.new_ones(len(text), text.shape[1] - width)], 1)
-        return model(text, attention_mask=mask, use_cache=False, **_positions(model, mask)).logits[:, width - 1 :]
-
-
-def sample_batch(model: PreTrainedModel) -> Batch:
-    """Return prompts of random token ids, always the same, of different lengths."""
-    lengths, new_tokens = (12, 5, 9), 12
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = min(text_config(model.config).vocab_size, 1000)  # image and audio tokens have the largest ids
-    ids = torch.randint(0, vocabulary, (len(lengths), max(lengths)), generator=generator)
-    mask = torch.stack([(torch.arange(max(lengths)) >= max(lengths) - n).long() for n in lengths])
-    return Batch((ids * mask).to(model.device), mask.to(model.device), new_tokens)
+        """Logits (batch, new tokens, vocabulary) that predict the new tokens of ``text``, from one pass."""
+        mask = torch.cat([self.mask, self.mask.new_ones(len(text), text.shape[1] - self.width)], 1)
+        logits = model(text, attention_mask=mask, use_cache=False, **_positions(model, mask)).logits
+        return _numbers(logits[:, self.width - 1 :])
 
 
 def check_model(
-    name: str,
-    speedup: float | None = None,
-    *,
-    dtype: str = "float32",
-    device: str | None = None,
-    revision: str | None = None,
+    checkpoint: Checkpoint, speedup: float | None = None, dtype: str = "float32", device: str | None = None
 ) -> Iterator[Finding]:
     """Load a model and yield one finding per claim of :data:`CHECKS`.
 
     Args:
-        name: directory, hub name, or ``demo``.
-        speedup: selects the schedule; its horizon is cut to 8 steps, so that few tokens run all of its depths.
-        dtype, device, revision: as :func:`skipdecode.load` takes them.
+        checkpoint: the model, perhaps with an adapter.
+        speedup: which schedule to check; None: the slowest trained one, else a falling one for 2x.
+        dtype, device: as :func:`skipdecode.load` takes them.
 
     Raises:
         UsageError: the schedule skips nothing.
-        ModelError: the model cannot be loaded.
     """
-    schedule = trained_schedule(read_config(name, revision), speedup, adapter_of(name))
-    if schedule.decay != "list":
-        schedule = schedule.replace(horizon=min(schedule.horizon, 8))
+    schedule = choose_schedule(checkpoint.schedules, checkpoint.num_layers, speedup)
+    if not checkpoint.schedules:
+        schedule = Schedule.for_speedup(speedup or 2, checkpoint.num_layers, HORIZON, decay="linear")
+    if schedule.depths is None:
+        schedule = schedule.replace(horizon=min(schedule.horizon, HORIZON))
     if schedule.is_full:
-        raise UsageError("the schedule skips nothing, so there is nothing to check: give a speed-up of 2 or more")
+        raise UsageError("the schedule skips nothing: give a --speedup of 2 or more")
     try:
-        model, _ = load(name, dtype=dtype, device=device, revision=revision)
+        model = checkpoint.load(dtype, device)
     except UnsupportedModel as error:
         yield Finding(ATTACHES, False, str(error))
-    else:
-        if model.device.type == "mps":  # which has no float64
-            model.to("cpu")
-        yield from run_checks(model, schedule)
+        return
+    yield from run_checks(model.to("cpu") if model.device.type == "mps" else model, schedule)  # mps has no float64
 
 
 def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
-    """Yield one finding per claim of :data:`CHECKS`, and leave gates attached to the model if it supports them.
+    """Yield one finding per claim of :data:`CHECKS` for a model; gates stay attached.
 
     Skipping can amplify rounding errors, so a claim that fails in the model's dtype is checked again in float64. An
-    error raised by SkipDecode or by the model counts as a claim that does not hold.
+    error that SkipDecode or the model raises is a claim that does not hold.
     """
-    gates = gates_of(model)
+    gates = gate_state(model)
     batch = replace(sample_batch(model), adapter=gates and gates.adapter)
-    provider = vars(model).get("generate")
     for claim, check in CHECKS.items():
         try:
             held, detail = check(model, schedule, batch)
@@ -148,106 +136,93 @@ def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
         except SkipDecodeError as error:
             held, detail = False, str(error)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:  # from the model's code
-            held, detail = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            held, detail = False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         yield Finding(claim, held, detail)
         if claim == ATTACHES and not held:
             return
-    if isinstance(provider, PatchedGenerate):  # restore the default schedule that the checks detached
-        attach(model, provider.schedule, adapter=batch.adapter)
+
+
+def sample_batch(model: PreTrainedModel) -> Batch:
+    """Prompts of random token ids, always the same, of different lengths."""
+    lengths = (12, 5, 9)
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = min(text_config(model.config).vocab_size, 1000)  # image and audio tokens have the largest ids
+    ids = torch.randint(0, vocabulary, (len(lengths), max(lengths)), generator=generator)
+    mask = torch.stack([(torch.arange(max(lengths)) >= max(lengths) - n).long() for n in lengths])
+    return Batch((ids * mask).to(model.device), mask.to(model.device))
 
 
 def attaches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Attach gates; return True and the model's class and layers. Raises UnsupportedModel if none can be skipped."""
+    """Attach gates; True, and the model's class and layers. UnsupportedModel: no layer can be skipped."""
     attach(model, adapter=batch.adapter)
     return True, f"{type(model).__name__}, {schedule.num_layers} layers"
 
 
 @torch.no_grad()
 def is_inert(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Check invariant 3: with gates and no schedule, or a full one, logits are bit-identical to the stock model's."""
-    detach(model)
-    stock = batch.generate(model, DynamicCache(config=model.config))
-    attach(model, adapter=batch.adapter)
-    attached = batch.generate(model, DynamicCache(config=model.config))
-    full = batch.generate(model, SkipCache(model, Schedule.full(schedule.num_layers)))
-    same = all(torch.equal(a, b) for run in (attached, full) for a, b in zip(stock.logits, run.logits, strict=True))
-    return same, f"{len(stock.logits)} steps bit-identical" if same else "logits differ"
+    """Whether logits with gates and no schedule, or a full one, are bit-identical to the stock model's."""
+    with _stock(model, batch.adapter):
+        _, stock = batch.generate(model, DynamicCache(config=model.config))
+    full = SkipCache(model, Schedule.full(schedule.num_layers))
+    runs = [batch.generate(model, cache)[1] for cache in (DynamicCache(config=model.config), full)]
+    same = all(torch.equal(stock, logits) for logits in runs)
+    return same, f"{NEW_TOKENS} steps bit-identical" if same else "logits differ"
 
 
 @torch.no_grad()
 def matches_uncached(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Compare cached decoding with an uncached pass whose skipped layers return the hidden states they are given."""
-    run = batch.generate(model, SkipCache(model, schedule))
-    return _compare_with_reference(model, schedule, batch, run.sequences[:, :-1], torch.stack(run.logits, 1))
+    """Whether cached decoding gives the logits of the reference."""
+    tokens, logits = batch.generate(model, SkipCache(model, schedule))
+    return _compare_with_reference(model, schedule, batch, tokens[:, :-1], logits)
 
 
 @torch.no_grad()
 def training_matches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Check invariant 2: a training pass, with each layer run on a prefix of positions, gives decoding's logits."""
-    text = batch.generate(model, SkipCache(model, schedule)).sequences[:, :-1]
-    with teacher_forced(model, schedule, batch.ids.shape[1]):
-        cut = batch.uncached(model, text)
-    return _compare_with_reference(model, schedule, batch, text, cut)
-
-
-def _compare_with_reference(
-    model: PreTrainedModel, schedule: Schedule, batch: Batch, text: Tensor, logits: Tensor
-) -> tuple[bool, str]:
-    """Compare ``logits`` with an uncached pass over ``text`` whose skipped layers return what they are given."""
-    detach(model)
-    try:
-        stock = batch.generate(model, DynamicCache(config=model.config))
-        rounding = _distance(torch.stack(stock.logits, 1), batch.uncached(model, stock.sequences[:, :-1]))
-        with discarding_skipped(model, schedule, batch.ids.shape[1], text, batch.adapter):
-            error = _distance(logits, batch.uncached(model, text))
-    finally:  # an error here must not fail the claims to come
-        attach(model, adapter=batch.adapter)
-    if rounding > ROUNDING:
-        return False, f"the stock model's own cached and uncached logits differ by {rounding:.1e}, beyond rounding"
-    held = error <= max(TOLERANCE, TIMES_STOCK * rounding)
-    return held, f"off by {error:.1e} of the largest logit, rounding (the stock model itself: {rounding:.1e})"
+    """Whether a training pass, with each layer run on a prefix of positions, gives the logits of the reference."""
+    text = batch.generate(model, SkipCache(model, schedule))[0][:, :-1]
+    with teacher_forced(model, schedule, batch.width):
+        logits = batch.uncached(model, text)
+    return _compare_with_reference(model, schedule, batch, text, logits)
 
 
 @torch.no_grad()
 def matches_alone(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Check invariant 4: the greedy tokens of a row do not depend on other rows or on padding."""
+    """Whether the greedy tokens of a sequence do not depend on other sequences or on padding."""
     together, alone = (batch.tokens(model, partial(SkipCache, model, schedule), one) for one in (False, True))
     equal = sum(a == b for a, b in zip(together, alone, strict=True))
-    detail = f"{equal} of {len(alone)} rows equal"
+    detail = f"{equal} of {len(alone)} sequences equal"
     if equal < len(alone):
         stock = partial(DynamicCache, config=model.config)
         if batch.tokens(model, stock) != batch.tokens(model, stock, alone=True):
-            detail += "; the stock model's own rows depend on their left padding: generate one row at a time"
+            detail += "; the stock model's own texts depend on their left padding: use batch size 1"
     return equal == len(alone), detail
 
 
 @torch.no_grad()
 def runs_repeat(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Check that a second call generates the same tokens: the first call leaves no state in the model."""
+    """Whether a second call generates the same tokens: the first leaves no state in the model."""
     cache = partial(SkipCache, model, schedule)
     first = batch.tokens(model, cache)
-    batch.generate(model, cache(), row=1)
-    again = batch.tokens(model, cache)
-    equal = sum(a == b for a, b in zip(first, again, strict=True))
-    return equal == len(first), f"{equal} of {len(first)} rows equal"
+    batch.generate(model, cache(), sequence=1)
+    equal = sum(a == b for a, b in zip(first, batch.tokens(model, cache), strict=True))
+    return equal == len(first), f"{equal} of {len(first)} sequences equal"
 
 
 @torch.no_grad()
 def work_falls(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Check invariant 7: a reduced step takes a full one's FLOPs minus the skipped layers', plus an adapter's maps'."""
+    """Whether a step takes a full step's FLOPs minus the skipped layers', plus those of an adapter's bypasses."""
     layers = decoder_layers(model)
     names = {id(module): name for name, module in model.named_modules()}
     owner = type(model).__name__
     depth = schedule.min_depth
-    least = schedule.replace(max_depth=depth, decay="constant", horizon=1, depths=None)
-    running = set(bind(least, model.config).layers(depth))
-    full, short = (_step_flops(model, batch, SkipCache(model, s)) for s in (Schedule.full(len(layers)), least))
-    skipped = sum(
-        sum(full[f"{owner}.{names[id(layer)]}"].values()) for i, layer in enumerate(layers) if i not in running
-    )
-    maps = batch.adapter.flops(sorted(running)) * len(batch.ids) if batch.adapter else 0
+    least = schedule.flat(depth)
+    running = bind(least, model.config).layers(depth)
+    full, short = (_step_flops(model, batch, SkipCache(model, each)) for each in (least.flat(len(layers)), least))
+    by_layer = [sum(full[f"{owner}.{names[id(layer)]}"].values()) for layer in layers]
+    skipped = sum(flops for index, flops in enumerate(by_layer) if index not in running)
+    bypasses = batch.adapter.flops(sorted(running)) * len(batch.ids) if batch.adapter else 0
     before, after = sum(full["Global"].values()), sum(short["Global"].values())
-    held = before - after == skipped - maps and skipped > maps
+    held = before - after == skipped - bypasses and skipped > bypasses
     return held, f"{before:,} to {after:,} at {len(running)} of {len(layers)} layers"
 
 
@@ -258,44 +233,124 @@ CHECKS: dict[str, Callable[[PreTrainedModel, Schedule, Batch], tuple[bool, str]]
     "inert at full depth": is_inert,
     "cached decoding = these layers without a cache": matches_uncached,
     "a training pass = these layers without gates": training_matches,
-    "a row in a batch = the row alone": matches_alone,
-    "a second run writes the same": runs_repeat,
+    "a sequence in a batch = the sequence alone": matches_alone,
+    "a second run generates the same": runs_repeat,
     "FLOPs fall by the skipped layers' share": work_falls,
 }
 
 
 @contextmanager
-def in_float64(model: PreTrainedModel, adapter: Adapter | None = None) -> Iterator[None]:
-    """Convert weights, the adapter's too, to float64 in the context; restore their dtypes and exact values after it."""
-    tensors = [*model.parameters(), *model.buffers(), *(adapter.parameters() if adapter else ())]
-    types = [tensor.dtype for tensor in tensors]
+def discarding_skipped(
+    model: nn.Module, schedule: Schedule, prompt_length: int, text: Tensor, adapter: Adapter | None = None
+) -> Iterator[None]:
+    """Context in which a stock model computes what skipping should: the reference of all checks.
+
+    Every layer runs on all positions, and its output is replaced by its input where the schedule skips it. Attention is
+    causal and each layer runs a prefix of the positions, so the replaced outputs do not affect the others.
+
+    Args:
+        model: a stock model, without gates.
+        schedule: how many positions each layer runs.
+        prompt_length: positions of the left-padded prompts.
+        text: token ids (batch, positions) of the passes inside the context.
+        adapter: acts in place of skipped layers.
+    """
+    counts = bind(schedule, model.config).positions_per_layer(prompt_length, text.shape[1])
+
+    def axis_and_dropped(hidden: Tensor) -> tuple[int, int]:
+        """Axis of positions, 1 but for streams before the batch; and leading positions that the model dropped."""
+        axis = 2 if hidden.ndim == 4 and hidden.shape[1:3] == text.shape else 1
+        return axis, text.shape[1] - hidden.shape[axis]
+
+    def discard(index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        computed = output[0] if isinstance(output, tuple) else output
+        axis, dropped = axis_and_dropped(hidden)
+        kept = max(counts[index] - dropped, 0)
+        rest = hidden.narrow(axis, kept, hidden.shape[axis] - kept)
+        mixed = torch.cat([computed.narrow(axis, 0, kept), rest], dim=axis)
+        return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
+
+    def apply_adapter(index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        axis, dropped = axis_and_dropped(hidden)
+        if adapter is not None:
+            hidden = adapter.apply_before(index, hidden, axis, [max(count - dropped, 0) for count in counts])
+        return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+
+    hooks: list[Any] = []
+    for index, layer in enumerate(decoder_layers(model)):
+        hooks.append(layer.register_forward_pre_hook(partial(apply_adapter, index), with_kwargs=True))
+        hooks.append(layer.register_forward_hook(partial(discard, index), with_kwargs=True))
     try:
-        for module in (model, adapter):
-            if module is not None:
-                module.double()
         yield
     finally:
-        for tensor, dtype in zip(tensors, types, strict=True):
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def in_float64(model: PreTrainedModel, adapter: Adapter | None = None) -> Iterator[None]:
+    """Context in which weights are float64; after it they have their dtypes and exact values again."""
+    tensors = [*model.parameters(), *model.buffers(), *(adapter.parameters() if adapter else ())]
+    dtypes = [tensor.dtype for tensor in tensors]
+    try:
+        model.double()
+        if adapter is not None:
+            adapter.double()
+        yield
+    finally:
+        for tensor, dtype in zip(tensors, dtypes, strict=True):
             tensor.data = tensor.data.to(dtype)
+
+
+@contextmanager
+def _stock(model: PreTrainedModel, adapter: Adapter | None) -> Iterator[None]:
+    """Context without gates; a default schedule that the user attached is lost."""
+    detach(model)
+    try:
+        yield
+    finally:
+        attach(model, adapter=adapter)
+
+
+def _compare_with_reference(
+    model: PreTrainedModel, schedule: Schedule, batch: Batch, text: Tensor, logits: Tensor
+) -> tuple[bool, str]:
+    with _stock(model, batch.adapter):
+        tokens, stock = batch.generate(model, DynamicCache(config=model.config))
+        rounding = _distance(stock, batch.uncached(model, tokens[:, :-1]))
+        with discarding_skipped(model, schedule, batch.width, text, batch.adapter):
+            error = _distance(logits, batch.uncached(model, text))
+    if rounding > ROUNDING:
+        return False, f"the stock model's own cached and uncached logits differ by {rounding:.1e}, beyond rounding"
+    held = error <= max(TOLERANCE, TIMES_STOCK * rounding)
+    return held, f"off by {error:.1e} of the largest logit (the stock model itself: {rounding:.1e})"
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max() / a.double().abs().max())
 
 
+def _numbers(logits: Tensor) -> Tensor:
+    if logits.isnan().any():
+        raise ModelError("logits are NaN")
+    return logits
+
+
 def _positions(model: PreTrainedModel, mask: Tensor) -> dict[str, Tensor]:
-    """Return {``position_ids``: those of left-padded rows}; {} if the model does not take them."""
+    """``position_ids`` of left-padded sequences; {} if the model does not take them."""
     takes = "position_ids" in inspect.signature(model.forward).parameters
     return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if takes else {}
 
 
 def _step_flops(model: PreTrainedModel, batch: Batch, cache: Any) -> Any:
-    """Run the prompt and one decode step, and return the step's FLOPs by module."""
-    width = batch.ids.shape[1]
+    """FLOPs by module of one decode step after the prompt."""
+    width = batch.width
     ids = torch.cat([batch.ids, batch.ids[:, -1:]], 1)
     mask = torch.cat([batch.mask, torch.ones_like(batch.mask[:, :1])], 1)
     for part in (slice(0, width), slice(width, width + 1)):
-        told = {name: positions[:, part] for name, positions in _positions(model, mask).items()}
+        positions = {name: value[:, part] for name, value in _positions(model, mask).items()}
         with FlopCounterMode(display=False) as counter:
-            model(ids[:, part], attention_mask=mask[:, : part.stop], **{CACHE: cache}, use_cache=True, **told)
+            model(ids[:, part], attention_mask=mask[:, : part.stop], **{CACHE: cache}, use_cache=True, **positions)
     return counter.get_flop_counts()

@@ -1,8 +1,8 @@
-"""Run the tasks of EleutherAI's lm-evaluation-harness with layers skipped (docs/harness.md).
-
-The harness has no plug-ins, so this module wraps its command line and registers one more model:
+"""Model ``skipdecode`` of EleutherAI's lm-evaluation-harness, which wraps its command line.
 
     python -m skipdecode.evaluation.lm_eval --model skipdecode --model_args pretrained=demo,speedup=3 --tasks …
+
+An adapter is a model argument too: ``pretrained=smollm2,adapter=fast,speedup=1.5``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,16 +23,12 @@ from transformers import PreTrainedModel
 
 from ..data.collator import Collator
 from ..errors import SkipDecodeError, UsageError
-from ..generation.options import given_schedule
-from ..loading.checkpoint_checks import check_tokenizer
-from ..loading.device import check_dtype
-from ..loading.load import load_tokenizer, read_config, read_weights, refuse_adapter, refuse_gguf, resolve
+from ..loading.load import Checkpoint
 from ..model.attach import attach, teacher_forced
 from ..model.cache import SkipCache
 from ..model.cache_name import CACHE
-from ..model.config import schedule_for
-from ..model.inspect import decoder_layers
-from ..schedule import Schedule
+from ..model.config import num_layers, trained_schedules
+from ..schedule import Schedule, choose_schedule
 
 logger = logging.getLogger(__name__)
 
@@ -42,47 +38,37 @@ class SkipLM(HFLM):
     """The harness's ``hf`` model with a schedule: contexts run as prompts, continuations as generated positions.
 
     Args:
-        pretrained: directory, hub name, ``demo``, or a model.
-        speedup, schedule: give one: a target, or a schedule or its JSON file. Neither: the checkpoint's own schedule.
-        full: run every layer.
+        pretrained: directory, Hub name, adapter, ``demo``, or a model.
+        adapter, revision, dtype, device: as :func:`skipdecode.load` takes them.
+        speedup: target, in layers; None: the slowest trained one above 1, else 1.
+        schedule: a schedule or its JSON file, in place of ``speedup``.
         options: as ``hf`` takes them.
-
-    Raises:
-        UsageError: the options ask for several devices or for the checkpoint's code.
-        ModelError: :func:`skipdecode.load` would raise it, for an encoder-decoder model or a damaged checkpoint.
-        ScheduleError: the schedule does not fit the model.
     """
-
-    AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=read_weights)  # hf's would initialize missing weights
 
     def __init__(
         self,
         pretrained: str | PreTrainedModel,
         *,
+        adapter: str | None = None,
+        revision: str | None = None,
+        dtype: str = "auto",
+        device: str | None = None,
         speedup: float | None = None,
         schedule: str | Schedule | None = None,
-        full: bool = False,
         **options: Any,
     ) -> None:
-        if options.get("trust_remote_code"):
-            raise UsageError("trust_remote_code would run code of the checkpoint, which skipdecode never does")
-        for name in ("parallelize", "tp_plan"):
-            if options.get(name):
-                raise UsageError(f"{name} spreads a model over several devices, which is not supported: leave it out")
-        schedule = given_schedule(1 if full else speedup, schedule)
-        options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")  # hf's is cuda, even without GPUs
         if isinstance(pretrained, str):
-            check_dtype(options.get("dtype") or "auto")
-            refuse_adapter(pretrained, "lm-eval")
-            refuse_gguf(pretrained, "lm-eval")
-            pretrained, revision = resolve(pretrained), options.get("revision")
-            read_config(pretrained, revision)  # raises for encoder-decoders and damaged files, which hf might load
-            load_tokenizer(pretrained, revision)
-        super().__init__(pretrained, backend="causal", **options)
-        if isinstance(pretrained, str):
-            check_tokenizer(pretrained, self.tokenizer, self.model.get_input_embeddings().weight.shape[0])
-        layers = len(decoder_layers(attach(self.model)))
-        self.schedule = Schedule.full(layers) if full else schedule_for(self.config, speedup, schedule)
+            checkpoint = Checkpoint.resolve(pretrained, adapter, revision)
+            options.setdefault("tokenizer", checkpoint.tokenizer)
+            model = checkpoint.load(dtype, device)
+        else:
+            model = attach(pretrained, adapter=adapter)
+        super().__init__(model, backend="causal", **options)
+        self.pretrained = pretrained if isinstance(pretrained, str) else model.config.name_or_path
+        if isinstance(schedule, str):
+            schedule = Schedule.load(Path(schedule))
+        self.schedule = schedule or choose_schedule(trained_schedules(model), num_layers(model.config), speedup)
+        SkipCache(model, self.schedule)  # raises ScheduleError before the first request
 
     def _loglikelihood_tokens(
         self,
@@ -90,7 +76,10 @@ class SkipLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Return (log-probability, is greedy) of the continuation of each (texts, context ids, continuation ids)."""
+        """Log-probability of each (texts, context ids, continuation ids), and whether it is what the model would say.
+
+        Contexts are cut on the left to fit in ``max_length`` tokens.
+        """
         room = self.max_length + 1  # the last token is predicted, not fed
         if not all(context and 0 < len(continuation) < room for _, context, continuation in requests):
             raise UsageError(f"a request is a context and a continuation of 1 to {self.max_length} tokens")
@@ -116,7 +105,7 @@ class SkipLM(HFLM):
 
     @torch.no_grad()
     def _score(self, rows: Sequence[Mapping[str, list[int]]]) -> list[tuple[float, bool]]:
-        """Return (log-probability, is greedy) of each row's response, from one pass that skips what decoding skips."""
+        """Answers of :meth:`_loglikelihood_tokens` for one batch, from a pass that skips what decoding skips."""
         batch = Collator(self.tokenizer.pad_token_id, multiple=1)(rows)
         prompt = batch.pop("prompt_length")
         targets = batch.pop("labels")[:, 1:].to(self.device)
@@ -134,12 +123,11 @@ class SkipLM(HFLM):
         return list(zip(chosen.sum(1).tolist(), greedy.all(1).tolist(), strict=True))
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
-        # Also at full depth, because the model may have another default schedule.
         options[CACHE] = SkipCache(self.model, self.schedule)
         return super()._model_generate(context, max_length, stop, **options)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the facts that the harness saves with its results, and the schedule."""
+        """Facts that the harness saves with its results, and the schedule."""
         return super().get_model_info() | {"skipdecode_schedule": self.schedule.to_dict()}
 
 

@@ -19,8 +19,7 @@ MethodName = Literal["full", "skipdecode", "multi_exit", "calm", "unified", "d3"
 METHODS: dict[str, tuple[str, str]] = {
     "full": ("evaluation.methods_base", "Full"),
     "skipdecode": ("evaluation.methods_base", "SkipDecode"),
-    "multi_exit": ("evaluation.early_exit", "MultiExit"),
-    "calm": ("evaluation.early_exit", "Calm"),
+    "multi_exit": ("evaluation.methods_base", "MultiExit"),
     "unified": ("evaluation.depth_rules", "Unified"),
     "d3": ("evaluation.depth_rules", "D3"),
     "hsd": ("evaluation.depth_rules", "HSD"),

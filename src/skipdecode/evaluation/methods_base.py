@@ -99,3 +99,13 @@ class Full(Method):
     def schedule(self, num_layers: int, speedup: float, lengths: Sequence[int]) -> Schedule:
         """Return the schedule that runs all layers."""
         return Schedule.full(num_layers)
+
+
+class MultiExit(SkipDecode):
+    """Multi-layer exit: each step runs the lowest layers."""
+
+    name = "multi_exit"
+    label = "multi-layer exit"
+    order = "bottom"
+    trains_exits = True
+    takes_style = False

@@ -18,8 +18,8 @@ from ..data.tasks import Task, get_task
 from ..data.tokenize import encode_prompts
 from ..errors import ModelError, UsageError
 from ..files import check_target, is_stream, write
-from ..latency.planner import CLOCKS, Predictor, workloads
-from ..latency.profile import Profile, check_profile
+from ..latency.old_planner import CLOCKS, Predictor, workloads
+from ..latency.old_profile import Profile, check_profile
 from ..latency.resolve import new_schedule
 from ..loading.device import placement
 from ..loading.load import adapter_of, identity_of, load_tokenizer, read_config, read_generation_config

@@ -12,7 +12,7 @@ from ..errors import ScheduleError
 from ..model.config import DEFAULT_SPEEDUP, config_schedules, num_layers, schedules_of, style_of
 from ..schedule import Schedule
 from .fitting import fit
-from .planner import Predictor, plan
+from .old_planner import Predictor, plan
 
 
 class Rule(Protocol):

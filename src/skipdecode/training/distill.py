@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data.collator import batches
 from ..data.tasks import Example, Task
 from ..data.tokenize import encode_prompts
-from ..evaluation.divergence import Damage, damage
+from ..evaluation.divergence import Divergence, divergence
 from ..generation.engine import Engine
 from ..generation.generate import generate_ids, max_positions
 from ..generation.job import GenerationJob
@@ -145,13 +145,13 @@ def say_damage(
     batches: Sequence[Mapping[str, Any]],
     when: str,
     say: Callable[[str], object],
-) -> list[Damage]:
+) -> list[Divergence]:
     """Say, and return, how far each speed-up is from full depth on the texts that are held out, if there are any."""
-    measured = damage((PrefilledBatch(model, batch) for batch in batches), [*schedules.values()]) if batches else []
+    measured = divergence((PrefilledBatch(model, batch) for batch in batches), [*schedules.values()]) if batches else []
     for speedup, found in zip(schedules, measured, strict=False):
         within = f" (95%: {found.interval[0]:.3f} to {found.interval[1]:.3f})" if found.interval else ""
         say(
             f"{speedup:g}x {when}: {found.kl:.3f} nats per token from full depth{within}, "
-            f"{found.agreement:.1%} of its most likely tokens"
+            f"{found.top1:.1%} of its most likely tokens"
         )
     return measured

@@ -16,12 +16,12 @@ import torch
 from ..data.collator import batches_of
 from ..data.tasks import get_task
 from ..errors import UsageError
-from ..evaluation.divergence import Damage, damage
+from ..evaluation.divergence import Divergence, divergence
 from ..files import check_target, has_key, write
 from ..generation.generate import max_positions
 from ..generation.job import GenerationJob
-from ..latency.planner import Predictor, Workload
-from ..latency.profile import Profile, check_profile
+from ..latency.old_planner import Predictor, Workload
+from ..latency.old_profile import Profile, check_profile
 from ..loading.load import load, read_config, refuse_adapter
 from ..model.adapter import Adapter
 from ..model.attach import attach, put_adapter
@@ -63,8 +63,8 @@ class Tried:
 
     speedup: float
     schedule: Schedule
-    bare: Damage
-    stand_ins: Damage
+    bare: Divergence
+    stand_ins: Divergence
     tokens_per_second: float
     step_clock: float | None = None
 
@@ -110,12 +110,12 @@ class Probe:
         best = [each for each in self.best if not each.schedule.is_full]
         if not best:
             return "full depth needs no training"
-        kept = ", ".join(f"{each.speedup:g}x {each.stand_ins.agreement:.0%}" for each in best)
-        worth = [each for each in best if each.stand_ins.agreement >= WORTH] or best[:1]
+        kept = ", ".join(f"{each.speedup:g}x {each.stand_ins.top1:.0%}" for each in best)
+        worth = [each for each in best if each.stand_ins.top1 >= WORTH] or best[:1]
         # Full depth's pass teaches all of them: it is in each one's hours, and is paid once.
         hours = sum(map(self.hours, worth)) - (len(worth) - 1) * self.tokens / self.full_per_second / 3600
         told = f"Before training, linear maps keep of full depth's likeliest tokens: {kept}. Training adds to that."
-        if worth[0].stand_ins.agreement < WORTH:
+        if worth[0].stand_ins.top1 < WORTH:
             told += f" None is worth it: below {WORTH:.0%} expect little. The command is for the slowest."
         else:
             told += f" Worth it: {', '.join(f'{each.speedup:g}x' for each in worth)} ({WORTH:.0%} and above)."
@@ -239,11 +239,11 @@ def probe_model(
         if done == 1:
             left = (time.perf_counter() - start) * (len(chosen) - 1)
             say(f"{len(chosen)} choices of layers are tried: about {left / 60:.0f} minutes more")
-        (bare,) = damage(measured, [schedule])
+        (bare,) = divergence(measured, [schedule])
         adapter = Adapter(text_config(config).hidden_size, rank, {speedup: bind(schedule, config)})
         put_adapter(model, adapter)
         fit_stand_ins(adapter, fitted_to)
-        (mapped,) = damage(measured, [schedule])
+        (mapped,) = divergence(measured, [schedule])
         learner, speed = AdapterLearner(model, adapter), 0.0
         if not schedule.is_full:
             count, batch = int(measured[0].counted.sum()), measured[0].batch
