@@ -15,7 +15,7 @@ from helpers.families import FAMILIES, FORMS, LAYERS, TOP, build
 from helpers.tiny import run
 from skipdecode import Schedule, attach
 from skipdecode.evaluation.exactness import CHECKS, in_float64, run_checks
-from skipdecode.model import cache, gate, prefix
+from skipdecode.model import cache, gate
 from skipdecode.model.adapter import Adapter
 from skipdecode.model.cache_name import CACHE
 from skipdecode.model.inspect import text_config
@@ -77,13 +77,19 @@ def test_a_model_that_cannot_skip_fails_with_the_reason(kind: str) -> None:
     assert reason in finding.detail
 
 
+def run_all(right: Any, self: Any, index: int, width: int) -> None:
+    """Let the layer run on all positions."""
+    right(self, index, width)
+    self.counts[index] = width
+
+
 @pytest.mark.parametrize(
     ("place", "name", "fault"),
     [
         (gate.Gates, "like_output", lambda right, self, hidden: right(self, hidden * 1.01)),
         (gate.Gates, "like_output", lambda right, self, hidden: right(self, hidden * 0)),
-        (cache.SkipCache, "begin_layer", lambda right, self, index, width: right(self, index, width) or width),
-        (prefix.Prefix, "of_call", lambda right, self, forward, args, kwargs: (args, kwargs)),
+        (cache.SkipCache, "begin_layer", run_all),
+        (gate.PositionSlice, "of_call", lambda right, self, forward, args, kwargs: (args, kwargs)),
     ],
     ids=["scaled", "forgotten", "skipped-layers-run", "uncut"],
 )

@@ -171,9 +171,7 @@ def _run_model(cache: ConfidenceCache, forward: Callable[..., Any], /, *args: An
     return forward(*args, **kwargs)
 
 
-def _run_layer(
-    index: int, cache: ConfidenceCache, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
+def _run_layer(index: int, cache: ConfidenceCache, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     hidden = args[0] if args else kwargs["hidden_states"]
     running = int((~cache.exited).sum())
     if cache.step_depths and not running:

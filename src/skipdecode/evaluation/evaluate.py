@@ -264,7 +264,9 @@ class _Evaluation:
         other = [name for name, value in self.settings.items() if settings.get(name) != value]
         other += [each.key for each in variants if each.key in saved and saved[each.key]["variant"] != each.identity]
         if other:
-            raise UsageError(f"{self._path} was measured with another {other[0]}: give another --output, or --overwrite")
+            raise UsageError(
+                f"{self._path} was measured with another {other[0]}: give another --output, or --overwrite"
+            )
         return saved
 
     def measure(self, variant: Variant, full_row: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -21,8 +21,7 @@ from ..model.attach import attach, detach, teacher_forced
 from ..model.cache import SkipCache
 from ..model.cache_name import CACHE
 from ..model.config import bind
-from ..model.inspect import decoder_layers, text_config
-from ..model.patch import gate_state
+from ..model.inspect import decoder_layers, gates_of, text_config
 from ..schedule import Schedule, choose_schedule
 
 #: Logits count as equal up to this relative error, or up to TIMES_STOCK times the stock model's own error between
@@ -124,7 +123,7 @@ def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
     Skipping can amplify rounding errors, so a claim that fails in the model's dtype is checked again in float64. An
     error that SkipDecode or the model raises is a claim that does not hold.
     """
-    gates = gate_state(model)
+    gates = gates_of(model)
     batch = replace(sample_batch(model), adapter=gates and gates.adapter)
     for claim, check in CHECKS.items():
         try:
