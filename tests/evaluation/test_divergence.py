@@ -42,7 +42,7 @@ def alone(batch: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("schedule", [HALF, TOP], ids=["constant", "falling"])
 @torch.no_grad()
 def test_divergence_is_that_of_decoding_step_by_step(schedule: Schedule) -> None:
-    """KL and the most likely token, from the logits of generation at full depth and of cached steps with layers skipped."""
+    """KL and the most likely token of cached decode steps."""
     model = build("llama")
     batch = generated(model)
     (found,) = divergence([PrefilledBatch(attach(model), batch)], [schedule])

@@ -16,8 +16,8 @@ from skipdecode.errors import UsageError
 from skipdecode.evaluation import evaluate as evaluation
 from skipdecode.evaluation.evaluate import EvaluateConfig, Variant, evaluate, list_variants
 from skipdecode.loading.load import Checkpoint
-from skipdecode.model.config import set_entry, to_config_entry
 from skipdecode.model.cache import BLOCK_SIZE
+from skipdecode.model.config import set_entry, to_config_entry
 
 #: Two batches, one of which is short.
 FEW = ("--limit", 6, "--max-new-tokens", 12, "--timing-rounds", 1, "--timing-examples", 4, "--batch-size", 4)
@@ -76,9 +76,7 @@ def test_one_row_per_method_and_speed(checkpoint: Path, tmp_path: Path) -> None:
     for row in others[:2]:
         assert row["step_layers"] == 2
         assert row["timed_step_layer_ratio"] == 4
-        room = (
-            2 * 8 * 4 * BLOCK_SIZE * 32 * 4
-        )  # ahead of keys and values, of 8 layers and 4 sequences; stock caches have none
+        room = 2 * 8 * 4 * BLOCK_SIZE * 32 * 4  # allocated ahead, of 8 layers and 4 sequences
         assert row["peak_kv_bytes"] <= full_row["peak_kv_bytes"] + room
     assert others[2]["token_layer_ratio"] >= others[2]["step_layer_ratio"]
     assert others[2]["threshold_horizon"] == full_row["longest_steps"]
