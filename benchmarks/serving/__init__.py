@@ -1,1 +1,0 @@
-"""vLLM with and without the plugin, on one machine."""
