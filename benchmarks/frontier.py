@@ -1,293 +1,236 @@
-"""Quality against tokens per second: one model at several speeds, and what people would take instead.
+"""Quality against speed: a model at several speeds, in int8, pruned, with prompt lookup, and in llama.cpp.
 
-    benchmarks/peers/environments.sh llamacpp
-    python benchmarks/frontier.py MODEL ADAPTER [ADAPTER …] --gguf FILE --pruned "pruned, 2x=FOLDER" --output FOLDER
+    python benchmarks/frontier.py smollm2 results/smollm2/adapter --gguf FILE --pruned "pruned=FOLDER" --limit 12
 
-Run it alone on the machine. Every way has a process of its own, stopped while another is timed, and is asked in turn:
-row by row with the prompts as they are, then with batches of equal prompts. Ends of texts are suppressed, so that all
-ways write equally much. What they wrote is judged by MODEL at full depth in float32.
+Run it with nothing else computing. Quality is that of each prompt's greedy output, against the full model's in float32.
+Speed is the tokens per second of decoding, against the full model's in bfloat16. All ways take turns; medians count.
+Decoding is a call's time less that of the same call with one new token. ``--gguf`` needs llama-cpp-python.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
-import re
+import shlex
 import statistics
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-import skipdecode
-from peers.catalogue import Engine
-from peers.engines.skipdecode import Ids
-from peers.processes import EngineFailed, Running
-from skipdecode import Schedule
-from skipdecode.data.collator import Collator
-from skipdecode.data.inputs import read_items
-from skipdecode.data.metrics import Agreement, Repetition
-from skipdecode.data.tasks import get_task
-from skipdecode.data.tokenize import encode_prompts
-from skipdecode.errors import UsageError
-from skipdecode.evaluation.loss import response_loss
-from skipdecode.files import write
-from skipdecode.generation.generate import generate_ids
-from skipdecode.loading.device import machine
-from skipdecode.loading.load import read_generation_config
-from skipdecode.model.adapter import read_schedules
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import torch
+
+from skipdecode.data.examples import read_examples
+from skipdecode.data.metrics import repetition, rouge_l
+from skipdecode.data.tokenize import encode_prompts
+from skipdecode.generation.generate import generate_ids
+from skipdecode.loading.device import machine
+from skipdecode.loading.load import Checkpoint
+from skipdecode.schedule import Schedule
 
 ROOT = Path(__file__).resolve().parents[1]
-#: The first way: every other one is compared with it.
-BASELINE = "full depth, bfloat16"
-#: Names of processes that no other way may have.
-TAKEN = ("bfloat16", "int8", "lookup", "llamacpp")
+BASELINE = "full model, bfloat16"
+#: Takes prompts of one length and a number of new tokens; returns the new tokens of each.
+Generate = Callable[[list[list[int]], int], list[list[int]]]
 
 
-@dataclass(frozen=True)
-class Way:
-    """One line of the table.
+def transformers_way(model: Any, pad: int, schedule: Schedule, **options: Any) -> Generate:
+    """Return a way that calls ``model.generate`` with a schedule."""
 
-    Attributes:
-        process: the ways with the same one share a loaded model.
-        engine: the program, with options.
-        call: options of each call.
-        alone: it takes one row at a time.
-    """
+    class Ids:
+        """A tokenizer that returns token ids as text."""
 
-    process: str
-    engine: Engine
-    call: Mapping[str, Any] = field(default_factory=dict)
-    alone: bool = False
+        pad_token_id = pad
+        eos_token = None
+
+        def decode(self, ids: Sequence[int], **_: Any) -> str:
+            return " ".join(map(str, ids))
+
+    def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
+        same = {"min_new_tokens": count, "max_new_tokens": count}
+        tokenizer: Any = Ids()
+        output = generate_ids(model, tokenizer, prompts, schedule, len(prompts), **same, **options)
+        return [[int(token) for token in each.text.split()] for each in output.completions]
+
+    return generate
 
 
-def ways(args: argparse.Namespace) -> dict[str, Way]:
-    """All ways that the arguments give files for."""
-    found: dict[str, Way] = {}
-    for kind in ("bfloat16", "int8"):
-        for number, adapter in enumerate(args.adapters if kind not in args.without else ()):
-            options = {"adapter": str(adapter)} | ({"quantization": "int8"} if kind == "int8" else {})
-            engine, process = Engine("skipdecode", options=options), f"{kind}{number or ''}"
+def llama_cpp_way(file: Path, ends: Sequence[int], rows: int, length: int) -> Generate:
+    """Return a way that runs llama.cpp: all rows in one ``llama_decode`` per step."""
+    import ctypes
+
+    import llama_cpp
+    import numpy as np
+
+    loading = llama_cpp.llama_model_default_params()
+    loading.use_extra_bufts = False  # its AMX kernels crash with Q4_1
+    model = llama_cpp.llama_model_load_from_file(str(file).encode(), loading)
+    words = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    params = llama_cpp.llama_context_default_params()
+    params.n_seq_max = rows
+    params.n_ctx = params.n_batch = rows * length
+    params.n_threads = params.n_threads_batch = torch.get_num_threads()
+    context = llama_cpp.llama_init_from_model(model, params)
+    batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
+
+    def step(columns: list[list[int]], position: int) -> list[int]:
+        batch.n_tokens = 0
+        last = []
+        for row, tokens in enumerate(columns):
+            for offset, token in enumerate(tokens):
+                i = batch.n_tokens
+                batch.token[i] = token
+                batch.pos[i] = position + offset
+                batch.n_seq_id[i] = 1
+                batch.seq_id[i][0] = row
+                batch.logits[i] = offset == len(tokens) - 1
+                batch.n_tokens += 1
+            last.append(batch.n_tokens - 1)
+        if code := llama_cpp.llama_decode(context, batch):
+            raise RuntimeError(f"llama_decode returned {code}")
+        chosen = []
+        for index in last:
+            pointer = ctypes.cast(llama_cpp.llama_get_logits_ith(context, index), ctypes.POINTER(ctypes.c_float))
+            logits = np.ctypeslib.as_array(pointer, (words,))
+            logits[list(ends)] = -np.inf
+            chosen.append(int(logits.argmax()))
+        return chosen
+
+    def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
+        tokens = step(prompts, 0)
+        outputs = [[token] for token in tokens]
+        for position in range(len(prompts[0]), len(prompts[0]) + count - 1):
+            tokens = step([[token] for token in tokens], position)
+            for output, token in zip(outputs, tokens, strict=True):
+                output.append(token)
+        return outputs
+
+    return generate
+
+
+def ways(given: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Generate]:
+    """Return all ways for which files are given, the full model in bfloat16 first."""
+    found: dict[str, Generate] = {}
+    pad = checkpoint.tokenizer.pad_token_id
+    full = Schedule.full(checkpoint.num_layers)
+    kinds: dict[str, dict[str, Any]] = {"bfloat16": {"dtype": "bfloat16"}, "int8": {"quantization": "int8"}}
+    for kind, options in kinds.items():
+        for number, adapter in enumerate(given.adapters):
+            model = Checkpoint.resolve(given.model, adapter).load(**options)
             if not number:
-                found[f"full depth, {kind}"] = Way(process, engine)
-            for speedup, schedule in read_schedules(adapter).items():
-                found.setdefault(f"{speedup:g}x, {kind}", Way(process, engine, {"schedule": schedule.to_dict()}))
-    names = [name for name, _ in args.pruned]
-    if taken := {each for each in names if names.count(each) > 1 or each in TAKEN}:
-        raise UsageError(f"{', '.join(taken)}: --pruned needs names of its own")
-    for name, checkpoint in args.pruned:
-        found[name] = Way(name, Engine("skipdecode", options={"checkpoint": checkpoint}))
-    lookup = Engine("transformers", options={"prompt_lookup": 10})
-    found["prompt lookup, bfloat16"] = Way("lookup", lookup, alone=True)
-    if args.gguf:
-        llama: dict[str, Any] = {"gguf": str(args.gguf.resolve()), "forbidden": args.ends}
-        found["llama.cpp, the GGUF file"] = Way("llamacpp", Engine("llamacpp", "llamacpp", "GGUF", llama))
+                found[f"full model, {kind}"] = transformers_way(model, pad, full)
+            for speedup, schedule in Checkpoint.resolve(given.model, adapter).schedules.items():
+                found.setdefault(f"{speedup:g}x, {kind}", transformers_way(model, pad, schedule))
+            if kind == "bfloat16" and not number:
+                found["prompt lookup, bfloat16"] = transformers_way(model, pad, full, prompt_lookup_num_tokens=10)
+    for text in given.pruned:
+        name, _, folder = text.partition("=")
+        pruned = Checkpoint.resolve(folder)
+        found[name] = transformers_way(pruned.load(dtype="bfloat16"), pad, Schedule.full(pruned.num_layers))
+    if given.gguf:
+        ends = checkpoint.generation_config.eos_token_id
+        ends = [ends] if isinstance(ends, int) else ends
+        length = given.prompt_tokens + given.new_tokens + 64
+        found["llama.cpp, the GGUF file"] = llama_cpp_way(given.gguf, ends, max(given.batch), length)
     return found
+
+
+def seconds(generate: Generate, prompts: list[list[int]], count: int) -> tuple[float, list[list[int]]]:
+    """Return the seconds of decoding, and the outputs."""
+    start = time.perf_counter()
+    generate(prompts, 1)
+    middle = time.perf_counter()
+    outputs = generate(prompts, count)
+    return time.perf_counter() - middle - (middle - start), outputs
+
+
+@torch.no_grad()
+def loss(model: Any, prompt: list[int], output: list[int]) -> float:
+    """Return the mean negative log-likelihood of an output under the full model, in nats per token."""
+    logits = model(torch.tensor([prompt + output]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return float(-logits.log_softmax(-1).gather(1, torch.tensor(output)[:, None]).mean())
 
 
 def main() -> None:
-    """Time, judge, and write the figures and the plot."""
-    args = _parser().parse_args()
-    ends = read_generation_config(str(args.model)).eos_token_id
-    args.ends = ends if isinstance(ends, list) else [ends]
-    known = ways(args)
-    model, tokenizer = skipdecode.load(str(args.model), dtype="float32", device="cpu")
-    items = [item for item in read_items(str(args.prompts), get_task("jsonl")) if item.error is None]
-    prompts = encode_prompts(tokenizer, [item.prompt for item in items[: args.limit]])
-    reference = written(model, tokenizer, prompts, args.new_tokens)
-    # Rows of one length: each prompt goes on with what full depth writes.
-    equal = [(prompt + text)[: args.prompt_tokens] for prompt, text in zip(prompts, reference, strict=True)]
-    if {*map(len, equal)} != {args.prompt_tokens}:
-        raise UsageError("a prompt and full depth's text are shorter than --prompt-tokens: give more --new-tokens")
-    clock = timed(known, prompts, equal, args)
-    rows_of_table = []
-    for name in [name for name in known if len(clock.texts.get(name, ())) == len(prompts)]:
-        row: dict[str, Any] = {"way": name, "peak_rss": clock.memory[name], "failed": clock.failed.get(name)}
-        row |= judged(model, tokenizer, prompts, clock.texts[name], reference)
-        for batch in args.batch:
-            if (name, batch) in clock.seconds:
-                own, base = clock.seconds[name, batch], clock.seconds[BASELINE, batch]
-                row[f"tokens_per_second_{batch}"] = batch * (args.new_tokens - 1) / statistics.median(own)
-                row[f"ratio_{batch}"] = statistics.median(b / o for b, o in zip(base, own, strict=True))
-        rows_of_table.append(row)
-    about = {
-        "machine": machine(),
-        "versions": ", ".join(f"{name} {number}" for name, number in sorted(clock.versions.items())),
-        "method": f"{len(prompts)} prompts, {args.new_tokens} greedy tokens each, ends of texts suppressed; batch 1: "
-        f"the prompts one by one; larger batches: prompts of {args.prompt_tokens} tokens, {args.rounds} rounds; all "
-        "ways in turn, medians; decoding is a call's time less that of the same call with one new token",
-        "command": f"python benchmarks/frontier.py MODEL{' ADAPTER' * len(args.adapters)} --batch "
-        f"{','.join(map(str, args.batch))} --new-tokens "
-        f"{args.new_tokens} --prompt-tokens {args.prompt_tokens} --rounds {args.rounds}"
-        + f" --limit {args.limit} --threads {args.threads}" * bool(args.limit)
-        + f" --without {args.without}" * bool(args.without)
-        + " --gguf FILE" * bool(args.gguf)
-        + "".join(f' --pruned "{name}=FOLDER"' for name, _ in args.pruned),
-    }
-    save(rows_of_table, about, args.batch, args.output)
-
-
-@dataclass
-class Clock:
-    """What was measured: texts and bytes by way, seconds of decoding by way and batch, why a way failed."""
-
-    texts: dict[str, list[list[int]]] = field(default_factory=dict)
-    seconds: dict[tuple[str, int], list[float]] = field(default_factory=dict)
-    memory: dict[str, int] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-
-
-def timed(
-    known: Mapping[str, Way], prompts: Sequence[list[int]], equal: Sequence[list[int]], args: argparse.Namespace
-) -> Clock:
-    """Ask all ways in turn: for the prompts one by one, then for batches of the ``equal`` ones."""
-    clock = Clock()
-    with ExitStack() as stack:
-        running: dict[str, Running] = {}
-        for name, way in known.items():
-            if way.process not in running:
-                print(f"loading {name}", flush=True)
-                running[way.process] = stack.enter_context(_start(way, args))
-                clock.versions |= running[way.process].versions
-
-        def ask(name: str, rows: Sequence[list[int]], warm: bool = True) -> None:
-            """Time a call beside the same prompts with one new token: what is left between them is decoding."""
-            process, call = running[known[name].process], dict(known[name].call)
-            try:
-                prompt = process.ask(rows, 1, call)
-                job = process.ask(rows, args.new_tokens, call)
-            except EngineFailed as error:
-                print(f"{name}: {error}", flush=True)
-                if name == BASELINE:
-                    raise
-                clock.failed[name] = str(error)
-                clock.seconds.pop((name, len(rows)), None)  # rounds that others went on with
-                return
-            if warm:
-                clock.seconds.setdefault((name, len(rows)), []).append(job["seconds"] - prompt["seconds"])
-                clock.memory[name] = max(clock.memory.get(name, 0), job["peak_rss"])
-                clock.texts.setdefault(name, []).extend(job["tokens"] if len(rows) == 1 else [])
-
-        for number, prompt in enumerate([prompts[0], *prompts]):
-            print(f"prompt {number} of {len(prompts)}", flush=True)
-            for name in known:
-                if name not in clock.failed:
-                    ask(name, [prompt], warm=number > 0)
-        for batch in [each for each in args.batch if each > 1]:
-            rows = [equal[i % len(equal)] for i in range(batch)]
-            for number in range(args.rounds + 1):
-                print(f"batch {batch}, round {number}", flush=True)
-                for name in [name for name, way in known.items() if not way.alone and name not in clock.failed]:
-                    ask(name, rows, warm=number > 0)
-    return clock
-
-
-def _start(way: Way, args: argparse.Namespace) -> Running:
-    """Start a way's process, with its model loaded."""
-    engine = way.engine
-    args.work.mkdir(parents=True, exist_ok=True)
-    job = {
-        "checkpoint": engine.options.get("checkpoint", str(args.model)),
-        "converted": str(args.work / engine.program),
-        "precision": engine.precision,
-        "options": dict(engine.options),
-        "threads": args.threads,
-        "rows": max(args.batch),
-        "prompt_tokens": args.prompt_tokens + 64,  # room for prompts as they are
-        "new_tokens": args.new_tokens,
-    }
-    log = re.sub(r"[^\w.-]+", "-", way.process) + ".log"
-    return Running(engine, job, args.environments, args.work / log)
-
-
-def written(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], count: int
-) -> list[list[int]]:
-    """Return the greedy tokens of full depth, without an end."""
-    full, found = Schedule.full(model.config.num_hidden_layers), []
-    ids: Any = Ids(tokenizer.pad_token_id)
-    for prompt in prompts:
-        options: Any = {"min_new_tokens": count, "max_new_tokens": count}
-        (completion,) = generate_ids(model, ids, [prompt], full, 1, **options).completions
-        found.append([int(token) for token in completion.text.split()])
-    return found
-
-
-def judged(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[list[int]],
-    texts: Sequence[list[int]],
-    reference: Sequence[list[int]],
-) -> dict[str, float]:
-    """Return how unlikely texts are to ``model`` at full depth, how like its own, and how repetitive."""
-    collate = Collator(tokenizer.pad_token_id)
-    rows = [{"prompt_ids": p, "response_ids": t} for p, t in zip(prompts, texts, strict=True)]
-    batches = [collate(rows[at : at + 8]) for at in range(0, len(rows), 8)]
-    own, theirs = (tokenizer.batch_decode([*each]) for each in (texts, reference))
-    scores = {}
-    for metric in (Agreement(), Repetition()):
-        found = metric.rows(own, [[each] for each in theirs])
-        scores[metric.name] = metric.corpus(found.sum(0), len(found))
-    return scores | {"nats": response_loss(model, batches, Schedule.full(model.config.num_hidden_layers))}
-
-
-def save(rows: Sequence[Mapping[str, Any]], about: Mapping[str, str], batches: Sequence[int], folder: Path) -> None:
-    """Write ``table.json``, which docs/frontier.md prints, and ``frontier.png``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(dict(row)) for row in rows)
-    write(folder / "table.json", f'{{"about": {json.dumps(dict(about))},\n"rows": [\n{lines}\n]}}\n')
-    figure, panels = plt.subplots(1, len(batches), figsize=(5 * len(batches), 5), layout="constrained", squeeze=False)
-    for panel, batch in zip(panels[0], batches, strict=True):
-        for number, row in enumerate(rows):
-            look = {"color": f"C{number}", "marker": "osv^<>DPX*"[number % 10], "linestyle": "", "alpha": 0.8}
-            panel.plot(row.get(f"ratio_{batch}", math.nan), row["nats"], label=row["way"], **look)
-        panel.set(xlabel="tokens per second, times full depth's in bfloat16", ylabel="nats of its texts, to full depth")
-        panel.set_title(f"batch {batch}")
-        panel.margins(x=0.1, y=0.1)
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    figure.savefig(folder / "frontier.png", dpi=110)
-
-
-def _named(text: str) -> tuple[str, str]:
-    """Return the parts of NAME=FOLDER."""
-    name, given, folder = text.partition("=")
-    if not given:
-        raise argparse.ArgumentTypeError(f"{text} is not NAME=FOLDER")
-    return name, folder
-
-
-def _parser() -> argparse.ArgumentParser:
+    """Generate, score, time, and write ``table.json`` and ``frontier.png``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="folder of the checkpoint")
-    parser.add_argument(
-        "adapters", type=Path, nargs="+", help="folders of its adapters; of a speed, the first that has it"
-    )
+    parser.add_argument("model")
+    parser.add_argument("adapters", nargs="+", help="of a speed, the first that has it counts")
     parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
-    named: Any = {"type": _named, "default": [], "action": "append", "metavar": "NAME=FOLDER"}
-    parser.add_argument("--pruned", help="a smaller checkpoint made of it; may be repeated", **named)
-    parser.add_argument("--without", default="", help="int8: this CPU cannot")
-    parser.add_argument("--prompts", type=Path, default=ROOT / "results" / "smollm2" / "prompts.jsonl")
-    parser.add_argument("--limit", type=int, help="take so many prompts")
+    parser.add_argument("--pruned", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--prompts", default=str(ROOT / "results" / "smollm2" / "prompts.jsonl"))
+    parser.add_argument("--limit", type=int)
     parser.add_argument("--batch", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32])
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--output", type=Path, default=ROOT / "results" / "frontier")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "frontier")
-    parser.add_argument("--environments", type=Path, default=ROOT / ".peers")
-    return parser
+    parser.add_argument("--output", type=Path, default=Path("runs/frontier"))
+    given = parser.parse_args()
+    checkpoint = Checkpoint.resolve(given.model)
+    tokenizer = checkpoint.tokenizer
+    examples = read_examples(given.prompts)[: given.limit]
+    prompts = encode_prompts(tokenizer, [example.prompt for example in examples])
+    reference = checkpoint.load(dtype="float32", device="cpu")
+    full = transformers_way(reference, tokenizer.pad_token_id, Schedule.full(checkpoint.num_layers))
+    texts = [full([prompt], given.new_tokens)[0] for prompt in prompts]
+    equal = [(prompt + text)[: given.prompt_tokens] for prompt, text in zip(prompts, texts, strict=True)]
+    known = ways(given, checkpoint)
+    outputs: dict[str, list[list[int]]] = {name: [] for name in known}
+    times: dict[tuple[str, int], list[float]] = {}
+    for number, prompt in enumerate([prompts[0], *prompts]):  # the first is not counted
+        for name, generate in known.items():
+            took, made = seconds(generate, [prompt], given.new_tokens)
+            if number:
+                times.setdefault((name, 1), []).append(took)
+                outputs[name] += made
+        print(f"prompt {number} of {len(prompts)}", flush=True)
+    for batch in [size for size in given.batch if size > 1]:
+        rows = [equal[i % len(equal)] for i in range(batch)]
+        for number in range(given.rounds + 1):
+            for name in [name for name in known if not name.startswith("prompt lookup")]:
+                took, _ = seconds(known[name], rows, given.new_tokens)
+                if number:
+                    times.setdefault((name, batch), []).append(took)
+            print(f"batch {batch}, round {number} of {given.rounds}", flush=True)
+    table = []
+    expected = [[text] for text in tokenizer.batch_decode(texts)]
+    for name, made in outputs.items():
+        decoded = tokenizer.batch_decode(made)
+        row: dict[str, Any] = {"way": name, "agreement": rouge_l(decoded, expected), "repetition": repetition(decoded)}
+        row["nats"] = statistics.mean(loss(reference, *pair) for pair in zip(prompts, made, strict=True))
+        for batch in given.batch:
+            if own := times.get((name, batch)):
+                base = times[BASELINE, batch]
+                row[f"tokens_per_second_{batch}"] = batch * (given.new_tokens - 1) / statistics.median(own)
+                row[f"ratio_{batch}"] = statistics.median(b / o for b, o in zip(base, own, strict=True))
+        table.append(row)
+    method = (
+        f"{len(prompts)} prompts, {given.new_tokens} greedy tokens each, end-of-sequence suppressed; larger batches: "
+        f"prompts of {given.prompt_tokens} tokens, {given.rounds} rounds; all ways in turn, medians"
+    )
+    about = {"machine": machine(), "method": method, "command": shlex.join(["python", *sys.argv])}
+    given.output.mkdir(parents=True, exist_ok=True)
+    (given.output / "table.json").write_text(json.dumps({"about": about, "rows": table}, indent=1) + "\n")
+    draw(table, given.batch, given.output / "frontier.png")
+
+
+def draw(rows: list[dict[str, Any]], batches: Sequence[int], file: Path) -> None:
+    """Plot the loss under the full model against tokens per second, a panel for each batch size."""
+    figure, panels = plt.subplots(1, len(batches), figsize=(5 * len(batches), 5), layout="constrained", squeeze=False)
+    for panel, batch in zip(panels[0], batches, strict=True):
+        for number, row in enumerate(rows):
+            if f"ratio_{batch}" in row:
+                panel.plot(row[f"ratio_{batch}"], row["nats"], "osv^<>DPX*"[number % 10], label=row["way"])
+        panel.set(xlabel="tokens per second, against the full model in bfloat16", ylabel="loss under the full model")
+        panel.set_title(f"batch {batch}")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.savefig(file, dpi=110)
 
 
 if __name__ == "__main__":

@@ -117,21 +117,20 @@ def answer(folder: str, *rows: str) -> None:
 
 
 def frontier(folder: str = "frontier") -> None:
-    """Print quality, tokens per second and memory of each way to run SmolLM2."""
+    """Print quality and tokens per second of each way to run SmolLM2."""
     rows = read(folder)["rows"]
     batches = sorted(int(key.rsplit("_", 1)[1]) for key in rows[0] if key.startswith("ratio_"))
 
     def rate(row: Row, batch: int) -> str:
         return f"{row[f'ratio_{batch}']:.2f}x" if f"ratio_{batch}" in row else ""
 
-    header = ("", "ROUGE-L vs full", "repeated 4-grams", *(f"batch {batch}" for batch in batches), "memory")
+    header = ("", "ROUGE-L vs full", "repeated 4-grams", *(f"batch {batch}" for batch in batches))
     lines = [
         (
-            row["way"],
+            row["way"].replace("full depth", "full model"),
             f"{row['agreement']:.0f}",
             f"{row['repetition']:.0f}%",
             *(rate(row, batch) for batch in batches),
-            f"{row['peak_rss'] / 1e9:.2f} GB",
         )
         for row in rows
     ]
