@@ -12,8 +12,8 @@ from pathlib import Path
 
 import typer
 
+from skipdecode.data.examples import read_examples
 from skipdecode.data.tasks import get_task
-from skipdecode.data.tasks.datasets import normalize_whitespace
 
 ASK = "Summarize this article in two or three sentences.\n\n"
 #: Words of an article.
@@ -23,9 +23,9 @@ LONGEST = 300
 def main(data: Path, output: Path) -> None:
     """Write both files, one conversation a line."""
     rows = []
-    for each in get_task("cnn_dm").read(data, "validation"):
+    for each in read_examples(data, get_task("cnn_dm"), "validation"):
         article = str(each.prompt).removesuffix("\n\nTL;DR:")
-        asked = ASK + normalize_whitespace(article, LONGEST)
+        asked = ASK + " ".join(article.split()[:LONGEST])
         rows.append({"messages": [{"role": "user", "content": asked}], "response": each.references[0]})
     learned = len(rows) * 2 // 3
     output.mkdir(parents=True, exist_ok=True)

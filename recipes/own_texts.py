@@ -1,46 +1,43 @@
-"""A training file with a model's own texts.
+"""A training file with a model's own outputs.
 
     python recipes/own_texts.py TRAIN OUTPUTS.jsonl REFERENCE TARGET TIMES OWN_TIMES
 
-OUTPUTS is what `skipdecode generate --full` wrote: sequence-level distillation (Kim & Rush, 2016). People's texts,
-TRAIN's column REFERENCE, go in TIMES times, the model's OWN_TIMES; of the other columns those that OUTPUTS has too.
-A text that was cut off keeps its finish_reason, so that no end is learnt there. CSV or JSONL, as the files' names say.
+OUTPUTS is what `skipdecode generate --speedup 1` wrote: sequence-level distillation (Kim & Rush, 2016). The references
+in TRAIN's column REFERENCE go in TIMES times, the model's outputs OWN_TIMES. Other columns stay that both files have.
+An output that was cut off keeps its finish_reason, so that no end is learned there. TARGET is CSV or JSONL.
 """
 
 from __future__ import annotations
 
-import csv
-import json
 from pathlib import Path
 
+import pandas as pd
 import typer
 
-from skipdecode.data.inputs import OUTPUT_COLUMNS
-from skipdecode.data.rows import read_rows
+
+def read(file: Path) -> pd.DataFrame:
+    """Read CSV or JSONL."""
+    return pd.read_csv(file) if file.suffix == ".csv" else pd.read_json(file, lines=True)
 
 
 def main(train: Path, outputs: Path, reference: str, target: Path, times: int, own_times: int) -> None:
-    """Write TARGET: the rows of TRAIN, TIMES over, and the texts of OUTPUTS as their REFERENCE, OWN_TIMES over."""
-    people = [row for _, row, _ in read_rows(train, strict=True)]
-    texts = [row for _, row, _ in read_rows(outputs, strict=True) if (row.get("text") or "").strip()]
-    written = (reference, *OUTPUT_COLUMNS)
-    columns = [name for name in people[0] if name not in written and all(name in row for row in texts)]
-    if not texts or not columns or reference not in people[0]:
-        raise typer.BadParameter(
-            f"{train} needs the column {reference}, and one of the prompts that the rows of {outputs} have too"
-        )
-    cut = any(row.get("finish_reason") == "length" for row in texts)
-    kept = [*columns, reference, *(["finish_reason"] if cut else [])]
-    rows = [{**row, "finish_reason": ""} for row in people] * times
-    rows += [{**row, reference: row["text"]} for row in texts] * own_times
-    rows = [{name: row[name] for name in kept} for row in rows]
-    with target.open("w", encoding="utf-8", newline="") as file:
-        if target.suffix == ".csv":
-            writer = csv.DictWriter(file, kept)
-            writer.writeheader()
-            writer.writerows(rows)
-        else:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    """Write TARGET."""
+    people = read(train)
+    own = read(outputs)
+    own = own[own["text"].fillna("").str.strip() != ""]
+    shared = [name for name in people.columns if name in own.columns and name not in (reference, "text", "tokens")]
+    if own.empty or not shared or reference not in people.columns:
+        raise typer.BadParameter(f"{train} needs the column {reference}, and a column of prompts that {outputs} has too")
+    own = own.assign(**{reference: own["text"]})
+    kept = [*shared, reference]
+    if (own["finish_reason"] == "length").any():
+        people = people.assign(finish_reason="")
+        kept.append("finish_reason")
+    rows = pd.concat([people[kept]] * times + [own[kept]] * own_times)
+    if target.suffix == ".csv":
+        rows.to_csv(target, index=False)
+    else:
+        rows.to_json(target, orient="records", lines=True, force_ascii=False)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Prompts that an adapter learns to answer: questions that a chat model makes up, and posts to be summarised.
+"""Prompts for an adapter: questions that a chat model generates, and posts to be summarised.
 
     python recipes/prompts.py MODEL PROMPTS.jsonl [--questions 1700] [--posts train.jsonl] [--summaries 800]
         [--engine vllm]
 
-POSTS: JSONL with `post`, as in Reddit TL;DR. The same command goes on after an interruption.
+POSTS: JSONL with `post`, as in Reddit TL;DR. The same command resumes after an interruption.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import random
 from pathlib import Path
 
 import typer
+from tqdm import tqdm
 
-from skipdecode.data.tasks import get_task
-from skipdecode.generation.engines import get_engine
 from skipdecode.generation.job import GenerationJob
-from skipdecode.training.self_prompts import prompts_for
+from skipdecode.loading.load import Checkpoint
+from skipdecode.training.self_generated import user_messages, write_with_job
 
 #: Words of a post.
 LONGEST = 90
 ASK = "Summarize this post in one or two sentences.\n\n"
-#: Questions of results/smollm2, which none may have learnt.
+#: Questions of results/smollm2, which none may have learned from.
 HELD_OUT = Path(__file__).resolve().parent.parent / "results" / "smollm2" / "prompts.jsonl"
 
 
@@ -36,9 +36,24 @@ def main(
     engine: str = "transformers",
 ) -> None:
     """Write FILE, one conversation a line."""
-    writer = get_engine(engine)
-    job = GenerationJob(model, task=get_task("jsonl"), batch_size=128, seed=seed, dtype="bfloat16", engine=writer)
-    asked = prompts_for(job, None, questions, file.with_name("own_prompts.jsonl"), say=typer.echo)
+    checkpoint = Checkpoint.resolve(model)
+
+    def write(prompts, options):  # type: ignore[no-untyped-def]
+        job = GenerationJob(
+            checkpoint,
+            prompts,
+            file.with_name("questions.jsonl"),
+            speedup=1,
+            batch_size=128,
+            seed=seed,
+            options=options,
+            load={"dtype": "bfloat16"},
+            engine=engine,
+        )
+        with tqdm(desc="questions") as bar:
+            return write_with_job(job, bar)
+
+    asked = user_messages(checkpoint, questions, write, typer.echo)
     held_out = {json.loads(line)["messages"][0]["content"] for line in HELD_OUT.read_text("utf-8").splitlines()}
     messages = [prompt[0].content for prompt in asked if not isinstance(prompt, str)]
     messages = [message for message in messages if message not in held_out]
