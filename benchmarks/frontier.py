@@ -24,8 +24,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-
 from skipdecode.data.examples import read_examples
+
 from skipdecode.data.metrics import repetition, rouge_l
 from skipdecode.data.tokenize import encode_prompts
 from skipdecode.generation.generate import generate_ids

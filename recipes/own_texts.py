@@ -27,7 +27,9 @@ def main(train: Path, outputs: Path, reference: str, target: Path, times: int, o
     own = own[own["text"].fillna("").str.strip() != ""]
     shared = [name for name in people.columns if name in own.columns and name not in (reference, "text", "tokens")]
     if own.empty or not shared or reference not in people.columns:
-        raise typer.BadParameter(f"{train} needs the column {reference}, and a column of prompts that {outputs} has too")
+        raise typer.BadParameter(
+            f"{train} needs the column {reference}, and a column of prompts that {outputs} has too"
+        )
     own = own.assign(**{reference: own["text"]})
     kept = [*shared, reference]
     if (own["finish_reason"] == "length").any():
