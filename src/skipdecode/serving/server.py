@@ -49,9 +49,6 @@ def server_command(
         vllm: options of vLLM's API server, as on a command line.
 
     Raises:
-        FileError: the adapter is missing or damaged.
-        ModelError: the model does not exist, or the adapter was trained on another one.
-        ScheduleError: the options contradict each other or the model.
         UsageError: ``vllm`` has one of the options ``REFUSED``, the model is a GGUF file, or the environment keeps
             vLLM from loading the plugin.
         MissingExtra: vLLM is not installed, or does not see the plugin.
@@ -68,8 +65,8 @@ def server_command(
     serving = Serving(checkpoint.config, options)
     require_vllm()
     _check_plugin()
-    names = given.served_model_name or [model]
-    names += [model_name(name, speedup) for name in names for speedup in serving.schedules]
+    plain = given.served_model_name or [model]
+    names = [*plain, *(model_name(name, speedup) for name in plain for speedup in serving.schedules)]
     command = [sys.executable, "-m", MODULE, "--model", checkpoint.path, "--shutdown-timeout", SHUTDOWN]
     if not given.disable_log_stats:
         command.append("--enable-per-request-metrics")  # so that responses report their speed

@@ -53,23 +53,20 @@ class Serving:
             - ``speedups``: list that requests may choose from. Default: the trained speed-ups above 1 (1, 2, 3 and 5
               for a model without any), and the values of ``speedup`` and ``load_speedup``.
             - ``speedup``: of requests that name none. Default: the slowest trained one in the list, else the slowest.
-            - ``prompt_layers``: how many layers every prompt runs, instead of the schedules' values: a number (a
-              schedule whose first step runs more uses that depth), or ``"max"``, the depth of the first step.
+            - ``prompt_layers``: most layers that a prompt runs: a number, or ``"max"``, the depth of the first step.
             - ``schedule``: one for every request, as :meth:`Schedule.to_dict` returns it, instead of these three.
             - ``adapter``: folder of an adapter, whose schedules take the place of the config's.
-            - ``load_speedup``, ``load_waiting``, ``load_token_ms``: of the load policy, see
-              :class:`~skipdecode.serving.load_policy.Load`.
+            - ``load_speedup``, ``load_waiting``, ``load_token_ms``: arguments of the load policy.
 
     Attributes:
         schedules: every schedule that the server can run, by speed-up, slowest first.
         default: speed-up of requests that name none.
         load: arguments of :class:`~skipdecode.serving.load_policy.Load`, or None without a load policy.
-        adapter: folder of the adapter, or None.
         buckets: groups of layers whose keys and values are freed together; empty if none retires early.
+        ends: by speed-up, the end of each bucket, counted from the prompt's end.
         untrained: warning that the model was not trained for its fastest schedule, or None.
 
     Raises:
-        FileError: the adapter is missing or damaged.
         ScheduleError: an option is unknown, values contradict each other or the model, or the adapter was not trained
             for a schedule.
     """
@@ -86,16 +83,21 @@ class Serving:
             schedule = Schedule.from_dict(options["schedule"])
             chosen = {float(schedule.target): schedule}
         else:
-            layers = parse_prompt_layers(options.get("prompt_layers"))
-            chosen = {speedup: self._schedule(trained, speedup, layers) for speedup in self._offered(options, trained)}
-        learnt = trained if self.adapter is not None else None
-        self.schedules = {speedup: bind(schedule, config, learnt) for speedup, schedule in chosen.items()}
+            offered = self._offered(options, trained)
+            chosen = {speedup: choose_schedule(trained, self.num_layers, speedup) for speedup in offered}
+        layers = parse_prompt_layers(options.get("prompt_layers"))
+        learnt = None if self.adapter is None else trained
+        self.schedules = {}
+        for speedup, schedule in chosen.items():
+            if layers is not None:  # depths never increase: a prompt runs no fewer layers than the first step
+                deepest = schedule.max_depth if layers == "max" else max(int(layers), schedule.max_depth)
+                schedule = schedule.replace(prompt_layers=deepest)
+            self.schedules[speedup] = bind(schedule, config, learnt)
         slowest = [speedup for speedup in self.schedules if speedup > 1 and speedup in trained]
         self.default = self.check_speedup(options.get("speedup", min(slowest, default=min(self.schedules))))
         self.load = self._load(options)
         self.buckets = choose_buckets(self.schedules.values())
         tables = {speedup: DepthTable(schedule) for speedup, schedule in self.schedules.items()}
-        #: By speed-up, the end of each bucket, counted from the prompt's end.
         self.ends = {speedup: [table.end(bucket) for bucket in self.buckets] for speedup, table in tables.items()}
         self.untrained = untrained_warning(self.schedules[max(self.schedules)], trained)
 
@@ -107,7 +109,6 @@ class Serving:
         return float(value)
 
     def _offered(self, options: Mapping[str, Any], trained: Iterable[float]) -> list[float]:
-        """Speed-ups that the server offers, lowest first."""
         listed = options.get("speedups")
         if listed is None:
             # One request at 1x makes every step as deep as the model: it is offered where it is asked for.
@@ -116,12 +117,6 @@ class Serving:
             named = [options[name] for name in ("speedup", "load_speedup") if name in options]
             listed = [*(faster or usual), *named]
         return sorted({float(speedup) for speedup in listed})
-
-    def _schedule(self, trained: Mapping[float, Schedule], speedup: float, prompt_layers: Any) -> Schedule:
-        schedule = choose_schedule(trained, self.num_layers, speedup)
-        if isinstance(prompt_layers, int):
-            prompt_layers = max(prompt_layers, schedule.max_depth)
-        return schedule if prompt_layers is None else schedule.replace(prompt_layers=prompt_layers)
 
     def _load(self, options: Mapping[str, Any]) -> dict[str, Any] | None:
         limits = {name.removeprefix("load_"): float(options[name]) for name in LIMITS if name in options}
@@ -189,10 +184,7 @@ def require_tested(release: str, worker: str = CPU_WORKER) -> None:
 
 
 def prepare_config(vllm_config: Any, serving: Serving, release: str) -> None:
-    """Check a config of a release of vLLM, and choose its CUDA graphs.
-
-    UnsupportedModel: it would give other texts with schedules, or hang.
-    """
+    """Check a config of a release of vLLM, and choose its CUDA graphs. UnsupportedModel: texts would be others."""
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
     require_tested(release, parallel.worker_cls)
