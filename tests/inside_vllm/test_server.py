@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,7 +20,6 @@ from helpers.server import Answer, Server, ask, together
 
 pytest_plugins = ["helpers.served"]
 NEW = 32
-DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 INPUTS = demo_texts()
 #: Of a request that names 3x: by the model's name, by the argument, by both.
 WAYS = [
@@ -238,25 +235,6 @@ def test_hundreds_of_requests_and_clients_that_leave(server: Server, client: Any
             break
         time.sleep(0.1)
     assert usage == [0, 0]
-
-
-def test_the_dashboard_and_alerts_ask_for_what_there_is(server: Server) -> None:
-    """Every metric that they name, with the labels that they name."""
-    lines = server.get("/metrics")
-    known: dict[str, set[str]] = {name: set() for name in re.findall(r"^# TYPE ([a-z0-9_:]+) ", lines, re.MULTILINE)}
-    for name, labels in re.findall(r"^([a-z][a-z0-9_:]*)(?:{(.*)})? ", lines, re.MULTILINE):
-        known.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
-    files = [DEPLOY / "alerts.yaml", DEPLOY / "grafana" / "dashboard.json"]
-    text = "".join(file.read_text("utf-8") for file in files).replace('\\"', '"')
-    asked = re.findall(r"\b((?:skipdecode|vllm:)[a-z_:]+)(?:{([^{}]*)})?", text)
-    ours = [name for name, _ in asked if name.startswith("skipdecode_")]
-    assert len(set(ours)) > 6
-    for name, labels in asked:
-        if name.startswith(("skipdecode_", "vllm:")):
-            assert name in known, name
-            assert {*re.findall(r"(\w+)\W?=", labels)} <= known[name], (name, labels)
-    grouped = {label.strip() for found in re.findall(r"by \(([^)]*)\)", text) for label in found.split(",")}
-    assert grouped <= set().union(*known.values())
 
 
 def test_sigterm_lets_requests_end(server: Server, client: Any, solo: Reference, mixed: Any) -> None:
