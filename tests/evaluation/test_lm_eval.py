@@ -1,4 +1,4 @@
-"""What lm-evaluation-harness is told is what decoding through a SkipCache would have seen."""
+"""What lm-evaluation-harness gets is what decoding through a SkipCache computes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save
-from transformers import AutoTokenizer, PreTrainedModel, T5Config
+from transformers import AutoTokenizer, PreTrainedModel
 
 import skipdecode
 from helpers.families import LAYERS, SCHEDULES, TOP, build
 from helpers.tiny import TEXTS, WORDS, sentence_pieces
-from skipdecode import Schedule, ScheduleError, SkipCache, SkipDecodeError, attach
-from skipdecode.errors import ModelError, UsageError
+from skipdecode import Schedule, ScheduleError, SkipCache, attach
+from skipdecode.errors import ModelError
 
 pytest.importorskip("lm_eval")
 
@@ -29,6 +29,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from skipdecode.evaluation.lm_eval import SkipLM, main
+from skipdecode.model.adapter import Adapter, save_adapter
 from skipdecode.model.cache_name import CACHE
 
 LENGTHS = [(9, 1), (5, 16), (2, 7), (12, 1), (1, 20), (5, 3), (9, 12)]  # tokens of context and of continuation
@@ -88,7 +89,7 @@ def same(ours: list[tuple[float, bool]], theirs: list[tuple[float, bool]], toler
 @BATCHES
 @pytest.mark.parametrize("name", ["opt", "gpt2", "gpt-neo", "llama", "gemma3", "phi3-sliding"])
 def test_full_depth_is_the_stock_backend(name: str, batch_size: int, checkpoint: Path) -> None:
-    ours = wrap(SkipLM, build(name), checkpoint, full=True, batch_size=batch_size)
+    ours = wrap(SkipLM, build(name), checkpoint, speedup=1, batch_size=batch_size)
     requests = tokens(ours.model, ours.schedule)
     answers = score(ours, requests)
     same(answers, score(wrap(HFLM, build(name), checkpoint, batch_size=batch_size), requests))
@@ -134,12 +135,12 @@ def test_the_split_matters_where_the_text_is_the_same(checkpoint: Path) -> None:
 @BATCHES
 def test_texts_and_empty_contexts(checkpoint: Path, batch_size: int) -> None:
     requests = instances("loglikelihood", PAIRS)
-    ours = load(SkipLM, checkpoint, full=True, batch_size=batch_size).loglikelihood(requests, disable_tqdm=True)
+    ours = load(SkipLM, checkpoint, speedup=1, batch_size=batch_size).loglikelihood(requests, disable_tqdm=True)
     same(ours, load(HFLM, checkpoint, batch_size=batch_size).loglikelihood(requests, disable_tqdm=True))
 
 
 def test_long_contexts_lose_their_left_end(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    lm = load(SkipLM, checkpoint, full=True, max_length=16, batch_size=4)
+    lm = load(SkipLM, checkpoint, speedup=1, max_length=16, batch_size=4)
     stock = load(HFLM, checkpoint, max_length=16, batch_size=4)
     requests = [(None, list(range(5, 5 + n)), list(range(40, 40 + m))) for n, m in [(30, 16), (30, 3), (13, 4), (4, 2)]]
     same(score(lm, requests), score(stock, requests))
@@ -152,7 +153,7 @@ def test_rolling_windows(checkpoint: Path) -> None:
     """Two windows and one; the prefix token is the prompt, so everything else is generated."""
     requests = instances("loglikelihood_rolling", [(" ".join(WORDS),), (TEXTS[0],)])
     stock = load(HFLM, checkpoint, max_length=16, batch_size=4).loglikelihood_rolling(requests, disable_tqdm=True)
-    ours = load(SkipLM, checkpoint, max_length=16, batch_size=4, full=True)
+    ours = load(SkipLM, checkpoint, max_length=16, batch_size=4, speedup=1)
     assert ours.loglikelihood_rolling(requests, disable_tqdm=True) == pytest.approx(stock, rel=1e-5)
     short = load(SkipLM, checkpoint, speedup=3, batch_size=4)
     text = short.tok_encode(TEXTS[0])
@@ -172,21 +173,19 @@ def test_automatic_batches_and_the_cache_of_answers(checkpoint: Path) -> None:
 # --- texts
 
 
-@pytest.mark.parametrize(
-    "options", [{"full": True}, {"speedup": 1}, {"schedule": Schedule.for_speedup(4, 8, 11, decay="linear")}]
-)
+@pytest.mark.parametrize("options", [{"speedup": 1}, {"schedule": Schedule.for_speedup(4, 8, 11, decay="linear")}])
 def test_texts_are_those_of_generate(checkpoint: Path, options: dict[str, Any]) -> None:
     wanted = {"max_gen_toks": 12, "do_sample": False, "until": ["<none>"]}
     requests = instances("generate_until", [(text, wanted) for text in TEXTS[:3]])
     texts = load(SkipLM, checkpoint, batch_size=2, **options).generate_until(requests, disable_tqdm=True)
     model, tokenizer = skipdecode.load(str(checkpoint), device="cpu")
     alike = skipdecode.generate(model, tokenizer, TEXTS[:3], max_new_tokens=12, do_sample=False, **options)
-    assert [text.strip() for text in texts] == [row.text for row in alike.completions]
+    assert texts == [completion.text for completion in alike.completions]
     stock = load(HFLM, checkpoint, batch_size=2).generate_until(requests, disable_tqdm=True)
     assert (texts == stock) == ("schedule" not in options)
 
 
-def test_the_embedded_checkpoint() -> None:
+def test_the_demo_model() -> None:
     wanted = {"max_gen_toks": 60, "until": ["\n"]}
     lm = load(SkipLM, "demo", speedup=3)
     (text,) = lm.generate_until(instances("generate_until", [("name The Mill, area riverside ->", wanted)]))
@@ -241,15 +240,15 @@ def test_a_template_that_begins_a_text_does_so_once() -> None:
 def test_tasks_are_scored_behind_the_template(chats: Path, task: Path) -> None:
     """At full depth it is the stock backend's score, at a budget another one."""
     stock = evaluate("hf", task, True, pretrained=str(chats))
-    assert evaluate("skipdecode", task, True, pretrained=str(chats), full=True) == pytest.approx(stock, rel=1e-5)
+    assert evaluate("skipdecode", task, True, pretrained=str(chats), speedup=1) == pytest.approx(stock, rel=1e-5)
     for other in (
         evaluate("skipdecode", task, True, pretrained=str(chats), speedup=4),
-        evaluate("skipdecode", task, False, pretrained=str(chats), full=True),
+        evaluate("skipdecode", task, False, pretrained=str(chats), speedup=1),
     ):
         assert not math.isclose(other[0], stock[0], rel_tol=1e-3)
 
 
-# --- what is chosen and refused
+# --- the schedule
 
 
 def test_the_schedule_is_chosen_and_told(checkpoint: Path, tmp_path: Path) -> None:
@@ -258,21 +257,37 @@ def test_the_schedule_is_chosen_and_told(checkpoint: Path, tmp_path: Path) -> No
     lm = load(SkipLM, checkpoint, schedule=str(tmp_path / "schedule.json"))
     assert lm.schedule == schedule
     assert lm.get_model_info()["skipdecode_schedule"] == schedule.to_dict()
-    assert load(SkipLM, checkpoint).schedule.target == 2
+    assert load(SkipLM, checkpoint).schedule.is_full
     with pytest.raises(ScheduleError, match="for 9 layers, the model has 8"):
         load(SkipLM, checkpoint, schedule=Schedule.full(9))
 
 
-@pytest.mark.parametrize("option", [{"parallelize": True}, {"tp_plan": "auto"}])
-def test_what_cannot_skip_is_refused(checkpoint: Path, option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="several devices"):
-        load(SkipLM, checkpoint, **option)
-
-
-def test_encoder_decoders_are_refused_before_their_weights_are_read(tmp_path: Path) -> None:
-    T5Config(num_layers=2).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="encoder-decoder"):
-        load(SkipLM, tmp_path)
+def test_an_adapter_runs_at_its_speeds(checkpoint: Path, tmp_path: Path) -> None:
+    """``pretrained=MODEL,adapter=FOLDER,speedup=2``; or the folder alone, whose slowest speed then runs."""
+    model, _ = skipdecode.load(str(checkpoint), device="cpu")
+    schedules = {2.0: Schedule(LAYERS, 4, 4, 1), 4.0: Schedule(LAYERS, 2, 2, 1)}
+    adapter = Adapter(model.config.hidden_size, 4, schedules)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.normal_(std=0.3)
+    save_adapter(tmp_path / "fast", adapter, model, str(checkpoint))
+    requests = instances("loglikelihood", PAIRS)
+    both, folder, other = (
+        load(SkipLM, name, **options)
+        for name, options in (
+            (checkpoint, {"adapter": str(tmp_path / "fast"), "speedup": 2}),
+            (tmp_path / "fast", {}),
+            (checkpoint, {"speedup": 2}),
+        )
+    )
+    assert both.schedule == folder.schedule == schedules[2.0]
+    answers = both.loglikelihood(requests, disable_tqdm=True)
+    same(answers, folder.loglikelihood(requests, disable_tqdm=True))
+    assert answers != other.loglikelihood(requests, disable_tqdm=True)
+    ids = tokens(both.model, both.schedule)
+    same(score(both, ids), [by_hand(both.model, both.schedule, *request[1:])[:2] for request in ids], 1e-4)
+    with pytest.raises(ScheduleError, match="2x and 4x"):
+        load(SkipLM, tmp_path / "fast", speedup=3)
 
 
 # --- from end to end
@@ -317,7 +332,7 @@ def evaluate(model: str, folder: Path, chat: bool = False, **arguments: Any) -> 
 @pytest.mark.slow
 def test_simple_evaluate(checkpoint: Path, task: Path) -> None:
     stock = evaluate("hf", task, pretrained=str(checkpoint))
-    full = evaluate("skipdecode", task, pretrained=str(checkpoint), full=True)
+    full = evaluate("skipdecode", task, pretrained=str(checkpoint), speedup=1)
     fast = evaluate("skipdecode", task, pretrained=str(checkpoint), speedup=4)
     assert full == pytest.approx(stock, rel=1e-5)
     assert not math.isclose(fast[0], stock[0], rel_tol=1e-3)
@@ -343,61 +358,21 @@ def test_the_command_line(chats: Path, task: Path, monkeypatch: pytest.MonkeyPat
     assert results["chat_template"] == (TEMPLATE if chat else None)
 
 
-# --- what a checkpoint is refused for
-
-
-@pytest.mark.parametrize("option", [{"trust_remote_code": True}, {"trust_remote_code": "true"}])
-def test_code_of_a_checkpoint_is_never_asked_for(checkpoint: Path, option: dict[str, Any]) -> None:
-    """F2: the harness would pass it on."""
-    with pytest.raises(UsageError, match="trust_remote_code"):
-        load(SkipLM, checkpoint, **option)
-
-
-def damaged(checkpoint: Path, folder: Path, name: str, data: bytes) -> Path:
-    """A copy with one file of other content."""
-    copy = Path(shutil.copytree(checkpoint, folder / "model"))
-    (copy / name).write_bytes(data)
-    return copy
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-@pytest.mark.parametrize("data", [b"", b"[]", b"garbage"])
-def test_a_damaged_checkpoint_is_named(checkpoint: Path, tmp_path: Path, name: str, data: bytes) -> None:
-    """G: what loading refuses, the harness refuses."""
-    with pytest.raises(ModelError, match=str(tmp_path)) as caught:
-        load(SkipLM, damaged(checkpoint, tmp_path, name, data))
-    assert len(str(caught.value).splitlines()) == 1
-
-
-def test_types_are_those_of_load(checkpoint: Path) -> None:
-    """G: `dtype=Tensor`."""
-    with pytest.raises(ModelError, match="a dtype is"):
-        load(SkipLM, checkpoint, dtype="Tensor")
-
-
-def test_missing_weights_are_not_scored(checkpoint: Path, tmp_path: Path) -> None:
-    """F11: a random layer has a score too."""
+@pytest.mark.parametrize("missing", [None, "model.layers"])
+def test_an_unusable_checkpoint_is_named(checkpoint: Path, tmp_path: Path, missing: str | None) -> None:
+    """What loading refuses, the harness refuses: a random layer has a score too."""
+    copy = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     weights = load_file(checkpoint / "model.safetensors")
-    weights = {key: value for key, value in weights.items() if ".layers.3." not in key}
-    copy = damaged(checkpoint, tmp_path, "model.safetensors", save(weights, {"format": "pt"}))
-    with pytest.raises(ModelError, match="16 weights are missing"):
+    kept = {key: value for key, value in weights.items() if ".layers.3." not in key}
+    (copy / "model.safetensors").write_bytes(b"garbage" if missing is None else save(kept, {"format": "pt"}))
+    with pytest.raises(ModelError, match=str(tmp_path)):
         load(SkipLM, copy)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"num_layers": 8}', None])
-def test_a_bad_schedule_file_is_named(checkpoint: Path, tmp_path: Path, text: str | None) -> None:
-    """G: before the weights are read."""
-    path = tmp_path / "schedule.json"
-    if text is not None:
-        path.write_text(text, encoding="utf-8")
-    with pytest.raises((SkipDecodeError, FileNotFoundError), match=r"schedule"):
-        load(SkipLM, tmp_path / "none", schedule=str(path))
 
 
 def test_the_command_line_ends_with_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, task: Path
 ) -> None:
-    """G: as skipdecode's own does."""
+    """As skipdecode's own does."""
     command = ["harness", "--model", "skipdecode", "--tasks", "rest", "--include_path", str(task)]
     monkeypatch.setattr(sys, "argv", [*command, "--model_args", f"pretrained={tmp_path / 'none'}"])
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
