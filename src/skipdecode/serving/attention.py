@@ -83,17 +83,11 @@ class ByLayer(dict[str, Any]):
 
 
 class SubsetMetadata:
-    """Attention metadata and KV-cache slots of a subset of a step's tokens, built once per group of layers.
-
-    Args:
-        inputs: the model runner's, of the step.
-        slots: (tokens,) of the whole step, by layer name.
-        subset: of the step's tokens.
-    """
+    """Attention metadata and KV-cache slots of a subset of a step's tokens, built once per group of layers."""
 
     def __init__(self, inputs: RunnerInputs, slots: Any, subset: TokenSubset) -> None:
         self.inputs = inputs
-        self.slots = slots
+        self.slots = slots  # (tokens,) of the whole step, by layer name
         device = inputs.lengths.device
         requests = torch.from_numpy(subset.requests)
         self.requests = requests.to(device)

@@ -45,12 +45,7 @@ class StepContext:
     def following(self, plan: StepPlan, attention: SubsetAttention | None) -> Iterator[None]:
         """Context within which gates follow a plan; elsewhere every layer runs for every token.
 
-        Args:
-            plan: of the step.
-            attention: None for a uniform step.
-
-        Raises:
-            RuntimeError: the step did not run as planned, as when a compiled graph bypasses the gates.
+        RuntimeError: the step did not run as planned, as when a compiled graph bypasses the gates.
         """
         expected = self.run_tokens + sum(plan.counts)
         self.count(plan, has_run=plan.is_full)  # vLLM's graph of the model does not call the gates' counters
@@ -152,13 +147,7 @@ class Gate:
 
 
 def select(value: Any, tokens: Tensor, count: int) -> Any:
-    """Select tokens from every tensor that has one entry per token of the step, also in tuples, lists and dicts.
-
-    Args:
-        value: argument of a layer.
-        tokens: (tokens of the subset,), indices in the step.
-        count: number of tokens in the step.
-    """
+    """Select tokens, by their indices, from every tensor that has ``count`` tokens, also in tuples, lists and dicts."""
     if isinstance(value, tuple | list):
         return type(value)(select(item, tokens, count) for item in value)
     if isinstance(value, dict):
@@ -200,14 +189,7 @@ def adds_residual(layer: nn.Module, config: Any, device: torch.device) -> bool:
     """Whether a layer's input is the sum of its hidden states and residual, tried on random input.
 
     In most of vLLM's families it is. In others, as Cohere and EXAONE 4, layers ignore the residual.
-
-    Args:
-        layer: with its weights, without a gate.
-        config: vLLM's config.
-        device: the layer's.
-
-    Raises:
-        UnsupportedModel: what the layer returns follows neither rule.
+    UnsupportedModel: the layer, which has no gate yet, follows neither rule.
     """
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context

@@ -17,15 +17,7 @@ LABELS = ("model_name", "speedup")
 
 
 class RequestMetrics:
-    """Metrics of the requests of one API server.
-
-    Args:
-        serving: the server's settings.
-        model_name: name that the server gives the model, as a metrics label.
-
-    Attributes:
-        load: the load policy, or None.
-    """
+    """Metrics of the requests of one API server, whose model has the name ``model_name``, and its load policy."""
 
     def __init__(self, serving: Serving, model_name: str) -> None:
         self.serving = serving
@@ -123,13 +115,8 @@ def token_times(load: Load) -> Any:
 def layer_tokens(table: DepthTable, prompt: int, cached: int, new: int) -> dict[str, Any]:
     """Layer-tokens that one request ran, as responses report them; ``of`` is what the full model would have run.
 
-    Tokens computed again after a preemption count once. The last generated token is not fed back.
-
-    Args:
-        table: of the request's schedule.
-        prompt: number of prompt tokens.
-        cached: number of prompt tokens from the prefix cache, which do not count.
-        new: number of generated tokens.
+    Tokens computed again after a preemption count once, those from the prefix cache not at all. The last of the ``new``
+    tokens is not fed back.
     """
     ran = prompt - cached
     steps = max(new - 1, 0)

@@ -62,15 +62,9 @@ def refuse_beams(*_: Any, **__: Any) -> None:
 
 
 def assign_speedup(params: Any, serving: Serving, load: Load | None = None) -> None:
-    """Write the request's speed-up, and what its keys and values depend on, into its parameters.
+    """Write a request's speed-up, and what its keys and values depend on, into its SamplingParams.
 
-    Args:
-        params: vLLM's SamplingParams, not shared with other requests.
-        serving: the server's settings.
-        load: the load policy, if there is one.
-
-    Raises:
-        ScheduleError: the server does not offer the request's speed-up.
+    ScheduleError: the server does not offer the speed-up.
     """
     speedup = requested_speedup(params, serving)
     moved = False
@@ -109,13 +103,7 @@ def bucket_ends(request: Any) -> list[float] | None:
 
 
 def block_keys(request: Any, start: int, end: int) -> list[tuple[str, str]]:
-    """Hash keys that tell a KV-cache block from one with the same tokens at other depths.
-
-    Args:
-        request: the scheduler's request object.
-        start: the block's first position.
-        end: the position after its last one.
-    """
+    """Hash keys that tell a KV-cache block, positions ``start`` to ``end - 1``, from one at other depths."""
     own = own_arguments(request.sampling_params)
     if own is None:
         return []

@@ -124,7 +124,6 @@ class SkipRunner(Runner):
         self.skip_context.reset_counters()
 
     def _rehearse(self, plan: StepPlan, layers: CompiledLayers) -> None:
-        """Run a step of no text, and compile the layers that it runs."""
         forward = self.model.forward
 
         def planned(*args: Any, **kwargs: Any) -> Any:
@@ -148,11 +147,10 @@ class SkipRunner(Runner):
 
         Args:
             plan: of the step.
-            positions: (…, tokens), position of each token in its text. RuntimeError: another number of tokens.
+            positions: (…, tokens), position of each token in its text.
             inputs: returns the runner's inputs of the step; not called for a uniform step.
         """
-        if positions.shape[-1] != plan.tokens:
-            raise RuntimeError(f"the step has {positions.shape[-1]} tokens where {plan.tokens} were planned")
+        assert positions.shape[-1] == plan.tokens, "the step has other tokens than were planned"
         attention = None
         if not plan.is_full:
             context = get_forward_context()

@@ -80,9 +80,7 @@ class DepthTables:
         sets = {row.tobytes(): row for row in steps}
         self.uniform: Flags = np.stack(list(sets.values()))
         places = {key: place for place, key in enumerate(sets)}
-        #: (rows,), the row's place in ``uniform``; -1: none.
         self._places: Whole = np.array([places.get(row.tobytes(), -1) for row in self._runs])
-        #: (rows, layers), 1 + the index of the module that acts before the layer; 0: none.
         self._acts: Whole = np.zeros(self._runs.shape, dtype=np.int64)
         self._modules: list[LowRank] = []
         if adapter is not None:
@@ -144,29 +142,26 @@ class TokenSubset:
 class StepPlan:
     """Plan of one step.
 
-    Args:
+    Attributes:
         runs: (tokens, layers), True where the token runs the layer.
         starts: (requests + 1,), index of each request's first token, then the total.
         uniform: place in :attr:`DepthTables.uniform` of the layers that all tokens run; None: the step is not uniform.
         acts: (tokens or 1, layers), 1 + the index of the module that acts on the token before the layer; 0: none.
         modules: the adapter's.
-
-    Attributes:
         counts: how many tokens run each layer.
-        is_full: whether every token runs every layer.
     """
 
     def __init__(
-        self, runs: Flags, starts: Whole, uniform: int | None, acts: Whole, modules: Sequence[LowRank] = ()
+        self, runs: Flags, starts: Whole, uniform: int | None, acts: Whole, modules: Sequence[LowRank]
     ) -> None:
         self.runs = runs
         self.starts = starts
         self.uniform = uniform
+        self.acts = acts
+        self.modules = modules
         self.tokens = len(runs)
         self.counts: list[int] = runs.sum(axis=0).tolist()
         self.is_full = uniform == 0
-        self._acts = acts
-        self._modules = modules
         self._subsets: dict[bytes, TokenSubset] = {}
 
     def subset(self, layer: int) -> TokenSubset:
@@ -182,10 +177,10 @@ class StepPlan:
 
     def adapter_modules(self, layer: int) -> list[tuple[LowRank, Whole | None]]:
         """Modules that act before a layer, each with the indices of its tokens; None: all tokens."""
-        if not self._modules:
+        if not self.modules:
             return []
-        acts = self._acts[:, layer]
+        acts = self.acts[:, layer]
         places = np.unique(acts)
         if len(places) == 1:
-            return [(self._modules[places[0] - 1], None)] if places[0] else []
-        return [(self._modules[place - 1], np.flatnonzero(acts == place)) for place in places if place]
+            return [(self.modules[places[0] - 1], None)] if places[0] else []
+        return [(self.modules[place - 1], np.flatnonzero(acts == place)) for place in places if place]
