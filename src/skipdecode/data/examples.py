@@ -60,7 +60,7 @@ def read_rows(path: str | Path, text_column: str = "prompt") -> Iterator[Row]:
     if not path.is_file():
         raise DataError(f"there is no file {path}")
     if kind == ".parquet":
-        yield from _from_datasets(str(path), "parquet", data_files=str(path), split="train")
+        yield from _from_datasets(str(path), "parquet", None, data_files=str(path), split="train")
         return
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
@@ -103,7 +103,11 @@ def _from_datasets(name: str, *args: Any, **options: Any) -> Iterator[Row]:
     except ImportError:
         raise MissingExtra(f"{name} needs the package datasets: pip install 'skipdecode[train]'") from None
     try:
-        rows = datasets.load_dataset(*args, **options)
+        try:
+            rows = datasets.load_dataset(*args, **options)
+        except RuntimeError:  # it runs no loading scripts: the Hub has their data as Parquet on this branch
+            _, config = args
+            rows = datasets.load_dataset(name, revision="refs/convert/parquet", data_dir=config, **options)
     except Exception as error:
         raise DataError(f"{name} cannot be read: {' '.join(str(error).split())}") from error
     for number, row in enumerate(rows, 1):

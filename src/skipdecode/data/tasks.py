@@ -105,7 +105,8 @@ def plain(
     """
     if _filled(row.get("tools")):
         raise DataError("tools would not reach the model: they are not supported")
-    references = _responses(row, (response_column,) if response_column else ("response", "completion"))
+    names = [response_column] if response_column else ["response", "completion"]
+    references = _responses(row, [name for name in names if name != prompt_column])
     columns = [prompt_column] if prompt_column else ["prompt", "messages", "text"]
     if prompt_share is not None:
         columns = [prompt_column or "text"]

@@ -257,6 +257,8 @@ def _generate_batch(
         text = decode_response(tokenizer, prompt, tokens)
         completions.append(Completion(text, len(tokens), "stop" if length else "length"))
     steps = progress.passes - 1
+    if beams == 1:  # on MPS, transformers stops a pass late, and drops its token
+        steps = min(steps, len(sequences[0]) - 1)
     prompt_layers = [width] * layers
     if isinstance(decoding, Schedule):
         prompt_layers = decoding.positions_per_layer(width, width)
