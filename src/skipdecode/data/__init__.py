@@ -1,1 +1,1 @@
-"""Read rows of text, make prompts and batches of them, and score generated texts."""
+"""Rows of data, prompts and batches made of them, and metrics of generated texts."""

@@ -1,4 +1,4 @@
-"""Conversations: parse messages from a row, and render them with a tokenizer's chat template."""
+"""Conversations: their messages, and their text by a tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -18,93 +18,97 @@ class Message(NamedTuple):
 
 
 Chat = tuple[Message, ...]
-#: The model's input: a text, or a conversation that the model answers.
+#: Input of the model: a text, or a conversation that it answers.
 Prompt = str | Chat
-#: A message that no template has in its own words.
+#: Placeholder that shows where a template puts a message.
 MARK = "x7MESSAGE7x"
 
 
-def parse_messages(value: Any) -> Chat:
-    """Parse a list of ``{"role": …, "content": …}``, the format of TRL and transformers.
+def is_conversation(value: Any) -> bool:
+    """Whether ``value`` is a list of messages, as chat templates take them."""
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(m, (Mapping, Message)) for m in value)
 
-    Raises DataError for anything else, and for content that is not text (images, tool calls).
+
+def parse_messages(value: Any) -> Chat:
+    """Conversation from a list of ``{"role": …, "content": …}``, the format of TRL and transformers.
+
+    Raises DataError for anything else, and for fields that would not reach the model: images, tool calls, names.
     """
-    if not isinstance(value, (list, tuple)) or not value:
+    if not is_conversation(value):
         raise DataError("messages are a list of {'role': …, 'content': …}, at least one")
     chat = []
     for number, message in enumerate(value, 1):
-        if isinstance(message, Message):
-            message = message._asdict()
-        role = message.get("role") if isinstance(message, Mapping) else None
-        if not isinstance(role, str) or not role.strip():
-            raise DataError(f"message {number} has no role: messages are {{'role': …, 'content': …}}")
-        if not isinstance(message.get("content"), str) or message.get("tool_calls"):
-            raise DataError(f"message {number}: its content is not a string; images and tool calls are not supported")
-        chat.append(Message(role, message["content"]))
+        fields = message._asdict() if isinstance(message, Message) else message
+        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
+            raise DataError(f"message {number} has no role and content that are texts: other content is not supported")
+        if more := [name for name, value in fields.items() if value and name not in Message._fields]:
+            raise DataError(f"message {number}: {', '.join(more)} would not reach the model; give role and content")
+        chat.append(Message(fields["role"], fields["content"]))
     return tuple(chat)
 
 
 def as_json(value: Any) -> Any:
-    """Return a column's value for JSON, with messages as objects that :func:`parse_messages` reads again."""
+    """Value for JSON, with messages as objects that :func:`parse_messages` reads again."""
     if isinstance(value, (list, tuple)):
-        return [each._asdict() if isinstance(each, Message) else each for each in value]
+        return [item._asdict() if isinstance(item, Message) else item for item in value]
     return value
 
 
 def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, answer: str | None = None) -> str:
-    """Return the conversation in the format of the tokenizer's chat template, with special tokens.
+    """Text of a conversation by the tokenizer's chat template, with special tokens.
 
-    The text ends after ``answer``; without it, where the assistant's answer begins, or after a last message of the
-    assistant, which the answer continues.
+    It ends with ``answer`` and what closes it. Without ``answer`` it ends where the assistant's answer begins, or
+    after a last message of the assistant, which the answer continues.
 
-    Raises ModelError if the tokenizer has no template, or the template refuses the conversation.
+    Raises ModelError if there is no template, or the template refuses the conversation or leaves out a message.
     """
-    messages, begun = [message._asdict() for message in chat], chat[-1].role == "assistant"
-    if begun:
+    chat = parse_messages(chat)
+    messages = [message._asdict() for message in chat]
+    continues = chat[-1].role == "assistant"
+    if continues:
         messages[-1]["content"] += answer or ""
     elif answer is not None:
         messages.append({"role": "assistant", "content": answer})
     open_end = answer is None
-    kind = {"continue_final_message": begun and open_end, "add_generation_prompt": not begun and open_end}
-    return _apply(tokenizer, messages, **kind)
+    text = _apply(
+        tokenizer,
+        messages,
+        continue_final_message=continues and open_end,
+        add_generation_prompt=not continues and open_end,
+    )
+    _check_complete(chat, text)
+    return text
 
 
-def _apply(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], **kind: bool) -> str:
-    from jinja2 import TemplateError
-
+def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], **options: bool) -> str:
     if tokenizer.chat_template is None:
-        raise ModelError(
-            "the tokenizer has no chat template, so it cannot write messages: take a model made for chats, "
-            "set tokenizer.chat_template, or give the prompts as text"
-        )
+        raise ModelError("the tokenizer has no chat template: set tokenizer.chat_template, or give prompts as texts")
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **kind)
-    except (TemplateError, ValueError, TypeError) as problem:
-        why = " ".join(str(problem).split())
-        raise ModelError(f"the tokenizer's chat template does not take these messages: {why}") from None
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+    except Exception as error:  # templates are programs, and raise what they like
+        reason = " ".join(str(error).split())
+        raise ModelError(f"the tokenizer's chat template does not take these messages: {reason}") from error
+
+
+def _check_complete(chat: Chat, text: str) -> None:
+    """Raise ModelError unless the text has each message, in order; templates may move a system message."""
+    place = 0
+    for number, message in enumerate(chat, 1):
+        content = message.content.rpartition("</think>")[2].strip()  # templates drop earlier thoughts
+        start = text.find(content, 0 if message.role == "system" else place)
+        if start < 0:
+            raise ModelError(f"the chat template leaves out message {number}, of role {message.role!r}")
+        if message.role != "system":
+            place = start + len(content)
 
 
 def around_message(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """Return what the chat template writes before the first message of a user, and what ends that message.
+    """What the chat template writes before a user's first message, and what ends that message.
 
     Raises ModelError if the template takes no such message, or does not show where it ends.
     """
     before, _, rest = _apply(tokenizer, [{"role": "user", "content": MARK}]).partition(MARK)
     after = rest.strip()
     if not after:
-        raise ModelError(
-            "the tokenizer's chat template does not show where a user's message ends, so the model cannot be asked to "
-            "write one: give --prompts FILE"
-        )
+        raise ModelError("the chat template does not show where a user's message ends: give --prompts FILE")
     return before, after
-
-
-def texts_for_a_chat_model(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> str | None:
-    """Return what to tell a user whose prompts are texts, where the model was taught to answer messages; else None."""
-    texts = sum(isinstance(prompt, str) for prompt in prompts)
-    if not texts or tokenizer.chat_template is None:
-        return None
-    return (
-        f"{texts:,} of {len(prompts):,} prompts are texts, and a chat model is given them as they are: it answers rows "
-        "with `messages` (`generate --chat` makes messages of texts)"
-    )

@@ -1,4 +1,4 @@
-"""Make batches of examples in which all prompts end in the same column."""
+"""Batches of examples in which all prompts end in the same column."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .tasks import Example
+from .examples import Example
 from .tokenize import encode_prompts, encode_response
 
 
@@ -18,45 +18,48 @@ class Collator:
     """Left-pads prompts and right-pads responses, so that all prompts of a batch end in the same column.
 
     Widths are rounded up to ``multiple``: with a new shape in every batch, the CPU allocator's memory would grow.
+
+    Attributes:
+        max_length: positions of the model. In a wider batch, the ends of the longest responses are cut.
+        cut: number of responses cut so far.
     """
 
     pad_token_id: int
     multiple: int = 8
-    #: The model's positions and the limit of a batch's width: ends of the longest responses may be cut.
     max_length: int | None = None
-    #: Number of responses cut so far.
     cut: int = field(default=0, init=False)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Make a batch of items with ``prompt_ids`` and ``response_ids``.
+        """Batch of rows with ``prompt_ids`` and ``response_ids``.
 
-        Returns ``input_ids``, ``attention_mask``, ``position_ids`` (batch, P + R - 1), ``labels`` (batch, 1 + R; -100
-        on padding) and ``prompt_length`` P. The last response token is a label only. The first column of labels is
-        -100, because the Trainer counts a step's tokens from the second column on.
+        It holds ``input_ids``, ``attention_mask`` and ``position_ids`` (batch, P + R - 1), ``labels`` (batch, 1 + R;
+        -100 on padding) and ``prompt_length`` P. The last response token is a label only. The first column of labels
+        is -100, because the Trainer counts a step's tokens from the second column on.
         """
         longest = max(len(row["prompt_ids"]) for row in rows)
         steps = max(len(row["response_ids"]) for row in rows) - 1
-        prompt, fed = _round_up(longest, self.multiple), _round_up(steps, self.multiple)
+        prompt_length = _round_up(longest, self.multiple)
+        fed = _round_up(steps, self.multiple)
         if self.max_length is not None:
-            prompt = max(longest, min(prompt, self.max_length - steps))
-            fed = min(fed, self.max_length - prompt)
-        ids = torch.full((len(rows), prompt + fed), self.pad_token_id)
-        mask = torch.zeros_like(ids)
+            prompt_length = max(longest, min(prompt_length, self.max_length - steps))
+            fed = min(fed, self.max_length - prompt_length)
+        input_ids = torch.full((len(rows), prompt_length + fed), self.pad_token_id)
+        mask = torch.zeros_like(input_ids)
         labels = torch.full((len(rows), 1 + fed + 1), -100)
         for i, row in enumerate(rows):
             response = row["response_ids"][: fed + 1]
             self.cut += len(response) < len(row["response_ids"])
-            text = torch.tensor([*row["prompt_ids"], *response[:-1]])
-            start = prompt - len(row["prompt_ids"])
-            ids[i, start : start + len(text)] = text
-            mask[i, start : start + len(text)] = 1
+            ids = torch.tensor([*row["prompt_ids"], *response[:-1]])
+            start = prompt_length - len(row["prompt_ids"])
+            input_ids[i, start : start + len(ids)] = ids
+            mask[i, start : start + len(ids)] = 1
             labels[i, 1 : 1 + len(response)] = torch.tensor(response)
         return {
-            "input_ids": ids,
+            "input_ids": input_ids,
             "attention_mask": mask,
             "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
             "labels": labels,
-            "prompt_length": prompt,
+            "prompt_length": prompt_length,
         }
 
 
@@ -67,19 +70,19 @@ def encoded(
     *,
     as_written: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return rows of prompt ids and first reference's ids, without those of more than ``max_length`` ids together.
+    """Rows of ``prompt_ids`` and the first reference's ``response_ids``, at most ``max_length`` ids together.
 
-    ``as_written`` tells that a model wrote the references, as :func:`encode_response` takes it. Those that were cut off
-    have no end-of-sequence.
+    Longer examples are left out. ``as_written``: a model wrote the references, see :func:`encode_response`.
     """
     prompts = encode_prompts(tokenizer, [example.prompt for example in examples])
-    pairs, cut = [(each.prompt, each.references[0]) for each in examples], [each.cut for each in examples]
+    pairs = [(example.prompt, example.references[0]) for example in examples]
+    cut = [example.cut for example in examples]
     responses = encode_response(tokenizer, pairs, as_written=as_written, cut=cut)
     return [
         # The sampler groups by "length": by the prompt's padded width first, then by the response's length.
-        {"prompt_ids": p, "response_ids": r, "length": _round_up(len(p), 8) * 10_000 + len(r)}
-        for p, r in zip(prompts, responses, strict=True)
-        if r and (max_length is None or len(p) + len(r) <= max_length)
+        {"prompt_ids": prompt, "response_ids": response, "length": _round_up(len(prompt), 8) * 10_000 + len(response)}
+        for prompt, response in zip(prompts, responses, strict=True)
+        if response and (max_length is None or len(prompt) + len(response) <= max_length)
     ]
 
 
@@ -92,7 +95,7 @@ def batches_of(
     *,
     as_written: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return batches of :func:`encoded` rows on a device."""
+    """Batches of :func:`encoded` examples on a device."""
     rows = encoded(examples, tokenizer, max_length, as_written=as_written)
     return batches(rows, tokenizer, batch_size, max_length, device)
 
@@ -104,9 +107,9 @@ def batches(
     max_length: int | None = None,
     device: torch.device | str = "cpu",
 ) -> list[dict[str, Any]]:
-    """Return batches of encoded rows on a device."""
+    """Batches of encoded rows, in their order, on a device."""
     collate = Collator(tokenizer.pad_token_id, max_length=max_length)
-    made = (collate(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size))
+    made = [collate(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
     return [
         {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
         for batch in made

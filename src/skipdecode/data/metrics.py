@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-import re
+import functools
+import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import regex
 from numpy.typing import NDArray
 
 from ..errors import MissingExtra, UsageError
 
 Array = NDArray[np.float64]
 
-#: Scripts that leave no space between words: Thai, Lao, Burmese, Khmer, kana, Han.
-UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[^\w\s]")
+#: Scripts that leave no space between words: each of their characters, with its marks, counts as a word.
+UNSPACED = r"\p{scx=Han}\p{scx=Hira}\p{scx=Kana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+CHARACTER = rf"[{UNSPACED}]\p{{M}}*"
+#: ``regex``, unlike ``re``, counts vowel signs and accents as parts of a word.
+WORD_OR_MARK = regex.compile(rf"{CHARACTER}|[^\W{UNSPACED}]+|[^\w\s]")
+WORD_OR_CHARACTER = regex.compile(rf"{CHARACTER}|[^\s{UNSPACED}]+")
+ROUGE_WORD = regex.compile(rf"{CHARACTER}|[^\W_{UNSPACED}]+")
+
+
+def is_unspaced(text: str) -> bool:
+    """Whether a text has characters of a script without spaces between words."""
+    return regex.search(rf"[{UNSPACED}]", text) is not None
 
 
 def words(text: str) -> list[str]:
-    """Split a text into words and single punctuation marks; of an ``UNSPACED`` script each character is a word."""
-    return WORD.findall(text)
+    """Words and single punctuation marks of a text in any script."""
+    return WORD_OR_MARK.findall(unicodedata.normalize("NFC", text))
 
 
 class Metric(ABC):
@@ -36,14 +47,14 @@ class Metric(ABC):
 
     @abstractmethod
     def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-        """Return (n, k): the statistics of each of n texts against all its references."""
+        """Statistics (n, k) of each of n texts against all its references."""
 
     @abstractmethod
     def corpus(self, totals: Array, n: int) -> float:
-        """Return the score of ``n`` texts whose statistics sum to ``totals`` (k,)."""
+        """Score of ``n`` texts whose statistics sum to ``totals`` (k,)."""
 
     def score(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-        """Return the score of all texts. Raises UsageError if there are none."""
+        """Score of all texts. Raises UsageError if there are none."""
         if not texts:
             raise UsageError(f"{self.label} of no texts")
         rows = self.rows(texts, references)
@@ -57,94 +68,82 @@ class Bleu(Metric):
     label = "BLEU"
 
     def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-        """Return (n, 10): matched and possible 1- to 4-grams, and the lengths of text and closest reference."""
+        """Matched and possible 1- to 4-grams, and the lengths of text and closest reference: (n, 10)."""
         # effective_order changes only the score, not the counts; without it sacrebleu warns at every sentence.
         bleu = _package("sacrebleu").BLEU(lowercase=True, effective_order=True)
         scores = [bleu.sentence_score(text, list(refs)) for text, refs in zip(texts, references, strict=True)]
         return np.array([[*s.counts, *s.totals, s.sys_len, s.ref_len] for s in scores], dtype=np.float64)
 
     def corpus(self, totals: Array, n: int) -> float:
-        """Return sacrebleu's corpus BLEU from the summed statistics."""
+        """sacrebleu's corpus BLEU from the summed statistics."""
         counts = [int(total) for total in totals]
         bleu = _package("sacrebleu").BLEU
         return float(bleu.compute_bleu(counts[:4], counts[4:8], counts[8], counts[9], smooth_method="exp").score)
 
 
 class _Mean(Metric):
-    """A metric that is the mean of the texts' own scores."""
+    """A metric that is the mean of the texts' own scores, as a percentage."""
 
     def corpus(self, totals: Array, n: int) -> float:
-        """Return the mean of ``n`` texts' scores, whose sum is ``totals``, as a percentage."""
         return 100 * float(totals[0]) / n
 
 
 class RougeL(_Mean):
     """ROUGE-L with stemming: the F-measure against the best reference.
 
-    rouge-score knows the letters a to z alone. Where most letters of the references are others, it counts
-    :func:`words`, lower-cased and not stemmed.
+    It is rouge-score's, whose own tokenizer knows the letters a to z alone; :meth:`tokenize` splits these as it does.
     """
 
     name = "rouge_l"
     label = "ROUGE-L"
 
     def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-        """Return (n, 1): each text's F-measure (0 to 1) against its best reference."""
-        letters = [each for refs in references for ref in refs for each in ref if each.isalpha()]
-        own = None if 2 * sum(map(str.isascii, letters)) >= len(letters) else self
-        scorer = _package("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=True, tokenizer=own)
+        """F-measure, 0 to 1, of each text: (n, 1)."""
+        scorer = _package("rouge_score.rouge_scorer").RougeScorer(["rougeL"], tokenizer=self)
         pairs = zip(texts, references, strict=True)
         return np.array([[scorer.score_multi(refs, text)["rougeL"].fmeasure] for text, refs in pairs])
 
     def tokenize(self, text: str) -> list[str]:
-        """Return a text's :func:`words`, lower-cased."""
-        return words(text.lower())
+        """Lower-cased words of any script, without punctuation; those of a to z are stemmed."""
+        found = ROUGE_WORD.findall(unicodedata.normalize("NFC", text.lower()))
+        return [_stem()(word) if len(word) > 3 and word.isascii() else word for word in found]
 
 
-class Agreement(_Mean):
-    """ROUGE-L between texts and another system's (the full model's), passed as references; words of any script.
-
-    Nothing is stemmed or lower-cased; equal texts score 1, empty ones too.
-    """
+class Agreement(RougeL):
+    """ROUGE-L against another model's texts, the full model's: neither stemmed nor lower-cased, with punctuation."""
 
     name = "agreement"
-    label = "agreement"
+    label = "ROUGE-L against the full model"
 
     def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-        """Return (n, 1): each text's F-measure (0 to 1) against its best reference; 1 if they are equal."""
-        scorer = _package("rouge_score.rouge_scorer").RougeScorer(["rougeL"], tokenizer=self)
-        pairs = zip(texts, references, strict=True)
-        return np.array(
-            [[1.0 if text in refs else scorer.score_multi(refs, text)["rougeL"].fmeasure] for text, refs in pairs]
-        )
+        """F-measure, 0 to 1, of each text: (n, 1); equal texts score 1, empty ones too."""
+        equal = [[text.strip() in [ref.strip() for ref in refs]] for text, refs in zip(texts, references, strict=True)]
+        return np.where(equal, 1.0, super().rows(texts, references))
 
     def tokenize(self, text: str) -> list[str]:
-        """Return a text's :func:`words`."""
+        """A text's :func:`words`."""
         return words(text)
 
 
 class Repetition(_Mean):
-    """How much texts repeat themselves: the share of 4-grams that a text had before (Welleck et al., 2020).
-
-    References are not looked at.
-    """
+    """Share of 4-grams that a text had before (Welleck et al., 2020); references do not matter."""
 
     name = "repetition"
     label = "repeated 4-grams"
 
     def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
-        """Return (n, 1): each text's share (0 to 1), of words and punctuation marks; 0 without any 4-gram."""
-        grams = [[*zip(*(each[i:] for i in range(4)), strict=False)] for each in map(words, texts)]
-        return np.array([[1 - len({*each}) / len(each) if each else 0.0] for each in grams])
+        """Share, 0 to 1, of each text: (n, 1); 0 without any 4-gram."""
+        grams = [list(zip(*(tokens[i:] for i in range(4)), strict=False)) for tokens in map(words, texts)]
+        return np.array([[1 - len(set(own)) / len(own) if own else 0.0] for own in grams])
 
 
 def distinct(texts: Sequence[str]) -> float:
-    """Return how varied texts are: the percentage of different ones among all their 2-grams (Li et al., 2016).
+    """Percentage of different 2-grams among all 2-grams of the texts (Li et al., 2016); 0 without any.
 
-    It falls with the length and number of texts: compare it only between texts for the same prompts. 0 without any.
+    It falls with the length and number of texts: compare it only between texts for the same prompts.
     """
-    grams = [gram for each in map(words, texts) for gram in pairwise(each)]
-    return 100 * len({*grams}) / len(grams) if grams else 0.0
+    grams = [gram for text in texts for gram in pairwise(words(text))]
+    return 100 * len(set(grams)) / len(grams) if grams else 0.0
 
 
 DEFAULT: tuple[Metric, ...] = (Bleu(), RougeL())
@@ -153,13 +152,13 @@ DEFAULT: tuple[Metric, ...] = (Bleu(), RougeL())
 def paired_scores(
     metric: Metric, systems: Sequence[Sequence[str]], references: Sequence[Sequence[str]]
 ) -> tuple[list[float], tuple[float, float]]:
-    """Return the score of each system's texts, and the :func:`bootstrap` interval of the last minus the one before."""
+    """Score of each system's texts, and the :func:`bootstrap` interval of the last minus the one before."""
     rows = [metric.rows(texts, references) for texts in systems]
-    return [metric.corpus(each.sum(0), len(each)) for each in rows], bootstrap(metric, rows[-1], rows[-2])
+    return [metric.corpus(own.sum(0), len(own)) for own in rows], bootstrap(metric, rows[-1], rows[-2])
 
 
 def bootstrap(metric: Metric, rows_a: Array, rows_b: Array, samples: int = 1000, seed: int = 0) -> tuple[float, float]:
-    """Return the 95% percentile interval of system a's score minus b's, by paired bootstrap (Koehn, 2004).
+    """95% interval of system a's score minus b's, by paired bootstrap (Koehn, 2004).
 
     Args:
         metric: the metric.
@@ -167,15 +166,22 @@ def bootstrap(metric: Metric, rows_a: Array, rows_b: Array, samples: int = 1000,
         samples: number of resampled corpora.
         seed: of the resampling.
     """
-    n, drawn = len(rows_a), draws(len(rows_a), samples, seed)
+    n = len(rows_a)
+    drawn = draws(n, samples, seed)
     totals = zip(drawn @ rows_a, drawn @ rows_b, strict=True)
     low, high = np.percentile([metric.corpus(a, n) - metric.corpus(b, n) for a, b in totals], (2.5, 97.5))
     return float(low), float(high)
 
 
 def draws(n: int, samples: int = 1000, seed: int = 0) -> Array:
-    """Return how often each of ``n`` inputs is in each of ``samples`` bootstrap samples, (samples, n)."""
+    """How often each of ``n`` inputs is in each of ``samples`` bootstrap samples: (samples, n)."""
     return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=samples).astype(float)
+
+
+@functools.cache
+def _stem() -> Callable[[str], str]:
+    """rouge-score's stemmer, which stems each word once."""
+    return functools.cache(_package("nltk.stem.porter").PorterStemmer().stem)
 
 
 def _package(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Encode prompts and responses, and decide at which token a response begins."""
+"""Token ids of prompts and responses, and where a response begins. The only place that decides on special tokens."""
 
 from __future__ import annotations
 
@@ -10,33 +10,39 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from ..errors import ModelError
 from .chat import MARK, Prompt, render
 
-#: Strings put before a response to encode it apart from its prompt; one that does not merge with it is enough.
+#: Texts in front of which a response is encoded if it cannot be encoded behind its prompt; one that it does not merge
+#: with is enough.
 ANCHORS = ("\n", ".", ",", "a", "0", "(", "#")
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return the token ids of prompts, with the tokenizer's special tokens but without an end-of-sequence at the end.
+    """Token ids of prompts, with one begin-of-text token where the tokenizer adds one, and no end of sequence.
 
-    An empty text becomes the begin-of-text token, if there is one. The tokenizer's chat template renders conversations
-    and their special tokens, up to where the assistant's answer begins (see :func:`skipdecode.data.chat.render`).
-    Raises ModelError for a conversation if there is no chat template, or the template refuses it.
+    An empty text becomes the begin-of-text token, if there is one. Conversations are rendered by the chat template,
+    up to where the assistant's answer begins. Raises ModelError where :func:`skipdecode.data.chat.render` does.
     """
-    return _encode(tokenizer, [p if isinstance(p, str) else render(tokenizer, p) for p in prompts], prompts)
+    texts = [prompt if isinstance(prompt, str) else render(tokenizer, prompt) for prompt in prompts]
+    return _encode(tokenizer, texts, prompts)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return the token ids of texts, each of which begins with its prompt; a rendered chat has its special tokens."""
-    ids: list[list[int]] = [[]] * len(texts)
-    chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
-    plain = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
-    for places, special in ((plain, True), (chats, False)):
-        if places:
-            rows = tokenizer([texts[i] for i in places], padding=False, truncation=False, add_special_tokens=special)
-            closes = special and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
-            for i, row in zip(places, rows["input_ids"], strict=True):
-                ids[i] = row[:-1] if closes and len(row) > 1 else row
-    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    return [row if text else begin for text, row in zip(texts, ids, strict=True)]
+    """Token ids of texts that begin with their prompts; a rendered conversation has its special tokens already."""
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    closes = tokenizer("a")["input_ids"][-1:] == [end]
+    encoded: list[list[int]] = [[] if begin is None else [begin]] * len(texts)
+    for special in (True, False):
+        places = [i for i, prompt in enumerate(prompts) if texts[i] and isinstance(prompt, str) == special]
+        if not places:
+            continue
+        # A tokenizer's files may ask for padding or truncation.
+        options = {"add_special_tokens": special, "padding": False, "truncation": False}
+        for i, ids in zip(places, tokenizer([texts[i] for i in places], **options)["input_ids"], strict=True):
+            if special and closes and len(ids) > 1:
+                ids = ids[:-1]
+            if begin is not None and ids[:2] == [begin, begin]:  # the template rendered this text before
+                ids = ids[1:]
+            encoded[i] = ids
+    return encoded
 
 
 def encode_response(
@@ -46,74 +52,63 @@ def encode_response(
     as_written: bool = False,
     cut: Sequence[bool] = (),
 ) -> list[list[int]]:
-    """Return the token ids of each pair's response, with end-of-sequence at the end unless the response was ``cut``.
+    """Token ids of each pair's response, with one end of sequence unless the response was ``cut``.
 
-    A space separates prompt and response, unless the prompt is empty or either has white space there. A conversation's
-    response is the text that the chat template adds after the prompt, up to its end-of-sequence. Templates of models
-    that think write an answer's thoughts otherwise, or drop them; ``as_written`` leaves what a model wrote as it is,
-    and puts no space before it.
+    A space separates a text and its response, unless one of them has white space there or the text is empty. A
+    conversation's response is what the chat template adds, up to its end of sequence. ``as_written`` leaves what a
+    model wrote as it is: without a space before it, and with thoughts that the template would drop.
 
-    The response's ids are those of the whole text without the prompt's ids. If the whole text's ids do not begin with
-    the prompt's (a prompt's last space may be in a token with the next word), the response is encoded separately;
-    ``decode(prompt + response)`` is always the whole text.
+    The ids are those of the whole text without the prompt's. If the whole text's ids do not begin with the prompt's,
+    because a token reaches over the border, the response is encoded alone. Decoding prompt and response always gives
+    the whole text.
 
     Raises:
-        ModelError: the tokenizer has no end-of-sequence token, no begin-of-text token although a prompt is empty, or no
-            chat template that keeps the prompt unchanged before an answer; or it cannot encode a response separately.
+        ModelError: there is no end-of-sequence token, no begin-of-text token for an empty prompt, or no chat template
+            that keeps a prompt unchanged before an answer; or the response cannot be encoded alone.
     """
     if tokenizer.eos_token_id is None:
         raise ModelError("the tokenizer has no end-of-sequence token: set one before training")
     prompts = [prompt for prompt, _ in pairs]
     if "" in prompts and tokenizer.bos_token_id is None:
-        raise ModelError(
-            "the tokenizer has no begin-of-text token, so a text cannot be learned from nothing (prompt_share 0): "
-            "give the prompt a share, or set tokenizer.bos_token"
-        )
+        raise ModelError("an empty prompt needs a begin-of-text token: set tokenizer.bos_token, or --prompt-share > 0")
     texts = [prompt if isinstance(prompt, str) else render(tokenizer, prompt) for prompt in prompts]
     cut = cut or [False] * len(pairs)
-    rests = [_rest_of(tokenizer, *pair, text, as_written) for pair, text in zip(pairs, texts, strict=True)]
-    for i, (_, response) in enumerate(pairs):
-        if cut[i]:  # without what a template closes it with
-            at = rests[i].find(response)
-            rests[i] = rests[i][: at + len(response)] if at >= 0 else response
-    before = _encode(tokenizer, texts, prompts)
-    whole = _encode(tokenizer, [text + rest for text, rest in zip(texts, rests, strict=True)], prompts)
-    rows = []
-    for prompt, rest, start, ids, is_cut in zip(prompts, rests, before, whole, cut, strict=True):
-        if ids[: len(start)] == start:
-            ids = ids[len(start) :]
-        elif prompt:  # not for an empty prompt, whose begin-of-text token some tokenizers do not add
-            ids = _ids_behind(tokenizer, start, ids, rest)
-        if not is_cut:
-            ids = _closed(tokenizer, ids) if isinstance(prompt, tuple) else [*ids, tokenizer.eos_token_id]
-        rows.append(ids)
-    return rows
+    rests = []
+    for (prompt, response), text, is_cut in zip(pairs, texts, cut, strict=True):
+        rest = _rest(tokenizer, prompt, response, text, as_written)
+        if is_cut:  # without what a template closes it with
+            start = rest.find(response)
+            rest = response if start < 0 else rest[: start + len(response)]
+        rests.append(rest)
+    starts = _encode(tokenizer, texts, prompts)
+    wholes = _encode(tokenizer, [text + rest for text, rest in zip(texts, rests, strict=True)], prompts)
+    responses = []
+    for prompt, rest, start, whole, is_cut in zip(prompts, rests, starts, wholes, cut, strict=True):
+        if whole[: len(start)] == start:
+            ids = whole[len(start) :]
+        elif prompt:
+            ids = _encode_alone(tokenizer, start, whole, rest)
+        else:  # some tokenizers do not add the begin-of-text token that an empty prompt is
+            ids = whole
+        responses.append(ids if is_cut else _close(tokenizer, ids))
+    return responses
 
 
-def decode_behind(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    """Return the text of ``ids`` as it follows a prompt's: decoded alone, some tokenizers drop its first space."""
-    before, whole = (tokenizer.decode([*each], skip_special_tokens=True) for each in (prompt, [*prompt, *ids]))
-    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode([*ids], skip_special_tokens=True)
-
-
-def _rest_of(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str, text: str, as_written: bool) -> str:
-    """Return the response as it follows ``text``, the rendered prompt: behind a space, or as the template has it."""
+def _rest(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str, text: str, as_written: bool) -> str:
+    """The response as it follows ``text``, the rendered prompt: behind a space, or as the template has it."""
     if isinstance(prompt, str):
-        apart = as_written or not prompt or prompt[-1].isspace() or response[:1].isspace()
-        return response if apart else f" {response}"
+        has_space = not prompt or prompt[-1].isspace() or response[:1].isspace()
+        return response if as_written or has_space else f" {response}"
     whole = render(tokenizer, prompt, response)
     if as_written and not (whole.startswith(text) and whole[len(text) :].lstrip().startswith(response)):
         return response + render(tokenizer, prompt, MARK).rpartition(MARK)[2]
     if not whole.startswith(text):
-        raise ModelError(
-            "the tokenizer's chat template writes a prompt otherwise once it is answered, so the answer cannot be told "
-            f"from it: {text[-60:]!r} does not begin it. Take a template that only adds the answer"
-        )
+        raise ModelError(f"the chat template changes a prompt once it is answered: {text[-60:]!r} does not begin it")
     return whole[len(text) :]
 
 
-def _closed(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
-    """Return an answer's ids up to its template's end-of-sequence, or with one appended if there is none."""
+def _close(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    """A response's ids up to its own end of sequence, or with one appended if there is none."""
     eos = tokenizer.eos_token_id
     if eos in ids:
         end = len(ids) - ids[::-1].index(eos)
@@ -122,22 +117,26 @@ def _closed(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     return [*ids, eos]
 
 
-def _ids_behind(tokenizer: PreTrainedTokenizerBase, start: list[int], whole: list[int], text: str) -> list[int]:
-    """Return ids of ``text`` such that ``start`` and they decode to the same text as ``whole``."""
-
-    def ids_of(part: str) -> list[int]:
-        return tokenizer(part, add_special_tokens=False)["input_ids"]
-
-    said = tokenizer.decode(whole)
+def _encode_alone(tokenizer: PreTrainedTokenizerBase, start: list[int], whole: list[int], text: str) -> list[int]:
+    """Ids of ``text`` such that ``start`` and they decode to the same text as ``whole``."""
+    expected = tokenizer.decode(whole)
     for anchor in ("", *ANCHORS):
-        head, ids = ids_of(anchor) if anchor else [], ids_of(anchor + text)
-        if ids[: len(head)] == head and tokenizer.decode(start + ids[len(head) :]) == said:
+        head = tokenizer(anchor, add_special_tokens=False)["input_ids"] if anchor else []
+        ids = tokenizer(anchor + text, add_special_tokens=False)["input_ids"]
+        if ids[: len(head)] == head and tokenizer.decode(start + ids[len(head) :]) == expected:
             return ids[len(head) :]
-    raise ModelError(f"the tokenizer cannot set {text[:60]!r} behind its prompt: end the prompt without white space")
+    raise ModelError(f"the tokenizer cannot encode {text[:60]!r} behind its prompt: end the prompt without white space")
+
+
+def decode_response(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """Text of ``ids`` as it follows a prompt's: decoded alone, some tokenizers drop its first space."""
+    before = tokenizer.decode([*prompt], skip_special_tokens=True)
+    whole = tokenizer.decode([*prompt, *ids], skip_special_tokens=True)
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode([*ids], skip_special_tokens=True)
 
 
 def for_decoding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Set left padding, and end-of-sequence as the padding token if there is none, and return the tokenizer."""
+    """The tokenizer, with left padding, and with end of sequence as the padding token if there is none."""
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
@@ -145,13 +144,7 @@ def for_decoding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer of at most ``vocab_size`` tokens, with ``<pad>`` and ``</s>``.
-
-    Raises ModelError if ``vocab_size`` is below 258 (these two and 256 bytes) or above 2**22.
-    """
-    least, most = len(pre_tokenizers.ByteLevel.alphabet()) + 2, 1 << 22  # the trainer allocates memory for all
-    if type(vocab_size) is not int or not least <= vocab_size <= most:
-        raise ModelError(f"a tokenizer of bytes has {least} to {most} tokens: vocab_size cannot be {vocab_size!r}")
+    """A byte-level BPE tokenizer of at most ``vocab_size`` tokens, 258 at least, with ``<pad>`` and ``</s>``."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

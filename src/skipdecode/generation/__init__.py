@@ -1,1 +1,1 @@
-"""Generate texts for prompts and count their cost: one batch, many batches, and jobs that resume after a kill."""
+"""Generation: batches of prompts, jobs that resume, and the engines that run them."""

@@ -1,25 +1,56 @@
-"""Generate texts for prompts with ``model.generate``, in batches of similar length, and count their cost."""
+"""Texts for prompts, by ``model.generate`` in batches of prompts of like length."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
-from ..data.chat import Message, Prompt, parse_messages
-from ..data.rows import is_text
-from ..data.tokenize import encode_prompts
-from ..errors import DataError, UsageError
+from ..data.chat import Prompt, is_conversation, parse_messages
+from ..data.tokenize import decode_response, encode_prompts
+from ..errors import ModelError, UsageError
+from ..loading.device import synchronize
+from ..model.cache import SkipCache, total_kv_bytes
+from ..model.cache_name import CACHE, CACHE_NAMES
 from ..model.config import num_layers, trained_schedules
 from ..model.inspect import text_config
 from ..schedule import Schedule, choose_schedule
-from .batch import Decoding, generate_batch
-from .options import check_options, check_with_model, given, given_schedule, max_new_tokens, num_beams
-from .sampling import Sampling, stable_hash
+from .finished_rows import FinishedRows
 from .stats import Completion, GenerationOutput, GenerationStats
+
+#: How to decode: by a schedule, with the full model (None), or with the cache that a function makes for each batch.
+Decoding = Schedule | Callable[[PreTrainedModel], DynamicCache] | None
+
+_OWN_CACHE = "each batch has a cache of its own"
+_DRAFT = "what a draft costs would be missing from the stats; call model.generate"
+_PADDED = "it counts padding, so that a text would depend on its batch"
+#: Options of ``model.generate`` that would be wrong without a word, or change what is measured.
+REFUSED = {
+    **dict.fromkeys([*CACHE_NAMES, "cache_implementation"], _OWN_CACHE),
+    **dict.fromkeys(["assistant_model", "assistant_early_exit", "use_mtp", "speculation_type"], _DRAFT),
+    "guidance_scale": "it runs the model a second time in every step, with all its layers",
+    "min_length": f"{_PADDED}: give min_new_tokens",
+    "generation_config": "give its values as options",
+}
+#: transformers' default of ``max_new_tokens``.
+NEW_TOKENS = 20
 
 
 def generate(
@@ -33,144 +64,271 @@ def generate(
     seed: int | None = None,
     **options: Any,
 ) -> GenerationOutput:
-    """Generate a text for each prompt.
+    """A text for each prompt, in the order of the prompts.
 
     Args:
+        model: a causal LM with gates attached (:func:`skipdecode.load`, or :func:`skipdecode.attach`).
+        tokenizer: its tokenizer.
         prompts: a text, a conversation (a list of ``{"role": …, "content": …}``), or a list of either. The tokenizer's
-            chat template is applied to conversations; a last message of the assistant is continued. Batches hold
-            prompts of similar length; completions are returned in the order of ``prompts``.
-        speedup: target layer reduction; 1 runs the unmodified model. Without it and ``schedule``: the schedule of the
-            model's config.
-        schedule: a schedule or its file, in the place of ``speedup``.
-        batch_size: prompts per ``model.generate`` call.
-        seed: for sampling; a text depends on the seed and the prompt's index, not on its batch (but on the whole batch
-            in beam search). None: torch's global generator.
-        options: options of ``model.generate`` (``max_new_tokens``, ``do_sample``, ``num_beams``, …); None: not given.
-            Decoding is greedy unless ``do_sample`` is given, whatever the checkpoint's generation_config says.
+            chat template is applied to conversations; a last message of the assistant is continued.
+        speedup: target speed-up in layers; 1 is the full model. None: the slowest trained one above 1.
+        schedule: a schedule or its file, in place of a speed-up.
+        batch_size: prompts per call of ``model.generate``. A batch holds prompts of like length.
+        seed: of sampling; a text depends on its batch. None: torch's generator goes on.
+        options: options of ``model.generate`` (``max_new_tokens``, ``do_sample``, ``num_beams``, …). Decoding is greedy
+            unless ``do_sample`` is set, whatever the checkpoint's generation_config says.
 
     Raises:
         ScheduleError: the schedule does not fit the model.
-        UsageError: there are no prompts; a prompt is neither text nor conversation, has no token, or needs, with
-            ``max_new_tokens``, more positions than the model has; or an option is not supported.
+        UsageError: a prompt has no token, or needs more positions than the model has; an option is not supported.
+        ModelError: the model's logits are NaN.
 
     Example:
         >>> model, tokenizer = skipdecode.load("demo")
         >>> result = skipdecode.generate(model, tokenizer, ["name Aromi, food English ->"], speedup=3)
         >>> result.completions[0].text, result.stats.layer_ratio
     """
-    texts = to_prompts(prompts)
-    check_options(options, batch_size, seed)
-    schedule = given_schedule(speedup, schedule)
-    decoding = None
-    if speedup != 1:
-        decoding = schedule or choose_schedule(trained_schedules(model), num_layers(model.config), speedup)
-    return generate_ids(model, tokenizer, encode_prompts(tokenizer, texts), decoding, batch_size, seed=seed, **options)
+    if speedup is not None and schedule is not None:
+        raise UsageError("give one of speedup and schedule")
+    if isinstance(schedule, (str, Path)):
+        schedule = Schedule.load(schedule)
+    if schedule is None:
+        schedule = choose_schedule(trained_schedules(model), num_layers(model.config), speedup)
+    ids = encode_prompts(tokenizer, to_prompts(prompts))
+    return generate_ids(model, tokenizer, ids, schedule, batch_size, seed, **options)
 
 
-def to_prompts(given: Any) -> list[Prompt]:
-    """Return a list of prompts from one text or conversation, or several. Raises UsageError for anything else."""
-    if isinstance(given, str) or _is_conversation(given):
-        given = [given]
-    if not isinstance(given, Iterable) or isinstance(given, (Mapping, bytes)):
-        raise UsageError(f"prompts are texts or lists of messages, one or several, not {type(given).__name__}")
-    prompts: list[Prompt] = []
-    for number, prompt in enumerate(given):
-        if _is_conversation(prompt):
-            try:
-                prompt = parse_messages(prompt)
-            except DataError as error:
-                raise UsageError(f"prompt {number}: {error}") from None
-        elif not isinstance(prompt, str):
+def to_prompts(prompts: Any) -> list[Prompt]:
+    """List of prompts from one text or conversation, or from several. Raises UsageError for anything else."""
+    if isinstance(prompts, str) or is_conversation(prompts):
+        prompts = [prompts]
+    prompts = list(prompts)
+    for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) and not is_conversation(prompt):
             raise UsageError(f"prompt {number} is neither a text nor a list of messages: {prompt!r}")
-        if not all(map(is_text, [prompt] if isinstance(prompt, str) else [each.content for each in prompt])):
-            raise UsageError(f"prompt {number} holds a lone surrogate, which no tokenizer knows: {prompt!r}")
-        prompts.append(prompt)
-    if not prompts:
-        raise UsageError("no prompts were given")
-    return prompts
-
-
-def _is_conversation(value: Any) -> bool:
-    """Return whether ``value`` is a list of messages, as chat templates take them."""
-    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(m, (Mapping, Message)) for m in value)
+    return [prompt if isinstance(prompt, str) else parse_messages(prompt) for prompt in prompts]
 
 
 def generate_ids(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Sequence[int]],
     decoding: Decoding,
     batch_size: int,
-    on_batch: Callable[[GenerationStats], object] = lambda cost: None,
     seed: int | None = None,
+    on_batch: Callable[[GenerationStats], object] = lambda stats: None,
     **options: Any,
 ) -> GenerationOutput:
-    """Generate a text for each token-id prompt, and call ``on_batch`` with the cost of each batch.
+    """A text for each prompt of token ids; :func:`generate` describes the arguments and errors.
 
     Args:
-        decoding: a schedule, None for the unmodified model, or a function that makes each batch's cache.
-        batch_size, seed, options: as :func:`generate` takes them.
-
-    Raises:
-        UsageError: a prompt is empty or too long for the model, or an option is not supported.
+        decoding: a schedule, None for the full model, or a function that makes a batch's cache.
+        on_batch: called with the stats of each batch.
     """
-    empty = next((number for number, prompt in enumerate(prompts) if not len(prompt)), None)
-    if empty is not None:
-        raise UsageError(f"prompt {empty} has no token to go on from: the tokenizer puts none at the beginning")
-    room = position_limit(model.config)
-    longest = max(map(len, prompts), default=0) + max_new_tokens(options, model.generation_config)
-    if room is not None and longest > room:
-        raise UsageError(f"the longest prompt and max_new_tokens need {longest} positions, the model has {room}")
-    result = GenerationOutput(GenerationStats(num_layers(model.config)))
-    rows: dict[int, Completion] = {}
-    numbered = dict(enumerate(prompts))
-    for keys, batch, cost in batches(model, tokenizer, numbered, decoding, batch_size, seed, **options):
-        rows.update(zip(keys, batch, strict=True))
-        result.stats += cost
-        result.lengths.append(cost.steps)
-        on_batch(cost)
-    result.completions = [rows[i] for i in range(len(prompts))]
-    return result
+    options = {name: value for name, value in options.items() if value is not None}
+    check_options(options, model.generation_config)
+    most = max_new_tokens(options, model.generation_config)
+    limit = position_limit(model.config)
+    for number, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise UsageError(f"prompt {number} has no token to go on from: the tokenizer puts none at the beginning")
+        if limit is not None and len(prompt) + most > limit:
+            raise UsageError(f"prompt {number} and max_new_tokens need {len(prompt) + most} positions of {limit}")
+    if isinstance(decoding, Schedule) and decoding.is_full:
+        decoding = None
+    output = GenerationOutput(GenerationStats(num_layers(model.config)))
+    completions: dict[int, Completion] = {}
+    for index, batch in enumerate(split_batches(prompts, batch_size)):
+        if seed is not None:
+            torch.manual_seed(seed + index)
+        ids = [list(prompts[i]) for i in batch]
+        rows, stats = _generate_batch(model, tokenizer, ids, decoding, options | {"max_new_tokens": most})
+        completions.update(zip(batch, rows, strict=True))
+        output.stats += stats
+        output.lengths.append(stats.steps)
+        on_batch(stats)
+    output.completions = [completions[i] for i in range(len(prompts))]
+    return output
 
 
-def batches(
+def split_batches(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
+    """Indices of prompts, in batches of like length, longest first: what does not fit in memory fails at once."""
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+
+class NaNCheck(LogitsProcessor):
+    """Raises ModelError for NaN logits: argmax of NaN is token 0, so a broken model would write without an error."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores (batch, vocabulary), unchanged."""
+        if scores.isnan().any():
+            raise ModelError("the model's logits are NaN: a lower speed-up, or float32 or bfloat16, may help")
+        return scores
+
+
+class Progress(StoppingCriteria):
+    """Stops what other criteria stop, counts passes, and notes when each row ended.
+
+    Args:
+        ends: criteria that end a row.
+        prompts: ids of the padded prompts (rows, positions).
+
+    Attributes:
+        passes: forward passes; verifying several tokens of prompt lookup is one.
+        prompt_done: ``time.perf_counter()`` after the first pass.
+        ended: which rows have ended (rows,).
+        lengths: number of tokens of the rows that have ended, else 0 (rows,).
+    """
+
+    def __init__(self, ends: Iterable[StoppingCriteria], prompts: Tensor) -> None:
+        self.ends = StoppingCriteriaList(ends)
+        self.width = prompts.shape[1]
+        self.passes = 0
+        self.prompt_done = 0.0
+        self.ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompts.device)
+        self.lengths = torch.zeros(len(prompts), dtype=torch.long, device=prompts.device)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Which rows have ended now (rows,)."""
+        if not self.passes:
+            synchronize(input_ids.device)
+            self.prompt_done = time.perf_counter()
+        self.passes += 1
+        ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        for criterion in self.ends:
+            ended |= criterion(input_ids, scores, **kwargs)
+        if len(ended) == len(self.ended):  # not with beams
+            self.lengths[ended & ~self.ended] = input_ids.shape[1] - self.width
+            self.ended |= ended  # in place: others hold this tensor
+        return ended
+
+
+def _generate_batch(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Mapping[int, list[int]],
+    prompts: Sequence[list[int]],
     decoding: Decoding,
-    batch_size: int,
-    seed: int | None = None,
-    **options: Any,
-) -> Iterator[tuple[list[int], list[Completion], GenerationStats]]:
-    """Generate token-id ``prompts`` batch by batch; :func:`generate_ids` explains the arguments.
+    options: dict[str, Any],
+) -> tuple[list[Completion], GenerationStats]:
+    config = model.generation_config
+    layers = num_layers(model.config)
+    width = max(map(len, prompts))
+    # The attention mask hides padding, but not from some releases' repetition penalty: a prompt's own token adds none.
+    ids = torch.tensor([[prompt[0]] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
+    end_tokens = sorted(end_token_ids(options, config))
+    stop_strings = options.get("stop_strings", config.stop_strings)
+    ends: list[StoppingCriteria] = [EosTokenCriteria(end_tokens)] if end_tokens else []
+    if stop_strings:
+        ends.append(StopStringCriteria(tokenizer, stop_strings))
+    progress = Progress([*ends, *options.pop("stopping_criteria", ())], ids)
+    processors = LogitsProcessorList([NaNCheck(), *options.pop("logits_processor", ())])
+    start = time.perf_counter()
+    if decoding is None:
+        cache: Any = DynamicCache(config=model.config)
+    else:
+        cache = SkipCache(model, decoding) if isinstance(decoding, Schedule) else decoding(model)
+    beams = options.get("num_beams") or config.num_beams or 1
+    # These come before the checkpoint's generation_config.
+    defaults = {"do_sample": False, "use_cache": True, "cache_implementation": None, "num_return_sequences": 1}
+    defaults["pad_token_id"] = _padding(tokenizer, model, end_tokens)
+    # Without end tokens, ``generate`` does not pad the rows that have ended.
+    leaving = FinishedRows(model, cache, progress.ended) if beams == 1 and end_tokens else nullcontext()
+    with leaving:
+        output = model.generate(
+            ids,
+            attention_mask=mask,
+            **{CACHE: cache},
+            tokenizer=tokenizer if stop_strings else None,
+            stopping_criteria=StoppingCriteriaList([progress]),
+            logits_processor=processors,
+            **defaults | options | {"return_dict_in_generate": True},
+        )
+    synchronize(model.device)
+    end = time.perf_counter()
+    sequences = output.sequences[:, width:].tolist()
+    completions = []
+    for prompt, sequence, length in zip(prompts, sequences, progress.lengths.tolist(), strict=True):
+        if beams > 1:
+            sequence = [token for token in sequence if token >= 0]  # -1 fills up beams without an end
+            length = next((n for n, token in enumerate(sequence, 1) if token in end_tokens), 0)
+        tokens = sequence[: length or None]
+        text = decode_response(tokenizer, prompt, tokens)
+        completions.append(Completion(text, len(tokens), "stop" if length else "length"))
+    steps = progress.passes - 1
+    if beams == 1:  # on MPS, transformers stops a pass late, and drops its token
+        steps = min(steps, len(sequences[0]) - 1)
+    prompt_layers = [width] * layers
+    if isinstance(decoding, Schedule):
+        prompt_layers = decoding.positions_per_layer(width, width)
+    peak = getattr(cache, "peak_kv_bytes", 0) or max(total_kv_bytes(cache), getattr(leaving, "peak_kv_bytes", 0))
+    stats = GenerationStats(
+        layers,
+        rows=len(prompts),
+        tokens=sum(completion.tokens for completion in completions),
+        seconds=end - start,
+        decode_seconds=end - progress.prompt_done,
+        steps=steps,
+        layer_steps=sum(getattr(cache, "step_depths", [layers] * steps)[:steps]),
+        row_layers=getattr(cache, "row_layers", 0),
+        row_steps=getattr(cache, "row_steps", 0),
+        prompt_positions=width,
+        prompt_layer_positions=sum(prompt_layers),
+        peak_kv_bytes=peak,
+    )
+    return completions, stats
 
-    Yields:
-        The keys, completions and cost of a batch. With a ``seed``, a key samples the same text in every run.
+
+def check_options(options: Mapping[str, Any], defaults: GenerationConfig) -> None:
+    """Raise UsageError for options that would be wrong without a word, or that ``GenerationConfig`` finds invalid.
+
+    Args:
+        options: of ``model.generate``.
+        defaults: the checkpoint's generation_config, which may ask for the same.
     """
-    defaults, options = model.generation_config, given(options)
-    check_options(options, batch_size, seed)
-    check_with_model(options, defaults, seed)
-    order = sorted(prompts, key=lambda key: (-len(prompts[key]), key))  # what does not fit in memory fails at once
-    seed = seed if options.get("do_sample") else None  # greedy decoding draws nothing
-    devices = [model.device] if model.device.type == "cuda" else []  # besides the CPU, whose state is always restored
-    for at in range(0, len(order), batch_size):
-        keys = order[at : at + batch_size]
-        draws: dict[str, Any] = {}
-        if seed is not None and num_beams(options, defaults) == 1:  # beam search draws for a whole batch
-            draws = {"watermarking_config": Sampling(seed, keys)}
-        with torch.random.fork_rng(devices, enabled=seed is not None):
-            if seed is not None:
-                torch.manual_seed(stable_hash(seed, *keys))
-            here = [prompts[key] for key in keys]
-            rows, cost = generate_batch(model, tokenizer, here, decoding, **options | draws)
-        yield keys, rows, cost
+    for name, reason in REFUSED.items():
+        value = options.get(name)
+        if value is None and reason != _OWN_CACHE:  # a checkpoint's cache_implementation is set aside
+            value = getattr(defaults, name, None)
+        if value not in (None, False, 0, 1):
+            raise UsageError(f"{name}: {reason}")
+    if "max_length" in options:
+        raise UsageError(f"max_length: {_PADDED}: give max_new_tokens")
+    if not options.get("use_cache", True):
+        raise UsageError(f"use_cache=False: {_OWN_CACHE}")
+    if options.get("num_return_sequences", 1) != 1:
+        raise UsageError("num_return_sequences: one text per prompt is generated; repeat the prompt instead")
+    known = vars(GenerationConfig())
+    try:
+        GenerationConfig(**{name: value for name, value in options.items() if name in known}).validate(strict=True)
+    except ValueError as error:
+        raise UsageError(" ".join(str(error).split())) from None
+
+
+def max_new_tokens(options: Mapping[str, Any], defaults: GenerationConfig) -> int:
+    """Most new tokens of a text: the option, else the checkpoint's value, else transformers' 20."""
+    return options.get("max_new_tokens") or defaults.max_new_tokens or NEW_TOKENS
+
+
+def end_token_ids(options: Mapping[str, Any], defaults: GenerationConfig) -> set[int]:
+    """Ids of the tokens that end a text: the option ``eos_token_id``, else the checkpoint's."""
+    ends = options.get("eos_token_id", defaults.eos_token_id)
+    return set() if ends is None else set(torch.as_tensor(ends).flatten().tolist())
 
 
 def max_positions(config: Any) -> int | None:
-    """Return the number of positions that the model was trained for; None if its config does not say."""
+    """Positions that the model was trained for; None if its config does not say."""
     return getattr(text_config(config), "max_position_embeddings", None)
 
 
 def position_limit(config: Any) -> int | None:
-    """Return the largest number of positions that the model computes; None with RoPE (no limit), or if unknown."""
+    """Most positions that the model computes; None with RoPE, which has no limit, or if unknown."""
     return None if getattr(text_config(config), "rope_parameters", None) else max_positions(config)
+
+
+def _padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, end_tokens: Sequence[int]) -> int:
+    """Token for rows that have ended: any that has an embedding."""
+    candidates = [tokenizer.pad_token_id, model.generation_config.pad_token_id, *end_tokens, 0]
+    size = model.get_input_embeddings().weight.shape[0]
+    return next(token for token in candidates if token is not None and token < size)

@@ -1,295 +1,293 @@
-"""A generation job: generate a text for every item of an input. Bad items are found before weights are loaded."""
+"""Generation jobs: a text for each row of a file. A killed job goes on where it stopped."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from ..data.chat import Message, Prompt, as_json, render, texts_for_a_chat_model
-from ..data.inputs import Item, read_items, to_item
+from ..data.chat import Prompt, as_json
+from ..data.examples import read_rows
 from ..data.tasks import Task, get_task
 from ..data.tokenize import encode_prompts
-from ..errors import ModelError, UsageError
-from ..files import check_target, is_stream, write
-from ..latency.old_planner import CLOCKS, Predictor, workloads
-from ..latency.old_profile import Profile, check_profile
-from ..latency.resolve import new_schedule
-from ..loading.device import placement
-from ..loading.load import adapter_of, identity_of, load_tokenizer, read_config, read_generation_config
-from ..model.adapter import check_learnt
-from ..model.config import config_schedules, num_layers, schedule_for, untrained_warning
-from ..provenance import fingerprint
-from ..schedule import Schedule, parse_prompt_layers
-from .engine import Engine, EngineConfig, Transformers
-from .generate import max_positions, position_limit, to_prompts
-from .journal import Journal
-from .options import check_options, check_with_model, given, given_schedule, num_beams
-from .stats import Completion, GenerationStats
+from ..errors import DataError, UsageError
+from ..files import write
+from ..loading.load import Checkpoint
+from ..model.config import untrained_warning
+from ..schedule import Schedule, choose_schedule
+from .generate import check_options, generate_ids, max_positions, position_limit, split_batches, to_prompts
+from .stats import Completion, GenerationOutput, GenerationStats
 
+#: Columns of an output; an input's columns of these names are not copied.
+OUTPUT_COLUMNS = ("text", "tokens", "finish_reason", "error")
+#: Batches that vLLM gets at a time: when one text ends, the next begins.
+VLLM_BATCHES = 8
 
-def _ignore(*_: Any) -> None:
-    """Do nothing: the default callback."""
+#: Generates the texts of one batch of token-id prompts, with a seed.
+GenerateBatch = Callable[[Sequence[Sequence[int]], int], GenerationOutput]
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """The result of a job.
+    """Result of a job, with its earlier, killed runs.
 
     Attributes:
-        items: all items of the input; ``error`` says what is wrong with a bad one.
-        completions: by index of their item; bad items have none.
-        summary: figures of the job with its earlier, killed runs: :meth:`GenerationStats.summary`, ``bad_rows``
-            (items), ``target_speedup`` and ``target_of`` (layers, step or job), and ``layers`` (of the model).
+        rows: columns of the input, and ``text``, ``tokens`` and ``finish_reason``, or ``error``; in the input's order.
+        completions: of the rows; None for those that the model has no positions for.
+        stats: of the whole job.
+        schedule: that the texts were generated with.
     """
 
-    items: Sequence[Item]
-    completions: Mapping[int, Completion]
-    summary: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+    completions: Sequence[Completion | None]
+    stats: GenerationStats
+    schedule: Schedule
 
     @property
     def texts(self) -> list[str]:
-        """Return the texts in the order of the input, without bad items."""
-        return [completion.text for _, completion in sorted(self.completions.items())]
+        """Texts in the order of the input, without rows that have none."""
+        return [completion.text for completion in self.completions if completion is not None]
 
     @property
     def jsonl(self) -> str:
-        """Return the output: one line per item, in the order of the input, with the item's own columns."""
-        made = [
-            {column: as_json(value) for column, value in item.columns.items()}
-            | ({"error": f"line {item.line}: {item.error}"} if item.error else asdict(self.completions[index]))
-            for index, item in enumerate(self.items)
-        ]
-        return "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in made)
+        """The output's lines."""
+        return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in self.rows)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Figures for JSON: those of the stats, ``bad_rows``, ``layers`` and ``target_speedup``."""
+        layers = self.stats.num_layers
+        more = {"bad_rows": self.completions.count(None), "layers": layers, "target_speedup": self.schedule.target}
+        return self.stats.summary() | more
 
 
 @dataclass(frozen=True)
-class GenerationJob(EngineConfig):
-    """Generate a text for every item of an input. With an output file, a killed job resumes where it stopped.
+class GenerationJob:
+    """A text for each row of a file, or for each of several prompts.
+
+    With an output file, finished batches are kept in ``OUTPUT.partial``: a killed job that is run again loses and
+    repeats none, and ends in the same bytes as an unbroken one.
 
     Args:
-        model: directory, hub name, or ``demo``; the other fields of :class:`~.engine.EngineConfig` are keywords.
-        input: a file, ``-`` for standard input, or a list of conversations or texts; the task makes a prompt of each
-            text, as of a line of a text file. Items in a list stay as they are.
-        output: the JSONL file to write; None: only return the result. A pipe or a device is written at the end.
-        task: reads items and makes their prompts; default: any JSONL.
-        format: ``jsonl``, ``csv`` or ``text``, if the input's name does not tell.
-        speedup, schedule: one of a target layer reduction (1: the unmodified model) and a schedule. Default: the
-            schedule of the model's config.
-        prompt_layers: the most layers that the prompt runs: a number, or ``max`` for as many as the first decode step.
-            None: as trained, else all.
-        profile: layer times that ``skipdecode profile`` measured on this machine. With it, ``clock`` says what
-            ``speedup`` divides: seconds of a decode ``step``, or of the ``job`` if all texts have ``max_new_tokens``.
-        overwrite: replace an existing output, finished or not.
-        chat: treat each text as a user's message, and apply the tokenizer's chat template.
-        engine: generates the texts; default: ``model.generate``; others are in :mod:`skipdecode.generation.engines`.
-
-    ``options`` are those of ``model.generate``; without ``max_new_tokens``, the task's value is used.
-
-    Raises:
-        UsageError: arguments contradict each other.
+        checkpoint: the model.
+        prompts: a file, whose rows the task makes prompts of; or texts and conversations, which are taken as they are.
+        output: the JSONL file to write; None: only return the result.
+        task: makes the prompts; default: any rows.
+        speedup: target speed-up in layers; 1 is the full model. None: the slowest trained one above 1.
+        schedule: a schedule in place of a speed-up.
+        batch_size: rows per batch. Batches hold rows of like length, the longest first.
+        seed: of sampling; a text depends on its batch.
+        options: of ``model.generate``; ``max_new_tokens`` is the task's by default.
+        load: arguments of :meth:`Checkpoint.load`, such as ``dtype`` and ``device``.
+        engine: ``transformers`` or ``vllm``.
+        workers: number of workers on a Ray cluster; 0: this process.
+        overwrite: replace an output that exists, or the progress of a job with other settings.
     """
 
-    model: str
-    input: str | Path | Sequence[Any] = "-"
+    checkpoint: Checkpoint
+    prompts: str | Path | Sequence[Any]
     output: str | Path | None = None
-    task: Task = field(default_factory=lambda: get_task("jsonl"))
-    format: str | None = None
+    task: Task = field(default_factory=get_task)
     speedup: float | None = None
-    schedule: Schedule | str | Path | None = None
-    prompt_layers: int | str | None = None
-    profile: Profile | str | Path | None = None
+    schedule: Schedule | None = None
+    batch_size: int = 32
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    load: Mapping[str, Any] = field(default_factory=dict)
+    engine: str = "transformers"
+    workers: int = 0
     overwrite: bool = False
-    chat: bool = False
-    engine: Engine = field(default_factory=Transformers)
-
-    def __post_init__(self) -> None:
-        schedule = given_schedule(self.speedup, self.schedule)
-        if (self.schedule is not None or self.speedup == 1) and (
-            self.prompt_layers is not None or self.clock != "layers"
-        ):
-            raise UsageError("prompt_layers and clock go with a speedup above 1, not with a schedule")
-        if self.clock != "layers" and (self.speedup is None or self.offload is not None):
-            raise UsageError("a clock needs a speedup, and layers in memory: a profile knows no offload")
-        if self.clock not in CLOCKS:
-            raise UsageError(f"a clock is {', '.join(CLOCKS)}, not {self.clock!r}")
-        if (self.clock == "layers") != (self.profile is None):
-            raise UsageError("the clocks step and job, and they only, need a profile: skipdecode profile measures one")
-        profile = Profile.load(self.profile) if isinstance(self.profile, (str, Path)) else self.profile
-        if not isinstance(profile, (Profile, type(None))):
-            raise UsageError(f"profile is a Profile or the path of its JSON file, not {profile!r}")
-        changed: dict[str, Any] = {
-            "prompt_layers": parse_prompt_layers(self.prompt_layers),
-            "profile": profile,
-            "schedule": schedule,
-            "output": None if self.output is None else Path(self.output),
-            "options": {"max_new_tokens": self.task.max_new_tokens} | given(self.options),
-        }
-        for name, value in changed.items():
-            object.__setattr__(self, name, value)
-        check_options(self.options, self.batch_size, self.seed)
-        if isinstance(self.output, Path):
-            check_target(self.output)
-            self._refuse_input(self.output)
-
-    def _refuse_input(self, output: Path) -> None:
-        """Raise UsageError if the output or its journal is the input file."""
-        if isinstance(self.input, (str, Path)) and os.path.exists(self.input):
-            real = Path(os.path.realpath(output))
-            for path in (real, real.with_name(real.name + ".partial")):
-                if path.exists() and path.samefile(self.input):
-                    raise UsageError(f"{path} is the input: give another --output")
 
     def run(
         self,
         *,
-        on_start: Callable[[int, int], object] = _ignore,
-        on_batch: Callable[[GenerationStats], object] = _ignore,
-        say: Callable[[str], object] = _ignore,
+        on_start: Callable[[int, int], object] = lambda total, done: None,
+        on_batch: Callable[[GenerationStats], object] = lambda stats: None,
+        say: Callable[[str], object] = lambda message: None,
     ) -> JobResult:
         """Generate the texts that no earlier run has generated, and write the output.
 
         Args:
-            on_start: called with the number of good items, and how many of them an earlier run has finished.
-            on_batch: called with the cost of each batch.
+            on_start: called with the number of rows that get a text, and of those that have one.
+            on_batch: called with the stats of each batch.
             say: called with messages for the user.
 
         Raises:
-            SkipDecodeError: the input, the model or an option is wrong, or an option's value has no hash by which a
-                killed job could resume; the message says what to do.
+            DataError: the input cannot be read, or a row is bad.
+            UsageError: the output exists, or an earlier run had other settings; an option is not supported.
+            SkipDecodeError: the model or the schedule does not fit.
         """
-        config = read_config(self.model, self.revision, self.adapter)
-        defaults = read_generation_config(self.model, self.revision)
-        check_with_model(self.options, defaults, self.seed)
-        self.engine.check(self, config, defaults)
-        if isinstance(self.profile, Profile):
-            check_profile(self.profile, config, self.dtype, self.device, **self.faster())
-        items = self._items()
-        prompts = [item.prompt for item in items]
-        new_tokens = self.options["max_new_tokens"]
-        tokenizer = load_tokenizer(self.model, self.revision)
-        if isinstance(self.input, (str, Path)) and (told := texts_for_a_chat_model(tokenizer, prompts)):
-            say(told)
-        ids = encode_items(items, tokenizer, config, new_tokens)
-        lengths = [len(row) for row in ids.values()]
-        if lengths and (made_for := max_positions(config)) is not None and max(lengths) + new_tokens > made_for:
-            say(f"some rows need more than the model's {made_for} positions: their texts may be poor")
-        schedule = None if self.speedup == 1 else self._schedule(config, lengths, num_beams(self.options, defaults))
-        if schedule is not None and (folder := adapter_of(self.model, self.adapter)) is not None:
-            check_learnt(folder, schedule, config)
-        if schedule is not None and (warning := untrained_warning(schedule, config_schedules(config))):
+        checkpoint = self.checkpoint
+        options = {"max_new_tokens": self.task.max_new_tokens} | dict(self.options)
+        check_options(options, checkpoint.generation_config)
+        schedule = self._schedule(say)
+        rows, prompts = self._read()
+        if checkpoint.tokenizer.chat_template is not None and any(isinstance(prompt, str) for prompt in prompts):
+            say("prompts are texts, which a chat model continues: it answers rows with `messages`")
+        ids = encode_prompts(checkpoint.tokenizer, prompts)
+        errors = self._errors(ids, options["max_new_tokens"], say)
+        good = [i for i in range(len(ids)) if i not in errors]
+        size = self.batch_size * (VLLM_BATCHES if self.engine == "vllm" else 1)
+        batches = [[good[i] for i in batch] for batch in split_batches([ids[i] for i in good], size)]
+
+        progress = Progress(self.output, self._settings(ids, schedule, options), self.overwrite)
+        todo = {index: [ids[i] for i in batch] for index, batch in enumerate(batches) if index not in progress.batches}
+        on_start(len(good), sum(len(output.completions) for output in progress.batches.values()))
+        if todo:
+            positions = max(len(prompt) for batch in todo.values() for prompt in batch) + options["max_new_tokens"]
+            for index, output in self._generate(todo, schedule, options, positions):
+                progress.add(index, output)
+                on_batch(output.stats)
+        completions: list[Completion | None] = [None] * len(rows)
+        stats = GenerationStats(checkpoint.num_layers)
+        for index, batch in enumerate(batches):
+            stats += progress.batches[index].stats
+            for i, completion in zip(batch, progress.batches[index].completions, strict=True):
+                completions[i] = completion
+        for i, completion in enumerate(completions):
+            rows[i] |= {"error": errors[i]} if completion is None else asdict(completion)
+        result = JobResult(rows, completions, stats, schedule)
+        progress.finish(result.jsonl)
+        return result
+
+    def _schedule(self, say: Callable[[str], object]) -> Schedule:
+        trained = self.checkpoint.schedules
+        if self.schedule is not None and self.speedup is not None:
+            raise UsageError("give one of speedup and schedule")
+        schedule = self.schedule or choose_schedule(trained, self.checkpoint.num_layers, self.speedup)
+        if schedule.is_full and self.speedup is None and self.schedule is None:
+            say(f"{self.checkpoint.name} was not trained to skip layers: it runs at 1x (--speedup changes that)")
+        elif warning := untrained_warning(schedule, trained):
             say(warning)
+        return schedule
 
-        completions: dict[int, Completion] = {}
-        cost, journal = GenerationStats(num_layers(config)), None
-        with ExitStack() as stack:
-            if isinstance(self.output, Path) and not is_stream(self.output):
-                job = self._fingerprint(config, prompts, schedule)
-                journal = stack.enter_context(Journal(self.output, job, replace=self.overwrite))
-                completions |= journal.rows
-                for earlier in journal.costs:
-                    cost += earlier
-                if completions:
-                    say(f"{len(completions)} rows were done before")
-            todo = {index: row for index, row in ids.items() if index not in completions}
-            if todo:
-                if journal:
-                    journal.check_output()
-                asked = EngineConfig(**{each.name: getattr(self, each.name) for each in fields(EngineConfig)})
-                write_rows = stack.enter_context(
-                    self.engine.open(asked, schedule, max(map(len, todo.values())) + new_tokens)
-                )
-                on_start(len(ids), len(completions))
-                for keys, batch, took in write_rows(todo):
-                    if journal:
-                        journal.add(keys, batch, took)
-                    completions.update(zip(keys, batch, strict=True))
-                    cost += took
-                    on_batch(took)
-            figures = {
-                "bad_rows": len(items) - len(ids),
-                "layers": cost.num_layers,
-                "target_speedup": 1.0 if schedule is None else self.speedup or self._target(config, schedule),
-                "target_of": self.clock,
-            }
-            summary = cost.summary() | figures
-            result = JobResult(items, completions, summary)
-            if journal:
-                journal.finish(result.jsonl)
-            elif self.output is not None:
-                write(self.output, result.jsonl)
-            return result
-
-    def _fingerprint(self, config: Any, prompts: Sequence[Prompt], schedule: Schedule | None) -> str:
-        """Return a hash of all that the texts depend on."""
-        placed = [*map(str, placement(config, self.dtype, self.device))]  # they round differently
-        placed += [name if value is True else value for name, value in self.faster().items()]
-        placed += [self.engine.name] if self.engine.name else []
-        parts = (prompts, schedule.to_dict() if schedule else None, self.options, self.seed, placed, self.batch_size)
-        return fingerprint(identity_of(self.model, self.adapter, self.revision), *parts)
-
-    def _target(self, config: Any, schedule: Schedule) -> float:
-        """Return what the schedule is called if no speed-up was asked for: the config's fastest, or its own target."""
-        return schedule.target
-
-    def _schedule(self, config: Any, lengths: Sequence[int], beams: int) -> Schedule:
-        """Return the schedule for prompts of ``lengths`` tokens. Raises UsageError for several beams with a profile."""
-        schedule = self.schedule if isinstance(self.schedule, Schedule) else None
-        style: dict[str, Any] = {} if self.prompt_layers is None else {"prompt_layers": self.prompt_layers}
-        new_tokens = self.options["max_new_tokens"]
-        if isinstance(self.profile, Profile) and lengths:
-            if beams > 1:
-                raise UsageError("a profile knows rows without beams: give a speedup of layers, or num_beams=1")
-            works = workloads(lengths, self.batch_size, max(new_tokens, 2))
-            return new_schedule(config, self.speedup, Predictor(self.profile, works, self.clock), **style)
-        return schedule_for(config, self.speedup, schedule, new_tokens=new_tokens, **style)
-
-    def _items(self) -> list[Item]:
-        if isinstance(self.input, (str, Path)):
-            items = read_items(str(self.input), self.task, self.format)
-        elif given := [each for each in self.input if isinstance(each, Item)]:
-            if len(given) < len(self.input):
-                raise UsageError("the input holds items and other prompts: give one of the two")
-            items = given
-        else:
-            items = [
-                to_item(number, {self.task.prompt_columns[0][0]: prompt}, self.task)
-                if isinstance(prompt, str)
-                else Item(number, {"prompt": prompt}, prompt)
-                for number, prompt in enumerate(to_prompts(self.input), 1)
-            ]
-        for item in items:
-            if self.chat and isinstance(item.prompt, str):
-                item.prompt = (Message("user", item.prompt),)
-        return items
-
-
-def encode_items(
-    items: Sequence[Item], tokenizer: PreTrainedTokenizerBase, config: Any, new_tokens: int
-) -> dict[int, list[int]]:
-    """Return prompts' token ids by item index; an item of no or too many tokens gets an ``error`` instead."""
-    for item in items:
-        if item.error is None and not isinstance(item.prompt, str):
+    def _read(self) -> tuple[list[dict[str, Any]], list[Prompt]]:
+        """Columns to copy to the output, and the prompt, of each row."""
+        if not isinstance(self.prompts, (str, Path)):
+            prompts = to_prompts(self.prompts)
+            return [{"prompt": as_json(prompt)} for prompt in prompts], prompts
+        found: dict[Any, tuple[dict[str, Any], Prompt]] = {}
+        for place, row in read_rows(self.prompts, self.task.columns[0]):
             try:
-                render(tokenizer, item.prompt)
-            except ModelError as error:  # the chat template refuses this conversation
-                if tokenizer.chat_template is None:
-                    raise
-                item.error = str(error)
-    limit, found = position_limit(config), {}
-    good = [index for index, item in enumerate(items) if item.error is None]
-    for index, ids in zip(good, encode_prompts(tokenizer, [items[index].prompt for index in good]), strict=True):
-        if not ids:
-            items[index].error = "the prompt has no token"
-        elif limit is not None and len(ids) + new_tokens > limit:
-            needs = f"{len(ids)} prompt tokens and {new_tokens} new ones"
-            items[index].error = f"too long: {needs}, but the model has {limit} positions"
-        else:
-            found[index] = ids
-    return found
+                prompt = self.task.example(row).prompt
+            except DataError as error:
+                raise DataError(f"{place}: {error}") from None
+            columns = {name: value for name, value in row.items() if name not in OUTPUT_COLUMNS}
+            if "text" in row and "prompt" not in row:
+                columns = {"prompt": prompt} | columns
+            found.setdefault(prompt if self.task.repeats else len(found), (columns, prompt))
+        if not found:
+            raise DataError(f"{self.prompts} holds no rows")
+        return [columns for columns, _ in found.values()], [prompt for _, prompt in found.values()]
+
+    def _errors(self, ids: Sequence[list[int]], new_tokens: int, say: Callable[[str], object]) -> dict[int, str]:
+        """What is wrong with rows that the model cannot take, by index."""
+        limit = position_limit(self.checkpoint.config) or math.inf
+        errors = {}
+        for i, prompt in enumerate(ids):
+            if not prompt:
+                errors[i] = "the prompt has no token"
+            elif len(prompt) + new_tokens > limit:
+                errors[i] = f"{len(prompt)} prompt tokens and {new_tokens} new ones: the model has {limit} positions"
+        longest = max(map(len, ids)) + new_tokens
+        if limit == math.inf and longest > (max_positions(self.checkpoint.config) or math.inf):
+            say(f"some rows need up to {longest} positions, more than the model was trained for")
+        return errors
+
+    def _settings(self, ids: Any, schedule: Schedule, options: Mapping[str, Any]) -> dict[str, Any]:
+        """What the texts depend on, as values of JSON."""
+        return {
+            "model": self.checkpoint.fingerprint,
+            "prompts": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
+            "schedule": schedule.to_dict(),
+            "options": dict(options),
+            "load": dict(self.load),
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "engine": self.engine,
+        }
+
+    def _generate(
+        self, batches: Mapping[int, Any], schedule: Schedule, options: Mapping[str, Any], positions: int
+    ) -> Iterator[tuple[int, GenerationOutput]]:
+        if self.workers:
+            from .ray import generate_on_ray
+
+            yield from generate_on_ray(self, batches, schedule, options, positions)
+            return
+        with start_engine(self, schedule, options, positions) as generate_batch:
+            for index, batch in batches.items():
+                yield index, generate_batch(batch, self.seed + index)
+
+
+@contextmanager
+def start_engine(
+    job: GenerationJob, schedule: Schedule, options: Mapping[str, Any], positions: int
+) -> Iterator[GenerateBatch]:
+    """The job's engine, with the model loaded; ``positions`` is the most that a prompt and its text take."""
+    if job.engine == "vllm":
+        from .vllm import start_vllm
+
+        with start_vllm(job, schedule, options, positions) as generate_batch:
+            yield generate_batch
+        return
+    tokenizer = job.checkpoint.tokenizer
+    model = job.checkpoint.load(**job.load)
+    yield lambda batch, seed: generate_ids(model, tokenizer, batch, schedule, len(batch), seed, **options)
+
+
+class Progress:
+    """Finished batches of a job, one line each in ``OUTPUT.partial`` behind a line of the job's settings.
+
+    A line that a kill cut short is dropped.
+
+    Args:
+        output: the file that the job will write; None: nothing is kept.
+        settings: what the texts depend on.
+        overwrite: drop an output, or batches of other settings, in place of a UsageError.
+
+    Attributes:
+        batches: finished batches by their number.
+    """
+
+    def __init__(self, output: str | Path | None, settings: Mapping[str, Any], overwrite: bool) -> None:
+        self.batches: dict[int, GenerationOutput] = {}
+        self.output = None if output is None else Path(output)
+        if self.output is None:
+            return
+        self.path = self.output.with_name(self.output.name + ".partial")
+        if self.output.exists() and not self.path.exists() and not overwrite:
+            raise UsageError(f"{self.output} exists: give --overwrite to replace it")
+        data = self.path.read_bytes() if self.path.exists() else b""
+        header = json.dumps(settings).encode()
+        *lines, torn = data.split(b"\n")
+        if lines and lines[0] != header and not overwrite:
+            raise UsageError(f"{self.path} is of a job with other settings: give --overwrite to drop its texts")
+        if not lines or lines[0] != header:
+            self.path.write_bytes(header + b"\n")
+            return
+        os.truncate(self.path, len(data) - len(torn))
+        for line in map(json.loads, lines[1:]):
+            completions = [Completion(**completion) for completion in line["completions"]]
+            self.batches[line["batch"]] = GenerationOutput(GenerationStats(**line["stats"]), completions)
+
+    def add(self, index: int, output: GenerationOutput) -> None:
+        """Keep a finished batch."""
+        self.batches[index] = output
+        if self.output is not None:
+            completions = [asdict(completion) for completion in output.completions]
+            line = {"batch": index, "completions": completions, "stats": asdict(output.stats)}
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def finish(self, content: str) -> None:
+        """Write the output, all or nothing, and delete the progress."""
+        if self.output is not None:
+            write(self.output, content)
+            self.path.unlink()

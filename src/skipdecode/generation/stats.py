@@ -1,4 +1,4 @@
-"""The results of generation: completions and what they took."""
+"""Results of generation: texts, and what they took."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Completion:
-    """One generated text; ``tokens`` counts the end-of-sequence token, ``finish_reason`` is ``stop`` or ``length``."""
+    """One generated text, as it was written.
+
+    Attributes:
+        tokens: number of tokens, with the one that ended the text.
+        finish_reason: ``stop``, or ``length`` if the text was cut off.
+    """
 
     text: str
     tokens: int
@@ -17,10 +22,16 @@ class Completion:
 
 @dataclass
 class GenerationStats:
-    """What one or more batches took. Seconds are wall-clock time; a decode step is a forward pass after the prompt's.
+    """What one or more batches took. A decode step is a forward pass after the prompt's.
 
-    ``rows`` and ``tokens`` count completions and their tokens. Steps, layers and the prompt's (padded) positions are
-    counted once per batch, whatever its size; a batch runs steps until its longest text ends.
+    Attributes:
+        num_layers: decoder layers of the model.
+        rows, tokens: completions, and their tokens.
+        seconds, decode_seconds: wall-clock time, and the part of it after the prompts' passes.
+        steps, layer_steps: decode steps, once a batch, and the layers that ran in them.
+        row_steps, row_layers: the same for single sequences, where these exit on their own.
+        prompt_positions, prompt_layer_positions: positions of padded prompts, once a batch, and the layers they ran.
+        peak_kv_bytes: most bytes of keys and values at once.
     """
 
     num_layers: int
@@ -38,44 +49,44 @@ class GenerationStats:
 
     @property
     def average_depth(self) -> float:
-        """Return the mean number of layers that ran per decode step."""
+        """Layers per decode step."""
         return self.layer_steps / self.steps if self.steps else float(self.num_layers)
 
     @property
     def layer_ratio(self) -> float:
-        """Return the full model's layers per decode step, divided by those that ran."""
+        """Layers of the full model over those that ran per decode step."""
         return self.num_layers / self.average_depth
 
     @property
     def prompt_depth(self) -> float:
-        """Return the mean number of layers that ran per position of the prompts."""
+        """Layers per position of the prompts."""
         return self.prompt_layer_positions / self.prompt_positions if self.prompt_positions else float(self.num_layers)
 
     @property
     def job_depth(self) -> float:
-        """Return the layers that ran per position of the whole job, which is prompt positions and decode steps."""
+        """Layers per position of prompts and decode steps together."""
         positions = self.prompt_positions + self.steps
         ran = self.prompt_layer_positions + self.layer_steps
         return ran / positions if positions else float(self.num_layers)
 
     @property
     def row_depth(self) -> float:
-        """Return the layers per step of one sequence: less than ``average_depth`` if sequences exit on their own."""
+        """Layers per step of one sequence: less than ``average_depth`` if sequences exit on their own."""
         return self.row_layers / self.row_steps if self.row_steps else self.average_depth
 
     @property
     def tokens_per_second(self) -> float:
-        """Return new tokens per second, the time for prompts included."""
+        """New tokens per second, the time of prompts included."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def __iadd__(self, other: GenerationStats) -> GenerationStats:
-        for name in {each.name for each in fields(self)} - {"num_layers", "peak_kv_bytes"}:
+        for name in {own.name for own in fields(self)} - {"num_layers", "peak_kv_bytes"}:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.peak_kv_bytes = max(self.peak_kv_bytes, other.peak_kv_bytes)
         return self
 
     def summary(self) -> dict[str, Any]:
-        """Return rounded figures for JSON, without the decoding time and memory that an engine does not measure."""
+        """Rounded figures for JSON, without those that an engine does not measure."""
         figures = {
             "rows": self.rows,
             "tokens": self.tokens,
@@ -86,10 +97,8 @@ class GenerationStats:
             "layer_ratio": round(self.layer_ratio, 3),
             "peak_kv_bytes": self.peak_kv_bytes,
         }
-        for name in ("decode_seconds", "peak_kv_bytes"):
-            if self.rows and not getattr(self, name):
-                del figures[name]
-        return figures
+        measured = ("decode_seconds", "peak_kv_bytes")
+        return {name: value for name, value in figures.items() if value or name not in measured}
 
 
 @dataclass

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from helpers.tiny import TEXTS, WORDS, sentence_pieces
-from skipdecode.data.collator import Collator, encoded
-from skipdecode.data.tasks import Example, get_task
-from skipdecode.data.tokenize import decode_behind, encode_prompts, encode_response, train_tokenizer
+from skipdecode.data.examples import read_examples
+from skipdecode.data.tasks import get_task
+from skipdecode.data.tokenize import decode_response, encode_prompts, encode_response, train_tokenizer
 from skipdecode.errors import ModelError
 from skipdecode.loading.load import DEMO
 
-E2E = Path(__file__).parents[2] / "shared" / "data" / "e2e"
+E2E = Path(__file__).parents[3] / "shared" / "data" / "e2e"
 
 TOKENIZERS: dict[str, PreTrainedTokenizerBase] = {"bytes": train_tokenizer(TEXTS * 20, 320)}
 TOKENIZERS |= {kind: sentence_pieces(kind) for kind in ("legacy", "first", "always", "unigram")}
 TOKENIZERS |= {"closed": sentence_pieces("legacy", eos=True), "bare": sentence_pieces("first", bos=False)}
+BPE = TOKENIZERS["bytes"]
 ALL = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 #: Its merges run over words: a text is rarely cut where its prompt ends.
 CROSSING = sentence_pieces("crossing")
@@ -52,7 +51,7 @@ def split(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str) -> tup
 @given(prompt=words, response=words)
 @example(prompt="the cat", response="sat on a mat")
 def test_prompt_and_response_are_the_whole_text(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str) -> None:
-    """B1: Llama's kind made a lone space of the one between them: ``▁ ▁sat``."""
+    """Llama's kind made a lone space of the one between them: ``▁ ▁sat``."""
     before, after = split(tokenizer, prompt, response)
     whole = encode_prompts(tokenizer, [f"{prompt} {response}"])[0]
     assert before + after[:-1] == whole
@@ -70,7 +69,7 @@ def test_prompt_and_response_are_the_whole_text(tokenizer: PreTrainedTokenizerBa
 def test_a_boundary_within_a_token_keeps_prompt_and_text(
     tokenizer: PreTrainedTokenizerBase, prompt: str, response: str
 ) -> None:
-    """B1: the prompt is what decoding will see, whatever the text would have been cut to; nothing is added or lost."""
+    """the prompt is what decoding will see, whatever the text would have been cut to; nothing is added or lost."""
     before, after = split(tokenizer, prompt, response)
     whole = prompt + joint(prompt, response) + response
     ids = encode_prompts(tokenizer, [whole])[0]
@@ -87,7 +86,7 @@ def test_what_a_model_wrote_is_read_back_as_its_ids(
 ) -> None:
     """Behind its prompt, where Llama's kind does not drop the first space; and whole, without an end, if it was cut."""
     before, after = split(tokenizer, prompt, response)
-    written = decode_behind(tokenizer, before, after)
+    written = decode_response(tokenizer, before, after)
     assert written == f" {response}"
     assert encode_response(tokenizer, [(prompt, written)], as_written=True) == [after]
     assert encode_response(tokenizer, [(prompt, written)], as_written=True, cut=[True]) == [after[:-1]]
@@ -105,20 +104,45 @@ def alone(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str) -> lis
 @given(prompt=printable | words, response=printable | words)
 @example(prompt="the cat ", response="sat")
 def test_bytes_are_cut_as_they_were(prompt: str, response: str) -> None:
-    """B1 is Llama's: what was trained before, the embedded checkpoint too, sees the ids that it did."""
+    """what was trained before, the embedded checkpoint too, sees the ids that it did."""
     tokenizer = TOKENIZERS["bytes"]
     assert split(tokenizer, prompt, response)[1] == alone(tokenizer, prompt, response)
 
 
-@pytest.mark.skipif(not E2E.exists(), reason="the E2E release is not beside the checkout (docs/training.md)")
-def test_the_embedded_checkpoints_ids_are_what_they_were() -> None:
-    """B1: its figures hold."""
+@pytest.mark.skipif(not E2E.exists(), reason="the E2E release is not beside the checkout")
+def test_the_demo_models_ids_are_what_they_were() -> None:
+    """Its figures hold."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    rows = get_task("e2e").read(E2E, "validation")
-    pairs = [(str(row.prompt), reference) for row in rows for reference in row.references][:1000]
+    rows = read_examples(E2E, get_task("e2e"), "validation")[:1000]
+    pairs = [(str(row.prompt), row.references[0]) for row in rows]
     prompts = tokenizer([prompt for prompt, _ in pairs])["input_ids"]
     assert encode_prompts(tokenizer, [prompt for prompt, _ in pairs]) == prompts
     assert encode_response(tokenizer, pairs) == [alone(tokenizer, *pair) for pair in pairs]
+
+
+def test_an_end_that_a_response_brings_is_its_end() -> None:
+    """It is learnt once; an end within the text ends nothing."""
+    for tokenizer in (BPE, TOKENIZERS["legacy"], TOKENIZERS["closed"]):
+        assert split(tokenizer, "the cat", "sat</s>")[1] == split(tokenizer, "the cat", "sat")[1]
+        assert split(tokenizer, "the cat", "sat</s> down")[1].count(tokenizer.eos_token_id) == 2
+
+
+@pytest.mark.parametrize("kind", ["legacy", "closed", "first"])
+def test_a_begin_that_a_prompt_brings_is_its_begin(kind: str) -> None:
+    """A prompt that the user rendered by a template holds one already."""
+    tokenizer = TOKENIZERS[kind]
+    (ids,) = encode_prompts(tokenizer, ["<s>the cat"])
+    assert ids.count(tokenizer.bos_token_id) == 1
+    response = encode_response(tokenizer, [("<s>the cat", "sat")])[0]
+    assert text_of(tokenizer, ids + response) == "the cat sat"
+
+
+def test_what_a_tokenizers_files_ask_for_is_set_aside() -> None:
+    """Truncation would cut prompts in silence."""
+    tokenizer = train_tokenizer(TEXTS * 20, 320)
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.backend_tokenizer.enable_padding(length=50)
+    assert encode_prompts(tokenizer, TEXTS[:2]) == encode_prompts(BPE, TEXTS[:2])
 
 
 def test_an_end_that_the_tokenizer_puts_is_taken_off_and_no_other() -> None:
@@ -145,7 +169,6 @@ def test_a_tokenizer_without_an_end_is_refused() -> None:
 # --- plain text
 
 SPACED = st.text(st.sampled_from("\n \tabcdehst.,'7->"), min_size=1, max_size=30)
-BPE = TOKENIZERS["bytes"]
 
 
 @pytest.mark.parametrize("tokenizer", [*TOKENIZERS.values(), CROSSING], ids=[*TOKENIZERS, "crossing"])
@@ -160,7 +183,7 @@ def test_both_parts_of_a_plain_text_are_the_text(tokenizer: PreTrainedTokenizerB
     (response,) = one.references
     assert f"{one.prompt}{response}" == text
     if share == 0 and tokenizer.bos_token_id is None:
-        with pytest.raises(ModelError, match="no begin-of-text token"):
+        with pytest.raises(ModelError, match="needs a begin-of-text token"):
             split(tokenizer, "", response)
         return
     before, after = split(tokenizer, str(one.prompt), response)
@@ -188,64 +211,10 @@ def test_nothing_is_the_begin_of_text_token(kind: str) -> None:
 def test_without_a_begin_of_text_token_nothing_is_no_prompt() -> None:
     """A job names the row; training is refused, with what to do."""
     assert encode_prompts(BPE, ["", "the cat"])[0] == []
-    with pytest.raises(ModelError, match=r"no begin-of-text token.*set tokenizer\.bos_token"):
+    with pytest.raises(ModelError, match=r"needs a begin-of-text token: set tokenizer\.bos_token"):
         encode_response(BPE, [("", "the cat")])
 
 
 def test_a_response_that_brings_its_own_space_gets_no_other() -> None:
     """TRL's prompt-completion rows: `The sky is` and ` blue.`"""
     assert split(BPE, "the cat", " sat") == split(BPE, "the cat", "sat")
-
-
-# --- batches
-
-rows = st.lists(
-    st.tuples(
-        st.lists(st.integers(3, 90), min_size=1, max_size=9), st.lists(st.integers(3, 90), min_size=1, max_size=9)
-    ),
-    min_size=1,
-    max_size=5,
-)
-
-
-@settings(max_examples=200)
-@given(rows=rows, multiple=st.sampled_from([1, 4, 8]), room=st.none() | st.integers(0, 12))
-def test_every_response_token_is_a_label_once_where_it_is_predicted(
-    rows: list[tuple[list[int], list[int]]], multiple: int, room: int | None
-) -> None:
-    """The prompt edge is one column; what is fed is the text; a batch is no wider than the model."""
-    longest = max(len(prompt) for prompt, _ in rows)
-    widest = None if room is None else max(longest + room, *(len(p) + len(r) - 1 for p, r in rows))
-    collate = Collator(pad_token_id=0, multiple=multiple, max_length=widest)
-    batch: Any = collate([{"prompt_ids": prompt, "response_ids": response} for prompt, response in rows])
-    ids, mask, labels, edge = (batch[key] for key in ("input_ids", "attention_mask", "labels", "prompt_length"))
-    width = ids.shape[1]
-    assert ids.shape == mask.shape == batch["position_ids"].shape
-    assert labels.shape == (len(rows), 1 + width - edge + 1)
-    assert widest is None or width <= widest
-    assert edge >= longest
-    for i, (prompt, whole) in enumerate(rows):
-        here = mask[i].bool()
-        response = whole[: width - edge + 1]  # beside a longer prompt, the end of a response may have no room
-        assert response == whole or width == widest
-        assert ids[i][here].tolist() == [*prompt, *response[:-1]]
-        assert here.nonzero().flatten().tolist() == list(range(edge - len(prompt), edge + len(response) - 1))
-        assert batch["position_ids"][i][here].tolist() == list(range(len(prompt) + len(response) - 1))
-        assert torch.equal(ids[i][~here], torch.zeros_like(ids[i][~here]))
-        # Column edge - 1 + j predicts the response's token j.
-        assert labels[i, 1 : 1 + len(response)].tolist() == response
-        assert (labels[i] != -100).sum() == len(response)
-
-
-@ALL
-def test_encoded_rows_are_the_examples_that_fit(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Ids of each example in its order; none is longer than asked for."""
-    examples = [Example(text, (text[::-1],)) for text in TEXTS]
-    rows = encoded(examples, tokenizer, 1000)
-    assert [(row["prompt_ids"], row["response_ids"]) for row in rows] == [
-        split(tokenizer, str(e.prompt), e.references[0]) for e in examples
-    ]
-    longest = sorted(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)[len(rows) // 2]
-    kept = encoded(examples, tokenizer, longest)
-    assert 0 < len(kept) < len(rows)
-    assert all(len(row["prompt_ids"]) + len(row["response_ids"]) <= longest for row in kept)

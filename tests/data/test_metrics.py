@@ -8,7 +8,18 @@ import sys
 import numpy as np
 import pytest
 
-from skipdecode.data.metrics import DEFAULT, Bleu, Metric, Repetition, RougeL, bootstrap, distinct
+from skipdecode.data.metrics import (
+    DEFAULT,
+    Agreement,
+    Bleu,
+    Metric,
+    Repetition,
+    RougeL,
+    bootstrap,
+    distinct,
+    paired_scores,
+    words,
+)
 
 WORDS = "The café by the river serves English food . It isn't cheap , but family-friendly ; £20-25 !".split()
 
@@ -133,3 +144,52 @@ def test_what_several_texts_say_is_counted_once(copies: int) -> None:
     texts = ["a b c", "d", "b c!"] * copies
     assert distinct(texts) == pytest.approx(100 * 3 / (4 * copies))
     assert distinct(["", "word"]) == 0
+
+
+def test_rouge_l_of_english_is_rouge_scores_own() -> None:
+    """Its tokenizer's words, stems included, punctuation and underscores left out."""
+    rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer")
+    own = rouge_scorer.RougeScorer(["rougeL"], use_stemmer=True)
+    texts = [*corpus(40, 3), "snake_case running RUNNING 3.5 don't"]
+    refs = [*references(40, 4), ["ran snake cases 3 5 do not"]]
+    texts = [text.replace("café", "cafe") for text in texts]
+    refs = [[ref.replace("café", "cafe") for ref in row] for row in refs]
+    expected = [own.score_multi(row, text)["rougeL"].fmeasure for text, row in zip(texts, refs, strict=True)]
+    assert RougeL().rows(texts, refs)[:, 0] == pytest.approx(expected)
+
+
+def test_a_rows_script_does_not_depend_on_the_others() -> None:
+    """Equal texts score 100, whatever stands beside them."""
+    texts = ["the cat sat", "猫坐在窗边", "кот сидел", "नमस्ते दुनिया", "cafe\u0301"]
+    assert RougeL().rows(texts, [[text] for text in texts])[:, 0] == pytest.approx(1)
+    assert RougeL().score(["cafe\u0301"], [["café"]]) == pytest.approx(100)
+    assert RougeL().score(["Naïve"], [["naive"]]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("नमस्ते दुनिया!", ["नमस्ते", "दुनिया", "!"]),
+        ("தமிழ் மொழி", ["தமிழ்", "மொழி"]),
+        ("cafe\u0301 x_y", ["café", "x_y"]),
+        ("猫、坐 ok", ["猫", "、", "坐", "ok"]),
+        ("ラーメン", ["ラ", "ー", "メ", "ン"]),
+        ("It's £20-25", ["It", "'", "s", "£", "20", "-", "25"]),
+    ],
+)
+def test_words_are_whole_in_every_script(text: str, expected: list[str]) -> None:
+    """Vowel signs and accents are parts of them; a character is a word where a script has no spaces."""
+    assert words(text) == expected
+
+
+def test_equal_texts_agree_whatever_they_are() -> None:
+    """Empty ones too, and but for white space around them; nothing is stemmed or lower-cased."""
+    rows = Agreement().rows(["", " a cat\n", "A cat", "cats"], [[""], ["a cat"], ["a cat"], ["cat"]])
+    assert rows[:, 0] == pytest.approx([1, 1, 0.5, 0])
+
+
+def test_systems_are_scored_in_pairs() -> None:
+    """Each system's score, and the interval of the last minus the one before."""
+    scores, interval = paired_scores(Bleu(), [POOR, GOOD], TRUTH)
+    assert scores == [Bleu().score(texts, TRUTH) for texts in (POOR, GOOD)]
+    assert interval == bootstrap(Bleu(), Bleu().rows(GOOD, TRUTH), Bleu().rows(POOR, TRUTH))

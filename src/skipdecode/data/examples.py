@@ -1,0 +1,178 @@
+"""Rows of files and of data sets on the Hub, and the examples that a task makes of them."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from ..errors import DataError, MissingExtra
+from .chat import Prompt
+
+if TYPE_CHECKING:
+    from .tasks import Task
+
+#: Where a row stands, for messages, and its columns.
+Row = tuple[str, Mapping[str, Any]]
+#: Names of a split's file in a folder, without the suffix; the first that exists is read.
+SPLITS = {
+    "train": ("train", "trainset"),
+    "validation": ("validation", "valid", "dev", "devset", "validation_300"),
+    "test": ("test", "testset_w_refs"),
+}
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".csv.gz")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt and its reference responses, of which there may be none.
+
+    Attributes:
+        cut: the response was cut off, so that it has no end to learn.
+    """
+
+    prompt: Prompt
+    references: tuple[str, ...] = ()
+    cut: bool = False
+
+
+def read_rows(path: str | Path, text_column: str = "prompt") -> Iterator[Row]:
+    """Rows of a ``.jsonl``, ``.csv``, ``.txt`` or ``.parquet`` file; the first three may be compressed (``.gz``).
+
+    Lines of text are rows with one column, ``text_column``. JSON and CSV are read without ``datasets``, which turns
+    texts that look like dates, numbers or ``NA`` into other values, and counts bad rows from the start of a block.
+
+    Raises:
+        DataError: the file cannot be read, or a row is bad; the message has its number.
+    """
+    path = Path(path)
+    kinds = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    kind = kinds[-1].lower() if kinds else ""
+    readers = {".jsonl": _jsonl, ".json": _jsonl, ".csv": _csv, ".txt": _text}
+    if kind not in {*readers, ".parquet"}:
+        raise DataError(f"{path} is none of {', '.join(readers)} and .parquet: name it by what it holds")
+    if not path.is_file():
+        raise DataError(f"there is no file {path}")
+    if kind == ".parquet":
+        yield from _from_datasets(str(path), "parquet", None, data_files=str(path), split="train")
+        return
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
+            for number, row in readers[kind](file):
+                yield f"{path}, row {number}", row if isinstance(row, Mapping) else {text_column: row}
+    except (OSError, ValueError, csv.Error) as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def _jsonl(file: TextIO) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"row {number} is not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"row {number} is not a JSON object: one object a line is expected")
+            yield number, row
+
+
+def _csv(file: TextIO) -> Iterator[tuple[int, Any]]:
+    csv.field_size_limit(2**31 - 1)
+    reader = csv.reader(file, strict=True)
+    header = next(reader, [])
+    for number, fields in enumerate((fields for fields in reader if fields), 1):
+        if len(fields) > len(header):
+            raise ValueError(f"row {number} has {len(fields)} fields, the header {len(header)}: quote commas")
+        yield number, dict(zip_longest(header, fields))
+
+
+def _text(file: TextIO) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(file, 1):
+        yield number, line.rstrip("\r\n")
+
+
+def _from_datasets(name: str, *args: Any, **options: Any) -> Iterator[Row]:
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtra(f"{name} needs the package datasets: pip install 'skipdecode[train]'") from None
+    try:
+        try:
+            rows = datasets.load_dataset(*args, **options)
+        except RuntimeError:  # it runs no loading scripts: the Hub has their data as Parquet on this branch
+            _, config = args
+            rows = datasets.load_dataset(name, revision="refs/convert/parquet", data_dir=config, **options)
+    except Exception as error:
+        raise DataError(f"{name} cannot be read: {' '.join(str(error).split())}") from error
+    for number, row in enumerate(rows, 1):
+        yield f"{name}, row {number}", row
+
+
+def split_rows(source: str | Path, split: str, task: Task) -> Iterator[Row]:
+    """Rows of a split of a folder or of a data set on the Hub; of a file all rows.
+
+    Raises:
+        DataError: the data is missing, or a row is bad.
+    """
+    folder = Path(source)
+    if folder.is_dir():
+        names = [name + suffix for name in SPLITS[split] for suffix in SUFFIXES]
+        files = [folder / name for name in names if (folder / name).is_file()]
+        if not files:
+            raise DataError(f"{folder} holds no {split} split: expected a file such as {names[0]}")
+        return read_rows(files[0], task.columns[0])
+    if folder.exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source)) or str(source).endswith(SUFFIXES):
+        return read_rows(source, task.columns[0])
+    return _from_datasets(str(source), str(source), task.hub_config, split=split)
+
+
+def read_examples(source: str | Path, task: Task, split: str = "test", *, references: bool = True) -> list[Example]:
+    """Examples of a file, of a folder's split, or of a split of a data set on the Hub, one a row.
+
+    Args:
+        source: file, folder, or name on the Hub (``owner/name``).
+        task: how prompts and references are made of rows.
+        split: ``train``, ``validation`` or ``test``; of a file all rows are read.
+        references: whether a row without a reference is an error.
+
+    Raises:
+        DataError: the data is missing, or a row is bad; the message has its number.
+    """
+    examples = []
+    for place, row in split_rows(source, split, task):
+        try:
+            example = task.example(row)
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from None
+        if references and not example.references:
+            raise DataError(f"{place}: no response to learn or to compare with")
+        examples.append(replace(example, cut=row.get("finish_reason") == "length"))
+    return examples
+
+
+def merge_references(examples: Iterable[Example]) -> list[Example]:
+    """One example for each prompt, with the references of all its rows, in order of first appearance."""
+    merged: dict[Prompt, Example] = {}
+    for example in examples:
+        first = merged.get(example.prompt)
+        if first is not None:
+            example = replace(first, references=first.references + example.references)
+        merged[example.prompt] = example
+    return list(merged.values())
+
+
+def split_references(examples: Iterable[Example]) -> list[Example]:
+    """One example for each reference, as training takes them."""
+    return [replace(example, references=(text,)) for example in examples for text in example.references]
+
+
+def subsample(examples: Sequence[Example], count: int) -> list[Example]:
+    """``count`` evenly spaced examples: data sets are often sorted by length."""
+    count = min(count, len(examples))
+    return [examples[i * len(examples) // count] for i in range(count)]
