@@ -126,8 +126,11 @@ def _hidden_states(batch: PrefilledBatch, before: Collection[int]) -> Iterator[d
         batch: whose model and texts of R positions.
         before: indices of layers; the number of layers stands for the last one's output.
     """
-from ..model.adapter import Adapter
-from ..model.inspect import decoder_layers, gates_of, kv_shared_layers
+    layers = decoder_layers(batch.model)
+    rows, width = batch.batch["input_ids"].shape
+    width -= batch.prompt
+    gates = gates_of(batch.model)
+    seen: dict[int, Tensor] = {}
 
     def keep(index: int, hidden: Tensor) -> None:
         axis = gates.axis(hidden, (rows, width))
