@@ -139,7 +139,7 @@ def choose_schedules(config: DistillConfig, checkpoint: Checkpoint) -> dict[floa
         style = {"warmup": default_warmup(layers, max(speedups))} | style
     schedules = {}
     for speedup in speedups:
-        schedules[speedup] = bind(Schedule.for_speedup(speedup, layers, **style), checkpoint.config)
+        schedules[speedup] = Schedule.for_speedup(speedup, layers, **style)
         if schedules[speedup].is_full:
             raise UsageError(f"{speedup:g}x of {layers} layers is all of them: an adapter has nothing to learn")
     return schedules
@@ -159,7 +159,8 @@ def make_model(
 ) -> DistillationModel:
     """Model to train, whose adapter has the weights of ``begin_with``, else bypasses fitted to texts, if any."""
     start = None if begin_with is None else read_adapter(begin_with)
-    adapter = Adapter(text_config(model.config).hidden_size, start.rank if start else rank, schedules)
+    bound = {speedup: bind(schedule, model.config) for speedup, schedule in schedules.items()}
+    adapter = Adapter(text_config(model.config).hidden_size, start.rank if start else rank, bound)
     attach(model.requires_grad_(False), adapter=adapter)
     if start:
         weights = start.state_dict()  # maybe of more speed-ups
