@@ -23,6 +23,7 @@ from .chat import chat
 from .check import check
 from .console import drop_output
 from .demo import demo
+from .distill import distill
 from .evaluate import evaluate
 from .generate import generate
 from .plan import plan
@@ -80,7 +81,7 @@ def _run(verb: Callable[..., None]) -> Callable[..., None]:
         try:
             verb(**values)
         except Stopped as stop:
-            resumes = verb in (generate, train, evaluate) or bool(values.get("search"))
+            resumes = verb in (generate, distill, train, evaluate) or bool(values.get("search"))
             output = str(values.get("output"))
             stop.goes_on = resumes and not values.get("no_resume") and output != "-" and not is_stream(output)
             raise
@@ -90,6 +91,7 @@ def _run(verb: Callable[..., None]) -> Callable[..., None]:
 
 for verb in (
     demo,
+    distill,
     generate,
     chat,
     play,

@@ -40,13 +40,13 @@ def push(
     skipdecode push fast USER/fast --base-model HuggingFaceTB/SmolLM2-135M-Instruct --license apache-2.0
     """
     from ..errors import FileError
+    from ..files import read_json
     from ..hub.push import prepare as write
     from ..hub.push import upload
     from ..training.config import command_of
-    from ..training.options import read_run_file
 
     record = folder / "training.json"
-    trained_with = command_of(read_run_file(record)) if record.is_file() else None
+    trained_with = command_of(read_json(record)) if record.is_file() else None
     if prepare is not None and prepare.exists() and any(prepare.iterdir()):
         raise FileError(f"{prepare} is not empty: give a new folder")
     with tempfile.TemporaryDirectory() as temporary:

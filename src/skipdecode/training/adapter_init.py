@@ -1,18 +1,18 @@
-"""Find an adapter's stand-ins in closed form: ridge regression on the hidden states of passes that skip layers."""
+"""Closed-form start of an adapter: low-rank bypasses by ridge regression on hidden states."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..model.adapter import Adapter, SkippedSpan, skipped_spans
+from ..model.adapter import Adapter
 from ..model.inspect import decoder_layers, gates_of, kv_shared_layers
 from ..model.teacher_forcing import PrefilledBatch
-from ..schedule import Schedule
+from ..schedule import Schedule, SkippedSpan, skipped_spans
 
 #: Ridge penalty, as a share of the mean variance of the hidden states.
 RIDGE = 0.01
@@ -27,12 +27,15 @@ class Moments:
 
     def __init__(self, size: int) -> None:
         self.count = 0
-        self.x, self.y = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)
-        self.xx, self.xy = (torch.zeros(size, size, dtype=torch.float64) for _ in range(2))
+        self.x = torch.zeros(size, dtype=torch.float64)
+        self.y = torch.zeros(size, dtype=torch.float64)
+        self.xx = torch.zeros(size, size, dtype=torch.float64)
+        self.xy = torch.zeros(size, size, dtype=torch.float64)
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add samples, both (samples, size)."""
-        x, y = x.cpu().double(), y.cpu().double()  # Apple's GPUs have no float64
+        x = x.cpu().double()  # Apple's GPUs have no float64
+        y = y.cpu().double()
         self.count += len(x)
         self.x += x.sum(0)
         self.y += y.sum(0)
@@ -40,16 +43,17 @@ class Moments:
         self.xy += x.T @ y
 
     def solve(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return A (size, rank), B (rank, size) and c (size) of ``y = (x A) B + c``.
+        """A (size, rank), B (rank, size) and c (size) of ``y = (x A) B + c``.
 
         Of all maps of this rank, it has the least squared error with the ridge penalty (reduced-rank regression).
         """
-        mean_x, mean_y = self.x / self.count, self.y / self.count
+        mean_x = self.x / self.count
+        mean_y = self.y / self.count
         xx = self.xx / self.count - torch.outer(mean_x, mean_x)
         xy = self.xy / self.count - torch.outer(mean_x, mean_y)
         xx += RIDGE * xx.diagonal().mean() * torch.eye(len(xx), dtype=torch.float64)
         full = torch.linalg.solve(xx, xy)
-        # The directions of ``y`` that the fitted values vary most in.
+        # The directions of ``y`` in which the fitted values vary most.
         _, directions = torch.linalg.eigh(full.T @ xx @ full)
         up = directions[:, -rank:].T
         down = full @ up.T
@@ -57,84 +61,90 @@ class Moments:
 
 
 @torch.no_grad()
-def fit_stand_ins(adapter: Adapter, passes: Sequence[PrefilledBatch]) -> None:
-    """Fit each stand-in to the full model's hidden states after its gap, a depth's gaps from the bottom up.
+def fit_bypasses(adapter: Adapter, batches: Sequence[PrefilledBatch]) -> None:
+    """Fit each low-rank bypass to the full model's hidden states behind its skipped span, from the bottom up.
 
     Args:
-        adapter: that of the model that makes the passes.
-        passes: over texts that the model wrote.
+        adapter: that of the model that runs the batches.
+        batches: texts that the model wrote.
     """
-    schedules = adapter.schedules.values()
-    flat = {each.layers(depth): each.flat(depth) for each in schedules for depth in each.distinct_depths}
+    by_layers: dict[tuple[int, ...], Schedule] = {}
+    for schedule in adapter.schedules.values():
+        for depth in schedule.distinct_depths:
+            by_layers[schedule.layers(depth)] = schedule.flat(depth)
     fitted: set[SkippedSpan] = set()
-    for place in range(max(each.num_layers for each in schedules)):
-        # The gap at this place from the bottom, of each depth: what lies below it is fitted already.
+    for place in range(adapter.num_layers):
+        # The span at this place from the bottom, of each set of layers: spans below it are fitted already.
         todo: dict[SkippedSpan, Schedule] = {}
-        for layers, schedule in flat.items():
-            gaps = skipped_spans(layers, schedule.num_layers)
-            if place < len(gaps) and gaps[place] not in fitted:
-                todo.setdefault(gaps[place], schedule)
-        for gap, moments in _moments(todo, passes, below=place > 0).items():
-            stand_in: Any = adapter.bypasses[str(gap)]
-            values = moments.solve(stand_in.down.shape[1])
-            for parameter, value in zip((stand_in.down, stand_in.up, stand_in.bias), values, strict=True):
-                parameter.copy_(value)
-        fitted |= {*todo}
+        for layers, schedule in by_layers.items():
+            spans = skipped_spans(layers, adapter.num_layers)
+            if place < len(spans) and spans[place] not in fitted:
+                todo.setdefault(spans[place], schedule)
+        for span, moments in _moments(todo, batches, below=place > 0).items():
+            bypass: Any = adapter.bypasses[str(span)]
+            down, up, bias = moments.solve(bypass.down.shape[1])
+            bypass.down.copy_(down)
+            bypass.up.copy_(up)
+            bypass.bias.copy_(bias)
+        fitted |= todo.keys()
 
 
 def _moments(
-    gaps: Mapping[SkippedSpan, Schedule], passes: Sequence[PrefilledBatch], below: bool
+    spans: Mapping[SkippedSpan, Schedule], batches: Sequence[PrefilledBatch], below: bool
 ) -> dict[SkippedSpan, Moments]:
-    """Return the moments of what each gap is given and what full depth adds there.
+    """Moments of each span's input and of what the full model adds in the span.
 
-    ``below`` tells that the gap's schedule skips layers below it: what it is given is not what full depth is given.
+    ``below``: the schedules skip layers below the spans too, so that inputs differ from the full model's.
     """
     found: dict[SkippedSpan, Moments] = {}
-    for each in passes if gaps else ():
-        # Only the last position's logits, unless the model would then leave positions out of layers that borrow keys.
-        few: Any = {} if kv_shared_layers(each.model.config) else {"logits_to_keep": 1}
-        with _hidden_states(each, {end for gap in gaps for end in gap}) as full:
-            each.logits(**few)
-        for gap, schedule in gaps.items():
-            given = full[gap.start]
+    for batch in batches if spans else ():
+        # Only the last position's logits, unless the model would then leave positions out of layers that share KV.
+        few: Any = {} if kv_shared_layers(batch.model.config) else {"logits_to_keep": 1}
+        with _hidden_states(batch, {end for span in spans for end in span}) as full:
+            batch.logits(**few)
+        for span, schedule in spans.items():
+            given = full[span.start]
             if below:
-                with _hidden_states(each, {gap.start}) as here:
-                    each.logits(schedule, **few)
-                given = here[gap.start]
+                with _hidden_states(batch, {span.start}) as here:
+                    batch.logits(schedule, **few)
+                given = here[span.start]
             size = given.shape[-1]
-            x, y = (states[each.counted].reshape(-1, size) for states in (given, full[gap.stop] - given))
-            found.setdefault(gap, Moments(size)).add(x, y)
+            x = given[batch.counted].reshape(-1, size)
+            y = (full[span.stop] - given)[batch.counted].reshape(-1, size)
+            found.setdefault(span, Moments(size)).add(x, y)
     return found
 
 
 @contextmanager
-def _hidden_states(passes: PrefilledBatch, before: Collection[int]) -> Iterator[dict[int, Tensor]]:
-    """Return a context within which the newest pass over the texts leaves what layers are given, (batch, R, …, size).
+def _hidden_states(batch: PrefilledBatch, before: Collection[int]) -> Iterator[dict[int, Tensor]]:
+    """Context within which the newest pass over the texts leaves layers' inputs, (batch, R, …, size).
 
-    A layer that a position skips passes on what the position was given, so each place holds all R positions. A position
-    of some models (Gemma 3n) has several hidden states.
+    A layer that a position skips passes its input on, so each entry holds all R positions. Positions of some models
+    (Gemma 3n) have several hidden states.
 
     Args:
-        passes: whose model and batch, with R positions of texts.
-        before: indices of layers; the number of layers means what the last one returns.
+        batch: whose model and texts of R positions.
+        before: indices of layers; the number of layers stands for the last one's output.
     """
-    layers, seen = decoder_layers(passes.model), dict[int, Tensor]()
-    rows, width = passes.batch["input_ids"].shape[0], passes.batch["input_ids"].shape[1] - passes.prompt
-    state = gates_of(passes.model)
+    layers = decoder_layers(batch.model)
+    rows, width = batch.batch["input_ids"].shape
+    width -= batch.prompt
+    gates = gates_of(batch.model)
+    seen: dict[int, Tensor] = {}
 
     def keep(index: int, hidden: Tensor) -> None:
-        axis = state.axis(hidden, (rows, width))
+        axis = gates.axis(hidden, (rows, width))
         seen[index] = hidden.movedim((axis - 1, axis), (0, 1))[:, -width:]
 
-    def given(index: int) -> Callable[..., None]:
+    def before_layer(index: int) -> Any:
         return lambda module, args, kwargs: keep(index, args[0] if args else kwargs["hidden_states"])
 
-    def returned(module: nn.Module, args: Any, output: Any) -> None:
+    def after_last(module: nn.Module, args: Any, output: Any) -> None:
         keep(len(layers), output[0] if isinstance(output, tuple) else output)
 
-    hooks = [layers[i].register_forward_pre_hook(given(i), with_kwargs=True) for i in before if i < len(layers)]
+    hooks = [layers[i].register_forward_pre_hook(before_layer(i), with_kwargs=True) for i in before if i < len(layers)]
     if len(layers) in before:
-        hooks.append(layers[-1].register_forward_hook(returned))
+        hooks.append(layers[-1].register_forward_hook(after_last))
     try:
         yield seen
     finally:

@@ -1,4 +1,4 @@
-"""Skip layers in any training loop: one object, a callback of transformers' and TRL's trainers or a context manager.
+"""Skipping: layers are skipped in any training loop, by a callback of transformers' and TRL's trainers or a context.
 
 trainer = SFTTrainer(model, callbacks=[Skipping(speedups=(1, 2, 3))], …)
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,38 +21,30 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ..errors import UsageError
-from ..latency.resolve import new_schedule
 from ..model.attach import attach, teacher_forced
-from ..model.config import config_schedules, set_entry, to_config_entry
+from ..model.config import config_schedules, num_layers, set_entry, to_config_entry
 from ..model.gate import refuse_packed
-from ..schedule import Schedule
-
-#: Outputs that hold a row per head or layer, whose columns are not put back.
-BY_HEAD = ("output_attentions", "output_hidden_states")
+from ..schedule import Schedule, choose_schedule
 
 
 class Skipping(TrainerCallback):
-    """Draws a speed-up for each training step, at which each layer runs only the positions that decoding would run.
+    """Draws a speed for each training step, at which each layer runs only the positions that decoding would run.
 
     Loss, masks and optimizer stay those of the loop. A row's prompt ends where its labels begin, and runs all layers.
-    Prompts of a batch have to end in the same column: rows are moved for the pass, and its outputs back. The model's
-    config gets the schedules, so that what the loop saves brings them. Outside steps the model runs all layers.
+    The model's config gets the schedules, so that what the loop saves holds them. Outside steps all layers run.
 
     Args:
-        model: a causal LM, also within PEFT's; None: a trainer's, when its training begins.
+        model: a causal LM, also inside a PEFT model. None: the trainer's, when its training begins.
         speedups: targets, of which each step draws one; or schedules by target.
         weights: relative frequencies of ``speedups``; None: equal.
         seed: of the draws, which depend on it and on the step's number alone.
-        lengths: decode steps of batches that schedules are fitted to; None: the paper's budgets over ``horizon`` steps.
-        horizon: about as many tokens as a response has.
-        style: further fields of the schedules, such as ``order`` and ``decay``.
+        style: fields of new schedules: ``order``, ``warmup``; ``decay`` and ``horizon`` for depths that fall.
 
     Attributes:
         schedules: by target speed-up; empty before there is a model.
 
     Raises:
-        UsageError: the arguments contradict each other; later, from a pass: rows that hold several texts or responses,
-            or no labels.
+        UsageError: the arguments contradict each other; in a pass: the rows have no labels, or hold several texts.
         UnsupportedModel: the model cannot skip layers exactly.
         ScheduleError: a schedule cannot be made, or does not fit the model.
     """
@@ -64,22 +56,22 @@ class Skipping(TrainerCallback):
         speedups: Sequence[float] | Mapping[float, Schedule] = (1.0, 2.0),
         weights: Sequence[float] | None = None,
         seed: int = 0,
-        lengths: Sequence[int] | None = None,
-        horizon: int = 128,
         **style: Any,
     ) -> None:
         if not speedups or (weights is not None and len(weights) != len(speedups)):
-            raise UsageError("Skipping needs speed-ups, and a weight for each if there are weights")
-        if isinstance(speedups, Mapping) and (style or lengths):
-            raise UsageError("schedules are given: they know their lengths, order and decay already")
-        self.speedups, self.weights, self.seed = speedups, weights, seed
-        self.basis = {"basis": lengths or (), "horizon": None if lengths else horizon, **style}
+            raise UsageError("Skipping needs speed-ups, and as many weights, if any")
+        if isinstance(speedups, Mapping) and style:
+            raise UsageError(f"schedules have their own {', '.join(style)}: give one of the two")
+        self.speedups = speedups
+        self.weights = weights
+        self.seed = seed
+        self.style = style
         self.model: Any = None
         self.schedules: dict[float, Schedule] = dict(speedups) if isinstance(speedups, Mapping) else {}
-        self._now: Schedule | None = None
-        self._passes = ExitStack()  # of the current step: closed after its backward pass
-        self._steps = ExitStack()  # of a trainer
-        self._under_way: list[tuple[Moved | None, ExitStack]] = []
+        self._schedule: Schedule | None = None
+        self._aligned: AlignedRows | None = None  # of the newest pass
+        self._pass = ExitStack()  # gates of the newest pass: they stay for its backward pass, which may recompute
+        self._step = ExitStack()  # the trainer's step
         if model is not None:
             self.attach(model)
 
@@ -91,7 +83,9 @@ class Skipping(TrainerCallback):
             raise UsageError("this Skipping belongs to another model: make one for each")
         config: Any = attach(model).config
         if not self.schedules:
-            self.schedules = {float(each): new_schedule(config, each, **self.basis) for each in self.speedups}
+            trained = config_schedules(config)
+            for speedup in self.speedups:
+                self.schedules[float(speedup)] = choose_schedule(trained, num_layers(config), speedup, **self.style)
         if config_schedules(config) != self.schedules:
             set_entry(config, to_config_entry(self.schedules))
         self.model = model
@@ -99,31 +93,27 @@ class Skipping(TrainerCallback):
         model.register_forward_hook(self._after)
 
     def drawn(self, step: int) -> Schedule:
-        """Return the schedule of a step, drawn from the seed and the step alone: a resumed run draws the same."""
+        """Schedule of a step: a resumed run draws the same."""
         dice = random.Random(f"{self.seed} {step}")
         return dice.choices(list(self.schedules.values()), self.weights)[0]
 
-    def step(self, number: int) -> Any:
-        """Return a context in which the model's passes, and their backward passes, are those of a training step."""
+    def step(self, number: int) -> AbstractContextManager[None]:
+        """Context of a training step: its forward and backward passes belong inside."""
         return self.at(self.drawn(number))
 
     @contextmanager
     def at(self, schedule: Schedule | float) -> Iterator[None]:
-        """Let the model's passes skip layers by a schedule or a target speed-up, as for a validation loss at it."""
-        before, under_way = (self._now, self._passes), len(self._under_way)
-        self._now = schedule if isinstance(schedule, Schedule) else self.schedules[schedule]
-        self._passes = ExitStack()
+        """Context in which the model's passes skip layers by a schedule or a target, as for a validation loss."""
+        before = self._schedule
+        self._schedule = schedule if isinstance(schedule, Schedule) else self.schedules[schedule]
         try:
-            with self._passes:
-                yield
+            yield
         finally:
-            for _, passed in self._under_way[under_way:]:  # passes that raised
-                passed.close()
-            del self._under_way[under_way:]
-            self._now, self._passes = before
+            self._pass.close()
+            self._schedule = before
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Attach to the trainer's model. Raises UsageError for what cannot skip layers: packing, DataParallel."""
+        """Attach to the trainer's model. Raises UsageError for packed rows and for DataParallel."""
         if getattr(args, "packing", False) or getattr(args, "padding_free", False):
             raise UsageError("packed rows hold several texts, each with depths of its own: packing=False")
         if getattr(args, "n_gpu", 1) > 1:
@@ -132,46 +122,42 @@ class Skipping(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin a step."""
-        self._steps.close()
-        self._steps.enter_context(self.step(state.global_step))
+        self._step.close()
+        self._step.enter_context(self.step(state.global_step))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the step."""
-        self._steps.close()
+        self._step.close()
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a pass: move rows so that their prompts end in one column, and set the gates."""
-        if self._now is None:
+        if self._schedule is None:
             return None
         prompt_length = kwargs.pop("prompt_length", None)
-        moved = None
-        if prompt_length is None:  # else the rows stand as they have to
+        self._aligned = None
+        if prompt_length is None:  # else a Collator has aligned the prompts
             if args:
                 raise UsageError("name the model's inputs in training: model(input_ids=…, labels=…)")
-            moved = Moved(kwargs)
-            kwargs, prompt_length = moved.inputs(), moved.prompt_length
-        passed = ExitStack()
-        # The backward pass may recompute layers, so the gates stay set until the step's end.
-        (self._passes if torch.is_grad_enabled() else passed).enter_context(
-            teacher_forced(model, self._now, prompt_length)
-        )
-        self._under_way.append((moved, passed))
+            self._aligned = AlignedRows(kwargs)
+            kwargs = self._aligned.inputs()
+            prompt_length = self._aligned.prompt_length
+        self._pass.close()
+        self._pass.enter_context(teacher_forced(model, self._schedule, prompt_length))
         return args, kwargs
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """End a pass: move its outputs' rows back."""
-        if self._now is None:
+        if self._schedule is None or self._aligned is None:
             return None
-        moved, passed = self._under_way.pop()
-        passed.close()
-        return None if moved is None else moved.outputs(output)
+        return self._aligned.outputs(output)
 
 
-class Moved:
-    """A batch whose rows are moved so that all prompts end in the same column, and the way back.
+class AlignedRows:
+    """Rows that are shifted so that all prompts end in the same column, and the way back for the outputs.
 
     Args:
         kwargs: the model's inputs: ``input_ids`` and ``labels`` (batch, width), maybe ``attention_mask`` and others.
+
+    Attributes:
+        prompt_length: width of the prompt block after the shift.
 
     Raises:
         UsageError: there are no labels; a row's mask or labels have gaps, or it holds several texts.
@@ -179,59 +165,60 @@ class Moved:
 
     def __init__(self, kwargs: Mapping[str, Any]) -> None:
         refuse_packed(dict(kwargs))
-        ids, labels, given = (kwargs.get(name) for name in ("input_ids", "labels", "attention_mask"))
-        mask: Any = ids if given is None else given
-        if ids is None or labels is None or not labels.shape == ids.shape == mask.shape:
-            raise UsageError(
-                "a training pass needs input_ids and labels, and maybe an attention_mask, of the same shape (batch, "
-                "width): labels tell where prompts end"
-            )
-        if kwargs.get("logits_to_keep") or any(kwargs.get(name) for name in BY_HEAD):
-            raise UsageError(f"logits_to_keep, {' and '.join(BY_HEAD)} cannot be given: rows are moved for the pass")
-        self.kwargs, self.width = kwargs, ids.shape[1]
-        self.here = here = torch.ones_like(ids, dtype=torch.bool) if mask is ids else mask.bool()
-        learned = (labels != -100) & here
-        columns = torch.arange(self.width, device=ids.device)
-        start, count = here.int().argmax(1), here.sum(1)
-        first = torch.where(learned.any(1), learned.int().argmax(1), start + count)
-        if bool((here != ((columns >= start[:, None]) & (columns < (start + count)[:, None]))).any()):
-            raise UsageError("a row's attention_mask has gaps: a row holds one text")
+        ids = kwargs.get("input_ids")
+        labels = kwargs.get("labels")
+        if ids is None or labels is None or labels.shape != ids.shape:
+            raise UsageError("a training pass needs input_ids, and labels of the same shape to show where prompts end")
+        for name in ("logits_to_keep", "output_attentions", "output_hidden_states"):
+            if kwargs.get(name):
+                raise UsageError(f"{name} cannot be given: rows are shifted for the pass")
+        mask = kwargs.get("attention_mask")
+        self.mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        learned = (labels != -100) & self.mask
+        if not learned.any():
+            raise UsageError("no row of the batch has a label: there is nothing to learn")
+        columns = torch.arange(ids.shape[1], device=ids.device)
+        start = self.mask.int().argmax(1)
+        end = start + self.mask.sum(1)
+        first = torch.where(learned.any(1), learned.int().argmax(1), end)
         last = torch.where(learned, columns, -1).amax(1)
-        if bool((learned.sum(1) != (last - first + 1).clamp(min=0)).any()):
+        if (self.mask != ((columns >= start[:, None]) & (columns < end[:, None]))).any():
+            raise UsageError("a row's attention_mask has gaps: a row holds one text")
+        if (learned.sum(1) != (last - first + 1).clamp(min=0)).any():
             raise UsageError("a row has labels in several places: it holds one prompt and one response")
-        prompt = (first - start).clamp(min=1)  # the first token has no label: nothing stands before it
+        prompt = (first - start).clamp(min=1)  # no logits predict the first token
+        self.kwargs = kwargs
         self.prompt_length = int(prompt.max())
-        # Column c of a moved row is column c - offset of the row that was given.
-        self.offset = (self.prompt_length - prompt - start)[:, None]
-        size = self.prompt_length + int((count - prompt).max().clamp(min=0))
-        source = torch.arange(size, device=ids.device) - self.offset
-        self.real = (source >= start[:, None]) & (source < (start + count)[:, None])
-        self.source = source.clamp(0, self.width - 1)
+        # Column c of a shifted row is column c - shift of the given row.
+        self.shift = (self.prompt_length - prompt - start)[:, None]
+        size = self.prompt_length + int((end - start - prompt).max().clamp(min=0))
+        source = torch.arange(size, device=ids.device) - self.shift
+        self.real = (source >= start[:, None]) & (source < end[:, None])
+        self.source = source.clamp(0, ids.shape[1] - 1)
 
     def inputs(self) -> dict[str, Any]:
-        """Return the model's inputs with moved rows; padding repeats tokens, which no other attends to."""
-        moved = {
-            name: value.gather(1, self.source)
-            if isinstance(value, Tensor) and value.shape == self.kwargs["input_ids"].shape
-            else value
-            for name, value in self.kwargs.items()
-        }
-        mask = self.real.long()
-        moved["labels"] = moved["labels"].masked_fill(~self.real, -100)
-        return moved | {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        """Inputs with shifted rows; padding repeats tokens, which no other attends to."""
+        shifted = dict(self.kwargs)
+        for name, value in self.kwargs.items():
+            if isinstance(value, Tensor) and value.shape == self.mask.shape:
+                shifted[name] = value.gather(1, self.source)
+        shifted["labels"] = shifted["labels"].masked_fill(~self.real, -100)
+        shifted["attention_mask"] = self.real.long()
+        shifted["position_ids"] = (shifted["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        return shifted
 
     def outputs(self, output: Any) -> Any:
-        """Return a model's output with the columns of its tensors, such as logits, where they were; padding is 0."""
+        """The model's output with the columns of its tensors, such as logits, where they were; padding is 0."""
         rows, size = self.source.shape
         for name, value in output.items() if isinstance(output, Mapping) else ():
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == rows:
-                short = size - value.shape[1]  # 1: of predicted tokens, without one for the last column
-                if short in (0, 1):
-                    output[name] = self._back(value, self.here[:, short:])
+                missing = size - value.shape[1]  # 1: one per predicted token, none for the last column
+                if missing in (0, 1):
+                    output[name] = self._back(value, self.mask[:, missing:])
         return output
 
     def _back(self, value: Tensor, real: Tensor) -> Tensor:
-        source = torch.arange(real.shape[1], device=value.device) + self.offset
-        extra = (1,) * (value.ndim - 2)
-        index = source.clamp(0, value.shape[1] - 1).view(*source.shape, *extra).expand(-1, -1, *value.shape[2:])
-        return value.gather(1, index) * real.reshape(*real.shape, *extra)
+        source = (torch.arange(real.shape[1], device=value.device) + self.shift).clamp(0, value.shape[1] - 1)
+        per_column = (*source.shape, *[1] * (value.ndim - 2))
+        index = source.view(per_column).expand(-1, -1, *value.shape[2:])
+        return value.gather(1, index) * real.view(per_column)

@@ -1,459 +1,270 @@
-"""TrainingPlan: the options of ``skipdecode train``, which are also the keys of a run's YAML or JSON file."""
+"""Configurations of ``skipdecode train`` and ``skipdecode distill``; a YAML file may hold the same keys."""
 
 from __future__ import annotations
 
 import difflib
-import math
-import shlex
+import json
+import re
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, ClassVar, TypeVar
 
-from ..errors import UsageError
-from ..evaluation.methods import MethodName, get_method
-from ..model.config import ADAPTER_FILE, DEFAULT_HORIZON, DEFAULT_METHOD, DEFAULT_SPEEDUP, num_layers, schedules_of
-from ..schedule import Schedule, parse_prompt_layers
-from . import form
-from .options import convert_value, option, option_name, read_order, read_run_file, read_schedule
+import torch
+import yaml
+from transformers import TrainingArguments
 
-#: Upper limit of counts: no run needs more, and far more could hang or exhaust the memory.
-MANY = 1_000_000
-#: Upper limit of a batch's decode steps; fitting a schedule takes 1 to 2 ms per step.
-LONGEST = 100_000
-#: Options that exclude each other: one on the command line removes its whole group from the file's options.
-EITHER_OR = (("speedup", "speedups"), ("model", "from_config"), ("max_steps", "num_train_epochs"))
+from ..errors import FileError, UsageError
+from ..files import read_json, write
+from ..schedule import ORDERS, parse_prompt_layers
 
-#: Learning rates of all weights with AdamW, and of adapters with Muon; and the rows of a batch, of all weights.
-RATE, ADAPTER_RATE, ROWS = 5e-5, 1.5e-3, 32
-#: Options that name files or folders of the user's.
-FILES = frozenset("data prompts adapter teacher from_config tokenizer schedule".split())
-
-DATA = "Data"
-ADAPTERS = "Adapters and own texts"
-BUDGETS = "Budgets and schedules"
-DISTILLATION = "Distillation"
-OPTIMIZER = "Optimizer"
-MEMORY = "Memory and speed"
-REPORTS = "Evaluation, checkpoints and reports"
-SCRATCH = "From scratch"
+#: File of a run's folder with its options.
+RECORD = "training.json"
+#: Options that may differ between a killed run and the one that resumes it.
+FREE = "output engine max_steps num_train_epochs eval_steps save_steps logging_steps report_to".split()
+#: Options that self-generated texts depend on.
+TEXT_OPTIONS = "fingerprint prompts task num_texts max_new_tokens temperature engine bf16 seed".split()
+#: Defaults of TrainingArguments' fields.
+DEFAULTS: dict[str, Any] = {
+    "label_names": ["labels"],
+    "logging_nan_inf_filter": False,  # log a NaN loss as it is: the trainer raises on it
+    "prediction_loss_only": True,
+    "remove_unused_columns": False,
+    "include_num_input_tokens_seen": "non_padding",
+    "logging_steps": 10,
+    "report_to": "none",
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.03,
+    "weight_decay": 0.01,
+    "eval_steps": 500,
+    "save_total_limit": 2,
+    "seed": 0,
+}
+Config = TypeVar("Config", bound="RunConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingPlan:
-    """The options of one training run.
+class RunConfig:
+    """Options that ``train`` and ``distill`` share, which their help explains, and two that only files and Python take.
 
-    Every field is an option of ``skipdecode train``, whose help explains it (``max_steps`` is ``--max-steps``), and a
-    key of a run's file. Fields named as in TrainingArguments mean the same; ``batch_size`` is its
-    ``per_device_train_batch_size``. A list may also be a string with commas.
-
-    Raises:
-        UsageError: a field cannot have its value, or fields contradict each other.
-        ScheduleError: ``schedule`` or ``prompt_layers`` cannot be read.
-        FileError: ``adapter`` is missing or damaged.
-
-    Example:
-        >>> TrainingPlan(model="demo", data="rows.jsonl", speedups=(1, 2, 5)).budgets
-        (1.0, 2.0, 5.0)
+    Args:
+        max_eval_samples: examples that are held out for evaluation, at most.
+        attn_implementation: ``eager``, ``sdpa``, …; None: transformers' choice.
+        trainer: fields of transformers' TrainingArguments, such as ``max_steps``.
     """
 
-    model: str | None = option(
-        None, "Directory, hub name, GGUF file, or 'demo' for the embedded checkpoint; leave it out with --from-config."
-    )
-    output: str = option("trained", "Folder for the trained checkpoint.")
-    data: str | None = option(
-        None, "Folder with the task's files, a JSONL or CSV file, or with --task a hub data set (default: .)."
-    )
-    speedup: float | None = option(None, "Train for this one target speed-up (default: 2).", least=1)
-    speedups: tuple[float, ...] | None = option(
-        None, "Train for several, e.g. 1,2,3,4,5; each step draws one, with --adapters takes all.", least=1
-    )
-    num_train_epochs: float = option(float(form.EPOCHS), "Passes over the data.", most=MANY)
-    max_steps: int | None = option(None, "Stop after N optimizer steps instead.", least=1, most=10**9)
-    batch_size: int | None = option(
-        None, "Rows per process and batch (default: 32; 8 with --adapters).", least=1, most=MANY
-    )
-    gradient_accumulation_steps: int = option(1, "Batches per optimizer step.", least=1, most=MANY)
-    learning_rate: float | None = option(None, "Peak learning rate (default: 5e-5; 1.5e-3 with --adapters).")
-    seed: int = option(0, "Seed of new weights, data order, budgets and dropout.")
+    verb: ClassVar[str]
+    defaults: ClassVar[dict[str, Any]]
 
-    task: Literal["jsonl", "e2e", "reddit_tldr", "cnn_dm"] = option(
-        "jsonl", "jsonl takes any rows; the others are data sets with a prompt format.", DATA
-    )
-    prompt_column: str | None = option(None, "Column of the prompts, if it is not prompt, messages or text.", DATA)
-    response_column: str | None = option(None, "Column of the responses, if it is not response or completion.", DATA)
-    prompt_share: float | None = option(
-        None,
-        "Rows of plain text: this share of the words is the prompt; 0: only the begin-of-text token.",
-        DATA,
-        most=0.99,
-    )
-    max_eval_samples: int = option(100, "Validation inputs used for the loss.", DATA)
-
-    own_texts: int | None = option(
-        None,
-        "Learn from N texts that the model itself writes at full depth, in place of data.",
-        ADAPTERS,
-        least=20,
-        most=MANY,
-    )
-    prompts: str | None = option(
-        None,
-        "File with the own texts' prompts (default: those of --data, else a chat model's own, else the begin-of-text "
-        "token alone).",
-        ADAPTERS,
-    )
-    max_new_tokens: int | None = option(
-        None, "Longest own text, in tokens (default: the task's).", ADAPTERS, least=2, most=LONGEST
-    )
-    temperature: float | None = option(
-        None,
-        "Of the sampling of own texts, like the one you will write with (default: 0.5; without any prompts 1, the "
-        "model's own distribution).",
-        ADAPTERS,
-        most=10,
-    )
-    engine: Literal["transformers", "vllm"] = option("transformers", "Writes the own texts.", ADAPTERS)
-    adapters: bool | None = option(
-        None,
-        "Learn small maps in the place of skipped layers, and leave the model as it is (default: with --own-texts).",
-        ADAPTERS,
-    )
-    adapter_rank: int = option(form.RANK, "Rank of these maps.", ADAPTERS, least=1, most=10_000)
-    adapter: str | None = option(
-        None,
-        "Begin with this adapter of MODEL, or of the model that MODEL was fine-tuned from: its layers, rank and "
-        "weights, and all its speed-ups unless you name some. MODEL may be the adapter's folder itself.",
-        ADAPTERS,
-    )
-
-    method: MethodName = option("skipdecode", "SkipDecode, or a baseline to compare it with.", BUDGETS)
-    weights: tuple[float, ...] | None = option(
-        None,
-        "How often each of --speedups is drawn, or counts with --adapters, e.g. 2,1,3 (default: equally).",
-        BUDGETS,
-    )
-    lengths: tuple[int, ...] | None = option(
-        None,
-        "Decode steps of batches to fit schedules to, as calibrate --json has them (default: those of the responses).",
-        BUDGETS,
-        least=1,
-        most=LONGEST,
-    )
-    horizon: int | None = option(
-        None, "Take the paper's budgets over N generated tokens, instead of fitting.", BUDGETS, least=1, most=MANY
-    )
-    order: str | tuple[int, ...] | None = option(
-        None, "Layer order: top, bottom, even, or all layers (0,2,1,…), longest running first (default: top).", BUDGETS
-    )
-    decay: Literal["linear", "cosine", "exponential", "power", "step", "constant"] | None = option(
-        None, "Shape of the fall of the depth (default: linear; with --adapters constant).", BUDGETS
-    )
-    warmup_layers: int | None = option(
-        None, "Bottom layers that order top never skips (default: 1; with --adapters a sixth of all, or less).", BUDGETS
-    )
-    prompt_decay: int | None = option(
-        None, "Let the depth fall over the last N prompt positions already (default: 0).", BUDGETS, most=MANY
-    )
-    prompt_layers: str | int | None = option(
-        None, "Layers that the prompt runs: a number, or max for as many as step 0 (default: all).", BUDGETS
-    )
-    schedule: Schedule | None = option(
-        None, "Train for the schedule in this JSON file; --speedup sets the label it is stored under.", BUDGETS
-    )
-
-    distill_weight: float = option(
-        0.0, "Weight of the distance from full depth's logits in the loss; 0: none.", DISTILLATION, most=1
-    )
-    teacher: str | None = option(
-        None, "Distil from this model (default: from the trained one itself at full depth).", DISTILLATION
-    )
-
-    lr_scheduler_type: Literal[
-        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
-    ] = option("cosine", "Learning-rate schedule.", OPTIMIZER)
-    warmup_steps: float = option(
-        0.03, "Warm-up steps of the learning rate; below 1: a share of all steps.", OPTIMIZER, most=10**9
-    )
-    weight_decay: float = option(0.01, "Weight decay.", OPTIMIZER)
-    adam_beta2: float = option(0.999, "Second beta of AdamW, which trains all weights.", OPTIMIZER, most=1)
-
-    lora_rank: int = option(
-        0, "Rank of LoRA adapters, merged at the end and kept in OUTPUT/adapter too; 0: none.", MEMORY, most=10_000
-    )
-    bf16: bool = option(False, "Compute in bfloat16; weights that are trained stay float32.", MEMORY)
-    gradient_checkpointing: bool = option(False, "Recompute activations: less memory, more time.", MEMORY)
-    attn_implementation: str | None = option(
-        None, "eager, sdpa, …; transformers' choice if left out. On CPUs eager is faster for short texts.", MEMORY
-    )
-
-    eval_steps: int = option(500, "Evaluate every N steps; 0: never.", REPORTS)
-    save_steps: int = option(500, "Write a checkpoint to resume from every N steps.", REPORTS, least=1)
-    report_to: tuple[str, ...] = option(("none",), "Trackers that get the losses, e.g. tensorboard,wandb.", REPORTS)
-
-    from_config: str | None = option(
-        None, "Train random weights: the config.json of a transformers model, in place of MODEL.", SCRATCH
-    )
-    tokenizer: str | None = option(None, "Take this tokenizer (default: byte-level BPE, trained on the data).", SCRATCH)
+    model: str
+    output: str
+    task: str = "jsonl"
+    speedups: tuple[float, ...] | None = None
+    speedup_weights: tuple[float, ...] | None = None
+    order: str | tuple[int, ...] | None = None
+    warmup_layers: int | None = None
+    max_eval_samples: int = 100
+    attn_implementation: str | None = None
+    trainer: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if (self.model is None) == (self.from_config is None):
-            raise UsageError("give either MODEL or --from-config")
-        if (self.speedups is not None) and (self.speedup is not None or self.schedule is not None):
-            raise UsageError("give one of --speedup, --speedups and --schedule")
-        for name, (kind, about) in option_fields().items():
-            convert = {"order": read_order, "schedule": read_schedule, "prompt_layers": parse_prompt_layers}.get(name)
+        for name in ("speedups", "speedup_weights", "order"):
             value = getattr(self, name)
-            object.__setattr__(self, name, convert(value) if convert else convert_value(name, kind, value, about))
-        if self.model and (Path(self.model) / ADAPTER_FILE).is_file():
-            from ..model.adapter import read_about  # not above: the command line's help needs no torch
-
-            object.__setattr__(self, "adapter", self.adapter or self.model)
-            object.__setattr__(self, "model", read_about(Path(self.model))["base_model"])
-        self._check_combinations()
-
-    @property
-    def learns_adapter(self) -> bool:
-        """Tell whether an adapter learns, and the model stays as it is."""
-        if self.adapters is None:
-            return self.own_texts is not None or self.adapter is not None
-        return self.adapters
-
-    @property
-    def rate(self) -> float:
-        """Return the peak learning rate."""
-        if self.learning_rate is None:
-            return ADAPTER_RATE if self.learns_adapter else RATE
-        return self.learning_rate
-
-    @property
-    def rows(self) -> int:
-        """Return the rows per process and batch; an adapter's as `results/smollm2` was learnt."""
-        return self.batch_size or (form.ROWS if self.learns_adapter else ROWS)
-
-    @property
-    def budgets(self) -> tuple[float, ...]:
-        """Return the target speed-ups to train for."""
-        if self.speedups is not None:
-            return self.speedups
-        if self.speedup is not None:
-            return (self.speedup,)
-        if self.adapter:
-            return tuple(self.begun)
-        return (self.schedule.target,) if self.schedule else (DEFAULT_SPEEDUP,)
-
-    @property
-    def begun(self) -> dict[float, Schedule]:
-        """Return the schedules of the adapter to begin with; none without one. Raises FileError if it is damaged."""
-        if self.adapter is None:
-            return {}
-        from ..model.adapter import locate_adapter, read_schedules
-
-        return read_schedules(locate_adapter(self.adapter))
+            if value is not None and value not in ORDERS:
+                kind = int if name == "order" else float
+                object.__setattr__(self, name, _numbers(name, value, kind))
+        if self.speedup_weights and len(self.speedup_weights) != len(self.speedups or ()):
+            raise UsageError("--speedup-weights needs a number for each of --speedups")
 
     @property
     def style(self) -> dict[str, Any]:
-        """Return the schedule fields that the user set; for the others a model with schedules keeps its own."""
-        fields = {"order": self.order, "decay": self.decay, "warmup": self.warmup_layers}
-        fields |= {"prompt_decay": self.prompt_decay, "prompt_layers": self.prompt_layers}
-        return {name: value for name, value in fields.items() if value is not None}
+        """Fields of new schedules that the user set."""
+        values = {"order": self.order, "warmup": self.warmup_layers}
+        return {name: value for name, value in values.items() if value is not None}
 
-    @property
-    def layers(self) -> dict[str, Any]:
-        """Return the part of the style that says which layers run at a constant depth."""
-        keys = ("order", "warmup", "decay") if self.decay == "constant" else ("order", "warmup")
-        return {key: value for key, value in self.style.items() if key in keys}
+    @classmethod
+    def create(cls: type[Config], file: str | Path | None = None, **options: Any) -> Config:
+        """Configuration from a YAML file, from options that replace the file's, or from both.
 
-    def style_for(self, config: Any) -> dict[str, Any]:
-        """Return the fields of a model's schedules that are not the defaults.
-
-        Adapters skip one stretch of layers, the same at every step.
-        """
-        if not get_method(self.method).takes_style:
-            return {}
-        if not self.learns_adapter or schedules_of(config, self.method):
-            return self.style
-        style: dict[str, Any] = {"decay": "constant"}
-        if self.order in (None, "top"):
-            style["warmup"] = form.warmup_layers(num_layers(config), max(self.budgets))
-        return style | self.style
-
-    def first_schedules(self, config: Any) -> dict[float, Schedule]:
-        """Return schedules by target speed-up, before they are fitted to texts.
-
-        Raises ScheduleError if the plan's does not fit the model, or none can be made for it.
-        """
-        layers, horizon = num_layers(config), self.horizon or DEFAULT_HORIZON
-        if self.adapter:
-            begun = self.begun
-            return {speedup: begun[speedup] for speedup in self.budgets}
-        if self.schedule:
-            return {self.budgets[0]: self.schedule}
-        style = self.style_for(config)
-        return {speedup: Schedule.for_speedup(speedup, layers, horizon, **style) for speedup in self.budgets}
-
-    def _check_combinations(self) -> None:
-        method, name, shares = get_method(self.method), self.method, self.weights
-        self._check_adapters()
-        if self.tokenizer and not self.from_config:
-            raise UsageError("--tokenizer goes with --from-config: MODEL has one of its own")
-        if len(set(self.budgets)) < len(self.budgets):
-            raise UsageError(f"--speedups must be distinct, not {self.speedups}")
-        if self.num_train_epochs == 0 or self.adam_beta2 == 1:
-            raise UsageError("--num-train-epochs must be above 0, and --adam-beta2 below 1")
-        style = {key for key in self.style if not (method.takes_layers and key in self.layers)}
-        if (self.schedule or self.horizon or style) and not method.takes_style:
-            options = "--schedule, --horizon, --order, --decay, --warmup-layers, --prompt-decay and --prompt-layers"
-            raise UsageError(f"{options} do not go with {name}, which has rules of its own")
-        if self.schedule and (self.horizon or self.lengths or self.style):
-            raise UsageError("--schedule says it all: no --horizon, --lengths, --order, --decay or the like beside it")
-        if self.horizon and self.lengths:
-            raise UsageError("--horizon takes the paper's budgets, --lengths fits to lengths: give one of them")
-        if self.distill_weight == 0 and self.teacher:
-            raise UsageError("--teacher goes with --distill-weight")
-        drawn = [each for each, share in zip(self.budgets, shares or [1] * len(self.budgets), strict=False) if share]
-        if self.distill_weight == 1 and not self.teacher and 1 not in drawn:
-            raise UsageError(
-                "nothing would hold full depth in place, from which the model learns: give it a --teacher, a "
-                "--distill-weight below 1, or 1 among the --speedups that are drawn"
-            )
-        if self.distill_weight and method.trains_exits:
-            raise UsageError(f"{name} has a loss of its own: --distill-weight does not go with it")
-        if self.distill_weight and not self.teacher and not method.skips:
-            raise UsageError(f"{name} always runs all layers it has: to distil, give it a --teacher")
-        if shares and (len(shares) != len(self.budgets) or not 0 < sum(shares) < math.inf):
-            raise UsageError(f"--weights needs a number for each of {len(self.budgets)} speed-ups, not all of them 0")
-        if shares and method.trains_exits:
-            raise UsageError(f"{name} trains all exits in every step: --weights does not go with it")
-        if len(self.budgets) > 1 and method.model_per_speedup:
-            raise UsageError(f"{name} makes a model per budget: give --speedup")
-
-    def _check_adapters(self) -> None:
-        writing = ("prompts", "max_new_tokens", "engine", "temperature")
-        if not self.own_texts and (wrong := [n for n in writing if getattr(self, n) != getattr(TrainingPlan, n)]):
-            raise UsageError(f"{option_name(wrong[0])} goes with --own-texts")
-        if self.temperature == 0:
-            raise UsageError("--temperature must be above 0: own texts are sampled")
-        if self.prompts and self.data:
-            raise UsageError("own texts follow the prompts of one of --prompts and --data: leave one out")
-        if self.own_texts and self.from_config:
-            raise UsageError("--own-texts needs a model that can write, not --from-config")
-        if not self.learns_adapter:
-            if self.adapter:
-                raise UsageError("--adapter begins an adapter with another: it does not go with --no-adapters")
-            if self.adapter_rank != TrainingPlan.adapter_rank:
-                raise UsageError("--adapter-rank goes with --adapters: without, all weights learn")
-            return
-        if self.adapter:
-            own = ("schedule", "horizon", "lengths")
-            if self.style or any(getattr(self, n) for n in own) or self.adapter_rank != TrainingPlan.adapter_rank:
-                raise UsageError("--adapter brings its layers and its rank: no option that chooses them goes with it")
-            if other := [f"{each:g}" for each in self.budgets if each not in self.begun]:
-                known = ", ".join(f"{each:g}" for each in self.begun)
-                raise UsageError(f"{self.adapter} has no speed-up {other[0]} to begin with: it has {known}")
-        changing = ("lora_rank", "distill_weight", "teacher", "from_config", "gradient_checkpointing")
-        if wrong := [option_name(name) for name in changing if getattr(self, name)]:
-            raise UsageError(
-                f"{wrong[0]} goes with --no-adapters: adapters leave the model as it is, and learn its full depth"
-            )
-        if self.method != DEFAULT_METHOD:
-            raise UsageError(
-                f"adapters are for the method {DEFAULT_METHOD}, not for {self.method}: --no-adapters trains all weights"
-            )
-        prompt = self.schedule.prompt_layers is not None or self.schedule.prompt_decay if self.schedule else False
-        if self.prompt_layers is not None or self.prompt_decay or prompt:
-            raise UsageError("adapters leave the prompt to the full model: no --prompt-layers, no --prompt-decay")
-        if self.adam_beta2 != TrainingPlan.adam_beta2:
-            raise UsageError("--adam-beta2 is AdamW's, and adapters learn with Muon: leave it out")
-        if min(self.budgets) <= 1:
-            raise UsageError("with adapters 1x is the model itself: --speedups above 1")
-
-    def check(self, config: Any) -> None:
-        """Check the plan against the model's config.
+        Keys are the fields of this class and of transformers' TrainingArguments; ``batch_size`` is its
+        ``per_device_train_batch_size``.
 
         Raises:
-            UsageError: a tracker in ``report_to`` is not installed.
-            ScheduleError: the schedule does not fit the model, or none can be made for it.
+            FileError: the file cannot be read, or holds no options.
+            UsageError: there is no such option, or it cannot have its value.
         """
-        from transformers.integrations import get_available_reporting_integrations
+        values = (_read_yaml(Path(file)) if file else {}) | options
+        own = {each.name for each in fields(cls)} - {"trainer"}
+        known = TrainingArguments.__dataclass_fields__.keys() | {"batch_size"}
+        for name in values.keys() - own - known:
+            near = difflib.get_close_matches(str(name), own | known, n=1)
+            raise UsageError(f"there is no option {name!r}{f': did you mean {near[0]}?' if near else ''}")
+        trainer = {name: value for name, value in values.items() if name not in own}
+        if "batch_size" in trainer:
+            trainer["per_device_train_batch_size"] = trainer.pop("batch_size")
+        return cls(**{name: value for name, value in values.items() if name in own}, trainer=trainer)
 
-        layers = num_layers(config)
-        if self.adapter:
-            from ..model.adapter import locate_adapter, read_adapter
-            from ..model.inspect import text_config
-
-            size, width = read_adapter(locate_adapter(self.adapter)).size, text_config(config).hidden_size
-            there = next(iter(self.begun.values())).num_layers
-            if (size, there) != (width, layers):
-                raise UsageError(
-                    f"the adapter in {self.adapter} is for {there} layers of width {size}: this model has {layers} "
-                    f"of width {width}"
-                )
-        for speedup, schedule in self.first_schedules(config).items():
-            if self.learns_adapter and schedule.is_full:
-                raise UsageError(f"{speedup:g}x of {layers} layers is all of them: an adapter has nothing to learn")
-        missing = sorted({*self.report_to} - {"none", *(known := get_available_reporting_integrations())})
-        if missing:
-            raise UsageError(
-                f"--report-to: {', '.join(missing)} is not installed; here are {', '.join(known) or 'none'}"
-            )
+    def arguments(self) -> TrainingArguments:
+        """TrainingArguments of the run."""
+        values = DEFAULTS | self.defaults | dict(self.trainer)
+        values.setdefault("per_device_eval_batch_size", values["per_device_train_batch_size"])
+        values.setdefault("eval_strategy", "steps" if values["eval_steps"] and self.max_eval_samples else "no")
+        values.setdefault("use_cpu", not torch.accelerator.is_available())
+        args = TrainingArguments(output_dir=self.output, **values)
+        args._n_gpu = 1  # no DataParallel: its copies' gates would point to the first GPU
+        return args
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as plain values for JSON or YAML."""
-        values = {name: getattr(self, name) for name in option_fields()}
-        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        return plain | ({"schedule": self.schedule.to_dict()} if self.schedule else {})
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], source: str | Path = "the plan") -> TrainingPlan:
-        """Make a plan from some or all of its fields. Raises UsageError, naming ``source``, for an unknown field."""
-        for key in values:
-            if key not in option_fields():
-                near = difflib.get_close_matches(str(key), option_fields(), n=2)
-                hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(option_fields())}"
-                raise UsageError(f"{source}: there is no option {str(key)!r}: {hint}")
-        return cls(**values)
-
-    @classmethod
-    def load(cls, path: str | Path, **overrides: Any) -> TrainingPlan:
-        """Read a plan from a YAML or JSON file, or from the ``training.json`` that a run has written.
-
-        Args:
-            path: the file; fields that it leaves out have their defaults.
-            overrides: fields that replace the file's.
-
-        Raises:
-            FileError: the file cannot be read, or holds no plan.
-            UsageError, ScheduleError: a field does not exist, or cannot have its value.
-        """
-        values = read_run_file(Path(path))
-        for group in EITHER_OR:
-            if any(name in overrides for name in group):
-                values = {name: value for name, value in values.items() if name not in group}
-        return cls.from_dict(values | overrides, path)
+        """All options as values for JSON, those of TrainingArguments beside the others."""
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "trainer"}
+        return json.loads(json.dumps(own | dict(self.trainer)))
 
 
-def command_of(values: Mapping[str, Any]) -> str:
-    """Return the command line of a run's options, less the defaults; DATA and the like stand for files."""
-    words = ["skipdecode", "train", *(["MODEL"] if values.get("model") else [])]
-    for each in fields(TrainingPlan):
-        value = values.get(each.name)
-        items = value if isinstance(value, (list, tuple)) else [value]
-        if value in (None, each.default) or each.name in ("model", "output", "report_to"):
-            continue
-        if isinstance(value, bool):
-            words += [option_name(each.name if value else f"no_{each.name}")]
-        elif each.name in FILES:
-            words += [option_name(each.name), each.name.upper()]
-        else:
-            shown = ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in items)
-            words += [option_name(each.name), shown]
-    return shlex.join(words)
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(RunConfig):
+    """Options of ``skipdecode train``, which its help explains, and two that only files and Python take.
+
+    Args:
+        prompt_share: of rows of plain text, the share of the words that is the prompt; 0: the begin-of-text token.
+        prompt_decay: number of last prompt positions over which the depth falls already.
+
+    Raises:
+        UsageError: options contradict each other.
+
+    Example:
+        >>> config = TrainConfig.create(model="demo", data="rows.jsonl", speedups="1,2", max_steps=20)
+        >>> config.speedups
+        (1.0, 2.0)
+    """
+
+    verb = "train"
+    defaults: ClassVar[dict[str, Any]] = {"learning_rate": 5e-5, "per_device_train_batch_size": 32}
+
+    output: str = "trained"
+    speedups: tuple[float, ...] = (1.0, 2.0)
+    data: str = "."
+    prompt_column: str | None = None
+    response_column: str | None = None
+    prompt_share: float | None = None
+    method: str = "skipdecode"
+    decay: str = "constant"
+    horizon: int | None = None
+    prompt_decay: int | None = None
+    prompt_layers: str | int | None = None
+    distill_weight: float = 0.0
+    teacher: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "prompt_layers", parse_prompt_layers(self.prompt_layers))
+        if self.method not in ("skipdecode", "multi_exit"):
+            raise UsageError(f"--method is skipdecode or multi_exit, not {self.method}")
+        if self.method == "multi_exit" and (self.style or self.distill_weight or self.speedup_weights):
+            raise UsageError("multi_exit trains all exits by its own loss: no layers, weights or distillation with it")
+        if self.horizon is not None and self.decay == "constant":
+            raise UsageError("--horizon is for a depth that falls: give --decay linear")
+        if self.teacher is not None and not self.distill_weight:
+            raise UsageError("--teacher needs --distill-weight")
+        drawn = dict(zip(self.speedups, self.speedup_weights or self.speedups, strict=True))
+        if self.distill_weight == 1 and self.teacher is None and not drawn.get(1.0):
+            raise UsageError("nothing keeps the full model in place: give --teacher, or 1 among --speedups")
+
+    @property
+    def style(self) -> dict[str, Any]:
+        """Fields of new schedules that the user set."""
+        values = {"prompt_decay": self.prompt_decay, "prompt_layers": self.prompt_layers}
+        style = super().style | {name: value for name, value in values.items() if value is not None}
+        return style if self.decay == "constant" else style | {"decay": self.decay}
 
 
-@cache
-def option_fields() -> dict[str, tuple[Any, Mapping[str, Any]]]:
-    """Return the type and metadata (help, group, least, most) of each field, by name."""
-    types = get_type_hints(TrainingPlan)
-    return {each.name: (types[each.name], each.metadata) for each in fields(TrainingPlan)}
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig(RunConfig):
+    """Options of ``skipdecode distill``, which its help explains.
+
+    Raises:
+        UsageError: options contradict each other.
+    """
+
+    verb = "distill"
+    defaults: ClassVar[dict[str, Any]] = {"learning_rate": 1.5e-3, "per_device_train_batch_size": 8}
+
+    output: str = "fast"
+    prompts: str | None = None
+    num_texts: int = 4000
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    engine: str = "transformers"
+    adapter: str | None = None
+    adapter_rank: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.speedups and min(self.speedups) <= 1:
+            raise UsageError("1x is the model itself: --speedups above 1")
+        if self.adapter is not None and self.style:
+            raise UsageError("--adapter has its layers already: no --order or --warmup-layers with it")
+
+    @property
+    def in_bfloat16(self) -> bool:
+        """Whether the frozen model computes in bfloat16; the adapter learns in float32."""
+        return bool(self.trainer.get("bf16"))
+
+    def arguments(self) -> TrainingArguments:
+        """TrainingArguments of the run, without mixed precision."""
+        args = super().arguments()
+        args.bf16 = False
+        return args
+
+
+def claim_output(config: RunConfig, fingerprint: str, overwrite: bool) -> Path | None:
+    """Record a run in its output folder; return the newest checkpoint of the same run, from which it resumes.
+
+    Args:
+        config: the run's options.
+        fingerprint: of the model's files.
+        overwrite: delete what the run before left, but texts of the same options.
+
+    Raises:
+        UsageError: the folder holds another run.
+        FileError: the folder holds a model that no run wrote.
+    """
+    folder = Path(config.output)
+    record = {"verb": config.verb, "fingerprint": fingerprint} | config.to_dict()
+    before = read_json(folder / RECORD) if (folder / RECORD).exists() else {}
+    if not before and any(folder.glob("*.safetensors")):
+        raise FileError(f"{folder} holds a model that no run wrote: give another --output")
+    differs = {name for name in before | record if before.get(name) != record.get(name)} if before else set()
+    if overwrite:
+        old = [*folder.glob("checkpoint-*")]
+        old += folder.glob("self_generated*") if differs.intersection(TEXT_OPTIONS) else []
+        for path in old:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    elif differs := differs.difference(FREE):
+        raise UsageError(f"{folder} holds a run with another {min(differs)}: give another --output, or --overwrite")
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder / RECORD, json.dumps(record, indent=1) + "\n")
+    states = folder.glob("checkpoint-*/trainer_state.json")  # the file that a checkpoint gets last
+    return max((path.parent for path in states), key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def _numbers(name: str, value: Any, kind: type) -> tuple[Any, ...]:
+    """Numbers of a sequence, of text like ``1,2.5``, or one."""
+    items = value.split(",") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
+    try:
+        return tuple(kind(item) for item in items)
+    except (TypeError, ValueError):
+        raise UsageError(f"--{name.replace('_', '-')} takes numbers with commas between, not {value!r}") from None
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise FileError(f"{file} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise FileError(f"{file} holds no options: it needs lines like `max_steps: 100`")
+    for name, value in values.items():
+        if isinstance(value, str) and re.fullmatch(r"[\d.]+[eE][+-]?\d+", value):
+            values[name] = float(value)  # YAML reads 5e-4 as text
+    return values

@@ -1,157 +1,243 @@
-"""What ``train`` does only where a model learns from texts of its own: to foresee, write, learn and measure."""
+"""Distillation of an adapter from texts that the model writes itself: the code behind ``skipdecode distill``."""
 
 from __future__ import annotations
 
+import gc
+import logging
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, TrainingArguments
 
-from ..data.collator import batches
-from ..data.tasks import Example, Task
+from ..data.collator import batches, batches_of
+from ..data.examples import Example
+from ..data.tasks import get_task
 from ..data.tokenize import encode_prompts
+from ..errors import UsageError
 from ..evaluation.divergence import Divergence, divergence
-from ..generation.engine import Engine
 from ..generation.generate import generate_ids, max_positions
 from ..generation.job import GenerationJob
-from ..model.adapter import Adapter, locate_adapter, read_adapter
+from ..hub.custom_generate import write_custom_generate
+from ..loading.load import Checkpoint
+from ..model.adapter import Adapter, read_adapter, save_adapter
 from ..model.attach import attach
 from ..model.config import bind
 from ..model.inspect import text_config
 from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule
-from .adapter_init import fit_stand_ins
-from .checkpoints import RunFolder
-from .config import TrainingPlan
-from .learner import AdapterLearner
-from .self_generated import SAMPLED, hold_out, own_texts
-from .self_prompts import LONGEST, prompts_for
+from . import self_generated as texts
+from .adapter_init import fit_bypasses
+from .config import DistillConfig, claim_output
+from .losses import DistillationModel
+from .self_generated import Say
+from .train import encode, run
+from .trainer import DistillationTrainer, TextCollator
+
+logger = logging.getLogger(__name__)
 
 #: The texts, in the run's folder.
-OWN_TEXTS, OWN_PROMPTS = "own_texts.jsonl", "own_prompts.jsonl"
-#: Decode steps that a forecast times, after one that is not.
+TEXTS = "self_generated.jsonl"
+#: Number of texts that bypasses are fitted to.
+FITTED = 64
+#: Decode steps that the forecast times.
 STEPS = 8
-#: Texts that are written at a time on a CPU, at least; and how many times as many elsewhere, where there is room:
-#: keys and values take less memory than the probabilities of all tokens.
-WRITTEN, TIMES = 32, 8
 
 
-def writing_job(plan: TrainingPlan, task: Task, engine: Engine, device: torch.device) -> GenerationJob:
-    """Return the job that writes own texts, whose engine can say whether it will. A killed run loses one batch."""
-    given = {"temperature": plan.temperature, "max_new_tokens": plan.max_new_tokens}
-    options: dict[str, Any] = SAMPLED | {name: value for name, value in given.items() if value is not None}
-    return GenerationJob(
-        str(plan.model),
-        task=task,
-        batch_size=max(plan.rows, WRITTEN) * (1 if device.type == "cpu" else TIMES),
-        seed=plan.seed,
-        options=options,
-        dtype="bfloat16" if plan.bf16 else "auto",
-        engine=engine,
+def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = logger.warning) -> list[Divergence]:
+    """Learn an adapter from self-generated texts, and save it in ``config.output``; the model stays as it is.
+
+    A killed run goes on with its texts and its newest checkpoint.
+
+    Args:
+        config: the run.
+        overwrite: start anew; texts of the same model and options are kept.
+        say: receives messages for the user.
+
+    Returns:
+        Divergence from the full model at each speed-up, on texts that were held out.
+
+    Raises:
+        UsageError: the options do not fit the model, or the output folder holds another run.
+        ScheduleError: a schedule cannot be made.
+        DataError: the prompts are missing, or no text is left to learn from.
+        ModelError: the model cannot be loaded, or cannot skip layers.
+        DivergedError: the loss is not finite; earlier checkpoints stay.
+    """
+    checkpoint = Checkpoint.resolve(config.model, config.adapter)
+    base = replace(checkpoint, adapter=None)
+    schedules = choose_schedules(config, checkpoint)
+    args = config.arguments()
+    folder = Path(config.output)
+    last = claim_output(config, checkpoint.fingerprint, overwrite)
+    dtype = "bfloat16" if config.in_bfloat16 else "float32"
+    options = {"dtype": dtype, "device": str(args.device), "attn_implementation": config.attn_implementation}
+    if not (folder / TEXTS).exists():
+        if args.world_size > 1:
+            raise UsageError("one process writes the texts: run this once without accelerate, until training begins")
+        say(forecast(config, base, base.load(**options), schedules, args))
+        gc.collect()  # gates and layers refer to each other: two models would be in memory
+        texts.save_texts(folder / TEXTS, write_texts(config, base, args, say))
+        for raw in folder.glob("*.raw.jsonl"):
+            raw.unlink()
+        gc.collect()
+    learned, held_out = texts.hold_out(texts.load_texts(folder / TEXTS), config.max_eval_samples)
+
+    model = base.load(**options)
+    tokenizer = base.tokenizer
+    limit = max_positions(model.config) or sys.maxsize
+    rows = encode(learned, tokenizer, limit, say, as_written=True)
+    evaluated = encode(held_out, tokenizer, limit, say, as_written=True) if held_out else None
+    if evaluated is None:
+        args.eval_strategy = "no"
+
+    def prefilled(examples: Sequence[Example]) -> list[PrefilledBatch]:
+        made = batches_of(examples, tokenizer, 8, limit, args.device, as_written=True)
+        return [PrefilledBatch(model, batch) for batch in made]
+
+    torch.manual_seed(args.seed)
+    fitted = [] if last else prefilled(learned[:FITTED])
+    distilled = make_model(model, schedules, config.adapter_rank, checkpoint.adapter, fitted)
+    measured = prefilled(held_out)
+    if last is None:
+        report(schedules, measured, "before training", say)
+    trainer = DistillationTrainer(
+        model=distilled,
+        args=args,
+        data_collator=TextCollator(tokenizer.pad_token_id, max_length=limit),
+        processing_class=tokenizer,
+        schedules=schedules,
+        weights=config.speedup_weights,
+        train_dataset=rows,
+        eval_dataset=evaluated,
     )
+    run(trainer, last, say)
+    found = report(schedules, measured, "now", say)
+    if trainer.is_world_process_zero():
+        save_adapter(folder, distilled.adapter, model, base.path)
+        write_custom_generate(folder)
+        say(f"saved to {folder}")
+    return found
+
+
+def choose_schedules(config: DistillConfig, checkpoint: Checkpoint) -> dict[float, Schedule]:
+    """Schedules by target speed-up: those of the adapter to begin with, else new ones of constant depth."""
+    if checkpoint.adapter is not None:
+        known = checkpoint.schedules
+        if missing := [speedup for speedup in config.speedups or () if speedup not in known]:
+            raise UsageError(f"the adapter has no speed-up {missing[0]:g}: it has {', '.join(f'{k:g}' for k in known)}")
+        return {speedup: known[speedup] for speedup in config.speedups or known}
+    speedups = config.speedups or (1.5, 2.0)
+    layers = checkpoint.num_layers
+    style = config.style
+    if style.get("order", "top") == "top":
+        style = {"warmup": default_warmup(layers, max(speedups))} | style
+    schedules = {}
+    for speedup in speedups:
+        schedules[speedup] = Schedule.for_speedup(speedup, layers, **style)
+        if schedules[speedup].is_full:
+            raise UsageError(f"{speedup:g}x of {layers} layers is all of them: an adapter has nothing to learn")
+    return schedules
+
+
+def default_warmup(num_layers: int, fastest: float) -> int:
+    """Bottom layers always kept: a sixth of all, at most half of those that the fastest speed runs."""
+    return max(int(min(num_layers / 6, num_layers / fastest / 2)), 1)
+
+
+def make_model(
+    model: PreTrainedModel,
+    schedules: Mapping[float, Schedule],
+    rank: int,
+    begin_with: Path | None,
+    fitted: Sequence[PrefilledBatch],
+) -> DistillationModel:
+    """Model to train, whose adapter has the weights of ``begin_with``, else bypasses fitted to texts, if any."""
+    start = None if begin_with is None else read_adapter(begin_with)
+    bound = {speedup: bind(schedule, model.config) for speedup, schedule in schedules.items()}
+    adapter = Adapter(text_config(model.config).hidden_size, start.rank if start else rank, bound)
+    attach(model.requires_grad_(False), adapter=adapter)
+    if start:
+        weights = start.state_dict()  # maybe of more speed-ups
+        adapter.load_state_dict({name: weights[name] for name in adapter.state_dict()})
+    elif fitted:
+        fit_bypasses(adapter, fitted)
+    return DistillationModel(model, adapter)
+
+
+def report(
+    schedules: Mapping[float, Schedule], batches: Sequence[PrefilledBatch], when: str, say: Say
+) -> list[Divergence]:
+    """Divergence of each speed-up from the full model on held-out texts, also told to the user."""
+    measured = divergence(batches, list(schedules.values())) if batches else []
+    for speedup, found in zip(schedules, measured, strict=False):
+        interval = f" (95%: {found.interval[0]:.3f} to {found.interval[1]:.3f})" if found.interval else ""
+        say(f"{speedup:g}x {when}: KL {found.kl:.3f}{interval}, top-1 agreement {found.top1:.1%}")
+    return measured
+
+
+def write_texts(config: DistillConfig, base: Checkpoint, args: TrainingArguments, say: Say) -> list[Example]:
+    """Let the full model write the texts; what it wrote before a kill is kept in the output folder."""
+    task = get_task(config.task)
+    load = {"dtype": "bfloat16" if config.in_bfloat16 else "auto"}
+    job = GenerationJob(base, [], speedup=1, load=load, engine=config.engine, seed=args.seed)
+
+    def write(prompts: Any, options: dict[str, Any], name: str = "self_generated.raw.jsonl") -> Any:
+        size = texts_per_batch(args)
+        with tqdm(desc="self-generated texts", unit="text", file=sys.stderr) as bar:
+            file = Path(config.output) / name
+            part = replace(job, prompts=prompts, output=file, options=options, batch_size=size)
+            return texts.write_with_job(part, bar)
+
+    def write_messages(prompts: Any, options: dict[str, Any]) -> Any:
+        return write(prompts, options, "self_generated_messages.raw.jsonl")
+
+    prompts = texts.find_prompts(base, config.prompts, task, config.num_texts, write_messages, say)
+    rows = texts.spread(prompts, config.num_texts)
+    options = texts.text_options(prompts, config.max_new_tokens or task.max_new_tokens, config.temperature)
+    return texts.keep_texts(rows, write(rows, options), say)
+
+
+def texts_per_batch(args: TrainingArguments) -> int:
+    """Texts that are written together: more than are learned together, since keys and values take less memory."""
+    return max(args.train_batch_size, 32) * (1 if args.device.type == "cpu" else 8)
 
 
 def forecast(
-    plan: TrainingPlan,
-    job: GenerationJob,
+    config: DistillConfig,
+    base: Checkpoint,
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    device: torch.device,
+    schedules: Mapping[float, Schedule],
+    args: TrainingArguments,
 ) -> str:
-    """Return how long own texts and training will take, by a few steps of each, for short prompts and long texts.
+    """How long texts and training take, from a few timed steps of each, for short prompts and the longest texts."""
+    tokenizer = base.tokenizer
+    count = config.num_texts
+    longest = config.max_new_tokens or get_task(config.task).max_new_tokens
+    at_once = min(texts_per_batch(args), count)
+    few = texts.SAMPLING | {"min_new_tokens": STEPS + 1, "max_new_tokens": STEPS + 1}
+    for _ in range(2):  # the first is not counted
+        stats = generate_ids(model, tokenizer, encode_prompts(tokenizer, ["The"]) * at_once, None, at_once, **few).stats
+    tokens = longest
+    if config.prompts is None and tokenizer.chat_template is not None:
+        tokens += texts.LONGEST_MESSAGE
+    writing = stats.decode_seconds / stats.steps * tokens * math.ceil(count / at_once)
 
-    Args:
-        plan: the run, with adapters and own texts.
-        job: as :func:`writing_job` makes it.
-        model, tokenizer: loaded, and the model without an adapter; it is of no use afterwards.
-        device: that the run will use.
-    """
-    count, longest = plan.own_texts or 0, job.options["max_new_tokens"]
-    asks = plan.prompts is None and plan.data is None and tokenizer.chat_template is not None
-    prompts, size = encode_prompts(tokenizer, ["The"]) * min(job.batch_size, count), job.batch_size
-    few: Any = SAMPLED | {"min_new_tokens": STEPS + 1, "max_new_tokens": STEPS + 1}
-    model.to(device)
-    cost = [generate_ids(model, tokenizer, prompts, None, size, **few).stats for _ in range(2)][-1]
-    writing = cost.decode_seconds / cost.steps * (longest + LONGEST * asks) * math.ceil(count / size)
-
-    schedules = plan.first_schedules(model.config)
-    learner = make_learner(plan, model, schedules, (), str)
-    for rows, tokens in ((1, 8), (plan.rows, longest)):  # the first is not counted
-        ids = {"prompt_ids": [tokenizer.pad_token_id] * 32, "response_ids": [tokenizer.pad_token_id] * tokens}
-        (batch,) = batches([ids] * rows, tokenizer, rows, max_positions(model.config), device)
-        batch_seconds = learner.seconds([*schedules.values()], batch)
-    passes = plan.gradient_accumulation_steps
-    steps = plan.max_steps or math.ceil(count * plan.num_train_epochs / (plan.rows * passes))
-    learning = steps * passes * batch_seconds
-
-    whole, *parts = map(tqdm.format_interval, (writing + learning, writing, learning))
-    what = "questions and texts" if asks else "texts"
-    what += " at the pace of transformers" if plan.engine != "transformers" else ""
-    each = f"{parts[0]} for {count:,} {what}, {parts[1]} for {steps:,} steps"
-    return f"this takes about {whole}, less if texts end early, more if prompts are long: {each}"
-
-
-def write_own_texts(
-    plan: TrainingPlan, job: GenerationJob, folder: RunFolder, say: Callable[[str], object]
-) -> tuple[list[Example], list[Example]]:
-    """Let the model write its own texts, in ``own_texts.jsonl``; return those to learn from, and those held out."""
-    count = plan.own_texts or 0
-    with tqdm(desc="own texts", unit="text", file=sys.stderr) as bar:
-
-        def start(total: int, done: int) -> None:
-            bar.reset(total)
-            bar.update(done)
-
-        told: dict[str, Any] = {"on_start": start, "on_batch": lambda cost: bar.update(cost.rows), "say": say}
-        prompts = prompts_for(job, plan.prompts or plan.data, count, folder.folder / OWN_PROMPTS, **told)
-        texts = own_texts(job, prompts, count, folder.folder / OWN_TEXTS, **told)
-    return hold_out(texts, plan.max_eval_samples if plan.eval_steps else 0)
-
-
-def make_learner(
-    plan: TrainingPlan,
-    model: PreTrainedModel,
-    schedules: Mapping[float, Schedule],
-    batches: Sequence[Mapping[str, Any]],
-    say: Callable[[str], object],
-) -> AdapterLearner:
-    """Return what learns the adapter of a frozen model.
-
-    Its weights are those of ``plan.adapter``; without one, its stand-ins are fitted in closed form to any ``batches``.
-    """
-    model.eval().requires_grad_(False)
-    begun = read_adapter(locate_adapter(plan.adapter)) if plan.adapter else None
-    rank = begun.rank if begun else plan.adapter_rank
-    known = {speedup: bind(schedule, model.config) for speedup, schedule in schedules.items()}
-    adapter = Adapter(text_config(model.config).hidden_size, rank, known)
-    attach(model, adapter=adapter)
-    if begun:
-        weights = begun.state_dict()  # of more speed-ups, it may be
-        adapter.load_state_dict({name: weights[name] for name in adapter.state_dict()})
-        say(f"training begins with the adapter in {plan.adapter}")
-    elif batches:
-        fit_stand_ins(adapter, [PrefilledBatch(model, batch) for batch in batches])
-    say(f"the adapter has {sum(weight.numel() for weight in adapter.parameters()):,} weights; the model stays as it is")
-    return AdapterLearner(model, adapter)
-
-
-def say_damage(
-    model: PreTrainedModel,
-    schedules: Mapping[float, Schedule],
-    batches: Sequence[Mapping[str, Any]],
-    when: str,
-    say: Callable[[str], object],
-) -> list[Divergence]:
-    """Say, and return, how far each speed-up is from full depth on the texts that are held out, if there are any."""
-    measured = divergence((PrefilledBatch(model, batch) for batch in batches), [*schedules.values()]) if batches else []
-    for speedup, found in zip(schedules, measured, strict=False):
-        within = f" (95%: {found.interval[0]:.3f} to {found.interval[1]:.3f})" if found.interval else ""
-        say(
-            f"{speedup:g}x {when}: {found.kl:.3f} nats per token from full depth{within}, "
-            f"{found.top1:.1%} of its most likely tokens"
-        )
-    return measured
+    distilled = make_model(model, schedules, config.adapter_rank, None, [])
+    pad = tokenizer.pad_token_id
+    for examples, length in ((1, 8), (args.train_batch_size, longest)):  # the first is not counted
+        row = {"prompt_ids": [pad] * 32, "response_ids": [pad] * length}
+        (batch,) = batches([row] * examples, tokenizer, examples, max_positions(model.config), args.device)
+        seconds = distilled.seconds(list(schedules.values()), batch)
+    per_step = args.gradient_accumulation_steps
+    steps = args.max_steps
+    if steps < 1:
+        steps = math.ceil(count * args.num_train_epochs / (args.train_batch_size * per_step))
+    learning = steps * per_step * seconds
+    whole, *parts = [tqdm.format_interval(part) for part in (writing + learning, writing, learning)]
+    return f"this takes about {whole} at most: {parts[0]} for {count:,} texts, {parts[1]} for {steps:,} steps"

@@ -1,22 +1,27 @@
-"""Training losses: the response's cross-entropy, and distillation from a model that runs all layers."""
+"""Losses of training: cross-entropy, distillation from all layers, all exits, and the divergence of adapters."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
-from transformers import PreTrainedModel
 
 from ..evaluation.early_exit import read_out
+from ..loading.device import synchronize
+from ..model.adapter import Adapter
 from ..model.attach import attach, teacher_forced
+from ..model.config import num_layers
 from ..model.inspect import decoder_layers
+from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule
 
 
 def token_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """Return the mean cross-entropy of response tokens over the accumulated batch.
+    """Mean cross-entropy of response tokens over the accumulated batch.
 
     Args:
         logits: (batch, at least R, vocabulary); the last R columns count.
@@ -30,31 +35,28 @@ def token_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int 
 
 
 class Objective:
-    """The paper's loss, cross-entropy on the response, and the base class of other losses."""
+    """Loss that training minimises: the paper's, cross-entropy of the response; base class of other losses."""
 
     #: Whether the loss reads ``outputs.hidden_states``.
     hidden_states = False
-    #: If not None, the schedule that every training step runs in place of the drawn one.
+    #: Schedule that every training step runs in place of the drawn one; None: the drawn one.
     schedule: Schedule | None = None
 
     def prepare(self, model: nn.Module, inputs: dict[str, Any], schedule: Schedule) -> None:
-        """Prepare the loss before a training pass over ``inputs`` with ``schedule``, while no layer is skipped.
-
-        ``inputs`` are those of the model, and ``prompt_length``, which only a pass that skips takes.
-        """
+        """Prepare the loss before a training pass over ``inputs`` with ``schedule``, while no layer is skipped."""
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Return the loss of a batch, a scalar; :func:`token_loss` explains the labels."""
+        """Loss of a batch, a scalar; :func:`token_loss` explains the labels."""
         return token_loss(outputs.logits, labels, num_items_in_batch)
 
 
 class Distillation(Objective):
-    """``(1 - weight)`` times cross-entropy, ``weight`` times the KL divergence from a model that runs all its layers.
+    """``(1 - weight)`` times cross-entropy plus ``weight`` times the KL divergence from a model that runs all layers.
 
     Args:
         weight: above 0, at most 1.
-        teacher: another model of the same vocabulary; None: the trained model itself at full depth, without dropout.
-            A step whose schedule is full then uses cross-entropy alone.
+        teacher: another model of the same vocabulary. None: the trained model with all its layers, without dropout;
+            cross-entropy alone counts at 1x.
     """
 
     def __init__(self, weight: float, teacher: nn.Module | None = None) -> None:
@@ -63,46 +65,115 @@ class Distillation(Objective):
         self._target: Tensor | None = None
 
     def prepare(self, model: nn.Module, inputs: dict[str, Any], schedule: Schedule) -> None:
-        """Run the teacher on the same batch, unless the model is its own teacher and ``schedule`` is full."""
+        """Run the teacher on the same batch."""
         self._target = None
         if schedule.is_full and self.teacher is None:
             return
         teacher = model if self.teacher is None else self.teacher.to(inputs["input_ids"].device)
-        full = Schedule.full(len(decoder_layers(teacher)))
         inputs = {name: value for name, value in inputs.items() if name not in ("labels", "prompt_length")}
-        inputs["use_cache"] = False
         training = teacher.training
         teacher.eval()
-        with torch.no_grad(), teacher_forced(teacher, full, 1):
+        with torch.no_grad(), teacher_forced(teacher, Schedule.full(len(decoder_layers(teacher))), 1):
             self._target = teacher(**inputs).logits
         teacher.train(training)
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Return the weighted sum of cross-entropy and divergence, both means per response token."""
+        """Weighted sum of cross-entropy and divergence, both means per response token."""
         loss = super().__call__(outputs, labels, num_items_in_batch)
         if self._target is None:
             return loss
         learned = labels[:, 1:] != -100
         width = learned.shape[1]
-        student, target = (log_softmax(x[:, -width:][learned].float(), -1) for x in (outputs.logits, self._target))
+        student = log_softmax(outputs.logits[:, -width:][learned].float(), -1)
+        target = log_softmax(self._target[:, -width:][learned].float(), -1)
         distance = kl_div(student, target, log_target=True, reduction="sum")
         count = len(target) if num_items_in_batch is None else num_items_in_batch
         return (1 - self.weight) * loss + self.weight * distance / count
 
 
 class ExitLoss(Objective):
-    """Mean loss of all exits; every step runs all layers, because the exit at depth d reads only layers below d."""
+    """Mean loss of all exits, with which multi-layer exit trains; every step runs all layers."""
 
     hidden_states = True
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.count = len(decoder_layers(model))
-        self.schedule = Schedule.full(self.count)
+    def __init__(self, model: Any) -> None:
+        self.count = num_layers(model.config)
+        self.schedule = Schedule.full(self.count)  # the exit at depth d reads only layers below d
         self.reader = read_out(model)
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Return the mean of the exits' losses, a scalar."""
+        """Mean of the exits' losses, a scalar."""
         width = labels.shape[1] - 1
-        early = [states[:, -width:] for states in outputs.hidden_states[1 : self.count]]
-        logits = [*map(self.reader, early), outputs.logits]
-        return torch.stack([token_loss(exit, labels, num_items_in_batch) for exit in logits]).mean()
+        early = [self.reader(states[:, -width:]) for states in outputs.hidden_states[1 : self.count]]
+        losses = [token_loss(logits, labels, num_items_in_batch) for logits in (*early, outputs.logits)]
+        return torch.stack(losses).mean()
+
+
+class TeacherOutput(NamedTuple):
+    """Output of the full model on a batch of texts, which all schedules learn from."""
+
+    batch: PrefilledBatch
+    #: Probabilities of all tokens, (batch, R, vocabulary).
+    target: Tensor
+    #: Entropies of ``target`` in nats, (batch, R).
+    entropy: Tensor
+
+
+class DistillationModel(nn.Module):
+    """An adapter that learns from the frozen model it acts in; the Trainer trains and saves the adapter alone.
+
+    Args:
+        model: the frozen causal LM, with gates and ``adapter`` attached.
+        adapter: its matrices learn. Biases stay as they are, since the optimizer Muon takes matrices alone.
+    """
+
+    def __init__(self, model: nn.Module, adapter: Adapter) -> None:
+        super().__init__()
+        self.adapter = adapter
+        for weight in adapter.parameters():
+            weight.requires_grad_(weight.ndim == 2)
+        self.config = model.config  # the Trainer reads it
+        self._model = (model.eval().requires_grad_(False),)  # in a tuple: no submodule
+
+    @property
+    def model(self) -> nn.Module:
+        """The frozen model."""
+        return self._model[0]
+
+    @torch.no_grad()
+    def teacher_output(self, batch: Mapping[str, Any]) -> TeacherOutput:
+        """Output of the full model on a batch that :class:`~skipdecode.data.collator.Collator` made.
+
+        A text's first token is the prompt's pass, which runs all layers: nothing can be learned from it.
+        """
+        prefilled = PrefilledBatch(self.model, batch)
+        logits = prefilled.logits().float()
+        target = logits.softmax(-1)
+        return TeacherOutput(prefilled, target, _cross_entropy(logits, target))
+
+    def forward(self, teacher: TeacherOutput, schedule: Schedule, num_items_in_batch: Any = None) -> Tensor:
+        """Mean KL divergence from the full model, in nats per text token.
+
+        Args:
+            teacher: the full model's output on the batch.
+            schedule: whose layers run.
+            num_items_in_batch: tokens to divide the sum by; None: those of the batch.
+        """
+        logits = teacher.batch.logits(schedule).float()
+        counted = teacher.batch.counted
+        # kl_div would make more copies of the logits, hundreds of megabytes.
+        loss = (_cross_entropy(logits, teacher.target) - teacher.entropy)[counted].sum()
+        return loss / (counted.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+
+    def seconds(self, schedules: Sequence[Schedule], batch: Mapping[str, Any]) -> float:
+        """Seconds of one training step for all ``schedules``; its gradients are added to the adapter's."""
+        start = time.perf_counter()
+        teacher = self.teacher_output(batch)
+        for schedule in schedules:
+            self(teacher, schedule).backward()
+        synchronize(batch["input_ids"].device)
+        return time.perf_counter() - start
+
+
+def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1), target.flatten(0, 1), reduction="none").view(target.shape[:2])

@@ -1,158 +1,153 @@
-"""Texts that a model writes itself at full depth: what an adapter learns from, so that it needs no data."""
+"""Self-generated texts: what the full model writes itself, so that distillation needs no data."""
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from hashlib import sha256
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..data.chat import Prompt, as_json, parse_messages
-from ..data.inputs import Item, read_examples
-from ..data.tasks import Example, Task
-from ..data.tasks.base import subsample
-from ..errors import DataError, UsageError
-from ..files import read_json, write
+from tqdm import tqdm
+
+from ..data.chat import Message, Prompt, around_message, as_json, parse_messages
+from ..data.examples import Example, read_examples, subsample
+from ..data.tasks import Task
+from ..errors import DataError
+from ..files import write
+from ..generation.generate import max_positions
 from ..generation.job import GenerationJob
 from ..generation.stats import Completion
-from ..loading.load import identity_of
-from ..provenance import fingerprint
+from ..loading.load import Checkpoint
 
-#: A text is left out if it ends in so many repetitions of the same characters, together at least so many.
+#: A text is left out if it ends in this many repetitions, together at least so many characters.
 REPEATS, REPEATED = 4, 24
-#: Of the file's rows.
-VERSION = 2
-#: Sampling from the model's own distribution, at some temperature.
-SAMPLED = {"do_sample": True, "top_p": 1.0, "top_k": 0}
+#: Sampling of texts from the model's own distribution, at a temperature.
+SAMPLING: dict[str, Any] = {"do_sample": True, "top_p": 1.0, "top_k": 0}
+#: Sampling of users' messages: small models ask more sensible questions slightly below temperature 1.
+MESSAGE_SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
+#: Number of different prompts below which the user is told.
+FEW = 200
+#: Longest message, in tokens; longer ones are left out.
+LONGEST_MESSAGE = 128
+
+Say = Callable[[str], object]
+#: Writes the texts behind prompts with options of ``model.generate``; None stands for a prompt that is too long.
+Write = Callable[[Sequence[Prompt], dict[str, Any]], Sequence[Completion | None]]
 
 
-def read_prompts(
-    source: str | Path | None, task: Task, say: Callable[[str], object] = lambda message: None
+def find_prompts(
+    checkpoint: Checkpoint, source: str | Path | None, task: Task, count: int, write: Write, say: Say
 ) -> list[Prompt]:
-    """Return the prompts of a file, or of a task's training split; None: one empty text, the begin-of-text token.
-
-    ``say`` is called with a message about each bad line of a file. Raises DataError if there are no prompts.
-    """
-    if source is None:
+    """Prompts of self-generated texts: those of ``source``, else a chat model's own, else the begin-of-text token."""
+    if source is not None:
+        prompts = list(
+            dict.fromkeys(example.prompt for example in read_examples(source, task, "train", references=False))
+        )
+        if len(prompts) < FEW:
+            say(f"{source} has {len(prompts)} different prompts: some hundreds teach more")
+        return prompts
+    if checkpoint.tokenizer.chat_template is None:
         return [""]
-    prompts = [example.prompt for example in read_examples(task, Path(source), "train", say)]
-    if not prompts:
-        raise DataError(f"{source} holds no prompts")
-    return list(dict.fromkeys(prompts))
+    say("no prompts are given: the model writes its users' messages too")
+    return user_messages(checkpoint, count, write, say)
 
 
-def own_texts(
-    job: GenerationJob,
-    prompts: Sequence[Prompt],
-    count: int,
-    file: Path | None = None,
-    *,
-    ended: bool = False,
-    on_start: Callable[[int, int], object] = lambda total, done: None,
-    on_batch: Callable[[Any], object] = lambda cost: None,
-    say: Callable[[str], object] = lambda message: None,
-) -> list[Example]:
-    """Let a model write ``count`` texts at full depth.
+def user_messages(checkpoint: Checkpoint, count: int, write: Write, say: Say) -> list[Prompt]:
+    """Conversations of one message, which a chat model writes itself (Xu et al., 2024, "Magpie", section 2.1).
+
+    The model gets its chat template up to where a user's first message begins. Of ``count`` messages, those that are
+    empty, loop, do not end, or repeat another are left out.
 
     Args:
-        job: the model, its options (``SAMPLED`` among them), batch size and seed. The default temperature is 0.5, from
-            one prompt alone 1.
-        prompts: if there are more than ``count``, evenly spaced ones are taken; if fewer, each has several texts.
-        file: keeps the texts as JSONL; a killed run goes on, and a finished one's texts are read from it.
-        ended: leave out texts that were cut off at ``max_new_tokens``.
-        on_start, on_batch, say: as :meth:`GenerationJob.run` takes them.
-
-    Returns:
-        The texts, without those that are empty, end in a loop, or were written before for the same prompt.
+        checkpoint: of a chat model.
+        count: number of messages that are written.
+        write: writes the texts behind prompts, with options of ``model.generate``.
+        say: receives messages for the user.
 
     Raises:
-        UsageError: ``file`` holds texts of another model, prompts or options; or it is damaged.
-        SkipDecodeError: as :meth:`GenerationJob.run` raises it.
+        DataError: no message ends.
+        ModelError: the chat template takes no user's message.
     """
-    chosen = [each.prompt for each in subsample([Example(prompt, ()) for prompt in prompts], count)]
-    rows = [chosen[i % len(chosen)] for i in range(count)]
-    # Below 1 texts are surer of themselves, and sooner learnt; but many from one beginning would be the same.
-    options = dict(job.options)
-    options.setdefault("temperature", 1.0 if len(prompts) == 1 else 0.5)
-    job = replace(job, options=options)
-    key = fingerprint(VERSION, identity_of(job.model, job.adapter, job.revision), rows, dict(job.options), job.seed)
-    about = file and file.with_suffix(".json")
-    if file and about and about.exists():
-        begun: Any = read_json(about)
-        if not isinstance(begun, dict) or "job" not in begun:
-            raise UsageError(f"{about} was not written by skipdecode: move it away, or give another folder")
-        if begun["job"] != key:
-            raise UsageError(
-                f"{file} was written by another model or version, or with other prompts or options: move it away"
-            )
-        return _read(file, begun["sha256"])
-    raw = file and file.with_name(f"{file.stem}.{key[:8]}.raw.jsonl")
-    finished = raw and raw.exists() and not raw.with_name(raw.name + ".partial").exists()
-    if file and file.exists() and not finished:
-        raise UsageError(f"{file} is there and was not written by skipdecode: move it away, or give another folder")
-    if raw and finished:
-        made: Mapping[int, Completion] = _finished(raw)  # by a run that was killed before it chose from them
-    else:
-        items = [Item(number, {}, prompt) for number, prompt in enumerate(rows, 1)]
-        result = replace(job, input=items, output=raw, speedup=1).run(on_start=on_start, on_batch=on_batch, say=say)
-        made = result.completions
-        gc.collect()  # gates and layers hold each other: this model is not to stay beside the next
-        if not made:
-            if raw:
-                raw.unlink()
-            raise DataError(f"nothing could be written: {items[0].error} (--prompts FILE gives other prompts)")
-    texts, left_out = dict[Example, None](), {"empty": 0, "looping": 0, "cut off": 0, "repeated": 0, "refused": 0}
-    for index, row in enumerate(rows):
-        text = made[index].text if index in made else None
-        if text is None:
+    tokenizer = checkpoint.tokenizer
+    before, after = around_message(tokenizer)
+    bos = tokenizer.bos_token
+    if bos and before.startswith(bos) and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
+        before = before.removeprefix(bos)  # the tokenizer adds one
+    positions = max_positions(checkpoint.config)
+    longest = min(LONGEST_MESSAGE, positions // 4) if positions else LONGEST_MESSAGE
+    options = MESSAGE_SAMPLING | {"max_new_tokens": longest, "stop_strings": [after]}
+    texts = keep_texts([before] * count, write([before] * count, options), say, ended=True)
+    messages = [text.references[0].split(after)[0].strip() for text in texts]
+    if not any(messages):
+        raise DataError("the model writes no user's message that ends: give --prompts FILE")
+    return [(Message("user", message),) for message in dict.fromkeys(messages) if message]
+
+
+def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """``count`` prompts: evenly spaced ones if there are more, else each several times."""
+    chosen = [example.prompt for example in subsample([Example(prompt, ()) for prompt in prompts], count)]
+    return [chosen[i % len(chosen)] for i in range(count)]
+
+
+def text_options(prompts: Sequence[Prompt], max_new_tokens: int, temperature: float | None = None) -> dict[str, Any]:
+    """Options of ``model.generate`` for texts behind ``prompts``.
+
+    The default temperature is 0.5, where texts are surer and easier to learn; 1 from a single prompt, whose texts would
+    be the same.
+    """
+    if temperature is None:
+        temperature = 1.0 if len(set(prompts)) == 1 else 0.5
+    return SAMPLING | {"temperature": temperature, "max_new_tokens": max_new_tokens}
+
+
+def keep_texts(
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion | None],
+    say: Say,
+    *,
+    ended: bool = False,
+) -> list[Example]:
+    """Texts without those that are empty, end in a loop, or were written before for the same prompt.
+
+    Args:
+        prompts: of the completions; None in place of a completion: the prompt was too long.
+        completions: the texts.
+        say: receives how many texts are left out.
+        ended: leave out texts that were cut off at ``max_new_tokens``.
+
+    Raises:
+        DataError: no text is left.
+    """
+    texts: dict[Example, None] = {}
+    left_out: Counter[str] = Counter()
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if completion is None:
             left_out["refused"] += 1
-        elif not text.strip() or ends_in_loop(text.rstrip()):
-            left_out["looping" if text.strip() else "empty"] += 1
-        elif ended and made[index].finish_reason != "stop":
+            continue
+        cut = completion.finish_reason == "length"
+        text = completion.text.removesuffix("\ufffd") if cut else completion.text  # of a cut character
+        example = Example(prompt, (text,), cut)
+        if not text.strip():
+            left_out["empty"] += 1
+        elif ends_in_loop(text.rstrip()):
+            left_out["looping"] += 1
+        elif ended and cut:
             left_out["cut off"] += 1
-        elif (written := Example(row, (text,), made[index].finish_reason == "length")) in texts:
+        elif example in texts:
             left_out["repeated"] += 1
         else:
-            texts[written] = None
-    if any(left_out.values()):
-        lost = ", ".join(f"{n:,} {what}" for what, n in left_out.items() if n)
+            texts[example] = None
+    if left_out:
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
         if not texts:
-            raise DataError(f"no text is left to learn from ({lost}): give other --prompts, or another --temperature")
-        say(f"left out of the own texts: {lost}")
-    if file and about and raw:
-        lines = (
-            {"prompt": as_json(each.prompt), "response": each.references[0]}
-            | ({"finish_reason": "length"} if each.cut else {})
-            for each in texts
-        )
-        content = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
-        write(file, content)
-        checksum = sha256(content.encode()).hexdigest()
-        told = {"job": key, "texts": len(texts), "left_out": left_out, "sha256": checksum}
-        write(about, json.dumps(told, indent=1) + "\n")
-        raw.unlink()
-    return [*texts]
-
-
-def hold_out(texts: Sequence[Example], most: int) -> tuple[list[Example], list[Example]]:
-    """Return own texts to learn from, and at most ``most`` to evaluate with.
-
-    The latter are those of a tenth of the prompts, which no other texts follow: texts of one prompt are alike. Of fewer
-    than ten prompts, a tenth of the texts.
-    """
-    prompts = [*dict.fromkeys(each.prompt for each in texts)]
-    held = {*prompts[: min(most, len(prompts) // 10)]}
-    if len(prompts) < 10:
-        count = min(most, len(texts) // 10)
-        return [*texts[count:]], [*texts[:count]]
-    return [each for each in texts if each.prompt not in held], [each for each in texts if each.prompt in held][:most]
+            raise DataError(f"no text is left to learn from ({counts}): give other --prompts, or another --temperature")
+        say(f"left out of the self-generated texts: {counts}")
+    return list(texts)
 
 
 def ends_in_loop(text: str) -> bool:
-    """Return whether a text ends in a repetition: ``REPEATS`` rounds at least, and ``REPEATED`` characters."""
+    """Whether a text ends in a repetition: ``REPEATS`` rounds at least, and ``REPEATED`` characters."""
     for period in range(1, len(text) // REPEATS + 1):
         same = period
         while same < len(text) and text[-same - 1] == text[-same - 1 + period]:
@@ -162,19 +157,50 @@ def ends_in_loop(text: str) -> bool:
     return False
 
 
-def _finished(raw: Path) -> dict[int, Completion]:
-    """Return the completions of a job's output by row."""
-    rows = enumerate(map(json.loads, raw.read_text("utf-8").split("\n")[:-1]))
-    return {index: Completion(**row) for index, row in rows if "error" not in row}
+def hold_out(texts: Sequence[Example], most: int) -> tuple[list[Example], list[Example]]:
+    """Texts to learn from, and at most ``most`` to evaluate with.
+
+    The latter are all texts of a tenth of the prompts, since texts of one prompt are alike. With fewer than ten prompts
+    they are a tenth of the texts.
+    """
+    prompts = list(dict.fromkeys(text.prompt for text in texts))
+    if len(prompts) < 10:
+        count = min(most, len(texts) // 10)
+        return list(texts[count:]), list(texts[:count])
+    held = set(prompts[: min(most, len(prompts) // 10)])
+    learned = [text for text in texts if text.prompt not in held]
+    return learned, [text for text in texts if text.prompt in held][:most]
 
 
-def _read(file: Path, checksum: str) -> list[Example]:
-    """Return the texts of a file. Raises UsageError if they are not those that were written."""
-    written = file.read_bytes() if file.exists() else b""
-    if sha256(written).hexdigest() != checksum:
-        raise UsageError(f"{file} has changed since it was written: remove it and {file.with_suffix('.json')}")
-    found = []
-    for row in map(json.loads, written.decode().split("\n")[:-1]):
+def write_with_job(job: GenerationJob, bar: tqdm) -> list[Completion | None]:
+    """Completions of a job, whose output is kept, so that a killed run goes on after its last batch."""
+
+    def start(total: int, done: int) -> None:
+        bar.reset(total)
+        bar.update(done)
+
+    file = Path(str(job.output))
+    if not file.exists():
+        job.run(on_start=start, on_batch=lambda stats: bar.update(stats.rows))
+    rows = [json.loads(line) for line in file.read_text("utf-8").split("\n") if line]
+    return [Completion(row["text"], row["tokens"], row["finish_reason"]) if "text" in row else None for row in rows]
+
+
+def save_texts(file: Path, texts: Sequence[Example]) -> None:
+    """Write texts as JSONL that ``train --data`` reads too."""
+    lines = []
+    for text in texts:
+        row = {"prompt": as_json(text.prompt), "response": text.references[0]}
+        if text.cut:
+            row["finish_reason"] = "length"
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    write(file, "".join(lines))
+
+
+def load_texts(file: Path) -> list[Example]:
+    """Texts that :func:`save_texts` wrote."""
+    texts = []
+    for row in (json.loads(line) for line in file.read_text("utf-8").split("\n") if line):
         prompt = row["prompt"] if isinstance(row["prompt"], str) else parse_messages(row["prompt"])
-        found.append(Example(prompt, (row["response"],), row.get("finish_reason") == "length"))
-    return found
+        texts.append(Example(prompt, (row["response"],), row.get("finish_reason") == "length"))
+    return texts

@@ -1,44 +1,36 @@
-"""Train with skipping on: each layer runs only the positions that it would run in decoding (docs/training.md)."""
+"""Trainers that skip layers: each layer runs only the positions that it would run in decoding (paper, section 4)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import random
+import signal
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
-from transformers import Trainer, TrainingArguments
-from transformers.trainer_callback import ProgressCallback
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from ..errors import DivergedError, UsageError
+from ..data.collator import Collator
+from ..errors import DivergedError
 from ..schedule import Schedule
 from .callback import Skipping
-from .callbacks import StepSeed, TrainingBar
-from .checkpoints import STAGING, RunFolder, writing
-from .learner import FullDepth
-from .losses import Objective
-from .sampler import LengthGrouped
+from .losses import Objective, TeacherOutput
 
 
 class SkipTrainer(Trainer):
-    """transformers' Trainer, which draws a schedule for each optimizer step.
-
-    A step's examples, schedule and dropout depend on the seed and the step alone, so that a resumed run computes the
-    same as an uninterrupted one.
+    """transformers' Trainer, which draws a schedule for each optimizer step and evaluates at every speed.
 
     Args:
-        schedules: schedules by target speed-up. Each optimizer step draws one, the same on all processes; evaluation
-            reports the loss at each.
+        schedules: schedules by target speed-up. All processes draw the same one.
         objective: the loss to minimise; evaluation always uses cross-entropy.
         weights: relative frequencies of ``schedules``; None: equal.
-        folder: protects the checkpoints in ``args.output_dir`` against kills; None: transformers writes them alone.
-        record: the run's identity, stored in each checkpoint in ``folder``.
 
     Raises:
-        DivergedError: the loss, or a weight about to be saved, is not finite. Earlier checkpoints stay.
+        DivergedError: the loss is not finite. Earlier checkpoints stay.
     """
 
     def __init__(
@@ -47,28 +39,22 @@ class SkipTrainer(Trainer):
         schedules: Mapping[float, Schedule],
         objective: Objective | None = None,
         weights: Sequence[float] | None = None,
-        folder: RunFolder | None = None,
-        record: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, compute_loss_func=self._loss, **kwargs)
         self.skipping = Skipping(speedups=schedules, weights=weights, seed=self.args.seed)
         self.objective = objective or Objective()
-        self.folder = folder
-        self.record = record or {}
+        self.stop = StopBySignal()
+        self.add_callback(self.stop)
         self._evaluated: Schedule | None = None
         self._step: ExitStack | None = None  # closes at the end of the current training step
         self._attach()
-        self.bar = TrainingBar()
-        if self.pop_callback(ProgressCallback) is not None:  # else disable_tqdm is set
-            self.add_callback(self.bar)
-        self.add_callback(StepSeed())
 
     def _attach(self) -> None:
         self.skipping.attach(self.model)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss while each layer runs only the positions that it would run in decoding."""
+        """Loss of a batch while each layer runs only the positions that it would run in decoding."""
         keep = inputs["input_ids"].shape[1] - inputs["prompt_length"] + 1
         inputs = inputs | {"logits_to_keep": keep, "use_cache": False}
         drawn = self.skipping.drawn(self.state.global_step)
@@ -81,17 +67,14 @@ class SkipTrainer(Trainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run a training step. The backward pass may recompute layers, so the gates stay set until its end."""
+        """Training step. Its backward pass may recompute layers, so the gates stay set until its end."""
         with ExitStack() as self._step:
             try:
                 loss = super().training_step(*args, **kwargs)
             finally:
                 self._step = None
         if not torch.isfinite(loss):
-            raise DivergedError(
-                f"step {self.state.global_step + 1}: the loss is {loss.item()}; nothing was saved since the last "
-                "checkpoint. A lower --learning-rate may help, on a GPU --attn-implementation eager"
-            )
+            raise DivergedError(f"step {self.state.global_step + 1}: the loss is {loss.item()}: lower --learning-rate")
         return loss
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
@@ -99,51 +82,17 @@ class SkipTrainer(Trainer):
         return objective(outputs, labels, num_items_in_batch)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a step's batches; none after the last step, where transformers would train one step too many.
-
-        Raises UsageError if the checkpoint resumed from is past the last step.
-        """
-        if self.state.global_step > self.state.max_steps:
-            raise UsageError(
-                f"{self.args.output_dir} holds a checkpoint of step {self.state.global_step}, past the "
-                f"{self.state.max_steps} asked for: give another --output, or --no-resume to drop it"
-            )
-        if self.state.global_step == self.state.max_steps:
+        """Batches of a step; none once all steps are done: a resumed Trainer would run one more."""
+        if self.state.global_step >= self.state.max_steps:
             return [], None
         return super().get_batch_samples(*args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
-        dataset = self.train_dataset if train_dataset is None else train_dataset
-        if self.args.train_sampling_strategy != "group_by_length" or "length" not in dataset.column_names:
-            return super()._get_train_sampler(train_dataset)
         group = self._train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        return LengthGrouped(dataset["length"], group, self.args.seed, lambda: int(self.state.epoch or 0))
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        refuse_nonfinite(self.model)
-        if self.folder is None:
-            return super()._save_checkpoint(*args, **kwargs)
-        if self.is_world_process_zero():
-            self.folder.new_staging()
-        self.accelerator.wait_for_everyone()
-        with writing(self.folder.folder):
-            super()._save_checkpoint(*args, **kwargs)
-        self.accelerator.wait_for_everyone()
-        if self.is_world_process_zero():
-            self.folder.keep(f"checkpoint-{self.state.global_step}", self.record)
-
-    def _get_output_dir(self, *args: Any, **kwargs: Any) -> str:
-        """Return where transformers writes its checkpoint: ``STAGING``, from which ``folder`` moves it to its place."""
-        return super()._get_output_dir(*args, **kwargs) if self.folder is None else str(self.folder.folder / STAGING)
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Omit tied weights, which no checkpoint holds twice, from the warning about missing keys."""
-        tied = getattr(self.model, "all_tied_weights_keys", {})
-        load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(load_result)
+        return EpochSampler(self.train_dataset["length"], group, self)
 
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
-        """Return the loss at every speed-up; that at the last is ``eval_loss`` too."""
+        """Loss at every speed-up; that at the last is ``eval_loss`` too."""
         metrics: dict[str, float] = {}
         try:
             for speedup, schedule in self.skipping.schedules.items():
@@ -155,20 +104,19 @@ class SkipTrainer(Trainer):
         return metrics
 
 
-class AdapterTrainer(SkipTrainer):
-    """Trains an :class:`~skipdecode.training.learner.AdapterLearner`; evaluation reports its loss at each speed-up.
+class DistillationTrainer(SkipTrainer):
+    """Trains a :class:`~skipdecode.training.losses.DistillationModel`; each step learns from its texts at every speed.
 
-    Each step learns from its texts at every speed-up, so that their prompts and full depth are computed once.
+    The optimizer is Muon: in short runs it brings an adapter nearer to the full model than AdamW.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # In short runs Muon brings an adapter nearer to full depth than AdamW (docs/adapter_results.md).
         options = {"lr": kwargs["args"].learning_rate, "adjust_lr_fn": "match_rms_adamw"}
         super().__init__(*args, optimizer_cls_and_kwargs=(torch.optim.Muon, options), **kwargs)
-        self._learning: tuple[FullDepth, Schedule, float] | None = None
+        self._learned: tuple[TeacherOutput, Schedule, float] | None = None
 
     def _attach(self) -> None:
-        """Do nothing: the learner's model has gates."""
+        pass  # the frozen model has gates
 
     def compute_loss(
         self,
@@ -177,58 +125,76 @@ class AdapterTrainer(SkipTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Compute the distance from full depth with the schedule that is learnt now, or evaluated."""
-        if self._learning is not None:
-            full, schedule, share = self._learning
-            return share * self._over_processes(model(full, schedule, num_items_in_batch), num_items_in_batch)
-        learner = self.accelerator.unwrap_model(model)
-        loss = self._over_processes(
-            model(learner.full_depth(inputs), self._evaluated, num_items_in_batch), num_items_in_batch
-        )
+        """KL divergence from the full model with the schedule that is learned now, or evaluated."""
+        if self._learned is not None:
+            teacher, schedule, share = self._learned
+            return share * self._over_processes(model(teacher, schedule, num_items_in_batch), num_items_in_batch)
+        teacher = self.accelerator.unwrap_model(model).teacher_output(inputs)
+        loss = self._over_processes(model(teacher, self._evaluated, num_items_in_batch), num_items_in_batch)
         return (loss, {"loss": loss}) if return_outputs else loss
 
     def _over_processes(self, loss: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """Return the loss for a mean over processes, where its tokens were counted over all of them."""
+        """Loss before the mean over processes is taken, where the token count is that of all processes."""
         counted = self.args.average_tokens_across_devices and num_items_in_batch is not None
         return loss * self.accelerator.num_processes if counted else loss
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Run full depth once; then forward and back with one schedule after another, to hold one graph at a time."""
+        """Run the full model once, then each schedule forward and back, to hold one graph at a time."""
         model.train()
-        learner, schedules = self.accelerator.unwrap_model(model), self.skipping.schedules.values()
-        full = learner.full_depth(self._prepare_inputs(inputs))
+        teacher = self.accelerator.unwrap_model(model).teacher_output(self._prepare_inputs(inputs))
+        schedules = self.skipping.schedules.values()
         weights = self.skipping.weights or [1.0] * len(schedules)
         losses = []
         for schedule, weight in zip(schedules, weights, strict=True):
             if weight:
-                self._learning = full, schedule, weight / sum(weights)
+                self._learned = teacher, schedule, weight / sum(weights)
                 losses.append(super().training_step(model, inputs, *args, **kwargs))
-        self._learning = None
+        self._learned = None
         return torch.stack(losses).sum()
 
 
-def refuse_nonfinite(model: nn.Module) -> None:
-    """Raise DivergedError if a parameter holds a value that is not finite."""
-    for name, weight in model.named_parameters():
-        if not torch.isfinite(weight).all():
-            raise DivergedError(
-                f"{name} is not finite: nothing was saved since the last checkpoint. A lower --learning-rate may help"
-            )
+class TextCollator(Collator):
+    """Collator for self-generated texts: their first token, from the prompt's pass, is no label."""
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Batch as a Collator makes it; the Trainer counts only tokens that can be learned from."""
+        batch = super().__call__(rows)
+        batch["labels"][:, 1] = -100
+        return batch
 
 
-#: TrainingArguments with the values that SkipDecode's collator and sampler need.
-training_args = partial(
-    TrainingArguments,
-    remove_unused_columns=False,
-    prediction_loss_only=True,
-    train_sampling_strategy="group_by_length",
-    logging_nan_inf_filter=False,  # log a NaN loss as it is: training_step raises on it
-    include_num_input_tokens_seen="non_padding",  # logs tokens per second
-    label_names=["labels"],
-)
+class EpochSampler(LengthGroupedSampler):
+    """Groups examples by length, in an order that a resumed run has too: it depends on the seed and the epoch alone."""
+
+    def __init__(self, lengths: Sequence[int], group: int, trainer: Trainer) -> None:
+        super().__init__(group, lengths=list(lengths))
+        self.trainer = trainer  # accelerate forwards no set_epoch while it skips batches
+
+    def __iter__(self) -> Iterator[int]:
+        epoch = int(self.trainer.state.epoch or 0)
+        self.generator = torch.Generator().manual_seed(
+            random.Random(f"order {self.trainer.args.seed} {epoch}").getrandbits(32)
+        )
+        return super().__iter__()
 
 
-def checkpointing_option(wanted: bool) -> dict[str, bool]:
-    """Return TrainingArguments' option for gradient checkpointing, which transformers 5.23 renamed; {} if unwanted."""
-    new = "activation_checkpointing"
-    return {new if new in TrainingArguments.__dataclass_fields__ else "gradient_checkpointing": True} if wanted else {}
+class StopBySignal(TrainerCallback):
+    """Context in which SIGINT or SIGTERM end training with a checkpoint after the current step; a second one, at once."""
+
+    number: int | None = None
+
+    def __enter__(self) -> None:
+        self.before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.number = number
+        self.__exit__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save and stop, if a signal came."""
+        if self.number is not None:
+            control.should_save = control.should_training_stop = True

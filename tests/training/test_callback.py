@@ -15,7 +15,7 @@ from transformers import AutoConfig, Trainer, TrainingArguments
 
 import skipdecode
 from helpers.families import FAMILIES, FORMS, LAYERS, SCHEDULES, build
-from helpers.tiny import EXAMPLES, run, write_jsonl
+from helpers.tiny import EXAMPLES
 from skipdecode import Schedule, Skipping, attach, teacher_forced
 from skipdecode.errors import CacheError, UsageError
 from skipdecode.model.config import config_schedules
@@ -70,7 +70,7 @@ def test_rows_of_any_layout_skip_what_decoding_would(name: str, key: str) -> Non
         labels = batch["labels"][row, start:stop]
         total += float(cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum"))
         count += response
-    assert float(output.loss) == pytest.approx(total / count, rel=1e-4)
+    assert output.loss.item() == pytest.approx(total / count, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -82,7 +82,7 @@ def test_full_depth_and_passes_outside_steps_are_the_models_own(name: str) -> No
     assert torch.equal(model(**batch).logits, stock.logits)
     with skipping.at(1.0):
         output = model(**batch)
-    assert float(output.loss) == pytest.approx(float(stock.loss), rel=1e-5)
+    assert output.loss.item() == pytest.approx(stock.loss.item(), rel=1e-5)
     real = batch["attention_mask"].bool()
     assert torch.allclose(output.logits[real], stock.logits[real], atol=1e-4)
 
@@ -134,6 +134,7 @@ def test_what_a_row_may_not_hold_is_refused() -> None:
         model(**batch)
     broken.remove()
     assert torch.equal(model(**batch).logits, stock)  # a pass that failed leaves nothing behind
+    refused(UsageError, "nothing to learn", labels=torch.full_like(batch["labels"], -100))
     with skipping.at(2.0):
         model(input_ids=batch["input_ids"], labels=batch["labels"], attention_mask=None)
     with pytest.raises(UsageError, match="another model"):
@@ -174,7 +175,7 @@ def test_a_trainers_steps_are_those_of_a_loop(checkpoint: Path, tmp_path: Path) 
     ends = []
     for ours in (False, True):
         model, tokenizer = skipdecode.load(str(checkpoint))
-        skipping = Skipping(None if ours else model, speedups=(1, 2, 4), lengths=(6, 9), seed=5)
+        skipping = Skipping(None if ours else model, speedups=(1, 2, 4), decay="linear", horizon=8, seed=5)
         rows: Any = rows_of(tokenizer)
         if ours:
             args = TrainingArguments(
@@ -204,11 +205,11 @@ def test_a_trainers_steps_are_those_of_a_loop(checkpoint: Path, tmp_path: Path) 
     assert any(not torch.equal(ends[0][name], weight) for name, weight in stock.items())
     for name, weight in ends[0].items():
         assert torch.allclose(ends[1][name], weight, atol=1e-4), name
-    prompts = write_jsonl(tmp_path / "prompts.jsonl", ({"prompt": each.prompt} for each in EXAMPLES[:4]))
     for speedup in (1, 4):
-        done = run("generate", tmp_path / "True", "--input", prompts, "--speedup", speedup, "--max-new-tokens", 6)
-        assert done.returncode == 0, done.stderr
-        assert "not trained" not in done.stderr
+        model, tokenizer = skipdecode.load(str(tmp_path / "True"))
+        prompts = [each.prompt for each in EXAMPLES[:4]]
+        written = skipdecode.generate(model, tokenizer, prompts, speedup=speedup, max_new_tokens=9)
+        assert written.stats.average_depth == pytest.approx(skipping.schedules[speedup].average_depth(8))
 
 
 @TRL
@@ -226,22 +227,22 @@ def test_trls_trainer_skips(checkpoint: Path, tmp_path: Path, lora: bool) -> Non
         from peft import LoraConfig
 
         options["peft_config"] = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-    skipping, seen = Skipping(speedups=(1, 2, 4), lengths=(6, 9)), list[Any]()
+    skipping, seen = Skipping(speedups=(1, 2, 4)), list[Any]()
     args = trl.SFTConfig(**arguments(tmp_path / "sft"), logging_steps=1, bf16=False, max_length=64)
 
     class Noted(trl.SFTTrainer):
         def compute_loss(self, model: Any, inputs: dict[str, Any], *given: Any, **more: Any) -> Any:
-            schedule: Any = skipping._now
+            schedule: Any = skipping._schedule
             batch = {k: v.clone() for k, v in inputs.items() if isinstance(v, Tensor)}
             loss = super().compute_loss(model, inputs, *given, **more)
-            wanted, skipping._now = 0.0, None  # what it is compared with is no pass of the step
+            wanted, skipping._schedule = 0.0, None  # what it is compared with is no pass of the step
             for row in range(len(batch["input_ids"])):
                 with torch.no_grad():
                     start, _, logits = alone(self.accelerator.unwrap_model(model), schedule, batch, row)
                 labels = batch["labels"][row, start : start + len(logits)]
                 wanted += float(cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum"))
-            skipping._now = schedule
-            seen.append((schedule, float(loss), wanted / int((batch["labels"] != -100).sum())))
+            skipping._schedule = schedule
+            seen.append((schedule, loss.item(), wanted / int((batch["labels"] != -100).sum())))
             return loss
 
     trainer = Noted(model, args, train_dataset=rows, processing_class=tokenizer, callbacks=[skipping], **options)
@@ -254,11 +255,9 @@ def test_trls_trainer_skips(checkpoint: Path, tmp_path: Path, lora: bool) -> Non
     trained = trainer.model.merge_and_unload() if lora else trainer.model
     trained.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    data = write_jsonl(tmp_path / "data.jsonl", ({"prompt": e.prompt, "response": e.references[0]} for e in EXAMPLES))
-    assert run("generate", tmp_path / "model", "--input", data, "--speedup", 4, "--max-new-tokens", 6).returncode == 0
-    more = ("--speedups", "1,4", "--max-new-tokens", 8, "--timing-rows", 4, "--repeats", 1)
-    done = run("evaluate", tmp_path / "model", "--data", data, *more, "--output", tmp_path / "table")
-    assert done.returncode == 0, done.stderr
+    model, tokenizer = skipdecode.load(str(tmp_path / "model"))
+    written = skipdecode.generate(model, tokenizer, [each.prompt for each in EXAMPLES[:3]], speedup=4, max_new_tokens=6)
+    assert written.stats.average_depth == 2
 
 
 @TRL

@@ -1,0 +1,114 @@
+"""Configurations: the same run from Python, the command line and a file; an output folder belongs to one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from skipdecode.errors import FileError, SkipDecodeError, UsageError
+from skipdecode.training.config import DistillConfig, RunConfig, TrainConfig, claim_output
+
+
+def run_of(output: Path, **options: Any) -> DistillConfig:
+    return DistillConfig.create(**{"model": "demo", "output": str(output), "speedups": "2", "seed": 1} | options)
+
+
+def test_a_file_and_options_make_the_same_run(tmp_path: Path) -> None:
+    """Values as people write them; what is given goes before the file; the rest is for transformers."""
+    file = tmp_path / "run.yaml"
+    file.write_text("speedups: 1,2.5\nlearning_rate: 5e-4\nbatch_size: 7\norder: even\nmax_steps: 9\n")
+    options = {"speedups": [1, 2.5], "learning_rate": 5e-4, "batch_size": 7, "order": "even"}
+    config = TrainConfig.create(file, model="demo", max_steps=3)
+    assert config == TrainConfig.create(model="demo", max_steps=3, **options)
+    assert config.speedups == (1.0, 2.5)
+    args = config.arguments()
+    assert (args.learning_rate, args.per_device_train_batch_size, args.max_steps) == (5e-4, 7, 3)
+    assert args.per_device_eval_batch_size == 7
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(config.to_dict()))
+    assert TrainConfig.create(tmp_path / "again.yaml") == config
+
+
+def test_an_adapter_has_defaults_of_its_own() -> None:
+    full, adapter = TrainConfig.create(model="demo").arguments(), DistillConfig.create(model="demo", bf16=True)
+    assert (full.per_device_train_batch_size, full.learning_rate) == (32, 5e-5)
+    args = adapter.arguments()
+    assert (args.per_device_train_batch_size, args.learning_rate, args.bf16) == (8, 1.5e-3, False)
+    assert adapter.in_bfloat16
+
+
+def test_any_field_of_transformers_goes_through() -> None:
+    args = TrainConfig.create(model="demo", adam_beta2=0.98, max_grad_norm=3.0, eval_steps=0).arguments()
+    assert (args.adam_beta2, args.max_grad_norm, args.eval_strategy) == (0.98, 3.0, "no")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        (TrainConfig, {"learning_rat": 1}, "learning_rate"),
+        (TrainConfig, {"prompts": "x"}, "no option 'prompts'"),
+        (TrainConfig, {"speedups": "1,x"}, "--speedups takes numbers"),
+        (TrainConfig, {"order": "0,x"}, "--order takes numbers"),
+        (TrainConfig, {"speedups": "1,2", "speedup_weights": "1"}, "a number for each"),
+        (TrainConfig, {"method": "d3"}, "multi_exit"),
+        (TrainConfig, {"method": "multi_exit", "order": "even"}, "its own loss"),
+        (TrainConfig, {"method": "multi_exit", "distill_weight": 0.5}, "its own loss"),
+        (TrainConfig, {"horizon": 9}, "--decay linear"),
+        (TrainConfig, {"teacher": "demo"}, "--distill-weight"),
+        (TrainConfig, {"distill_weight": 1, "speedups": "2,3"}, "keeps the full model"),
+        (TrainConfig, {"distill_weight": 1, "speedups": "1,2", "speedup_weights": "0,1"}, "keeps the full model"),
+        (TrainConfig, {"prompt_layers": "all"}, "prompt_layers"),
+        (DistillConfig, {"speedups": "1,2"}, "1x is the model itself"),
+        (DistillConfig, {"adapter": "fast", "warmup_layers": 2}, "has its layers"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(kind: type[RunConfig], options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SkipDecodeError, match=said):
+        kind.create(**{"model": "demo"} | options)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "- a\n- b", "a: [", "\udcff"])
+def test_a_file_without_options_is_named(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content.encode(errors="surrogateescape"))
+    for path in (file, tmp_path / "missing.yaml"):
+        with pytest.raises(FileError, match=path.name):
+            TrainConfig.create(path, model="demo")
+
+
+def test_the_newest_whole_checkpoint_is_resumed(tmp_path: Path) -> None:
+    """Of the same run; more steps, or other reports, are the same run."""
+    assert claim_output(run_of(tmp_path), "a", overwrite=False) is None
+    for step, whole in ((2, True), (10, True), (12, False)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / ("trainer_state.json" if whole else "optimizer.pt")).touch()
+    assert claim_output(run_of(tmp_path), "a", overwrite=False) == tmp_path / "checkpoint-10"
+    assert claim_output(run_of(tmp_path, max_steps=90, save_steps=3), "a", overwrite=False)
+
+
+@pytest.mark.parametrize(
+    "other", [{"seed": 2}, {"speedups": "3"}, {"learning_rate": 1e-3}, {"model": "other"}, {"adapter_rank": 9}, {}]
+)
+def test_a_folder_belongs_to_one_run(tmp_path: Path, other: dict[str, Any]) -> None:
+    """Files of the model count, not its name alone; --overwrite starts anew, and keeps texts that would be the same."""
+    claim_output(run_of(tmp_path), "a", overwrite=False)
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "self_generated.jsonl").touch()
+    fingerprint = "a" if other else "b"
+    with pytest.raises(UsageError, match=f"another {next(iter(other), 'fingerprint')}.*--overwrite"):
+        claim_output(run_of(tmp_path, **other), fingerprint, overwrite=False)
+    assert claim_output(run_of(tmp_path, **other), fingerprint, overwrite=True) is None
+    assert not (tmp_path / "checkpoint-2").exists()
+    kept = not {"seed"}.intersection(other) and bool(other)
+    assert (tmp_path / "self_generated.jsonl").exists() == kept
+    assert claim_output(run_of(tmp_path, **other), fingerprint, overwrite=False) is None
+
+
+def test_somebody_elses_model_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    for overwrite in (False, True):
+        with pytest.raises(FileError, match="no run wrote"):
+            claim_output(run_of(tmp_path), "a", overwrite)

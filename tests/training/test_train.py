@@ -1,0 +1,318 @@
+"""``train``: a stock directory that carries its schedules; a killed run ends with the weights of an unbroken one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM, TrainerCallback
+
+import skipdecode
+from helpers.tiny import EXAMPLES, TEXTS, run, write_examples
+from skipdecode import Schedule
+from skipdecode.data.tokenize import train_tokenizer
+from skipdecode.errors import DataError, DivergedError, ModelError, UsageError
+from skipdecode.loading.load import Checkpoint
+from skipdecode.model.config import CONFIG_KEY, config_schedules, trained_method
+from skipdecode.training import train as training
+from skipdecode.training.config import TrainConfig
+from skipdecode.training.fitting import batch_lengths, fit
+from skipdecode.training.trainer import SkipTrainer
+
+SHORT: dict[str, Any] = {"batch_size": 4, "max_steps": 1, "eval_steps": 0, "speedups": "1,2,4"}
+
+
+def train(checkpoint: Path, data: Path, output: Path, say: Any = str, overwrite: bool = False, **options: Any) -> Any:
+    """One step, unless options say otherwise; returns the trained model."""
+    config = TrainConfig.create(model=str(checkpoint), data=str(data), output=str(output), **SHORT | options)
+    training.train(config, overwrite=overwrite, say=say)
+    return AutoModelForCausalLM.from_pretrained(output)
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    """All of a model's, in one row."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_the_result_is_a_stock_directory_that_carries_its_schedules(
+    checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
+    """transformers loads it as any model; generate runs the speed that was asked for, and 2x without."""
+    stock = train(checkpoint, data, tmp_path / "out", max_steps=3, eval_steps=2, max_eval_samples=3)
+    expected = {float(k): Schedule.for_speedup(k, 8) for k in (1, 2, 4)}
+    assert config_schedules(stock.config) == expected
+    model, tokenizer = skipdecode.load(str(tmp_path / "out"))
+    assert stock.state_dict().keys() == model.state_dict().keys()
+    options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": -1}
+    for speedup, depth in ((None, 4), (2, 4), (4, 2), (1, 8)):
+        written = skipdecode.generate(model, tokenizer, TEXTS[:3], speedup=speedup, **options)
+        assert written.stats.average_depth == depth
+
+
+def test_the_command_line_and_python_make_the_same_run(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    ours = train(checkpoint, data, tmp_path / "python", learning_rate=1e-3, warmup_layers=2, seed=3)
+    words = ["train", checkpoint, "--data", data, "--output", tmp_path / "line", "--learning-rate", 1e-3, "--seed", 3]
+    words += ["--warmup-layers", 2, "--batch-size", 4, "--max-steps", 1, "--eval-steps", 0, "--speedups", "1,2,4"]
+    done = run(*words)
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(weights(ours), weights(AutoModelForCausalLM.from_pretrained(tmp_path / "line")))
+    other = run(*words[:-1], "1,2,3")
+    assert other.returncode == 2
+    assert "another speedups" in other.stderr
+
+
+def test_depths_that_fall_are_fitted_to_the_responses(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """Or take the paper's budgets over a horizon; the prompt runs fewer layers if asked."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    config = train(checkpoint, data, tmp_path / "fitted", decay="linear", order="even").config
+    tokens = [len(tokenizer(" " + each.references[0]).input_ids) + 1 for each in EXAMPLES]
+    expected = fit(8, 2, batch_lengths(tokens, 4), order="even", decay="linear")
+    assert config_schedules(config)[2] == expected
+    config = train(checkpoint, data, tmp_path / "out", decay="cosine", horizon=10, prompt_layers="max").config
+    assert config_schedules(config)[4] == Schedule.for_speedup(4, 8, 10, decay="cosine", prompt_layers="max")
+
+
+def test_a_trained_model_keeps_its_schedules(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """Those that it has; new ones keep its order; training at 1x alone takes all out."""
+    train(checkpoint, data, tmp_path / "a", order="0,7,3,5,1,2,4,6", decay="linear", horizon=9, speedups="2")
+    config = train(tmp_path / "a", data, tmp_path / "b", speedups="2,4").config
+    before = config_schedules(AutoModelForCausalLM.from_pretrained(tmp_path / "a").config)
+    assert config_schedules(config)[2] == before[2]
+    assert config_schedules(config)[4] == Schedule.for_speedup(4, 8, order=(0, 7, 3, 5, 1, 2, 4, 6))
+    assert not hasattr(train(tmp_path / "b", data, tmp_path / "c", speedups="1").config, CONFIG_KEY)
+
+
+def test_multi_exit_is_named_in_the_config(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    before = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = train(checkpoint, data, tmp_path / "out", method="multi_exit", speedups="2,4", learning_rate=1e-2)
+    assert trained_method(model.config) == "multi_exit"
+    assert config_schedules(model.config)[4] == Schedule.for_speedup(4, 8, order="bottom")
+    assert not torch.equal(weights(model), weights(before))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bf16": True},
+        {"gradient_accumulation_steps": 2},
+        {"attn_implementation": "eager"},
+        {"distill_weight": 0.5},
+        {"distill_weight": 1, "teacher": "itself"},
+    ],
+    ids=str,
+)
+def test_ways_to_train(checkpoint: Path, data: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Each changes the weights, and leaves float32 that is finite."""
+    options = {name: str(checkpoint) if value == "itself" else value for name, value in options.items()}
+    after = train(checkpoint, data, tmp_path / "out", max_steps=2, learning_rate=1e-2, **options)
+    assert after.dtype == torch.float32
+    assert torch.isfinite(weights(after)).all()
+    assert not torch.equal(weights(AutoModelForCausalLM.from_pretrained(checkpoint)), weights(after))
+
+
+def test_a_half_precision_checkpoint_trains_in_float32(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """fp16 weights with AdamW end as NaN."""
+    AutoModelForCausalLM.from_pretrained(checkpoint).half().save_pretrained(tmp_path / "half")
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "half")
+    model = train(tmp_path / "half", data, tmp_path / "out", max_steps=2, learning_rate=1e-3)
+    assert model.dtype == torch.float32
+    assert torch.isfinite(weights(model)).all()
+
+
+def test_losses_fall(checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every speed."""
+    seen: list[dict[str, float]] = []
+    evaluate = SkipTrainer.evaluate
+    monkeypatch.setattr(SkipTrainer, "evaluate", lambda self, *a, **k: seen.append(evaluate(self, *a, **k)) or seen[-1])
+    train(checkpoint, data, tmp_path / "out", max_steps=30, eval_steps=15, learning_rate=1e-2)
+    for speedup in (1, 2, 4):
+        assert seen[-1][f"eval_{speedup}x_loss"] < 0.9 * seen[0][f"eval_{speedup}x_loss"]
+
+
+# --- what is told before weights are loaded, or before the first step
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"prompt_layers": 2, "speedups": "2"}, "prompt_layers"), ({"speedups": "9"}, "1 to the number of layers")],
+)
+def test_schedules_that_cannot_be_are_refused(
+    checkpoint: Path, data: Path, tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        train(checkpoint, data, tmp_path / "out", **options)
+
+
+def test_what_cannot_be_trained_is_refused(
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="another vocabulary"):
+        train(checkpoint, data, tmp_path / "out", distill_weight=0.5, teacher="demo")
+    monkeypatch.setattr(Checkpoint, "load", lambda *a, **k: pytest.fail("a model was loaded"))
+    with pytest.raises(DataError):
+        train(checkpoint, tmp_path / "none.jsonl", tmp_path / "out")
+    with pytest.raises(ValueError, match="no run wrote"):
+        train(checkpoint, data, checkpoint)
+
+
+def test_what_would_make_saving_fail_is_told_before_the_first_step(
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A temperature without do_sample is read from a file, but not written to one."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.7}')
+    monkeypatch.setattr(SkipTrainer, "train", lambda *a, **k: pytest.fail("training began"))
+    with pytest.raises(ModelError, match="set do_sample"):
+        train(tmp_path / "model", data, tmp_path / "out")
+
+
+def test_rows_that_the_model_has_no_positions_for_are_counted(checkpoint: Path, tmp_path: Path) -> None:
+    rows = write_examples(tmp_path / "rows.jsonl", [*EXAMPLES, EXAMPLES[0].__class__("the", ("the cat " * 100,))])
+    said: list[str] = []
+    train(checkpoint, rows, tmp_path / "out", said.append)
+    assert any("1 examples are left out: over 96 tokens" in line for line in said)
+
+
+# --- runs that are killed
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it, and nothing is written after it."""
+
+
+class At(TrainerCallback):
+    """Does something at the end of a step, before anything of it is saved."""
+
+    def __init__(self, step: int, action: Any) -> None:
+        self.step, self.action = step, action
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called when the step's weights are there and nothing is written."""
+        if state.global_step == self.step:
+            self.action()
+
+
+def killed() -> None:
+    raise Killed
+
+
+@pytest.fixture(scope="module")
+def with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers with dropout: every random draw of a step shows in the weights."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = train_tokenizer(TEXTS * 20, vocab_size=300)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "word_embed_proj_dim": 16, "num_hidden_layers": 3, "ffn_dim": 16}
+    tokens = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": 1, "eos_token_id": tokenizer.eos_token_id}
+    more = {"vocab_size": len(tokenizer), "num_attention_heads": 2, "max_position_embeddings": 96, "dropout": 0.1}
+    OPTForCausalLM(OPTConfig(**sizes, **tokens, **more)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+RUN: dict[str, Any] = {"speedups": "1,2,3", "learning_rate": 1e-2, "warmup_steps": 0, "save_steps": 3}
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, step: int, action: Any, *given: Any, **options: Any) -> None:
+    """A run in which something happens at a step."""
+    init = SkipTrainer.__init__
+
+    def with_callback(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.add_callback(At(step, action))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SkipTrainer, "__init__", with_callback)
+        train(*given, **options)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_killed_run_ends_with_the_weights_of_an_unbroken_one(
+    accumulation: int, with_dropout: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit: rows, speeds and dropout; killed in the first epoch, in the second, and once all steps are done."""
+    options = RUN | {"max_steps": 10, "batch_size": 4 // accumulation, "gradient_accumulation_steps": accumulation}
+    options |= {"eval_steps": 4}
+    whole = weights(train(with_dropout, data, tmp_path / "whole", **options))
+    for step in (2, 5, 8):
+        with pytest.raises(Killed):
+            interrupted(monkeypatch, step, killed, with_dropout, data, tmp_path / "out", **options)
+        for unfinished in ("checkpoint-99",):  # killed while it was written
+            (tmp_path / "out" / unfinished).mkdir(exist_ok=True)
+    said: list[str] = []
+    resumed = train(with_dropout, data, tmp_path / "out", said.append, **options)
+    assert any("checkpoint-6" in line for line in said)
+    assert torch.equal(weights(resumed), whole)
+    assert torch.equal(weights(train(with_dropout, data, tmp_path / "out", **options)), whole)
+    assert len(list((tmp_path / "out").glob("checkpoint-*/trainer_state.json"))) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_step_under_way(
+    number: int, with_dropout: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever --save-steps is. Whoever handled the signal before then gets it, and the run goes on from there."""
+    options = RUN | {"save_steps": 100, "max_steps": 7}
+    whole = weights(train(with_dropout, data, tmp_path / "whole", **options))
+    taken: list[int] = []
+    before = signal.signal(number, lambda number, _: taken.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(
+                monkeypatch, 4, lambda: signal.raise_signal(number), with_dropout, data, tmp_path / "out", **options
+            )
+        assert taken == [number]
+        signal.raise_signal(number)
+        assert taken == [number, number]
+    finally:
+        signal.signal(number, before)
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] in (["checkpoint-4"], ["checkpoint-5"])
+    assert torch.equal(weights(train(with_dropout, data, tmp_path / "out", **options)), whole)
+
+
+def test_a_diverged_run_saves_nothing(with_dropout: Path, data: Path, tmp_path: Path) -> None:
+    """--overwrite starts anew, with other options too."""
+    options = RUN | {"max_steps": 30, "save_steps": 100}
+    with pytest.raises(DivergedError, match="lower --learning-rate"):
+        train(with_dropout, data, tmp_path / "out", **options | {"learning_rate": 1e9})
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    with pytest.raises(UsageError, match="another learning_rate"):
+        train(with_dropout, data, tmp_path / "out", **options)
+    train(with_dropout, data, tmp_path / "out", overwrite=True, **options | {"max_steps": 1})
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one(checkpoint: Path, tmp_path: Path) -> None:
+    """With the same rows a step: the same speeds on both, equal to rounding."""
+    write_examples(tmp_path / "rows.jsonl", (EXAMPLES * 2)[:24])
+    options = RUN | {"warmup_steps": 0, "lr_scheduler_type": "constant", "max_steps": 5, "batch_size": 8}
+    one = train(checkpoint, tmp_path / "rows.jsonl", tmp_path / "one", **options)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # --multi_gpu is torchrun; without a GPU the processes talk by gloo.
+    launch = f"-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --main_process_port {port}"
+    launch += " --mixed_precision no --dynamo_backend no -m skipdecode train"
+    words = [checkpoint, "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "two", "--batch-size", 4]
+    for name, value in (SHORT | options).items():
+        words += [] if name in ("batch_size", "lr_scheduler_type") else [f"--{name.replace('_', '-')}", value]
+    (tmp_path / "run.yaml").write_text("lr_scheduler_type: constant\n")
+    command = [sys.executable, *launch.split(), *map(str, words), "--config", str(tmp_path / "run.yaml")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    two = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+    moved = (weights(one) - weights(AutoModelForCausalLM.from_pretrained(checkpoint))).abs().max()
+    assert moved > 1e-3
+    assert (weights(one) - weights(two)).abs().max() < 0.01 * moved
