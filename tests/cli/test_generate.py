@@ -45,4 +45,4 @@ def test_no_usable_row_is_exit_code_1(checkpoint: Path, tmp_path: Path) -> None:
     bad = write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "the cat " * 200}])
     done = run("generate", checkpoint, "--prompts", bad, "--output", tmp_path / "out.jsonl", "--max-new-tokens", 4)
     assert done.returncode == 1
-    assert "line 1" in done.stderr
+    assert "row 1" in done.stderr

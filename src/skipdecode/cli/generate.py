@@ -49,30 +49,29 @@ def generate(
 
     skipdecode generate fast --prompts prompts.jsonl --output outputs.jsonl --speedup 2
     """
+    from ..data.tasks import get_task
     from ..generation.job import GenerationJob
+    from ..loading.load import Checkpoint
     from ..schedule import Schedule
 
     values = locals()
     if (prompts is None) == (not prompt):
         raise UsageError("give one of --prompts FILE and --prompt TEXT")
     decoding = {name: values[name] for name in DECODING if values[name] not in (None, False)}
+    load = {"dtype": dtype, "device": device, "quantization": quantization, "offload": offload}
     job = GenerationJob(
-        model,
+        Checkpoint.resolve(model, adapter),
         prompt or prompts or "-",
         output,
-        task=task,
-        adapter=adapter,
+        task=get_task(task),
         speedup=speedup,
         schedule=Schedule.load(schedule) if schedule else None,
         batch_size=batch_size,
         seed=seed,
         options=decoding | ({"stop_strings": stop} if stop else {}),
-        dtype=dtype,
-        device=device,
-        quantization=quantization,
-        offload=offload,
+        load=load,
         engine=engine,
-        workers=ray,
+        workers=ray or 0,
         overwrite=overwrite,
     )
     with Bar() as bar:
@@ -84,9 +83,9 @@ def generate(
     if output is None:
         sys.stdout.write("".join(f"{text}\n" for text in result.texts) if prompt else result.jsonl)
         sys.stdout.flush()
-    for item in result.items:
-        if item.error:
-            err.print(f"line {item.line}: {item.error}", style="yellow", markup=False)
+    for number, row in enumerate(result.rows, 1):
+        if "error" in row:
+            err.print(f"row {number}: {row['error']}", style="yellow", markup=False)
     _show(result.summary)
     if as_json:
         print(json.dumps(result.summary))
