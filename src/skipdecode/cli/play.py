@@ -1,4 +1,4 @@
-"""``skipdecode play``: a page on which a model writes at several speeds side by side."""
+"""``skipdecode play``: a page with outputs at several speeds side by side."""
 
 from __future__ import annotations
 
@@ -6,29 +6,49 @@ from typing import Annotated
 
 from typer import Option
 
+from ..errors import UsageError
 from . import options as o
 from .console import say
 
-Speedups = Annotated[str | None, Option(help="At most three speed-ups (default: 1 and two of those trained for).")]
+#: Most speeds that fit on the page, and the speeds of a model that was not trained.
+COLUMNS = 3
+UNTRAINED = (1.0, 1.5, 2.0)
 
 
 def play(
     model: o.Model,
     adapter: o.Adapter = None,
-    speedups: Speedups = None,
-    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
-    port: Annotated[int, Option(min=1, max=65535, help="Port to listen on.")] = 7860,
+    speedups: o.Speedups = None,
+    max_new_tokens: Annotated[int, Option(min=8, max=512, help="Most tokens of an output, at the start.")] = 96,
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 opens it to others.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen on.")] = 7860,
     dtype: o.Dtype = "auto",
-    device: o.Device = None,
-    revision: o.Revision = None,
 ) -> None:
-    """Serve a page to play with: one prompt, and its text at two or three speeds, written at the same time.
+    """Serve a page: one prompt, and its output at two or three speeds.
 
-    skipdecode play MODEL --adapter fast --speedups 1,1.5,2
+    skipdecode play fast --speedups 1,1.5,2
     """
-    from ..web import play as app
+    from ..generation.stream import sampling_defaults
+    from ..loading.load import Checkpoint
+    from ..schedule import choose_schedule
+    from ..web.play import launch, page
 
-    chosen = None if speedups is None else o.parse_numbers(speedups)
-    where = {"dtype": dtype, "device": device, "revision": revision}
-    say(f"http://{host}:{port} when the model is loaded; Ctrl-C ends it")
-    app.play(model, adapter, chosen, where=where, server_name=host, server_port=port, quiet=True)
+    checkpoint = Checkpoint.resolve(model, adapter)
+    speeds = o.parse_speedups(speedups) or default_speedups(tuple(checkpoint.schedules))
+    if len(speeds) > COLUMNS:
+        raise UsageError(f"{COLUMNS} speeds fit side by side, not {len(speeds)}")
+    schedules = {
+        speedup: choose_schedule(checkpoint.schedules, checkpoint.num_layers, speedup) for speedup in sorted(speeds)
+    }
+    chats = checkpoint.tokenizer.chat_template is not None
+    sampling = sampling_defaults(checkpoint.generation_config) if chats else {}
+    loaded = checkpoint.load(dtype=dtype)
+    say(f"http://{host}:{port}; Ctrl-C ends it")
+    blocks = page(loaded, checkpoint.tokenizer, schedules, sampling, model, max_new_tokens)
+    launch(blocks, server_name=host, server_port=port, quiet=True)
+
+
+def default_speedups(trained: tuple[float, ...]) -> tuple[float, ...]:
+    """Return 1 and the slowest two trained speeds above 1; fixed ones for an untrained model."""
+    faster = sorted(speedup for speedup in trained if speedup > 1)
+    return (1.0, *faster[: COLUMNS - 1]) if faster else UNTRAINED

@@ -1,4 +1,4 @@
-"""``skipdecode push``: put a trained checkpoint or adapter on the hub."""
+"""``skipdecode push``: upload a trained checkpoint or adapter to the Hub."""
 
 from __future__ import annotations
 
@@ -10,57 +10,26 @@ from typer import Argument, Option
 
 from .console import say
 
-Folder = Annotated[
-    Path, Argument(metavar="FOLDER", help="A checkpoint or an adapter, as `skipdecode train` writes it.")
-]
-Repo = Annotated[str, Argument(metavar="USER/NAME", help="Its repository on the hub; made if it is missing.")]
-Base = Annotated[str | None, Option(help="Hub name of the model that it was trained from.")]
-Results = Annotated[
-    Path | None, Option(help="Folder that `skipdecode evaluate` wrote: its table and plot go on the card.")
-]
-License = Annotated[str | None, Option(help="Licence of the weights, as the hub names it, e.g. apache-2.0.")]
-Private = Annotated[bool, Option("--private", help="Make a new repository private.")]
-Prepare = Annotated[Path | None, Option("--prepare", help="Only write what would be uploaded into this new folder.")]
-
 
 def push(
-    folder: Folder,
-    repo: Repo,
-    base_model: Base = None,
-    results: Results = None,
-    license: License = None,
-    private: Private = False,
-    prepare: Prepare = None,
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="A checkpoint or an adapter.")],
+    repo: Annotated[str, Argument(metavar="USER/NAME", help="Repository on the Hub; created if missing.")],
+    base_model: Annotated[str | None, Option(help="Hub name of the model that it was trained from.")] = None,
+    license: Annotated[str | None, Option(help="Licence of the weights, as the Hub names it.")] = None,
+    results: Annotated[Path | None, Option(help="Folder that evaluate wrote, for the model card.")] = None,
+    private: Annotated[bool, Option("--private", help="Create a private repository.")] = False,
+    dry_run: Annotated[Path | None, Option(help="Write the files into this folder instead.")] = None,
 ) -> None:
-    """Upload weights, schedules, a model card and code with which transformers alone generates at every speed.
-
-    The token is that of `hf auth login`. Nothing else of the folder is uploaded: no own texts, no checkpoints to
-    resume from.
+    """Upload weights, schedules, a model card and custom_generate. The token is that of `hf auth login`.
 
     skipdecode push fast USER/fast --base-model HuggingFaceTB/SmolLM2-135M-Instruct --license apache-2.0
     """
-    from ..errors import FileError
-    from ..files import read_json
-    from ..hub.push import prepare as write
-    from ..hub.push import upload
-    from ..training.config import command_of
+    from ..hub.push import prepare, upload
 
-    record = folder / "training.json"
-    trained_with = command_of(read_json(record)) if record.is_file() else None
-    if prepare is not None and prepare.exists() and any(prepare.iterdir()):
-        raise FileError(f"{prepare} is not empty: give a new folder")
     with tempfile.TemporaryDirectory() as temporary:
-        target = prepare or Path(temporary) / "upload"
-        write(
-            folder,
-            repo,
-            target,
-            base_model=base_model,
-            trained_with=trained_with,
-            results=results,
-            license=license,
-        )
-        if prepare is not None:
-            say(f"wrote {sum(path.is_file() for path in target.rglob('*'))} files to {target}: README.md is the card")
-        else:
+        target = dry_run or Path(temporary) / "upload"
+        prepare(folder, repo, target, base_model=base_model, license=license, results=results)
+        if dry_run is None:
             say(f"uploaded to {upload(target, repo, private=private)}")
+        else:
+            say(f"wrote {target}; README.md is the card")

@@ -1,181 +1,180 @@
-"""The page of ``skipdecode play``; also a Space's ``app.py``, with MODEL, ADAPTER and SPEEDUPS as its variables."""
+"""The page of ``skipdecode play``: one prompt at two or three speeds, side by side."""
 
 from __future__ import annotations
 
-import os
+import difflib
+import re
 import threading
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from itertools import groupby
 from typing import Any
 
 import gradio as gr
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skipdecode.data.chat import Message, Prompt
-from skipdecode.data.tokenize import encode_prompts
-from skipdecode.errors import SkipDecodeError, UsageError
-from skipdecode.generation.generate import max_positions
-from skipdecode.generation.options import check_with_model
-from skipdecode.loading.load import adapter_of, load, read_config, read_generation_config
-from skipdecode.model.adapter import trained_schedule
-from skipdecode.model.config import bind, config_schedules, trained_schedules, untrained_warning
-from skipdecode.schedule import Schedule
-from skipdecode.web.drawing import figures, marked, picture
-from skipdecode.web.writing import Written, write_side_by_side
+from ..data.tokenize import encode_prompts
+from ..errors import SkipDecodeError, UsageError
+from ..generation.stream import TokenStream
+from ..model.cache import total_kv_bytes
+from ..schedule import Schedule
 
-#: Most characters of a prompt, tokens of a text, texts side by side, and people whose texts are written at once.
-CHARACTERS, TOKENS, SIDE_BY_SIDE, PEOPLE = 8000, 512, 3, 8
-#: Longest text, in tokens, unless another is chosen.
-LONGEST = 96
-#: Speed-ups that are shown of a model that was trained for none.
-UNTRAINED = (1.0, 1.5, 2.0)
-INTRODUCTION = """# SkipDecode
-{name}: one prompt at several speeds. The texts are written in turn, so each one's tokens per second, the prompt's time
-among them, are what it would take alone."""
-LEGEND = """Marked: words that {first:g}x did not write. The pictures: layers, the lowest below, against positions; grey
-is the prompt, blue what each further token ran."""
+#: Longest prompt in characters, and longest output in tokens.
+MAX_CHARACTERS = 8000
+MAX_NEW_TOKENS = 512
+#: Seconds between two updates of the page.
+REFRESH = 0.15
+#: Size of the layer picture in its own units: height of a layer, width of the prompt.
+LAYER = 4
+PROMPT = 24
 STYLE = """
-.speed h3 {margin: 0}
 .text {white-space: pre-wrap; overflow-wrap: anywhere; min-height: 6em; line-height: 1.5}
 .text mark {background: #ffd54d; color: #222; border-radius: 2px}
 .figures {display: flex; flex-wrap: wrap; gap: .2em 1.2em; font-variant-numeric: tabular-nums; font-size: .9em}
 .layers svg {width: 100%; height: 110px; display: block}
-.layers .room {fill: currentColor; opacity: .08}
+.layers .all {fill: currentColor; opacity: .08}
 .layers .prompt {fill: currentColor; opacity: .35}
 .layers .step {fill: #2a7de1}
 """
 
 
-def schedules_for(
-    config: Any, adapter: Path | None = None, speedups: tuple[float, ...] | None = None
-) -> dict[float, Schedule]:
-    """Return the schedules to show, by speed-up; without ``speedups`` 1x and two of those that were trained.
+def side_by_side(outputs: Sequence[TokenStream], max_new_tokens: int, machine: threading.Lock) -> Iterator[None]:
+    """Generate all outputs in turn; the next is always the one that has computed least.
 
-    Raises:
-        UsageError: there are more than three speed-ups.
-        ScheduleError: the model or the adapter has no schedule for one of them.
-    """
-    trained = config_schedules(config)
-    if speedups is None:
-        faster = sorted(speedup for speedup in trained if speedup > 1)
-        speedups = (1.0, *{faster[(len(faster) - 1) // 2], faster[-1]}) if faster else UNTRAINED
-    if len(speedups) > SIDE_BY_SIDE:
-        raise UsageError(f"{SIDE_BY_SIDE} speed-ups fit side by side, not {len(speedups)}")
-    chosen = {speedup: trained_schedule(config, speedup, adapter, LONGEST) for speedup in sorted(speedups)}
-    return {speedup: bind(schedule, config) for speedup, schedule in chosen.items()}
-
-
-def page(model: Any, tokenizer: Any, schedules: Mapping[float, Schedule], name: str = "the model") -> gr.Blocks:
-    """Return the page: a prompt above, a text at each speed-up below, written at the same time.
+    Yields after each :data:`REFRESH` seconds, and at the end.
 
     Args:
-        model: as :func:`skipdecode.load` returns it, its adapter attached.
-        tokenizer: its tokenizer; with a chat template, prompts may be messages.
-        schedules: by speed-up; texts are compared with the first.
-        name: of the model, for people.
+        machine: held for each token, so that several visitors take turns.
     """
-    machine, chats = threading.Lock(), tokenizer.chat_template is not None
-    limit = max_positions(model.config)
-    warnings = [said for each in schedules.values() if (said := untrained_warning(each, trained_schedules(model)))]
+    shown = time.perf_counter()
+    while running := [each for each in outputs if not each.done]:
+        output = min(running, key=lambda each: each.seconds)
+        with machine:
+            output.step()
+        output.done = output.done or len(output.tokens) >= max_new_tokens
+        if time.perf_counter() - shown > REFRESH:
+            yield
+            shown = time.perf_counter()
+    yield
 
-    def write(text: str, as_message: bool, most: float) -> Iterator[list[str]]:
-        prompt: Prompt = (Message("user", text),) if as_message else text
+
+def mark_differences(text: str, reference: str, finished: bool) -> str:
+    """Return ``text`` as HTML, with the words marked that ``reference`` does not have there.
+
+    While ``reference`` is unfinished, words beyond its length are not compared.
+    """
+    words = re.findall(r"\s+|\S+", text)
+    others = re.findall(r"\s+|\S+", reference)
+    compared = len(words) if finished else min(len(words), len(others))
+    matcher = difflib.SequenceMatcher(None, others, words[:compared], autojunk=False)
+    parts = []
+    for kind, _, _, start, end in matcher.get_opcodes():
+        part = escape("".join(words[start:end]))
+        parts.append(part if kind == "equal" or not part.strip() else f"<mark>{part}</mark>")
+    return "".join(parts) + escape("".join(words[compared:]))
+
+
+def draw_layers(schedule: Schedule, prompt_length: int, depths: Sequence[int], max_steps: int) -> str:
+    """Return an SVG of the layers, lowest at the bottom, that the prompt and each decode step ran."""
+    layers = schedule.num_layers
+    width = PROMPT + 2 + max(max_steps, 1)
+    ran = schedule.positions_per_layer(prompt_length, prompt_length)
+    boxes = [_box(0, layer, PROMPT * ran[layer] / prompt_length, layers, "prompt") for layer in range(layers)]
+    start = PROMPT + 2
+    for depth, steps in groupby(depths):
+        count = len([*steps])
+        boxes += [_box(start, layer, count, layers, "step") for layer in schedule.layers(depth)]
+        start += count
+    label = f"layers run by the prompt and {len(depths)} decode steps, of {layers}"
+    return (
+        f'<svg viewBox="0 0 {width} {layers * LAYER}" preserveAspectRatio="none" role="img" aria-label="{label}">'
+        f'<rect class="all" width="{width}" height="{layers * LAYER}"/>{"".join(boxes)}</svg>'
+    )
+
+
+def _box(x: float, layer: int, width: float, layers: int, kind: str) -> str:
+    y = (layers - layer - 1) * LAYER
+    return f'<rect class="{kind}" x="{x:g}" y="{y}" width="{width:g}" height="{LAYER}"/>'
+
+
+def render(output: TokenStream, first: TokenStream, text: str, reference: str, max_new_tokens: int) -> list[str]:
+    """Return the HTML of one output: its text, its figures and its layers."""
+    depths = output.cache.step_depths
+    layers = output.schedule.num_layers
+    depth = sum(depths) / len(depths) if depths else layers
+    rate = len(output.tokens) / output.seconds if output.seconds else 0.0
+    figures = (
+        f"{len(output.tokens)} tokens",
+        f"{rate:.1f} tokens/s",
+        f"{depth:.1f} of {layers} layers a step",
+        f"KV cache {total_kv_bytes(output.cache) / 1e6:.1f} MB",
+    )
+    spans = "".join(f"<span>{each}</span>" for each in figures)
+    picture = draw_layers(output.schedule, output.prompt_length, depths, max_new_tokens - 1)
+    return [
+        f'<div class="text">{mark_differences(text, reference, first.done)}</div>',
+        f'<div class="figures">{spans}</div>',
+        f'<div class="layers">{picture}</div>',
+    ]
+
+
+def page(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    schedules: Mapping[float, Schedule],
+    sampling: Mapping[str, float],
+    name: str,
+    max_new_tokens: int = 96,
+) -> gr.Blocks:
+    """Return the page: a prompt above, an output at each speed below. Outputs are compared with the first."""
+    machine = threading.Lock()
+    is_chat = tokenizer.chat_template is not None
+    speeds = [f"{speedup:g}x" for speedup in schedules]
+    how = ", ".join(f"{key} {value:g}" for key, value in sampling.items()) or "greedy"
+
+    def generate(text: str, as_message: bool, length: int) -> Iterator[list[str]]:
+        prompt: Any = [{"role": "user", "content": text}] if as_message else text
         try:
-            if len(text) > CHARACTERS:
-                raise UsageError(f"a prompt has at most {CHARACTERS:,} characters here")
+            if not text.strip():
+                raise UsageError("type a prompt first")
             (ids,) = encode_prompts(tokenizer, [prompt])
-            if not text.strip() or not ids:
-                raise UsageError("write a prompt first")
-            if limit and len(ids) + most > limit:
-                raise UsageError(
-                    f"the prompt has {len(ids):,} tokens: with {most:g} more it is over the model's {limit:,}"
-                )
-            options = {"max_new_tokens": int(most), "do_sample": False, "num_beams": 1}
-            for texts in write_side_by_side(model, tokenizer, ids, [*schedules.values()], machine, **options):
-                yield shown(texts, len(ids), int(most))
+            outputs = [TokenStream(model, ids, schedule, sampling) for schedule in schedules.values()]
+            for _ in side_by_side(outputs, length, machine):
+                texts = [tokenizer.decode(each.tokens, skip_special_tokens=True) for each in outputs]
+                rows = [render(o, outputs[0], text, texts[0], length) for o, text in zip(outputs, texts, strict=True)]
+                yield [html for row in rows for html in row]
         except SkipDecodeError as error:
             raise gr.Error(str(error), print_exception=False) from None
 
-    def shown(texts: list[Written], prompt: int, most: int) -> list[str]:
-        html = []
-        for written, schedule in zip(texts, schedules.values(), strict=True):
-            state = "done" if written.done else "writing"
-            html += [
-                f'<div class="text" data-state="{state}">{marked(written.text, texts[0].text)}</div>',
-                f'<div class="figures">{figures(written, schedule)}</div>',
-                f'<div class="layers">{picture(schedule, prompt, written.depths, most - 1)}</div>',
-            ]
-        return html
-
     with gr.Blocks(analytics_enabled=False, title="SkipDecode") as blocks:
-        gr.Markdown(INTRODUCTION.format(name=name))
-        for said in warnings[:1]:
-            gr.Markdown(said)
-        prompt = gr.Textbox(label="Prompt", lines=3, max_length=CHARACTERS, autofocus=True)
+        gr.Markdown(f"# SkipDecode\n{name}: one prompt at {', '.join(speeds)}. Sampling: {how}.")
+        prompt = gr.Textbox(label="Prompt", lines=3, max_length=MAX_CHARACTERS, autofocus=True)
         with gr.Row():
-            as_message = gr.Checkbox(chats, label="As a chat message", visible=chats)
-            most = gr.Slider(8, TOKENS, value=LONGEST, step=8, label="Longest text, in tokens")
+            as_message = gr.Checkbox(is_chat, label="As a chat message", visible=is_chat)
+            length = gr.Slider(8, MAX_NEW_TOKENS, value=max_new_tokens, step=8, label="Max new tokens")
         with gr.Row():
-            start = gr.Button("Write", variant="primary")
+            start = gr.Button("Generate", variant="primary")
             stop = gr.Button("Stop")
         outputs: list[Any] = []
         with gr.Row():
-            for speedup in schedules:
-                with gr.Column(min_width=280, elem_classes="speed"):
-                    gr.Markdown(f"### {speedup:g}x")
+            for speed in speeds:
+                with gr.Column(min_width=280):
+                    gr.Markdown(f"### {speed}")
                     outputs += [gr.HTML(), gr.HTML(), gr.HTML()]
-        first = next(iter(schedules))
-        gr.Markdown(LEGEND.format(first=first))
-        inputs: list[Any] = [prompt, as_message, most]
+        gr.Markdown(
+            f"Marked: words that {speeds[0]} did not generate. The speeds take turns, so tokens per second are what "
+            "each would have alone. Pictures: layers against positions; grey is the prompt, blue each new token."
+        )
+        inputs: list[Any] = [prompt, as_message, length]
         running = start.click(
-            write, inputs, outputs, concurrency_limit=PEOPLE, show_progress="hidden", api_name="write"
+            generate, inputs, outputs, concurrency_limit=8, show_progress="hidden", api_name="generate"
         )
         stop.click(None, cancels=[running])
     return blocks
 
 
 def launch(blocks: gr.Blocks, **options: Any) -> None:
-    """Serve the page; nothing of it is loaded from elsewhere. ``options`` are those of gradio's ``launch``.
-
-    Raises UsageError if the address or port cannot be listened on.
-    """
+    """Serve the page. ``options`` are gradio's. Nothing is loaded from elsewhere."""
     theme = gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
-    options |= {"theme": theme, "css": STYLE, "share": False, "ssr_mode": False, "footer_links": []}
-    try:
-        blocks.queue(max_size=64).launch(**options)
-    except OSError as error:
-        raise UsageError(f"the page can listen on no such address and port: {error}") from error
-
-
-def play(
-    name: str,
-    adapter: Path | None = None,
-    speedups: tuple[float, ...] | None = None,
-    *,
-    where: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> None:
-    """Load a model and serve its page.
-
-    Args:
-        name, adapter: as :func:`skipdecode.load` takes them.
-        speedups: as :func:`schedules_for` takes them.
-        where: ``dtype``, ``device`` and ``revision``, as :func:`skipdecode.load` takes them.
-        options: of :func:`launch`.
-
-    Raises:
-        SkipDecodeError: the model cannot be loaded, or has no such speeds; or the port is taken.
-    """
-    where = where or {}
-    check_with_model({}, read_generation_config(name, where.get("revision")))
-    schedules = schedules_for(read_config(name, where.get("revision"), adapter), adapter_of(name, adapter), speedups)
-    model, tokenizer = load(name, adapter=adapter, **where)
-    launch(page(model, tokenizer, schedules, name), **options)
-
-
-if __name__ == "__main__":
-    variables = os.environ
-    play(
-        variables.get("MODEL", "demo"),
-        Path(variables["ADAPTER"]) if "ADAPTER" in variables else None,
-        tuple(map(float, variables["SPEEDUPS"].split(","))) if "SPEEDUPS" in variables else None,
-    )
+    blocks.queue(max_size=64).launch(theme=theme, css=STYLE, share=False, ssr_mode=False, footer_links=[], **options)

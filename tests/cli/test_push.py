@@ -1,0 +1,16 @@
+"""``skipdecode push``: a dry run; uploads are in tests/hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from helpers.tiny import run
+
+
+def test_a_dry_run_writes_the_folder(checkpoint: Path, tmp_path: Path) -> None:
+    done = run("push", checkpoint, "someone/model", "--license", "mit", "--dry-run", tmp_path / "upload")
+    assert done.returncode == 0, done.stderr
+    card = (tmp_path / "upload" / "README.md").read_text(encoding="utf-8")
+    assert "license: mit" in card
+    assert (tmp_path / "upload" / "model.safetensors").is_file()
+    assert (tmp_path / "upload" / "custom_generate" / "generate.py").is_file()

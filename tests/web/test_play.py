@@ -1,0 +1,121 @@
+"""The page of ``skipdecode play``."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from gradio_client import Client
+from playwright.sync_api import sync_playwright
+
+from skipdecode import Schedule, generate, load
+from skipdecode.web.play import draw_layers, launch, mark_differences, page, side_by_side
+
+PROMPT = "name Zizzi, food English, area riverside ->"
+NEW = 24
+SCHEDULES = {1.0: Schedule.full(24), 3.0: Schedule.for_speedup(3, 24)}
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple[Any, Any]:
+    return load("demo", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def address(demo: tuple[Any, Any]) -> Iterator[str]:
+    blocks = page(*demo, SCHEDULES, {}, "demo", NEW)
+    launch(blocks, prevent_thread_lock=True, quiet=True)
+    yield str(blocks.local_url)
+    blocks.close()
+
+
+def expected(demo: tuple[Any, Any]) -> list[str]:
+    made = [generate(*demo, [PROMPT], schedule=each, max_new_tokens=NEW) for each in SCHEDULES.values()]
+    return [each.completions[0].text for each in made]
+
+
+def visible(html: str) -> str:
+    return re.sub(r"<[^>]+>", "", html)
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_generate_generates(demo: tuple[Any, Any], address: str) -> None:
+    shown = Client(address, verbose=False).predict(PROMPT, False, NEW, api_name="/generate")
+    assert [visible(html) for html in shown[::3]] == expected(demo)
+    assert "24.0 of 24 layers" in visible(shown[1])
+    assert "8.0 of 24 layers" in visible(shown[4])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_a_visitor_sees_both_outputs(demo: tuple[Any, Any], address: str) -> None:
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        tab = browser.new_page()
+        tab.goto(address)
+        tab.get_by_label("Prompt").fill(PROMPT)
+        tab.get_by_role("button", name="Generate").click()
+        for number, text in enumerate(expected(demo)):
+            box = tab.locator(".text").nth(number)
+            box.filter(has_text=text.strip()[-20:]).wait_for()
+            assert box.inner_text().split() == text.split()
+        browser.close()
+
+
+def test_the_speeds_take_turns_by_time() -> None:
+    """The next token is always that of the output that has computed least."""
+
+    class Fake:
+        def __init__(self, cost: int) -> None:
+            self.cost, self.seconds, self.tokens, self.done = cost, 0, [0], False
+
+        def step(self) -> None:
+            self.seconds += self.cost
+            self.tokens.append(0)
+
+    slow, fast = Fake(3), Fake(1)
+    gaps = []
+    for each in (slow, fast):
+        step = each.step
+        each.step = lambda step=step: (step(), gaps.append(abs(slow.seconds - fast.seconds)))  # type: ignore[method-assign]
+    outputs: Any = [slow, fast]
+    for _ in side_by_side(outputs, 10, threading.Lock()):
+        pass
+    assert max(gaps[:8]) <= 3
+    assert slow.done
+    assert fast.done
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "marks"),
+    [
+        ("a b c d", "a b c d", []),
+        ("a b c d e f g h", "a x", ["b c d e f g h"]),
+        ("a\nb c", "a\nx c", ["b"]),
+        ("a <b>", "a", ["&lt;b&gt;"]),
+        ("", "a b", []),
+    ],
+)
+def test_words_are_marked_that_the_reference_lacks(text: str, reference: str, marks: list[str]) -> None:
+    html = mark_differences(text, reference, finished=True)
+    assert " ".join(re.findall(r"<mark>\s*(.*?)</mark>", html)).split() == " ".join(marks).split()
+    assert visible(html).replace("&lt;", "<").replace("&gt;", ">") == text
+
+
+def test_words_beyond_an_unfinished_reference_are_not_marked() -> None:
+    assert "<mark>" not in mark_differences("a b c d", "a b", finished=False)
+    assert "<mark>" in mark_differences("a b c d", "a b", finished=True)
+
+
+def test_the_picture_has_a_box_for_each_layer_that_ran() -> None:
+    schedule = Schedule(24, 16, 8, 12)
+    depths = [schedule.depth(g) for g in range(20)]
+    svg = draw_layers(schedule, 10, depths, 30)
+    area = sum(float(w) for w in re.findall(r'class="step"[^>]*width="([\d.]+)"', svg))
+    assert area == sum(depths)
+    assert svg.count('class="prompt"') == 24
