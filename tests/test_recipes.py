@@ -1,4 +1,4 @@
-"""The recipes: what goes into training is what they say, nothing of the held-out sets, and their options are there."""
+"""The recipes: what goes into training is what they say, and nothing of the held-out sets."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ import typer
 from helpers import tiny
 from helpers.tiny import write_jsonl
 from skipdecode.cli.main import app
-from skipdecode.data.tasks import get_task
-from skipdecode.training.config import TrainingPlan
+from skipdecode.data.examples import read_examples
+from skipdecode.training.config import TrainConfig
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "recipes"
 
 
 def run(script: str, *arguments: object, code: int = 0) -> str:
-    """One of the scripts, and what it says on standard error."""
+    """Run a script, and return its standard error."""
     done = tiny.run(*arguments, program=partial(runpy.run_path, str(RECIPES / script), run_name="__main__"))
     assert done.returncode == code, done.stderr
     return done.stderr
 
 
 def write(path: Path, columns: list[str], rows: list[tuple[str, str]]) -> None:
-    """A CSV file."""
     with path.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([columns, *rows])
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """Its rows."""
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
@@ -54,7 +53,6 @@ def release(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def test_new_inputs_are_new_and_none_is_held_out(tmp_path: Path) -> None:
-    """Training inputs come first, once each; the others are in no set, and in the release's form."""
     seen, held = release(tmp_path)
     run("more_inputs.py", tmp_path, tmp_path / "inputs.csv", 12)
     made = [row["mr"] for row in read(tmp_path / "inputs.csv")]
@@ -63,14 +61,17 @@ def test_new_inputs_are_new_and_none_is_held_out(tmp_path: Path) -> None:
     new = made[len(distinct) :]
     assert len(set(new)) == 12
     assert not set(new) & {*seen, *held}
-    assert all(row.startswith("name[A], food[") and ", area[" in row for row in new)  # in the release's order
+    assert all(row.startswith("name[A], food[") and ", area[" in row for row in new)
 
 
-def test_own_texts_stand_beside_peoples_as_often_as_asked(tmp_path: Path) -> None:
-    """Empty texts are left out."""
+def test_own_texts_stand_beside_references_as_often_as_requested(tmp_path: Path) -> None:
+    """Empty outputs are left out."""
     seen, _ = release(tmp_path)
-    texts = [{"mr": "new", "text": "mine", "tokens": 1}, {"mr": "empty", "text": " "}]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts), encoding="utf-8")
+    texts = [
+        {"mr": "new", "text": "mine", "tokens": 1, "finish_reason": "stop"},
+        {"mr": "empty", "text": " ", "tokens": 1, "finish_reason": "stop"},
+    ]
+    write_jsonl(tmp_path / "texts.jsonl", texts)
     for times, own in ((1, 3), (0, 1)):
         target = tmp_path / "made.csv"
         run("own_texts.py", tmp_path / "trainset.csv", tmp_path / "texts.jsonl", "ref", target, times, own)
@@ -78,63 +79,47 @@ def test_own_texts_stand_beside_peoples_as_often_as_asked(tmp_path: Path) -> Non
         assert rows == [(row, f"text of {row}") for row in seen] * times + [("new", "mine")] * own
 
 
-@pytest.mark.parametrize("prompt", ["name[A]", [{"role": "user", "content": "name[A]"}]])
-def test_own_texts_of_jsonl_can_be_trained_on(prompt: Any, tmp_path: Path) -> None:
-    """N3: the prompts stay, as texts or as messages; without a column of them the recipe says so."""
-    people = [{"id": 1, "prompt": prompt, "response": "a place"}]
-    texts = [{"prompt": prompt, "text": "mine", "tokens": 1, "finish_reason": "stop"}]
-    for name, rows in (("train", people), ("texts", texts)):
-        write_jsonl(tmp_path / f"{name}.jsonl", rows)
-    files = (tmp_path / "train.jsonl", tmp_path / "texts.jsonl")
-    run("own_texts.py", *files, "response", tmp_path / "own.jsonl", 1, 2)
-    examples = get_task("jsonl").read(tmp_path / "own.jsonl", "train")
-    assert [example.references for example in examples] == [("a place",), ("mine",), ("mine",)]
-    assert not any(example.cut for example in examples)
-    write_jsonl(tmp_path / "texts.jsonl", [*texts, texts[0] | {"text": "mine that", "finish_reason": "length"}])
-    run("own_texts.py", *files, "response", tmp_path / "cut.jsonl", 1, 1)
-    assert [each.cut for each in get_task("jsonl").read(tmp_path / "cut.jsonl", "train")] == [False, False, True]
-    assert len({repr(example.prompt) for example in examples}) == 1
-    run("own_texts.py", *files, "ref", "no.jsonl", "0", "1", code=2)
+def test_no_prompt_is_in_both_files(tmp_path: Path) -> None:
+    """Prompts repeat; all outputs of a prompt go to one file."""
+    rows = [{"prompt": f"p{i % 300}", "text": f"t{i}", "finish_reason": "length"} for i in range(700)]
+    write_jsonl(tmp_path / "texts.jsonl", rows)
+    run("own_data.py", tmp_path / "texts.jsonl", tmp_path / "data", "--held-out", 40)
+    train, validation = (read_examples(tmp_path / "data", split=split) for split in ("train", "validation"))
+    prompts = {each.prompt for each in train}, {each.prompt for each in validation}
+    assert (len(prompts[0]), len(prompts[1])) == (260, 40)
+    assert not prompts[0] & prompts[1]
+    assert len(train) + len(validation) == 700
+    assert all(each.cut for each in train)
 
 
-def test_no_prompt_that_is_held_out_is_learnt_from(checkpoint: Path, tmp_path: Path) -> None:
-    """Prompts come again when all had their turn; their later texts are left out too."""
-    prompts = [{"prompt": f"name[{i}]"} for i in range(300)]
-    write_jsonl(tmp_path / "prompts.jsonl", prompts)
-    options = ("--prompts", tmp_path / "prompts.jsonl", "--count", 700, "--max-new-tokens", 4)
-    run("own_data.py", checkpoint, tmp_path / "data", *options)
-    splits = {
-        split: [json.loads(line)["prompt"] for line in (tmp_path / "data" / f"{split}.jsonl").read_text().splitlines()]
-        for split in ("train", "validation", "test")
-    }
-    assert min(map(len, splits.values())) > 0
-    assert len(splits["train"]) > len(set(splits["train"])) > 0
-    assert not set(splits["train"]) & {*splits["validation"], *splits["test"]}
+def test_a_new_model_generates(tmp_path: Path) -> None:
+    release(tmp_path)
+    config = json.loads((RECIPES / "e2e" / "24-layers.json").read_text()) | {"vocab_size": 300, "hidden_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"word_embed_proj_dim": 32, "ffn_dim": 32}))
+    run("new_model.py", tmp_path / "config.json", tmp_path, tmp_path / "new", "--layers", 4)
+    done = tiny.run("generate", tmp_path / "new", "--prompt", "name A ->", "--max-new-tokens", 3)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in RECIPES.glob("*.py")))
-def test_a_missing_word_is_a_usage_error(script: str) -> None:
-    """Exit code 2 with the name of what is missing, no traceback."""
+def test_a_missing_argument_is_a_usage_error(script: str) -> None:
     assert "Missing argument" in run(script, code=2)
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_a_recipes_file_is_a_plan(path: Path) -> None:
-    """Its keys and values are options of a run; a model from scratch has its config."""
-    scratch = "from_config:" in path.read_text(encoding="utf-8")
-    plan = TrainingPlan.load(path, **({} if scratch else {"model": "demo"}))
-    assert not plan.from_config or (RECIPES.parent / plan.from_config).is_file()
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*/*.yaml")), ids=lambda path: path.stem)
+def test_a_recipes_file_is_a_run(path: Path) -> None:
+    TrainConfig.create(path, model="demo", **({"teacher": "demo"} if "teacher" in path.read_text() else {}))
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.sh")), ids=lambda path: path.name)
-def test_the_scripts_options_and_files_are_there(path: Path) -> None:
-    """bash can read it; options are those of a verb, of shuf, or of a recipe it runs; every file of recipes exists."""
+def test_the_scripts_options_and_files_exist(path: Path) -> None:
+    """Options are those of a verb, of shuf or of a recipe."""
     subprocess.run(["bash", "-n", path], check=True)
     line: Any = typer.main.get_command(app)
     every = [each for verb in line.commands.values() for each in verb.params]
     options = {name for each in every for name in (*each.opts, *each.secondary_opts)}
     text = re.sub(r"^\s*#.*", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    options |= {"--random-source", "--count", "--posts", "--questions", "--summaries"}
+    options |= {"--random-source", "--posts", "--questions", "--summaries"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= options
     for name in re.findall(r"recipes/[\w/.-]+\.(?:yaml|json|py|sh)", text):
-        assert (RECIPES.parent / name).is_file(), name
+        assert (ROOT / name).is_file(), name
