@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from skipdecode.generation.engine import Transformers
+from skipdecode.training.learner import AdapterLearner
 from transformers import AutoTokenizer, LlamaConfig, TrainingArguments
 
 from helpers.tiny import TEXTS, run, write_jsonl
@@ -18,7 +20,6 @@ from skipdecode.data import chat
 from skipdecode.data.collator import batches_of, encoded
 from skipdecode.data.tasks import Example, get_task
 from skipdecode.errors import DataError, FileError, ModelError, ScheduleError, UsageError
-from skipdecode.generation.engine import Transformers
 from skipdecode.generation.job import GenerationJob
 from skipdecode.loading.load import read_config
 from skipdecode.model.adapter import WEIGHTS, Adapter, read_about, read_schedules
@@ -32,7 +33,6 @@ from skipdecode.training import distill as adapting
 from skipdecode.training import self_prompts as own_prompts
 from skipdecode.training import train as training
 from skipdecode.training.config import TrainingPlan
-from skipdecode.training.learner import AdapterLearner
 from skipdecode.training.self_generated import SAMPLED, ends_in_loop, hold_out, own_texts
 from skipdecode.training.trainer import AdapterTrainer
 

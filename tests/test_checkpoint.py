@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
+from skipdecode.data.inputs import read_items
 from transformers import AutoModelForCausalLM
 
 import skipdecode
-from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.loading.load import DEMO
 from skipdecode.model.config import config_schedules

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from skipdecode.evaluation.plots import check_picture
+from skipdecode.generation.batch import generate_batch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import skipdecode
@@ -27,10 +29,8 @@ from skipdecode.cli.main import main
 from skipdecode.data.tasks import TASKS
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.exactness import CHECKS, in_float64, run_checks
-from skipdecode.evaluation.plots import check_picture
 from skipdecode.generation import generate as generation
 from skipdecode.generation import job as jobs
-from skipdecode.generation.batch import generate_batch
 from skipdecode.model import cache, gate, prefix
 
 

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from skipdecode.generation.vllm_sampling import sampling_params, stop_strings
 from transformers import GenerationConfig, OPTConfig
 
 from helpers.tiny import TEXTS, run, write_jsonl
@@ -27,7 +28,6 @@ from skipdecode.generation import job as jobs
 from skipdecode.generation import ray
 from skipdecode.generation import vllm as offline
 from skipdecode.generation.job import GenerationJob
-from skipdecode.generation.vllm_sampling import sampling_params, stop_strings
 from skipdecode.loading import load as loading
 from skipdecode.serving import server
 from skipdecode.serving.settings import Serving

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from skipdecode.evaluation.methods import get_method
+from skipdecode.generation.batch import Decoding, Passes, generate_batch
+from skipdecode.generation.batch import _unpadded as unpadded
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria
 
@@ -22,10 +25,7 @@ from helpers.tiny import TEXTS
 from skipdecode import Schedule, SkipCache, attach, detach
 from skipdecode.data.tokenize import encode_prompts
 from skipdecode.evaluation.early_exit import install_exits
-from skipdecode.evaluation.methods import get_method
 from skipdecode.generation import finished_rows
-from skipdecode.generation.batch import Decoding, Passes, generate_batch
-from skipdecode.generation.batch import _unpadded as unpadded
 from skipdecode.generation.generate import generate_ids
 from skipdecode.generation.stats import Completion, GenerationStats
 from skipdecode.model.cache import total_kv_bytes

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from skipdecode.latency.fitting import LONGEST, Lengths, batch_lengths, bisect_ratio, fit, refit
 
 from skipdecode import Schedule, ScheduleError
-from skipdecode.latency.fitting import LONGEST, Lengths, batch_lengths, bisect_ratio, fit, refit
 from skipdecode.schedule import share_of_max
 
 TOLERANCE, NEAR = 0.01, 0.05  # what the docs promise

@@ -17,6 +17,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from skipdecode.generation.batch import generate_batch
+from skipdecode.generation.sampling import Sampling, stable_hash
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -42,9 +44,7 @@ from skipdecode.data.tokenize import train_tokenizer
 from skipdecode.errors import ModelError, SkipDecodeError, UntrainedWarning, UsageError
 from skipdecode.generation import generate as generating
 from skipdecode.generation import options
-from skipdecode.generation.batch import generate_batch
 from skipdecode.generation.generate import batches, generate_ids
-from skipdecode.generation.sampling import Sampling, stable_hash
 from skipdecode.generation.stats import Completion, GenerationOutput, GenerationStats
 from skipdecode.model import config as checkpoint_config
 from skipdecode.model.cache import total_kv_bytes

@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from skipdecode.data.inputs import read_items
+from skipdecode.generation.journal import Journal
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
@@ -18,13 +20,11 @@ from helpers.families import LAYERS, SCHEDULES, TOP, build, distance, naive, pro
 from helpers.tiny import TEXTS, no_file_above
 from helpers.tiny import run as command
 from skipdecode import Schedule, attach, detach
-from skipdecode.data.inputs import read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.errors import SkipDecodeError
 from skipdecode.evaluation import evaluate as evaluation
 from skipdecode.files import parse_json, write
 from skipdecode.generation.job import JobResult
-from skipdecode.generation.journal import Journal
 from skipdecode.generation.stats import Completion, GenerationStats
 from skipdecode.model.inspect import decoder_layers, gates_of
 

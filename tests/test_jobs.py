@@ -29,20 +29,20 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from skipdecode.data.inputs import Item, read_items
+from skipdecode.generation.batch import generate_batch
+from skipdecode.generation.engine import EngineConfig
+from skipdecode.generation.journal import MAGIC, Journal
 from transformers import LlamaConfig, LogitsProcessor
 
 from helpers.profiles import made
 from helpers.tiny import TEXTS, no_file_above, run, sentence_pieces
 from skipdecode import Schedule, files
 from skipdecode.data.chat import Message
-from skipdecode.data.inputs import Item, read_items
 from skipdecode.data.tasks import get_task
 from skipdecode.errors import DataError, FileError, UsageError
 from skipdecode.generation import generate as generation
-from skipdecode.generation.batch import generate_batch
-from skipdecode.generation.engine import EngineConfig
 from skipdecode.generation.job import GenerationJob, encode_items
-from skipdecode.generation.journal import MAGIC, Journal
 from skipdecode.generation.stats import Completion, GenerationStats
 from skipdecode.latency.profile import shape_of
 from skipdecode.loading import load as loading

@@ -9,13 +9,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from skipdecode.generation.kept_prompt import KeptPrompt
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from helpers.families import FAMILIES, LAYERS, SCHEDULES, TOP, build, decode, distance, prompts, run
 from skipdecode import Schedule, SkipCache, attach
 from skipdecode.errors import CacheError
-from skipdecode.generation.kept_prompt import KeptPrompt
 from skipdecode.model.adapter import Adapter
 from skipdecode.model.cache import RECURRENT
 from skipdecode.model.cache_name import CACHE

@@ -13,6 +13,8 @@ import typer
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from skipdecode.training.checkpoints import AUTHOR, RECORD
+from skipdecode.training.options import option_name
 
 from helpers.tiny import run
 from skipdecode import Schedule
@@ -21,9 +23,7 @@ from skipdecode.cli.options import Task
 from skipdecode.errors import FileError, SkipDecodeError, UsageError
 from skipdecode.files import locked
 from skipdecode.loading import load as loading
-from skipdecode.training.checkpoints import AUTHOR, RECORD
 from skipdecode.training.config import TrainingPlan, command_of, option_fields
-from skipdecode.training.options import option_name
 from skipdecode.training.train import train
 
 SHORT: dict[str, Any] = {"batch_size": 4, "save_steps": 1, "max_steps": 2, "eval_steps": 0, "speedups": "1,2"}

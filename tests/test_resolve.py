@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from skipdecode.evaluation.methods import METHODS, get_method
+from skipdecode.latency.fitting import Lengths, fit
+from skipdecode.latency.resolve import method_schedule, new_schedule
 from transformers import OPTConfig
 
 import skipdecode
@@ -17,11 +20,8 @@ from helpers.families import TOP, build
 from helpers.profiles import made
 from skipdecode import attach
 from skipdecode.errors import FileError, ScheduleError, UsageError
-from skipdecode.evaluation.methods import METHODS, get_method
 from skipdecode.generation.job import GenerationJob
-from skipdecode.latency.fitting import Lengths, fit
 from skipdecode.latency.planner import Predictor, Workload
-from skipdecode.latency.resolve import method_schedule, new_schedule
 from skipdecode.model.config import (
     CONFIG_KEY,
     config_schedules,

@@ -18,6 +18,9 @@ import transformers
 from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from skipdecode.training.callbacks import StepSeed
+from skipdecode.training.checkpoints import SEAL, RunFolder
+from skipdecode.training.sampler import LengthGrouped
 from torch.utils.data import BatchSampler
 from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -28,10 +31,7 @@ from skipdecode.data.tasks import Example
 from skipdecode.data.tokenize import train_tokenizer
 from skipdecode.errors import UsageError
 from skipdecode.training import train as training
-from skipdecode.training.callbacks import StepSeed
-from skipdecode.training.checkpoints import SEAL, RunFolder
 from skipdecode.training.config import TrainingPlan
-from skipdecode.training.sampler import LengthGrouped
 from skipdecode.training.trainer import SkipTrainer
 
 #: 14 rows of several widths: with batches of 4, an epoch has four steps, the last of which is short.

@@ -17,6 +17,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from skipdecode.training.checkpoints import RECORD, SEAL, RunFolder
 from transformers import AutoModelForCausalLM
 
 import skipdecode
@@ -27,7 +28,6 @@ from skipdecode.errors import DivergedError, FileError
 from skipdecode.files import locked
 from skipdecode.loading import load as loading
 from skipdecode.model.config import config_schedules
-from skipdecode.training.checkpoints import RECORD, SEAL, RunFolder
 from skipdecode.training.trainer import SkipTrainer, training_args
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from skipdecode.training.checkpoints import SEAL
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig
@@ -29,7 +30,6 @@ from skipdecode.model.cache_name import CACHE
 from skipdecode.model.config import config_schedules, default_schedule, schedule_for, to_config_entry
 from skipdecode.training import callback as skipping
 from skipdecode.training import trainer as training
-from skipdecode.training.checkpoints import SEAL
 from skipdecode.training.losses import Distillation, Objective
 from skipdecode.training.trainer import SkipTrainer, training_args
 

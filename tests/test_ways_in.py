@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from skipdecode.generation.journal import Journal
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import skipdecode
@@ -14,7 +15,6 @@ from helpers.tiny import TEXTS, run, save_checkpoint
 from skipdecode.errors import FileError, ModelError, UsageError
 from skipdecode.generation import engine, options
 from skipdecode.generation.job import GenerationJob
-from skipdecode.generation.journal import Journal
 from skipdecode.model.cache_name import CACHE
 
 TEMPLATE = (
