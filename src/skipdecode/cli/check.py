@@ -16,23 +16,18 @@ def check(
     adapter: o.Adapter = None,
     speedup: o.Speedup = None,
     dtype: o.Dtype = "float32",
-    device: o.Device = None,
-    revision: o.Revision = None,
     as_json: o.Json = False,
 ) -> None:
-    """Compare a model that skips layers with a reference: exit code 1 if a claim fails.
-
-    Logits are equal within ten times what the stock model's own cached and uncached ones differ by.
-    What float32 cannot tell is computed in float64.
+    """Compare a model that skips layers with an independent reference. Exit code 1 if a claim fails.
 
     skipdecode check facebook/opt-1.3b
     """
     from ..evaluation.exactness import check_model
     from ..loading.load import Checkpoint
 
-    checkpoint = Checkpoint.resolve(model, adapter, revision)
+    checkpoint = Checkpoint.resolve(model, adapter)
     findings = []
-    for finding in check_model(checkpoint, speedup, dtype, device):
+    for finding in check_model(checkpoint, speedup, dtype, None):
         findings.append(finding)
         mark = "[green]holds[/]" if finding.held else "[bold red]FAILS[/]"
         out.print(f"{mark}  {finding.claim:44s} {escape(finding.detail)}", soft_wrap=True)

@@ -1,56 +1,60 @@
-"""``skipdecode distill``: learn an adapter from texts that the model writes itself."""
+"""``skipdecode distill``: learn an adapter from self-generated texts."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated
 
 from typer import Option
 
 from . import options as o
-from . import train as t
 from .console import say
-
-TEXTS = "Self-generated texts"
 
 
 def distill(
     model: o.Model,
-    speedups: t.Speedups = None,
-    output: Annotated[str | None, Option(help="Folder for the adapter and checkpoints; default: fast.")] = None,
-    config: t.Config = None,
+    speedups: o.Speedups = None,
+    output: Annotated[Path, Option(help="Folder for the adapter, its texts and checkpoints.")] = Path("fast"),
+    prompts: o.Prompts = None,
+    num_texts: Annotated[int | None, Option(min=20, help="Self-generated texts; default: 4000.")] = None,
+    adapter: o.Adapter = None,
+    rank: o.Rank = 256,
+    max_new_tokens: o.MaxNewTokens = None,
+    temperature: o.Temperature = None,
+    engine: o.Engine = "transformers",
+    speedup_weights: o.SpeedupWeights = None,
+    bottom_layers: o.BottomLayers = None,
+    max_steps: o.MaxSteps = None,
+    num_train_epochs: o.Epochs = None,
+    batch_size: o.TrainBatchSize = None,
+    learning_rate: o.LearningRate = None,
+    save_steps: o.SaveSteps = None,
+    bf16: o.Bf16 = False,
+    seed: o.Seed = 0,
+    config: o.Config = None,
     overwrite: o.Overwrite = False,
-    prompts: Annotated[
-        str | None, Option(help="File of prompts; default: the model's own.", rich_help_panel=TEXTS)
-    ] = None,
-    task: t.Task = None,
-    num_texts: Annotated[
-        int | None, Option(min=20, help="Texts to write; default 4000.", rich_help_panel=TEXTS)
-    ] = None,
-    max_new_tokens: Annotated[int | None, Option(min=2, help="Longest text, in tokens.", rich_help_panel=TEXTS)] = None,
-    temperature: Annotated[float | None, Option(min=1e-6, help="Sampling temperature.", rich_help_panel=TEXTS)] = None,
-    engine: Annotated[
-        Literal["transformers", "vllm"] | None, Option(help="Library that writes the texts.", rich_help_panel=TEXTS)
-    ] = None,
-    adapter: Annotated[str | None, Option(help="Begin with this adapter's layers and weights.")] = None,
-    adapter_rank: Annotated[int | None, Option(min=1, help="Rank of low-rank bypasses; default 256.")] = None,
-    speedup_weights: t.Weights = None,
-    order: t.Order = None,
-    warmup_layers: t.Warmup = None,
-    max_steps: t.MaxSteps = None,
-    num_train_epochs: t.Epochs = None,
-    batch_size: t.BatchSize = None,
-    learning_rate: t.Rate = None,
-    save_steps: t.SaveSteps = None,
-    eval_steps: t.EvalSteps = None,
-    bf16: t.Bf16 = None,
-    seed: t.Seed = None,
 ) -> None:
-    """Learn an adapter from self-generated texts; the model stays as it is. The same command resumes a killed run.
+    """Learn an adapter from self-generated texts; the model stays as it is. The same command resumes.
 
     skipdecode distill HuggingFaceTB/SmolLM2-135M-Instruct --speedups 1.5,2 --output fast
     """
-    options = dict(locals())
+    options = locals()
     from ..training.config import DistillConfig
     from ..training.distill import distill as run
 
-    run(DistillConfig.create(**t.given(options)), overwrite=overwrite, say=say)
+    run(DistillConfig.create(**chosen(options)), overwrite=overwrite, say=say)
+
+
+def chosen(options: dict[str, object]) -> dict[str, object]:
+    """Return the options that were given, by the configuration's names; the others stay the file's or the defaults."""
+    import click
+
+    context = click.get_current_context()
+    given = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in options.items()
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+    }
+    given.pop("overwrite", None)
+    names = {"rank": "adapter_rank", "bottom_layers": "warmup_layers", "config": "file"}
+    return {names.get(name, name): value for name, value in given.items()}

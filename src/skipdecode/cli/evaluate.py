@@ -1,4 +1,4 @@
-"""``skipdecode evaluate``: what skipping layers costs in quality, and saves in layers, seconds and memory."""
+"""``skipdecode evaluate``: what each speed costs in quality, and saves in layers, time and memory."""
 
 from __future__ import annotations
 
@@ -13,64 +13,50 @@ from typer import Option
 from . import options as o
 from .console import Bar, print_table, say
 
-Speedups = Annotated[str | None, Option(help="Speed-ups in layers (default: the trained ones, else 1,2,3,4,5).")]
-Methods = Annotated[str | None, Option(help="Methods: skipdecode, multi_exit, calm (default: the trained one).")]
-Schedules = Annotated[list[str] | None, Option("--schedule", help="Further schedule, a JSON file; may be repeated.")]
-Reference = Annotated[str | None, Option(help="Other full model to compare with.")]
-Folder = Annotated[Path, Option(help="Folder for rows, tables and a plot.")]
-TimingExamples = Annotated[int, Option(min=1, help="Examples to time.")]
-TimingRounds = Annotated[int, Option(min=1, help="Timed rounds, in turn with the full model.")]
-
-#: Options that EvaluateConfig takes under the same names.
-SAME = """adapter reference output limit batch_size max_new_tokens timing_examples timing_rounds
-    dtype device quantization prepack overwrite""".split()
-
 
 def evaluate(
     model: o.Model,
-    adapter: o.Adapter = None,
     data: o.Data = Path("."),
     task: o.Task = "jsonl",
-    speedups: Speedups = None,
-    methods: Methods = None,
-    schedule: Schedules = None,
-    reference: Reference = None,
-    output: Folder = Path("evaluation"),
+    adapter: o.Adapter = None,
+    speedups: o.Speedups = None,
+    methods: Annotated[str | None, Option(help="skipdecode, multi_exit, calm; default: the trained one.")] = None,
+    reference: Annotated[str | None, Option(help="Another full model to compare with.")] = None,
+    output: Annotated[Path, Option(help="Folder for the table and finished rows.")] = Path("evaluation"),
     limit: o.Limit = None,
     batch_size: o.BatchSize = 32,
     max_new_tokens: o.MaxNewTokens = None,
-    timing_examples: TimingExamples = 64,
-    timing_rounds: TimingRounds = 5,
-    prompt_column: o.PromptColumn = None,
-    response_column: o.ResponseColumn = None,
-    prompt_share: o.PromptShare = None,
+    timing_rounds: Annotated[int, Option(min=1, help="Timed rounds, in turn with the full model.")] = 5,
     dtype: o.Dtype = "auto",
-    device: o.Device = None,
     quantization: o.Quantization = None,
-    prepack: o.Prepack = False,
     overwrite: o.Overwrite = False,
     as_json: o.Json = False,
 ) -> None:
-    """Compare quality, layers, seconds and memory with the full model.
+    """Compare each speed's quality, layers, time and memory with the full model. The same command resumes.
 
-    After an interruption, the same command measures only the rows that are missing.
-
-    skipdecode evaluate demo --task e2e --data e2e-dataset --speedups 1,2,3,4,5
+    skipdecode evaluate demo --task e2e --data e2e --speedups 1,2,3,4,5
     """
-    given = locals()
-    from ..data.tasks import task_from
+    from ..data.tasks import get_task
     from ..evaluation.evaluate import EvaluateConfig
     from ..evaluation.evaluate import evaluate as run
     from ..evaluation.report import brief
 
     config = EvaluateConfig(
         model,
+        adapter=adapter,
         data=data,
-        task=task_from(given),
-        speedups=o.parse_numbers(speedups) if speedups else None,
+        task=get_task(task),
+        speedups=o.parse_speedups(speedups),
         methods=methods.split(",") if methods else (),
-        schedules=schedule or (),
-        **{name: given[name] for name in SAME},
+        reference=reference,
+        output=output,
+        limit=limit,
+        batch_size=batch_size,
+        max_new_tokens=max_new_tokens,
+        timing_rounds=timing_rounds,
+        dtype=dtype,
+        quantization=quantization,
+        overwrite=overwrite,
     )
     with Bar() as bar:
         results = run(config, command=f"skipdecode {shlex.join(sys.argv[1:])}", say=say, on_progress=bar.show)

@@ -95,7 +95,7 @@ def _fail(message: str, code: int) -> None:
     raise SystemExit(code) from None
 
 
-def _show_warning(message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+def _show_warning(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
     """Print a warning of this package as one line; others as Python does."""
     if Path(__file__).parents[1] in Path(filename).parents:
         say(f"skipdecode: {message}")

@@ -18,6 +18,9 @@ Task = Annotated[
     Literal["jsonl", "e2e", "reddit_tldr", "cnn_dm"], Option(help="Prompt format of a data set; jsonl takes any rows.")
 ]
 
+PromptLayers = Annotated[str | None, Option(help="Layers of the prompt: a number, or max for the first step's.")]
+Rank = Annotated[int, Option(min=1, help="Rank of low-rank bypasses and bottlenecks.")]
+
 # --- data
 Prompts = Annotated[str | None, Option(help="File of prompts: JSONL, CSV, Parquet or lines of text.")]
 Data = Annotated[Path, Option(help="Folder with train, validation and test files, or one file.")]
@@ -38,6 +41,17 @@ Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], Option(help
 Device = Annotated[str | None, Option(help="cpu, cuda, …; default: a GPU if there is one.")]
 Quantization = Annotated[Literal["int8"] | None, Option(help="8-bit weights and activations, on CPUs.")]
 Engine = Annotated[Literal["transformers", "vllm"], Option(help="Library that generates; vllm on CPUs.")]
+Bf16 = Annotated[bool, Option("--bf16", help="Compute in bfloat16.")]
+
+# --- training, by transformers' names; None: the configuration's default
+MaxSteps = Annotated[int | None, Option(min=1, help="Optimizer steps, instead of epochs.")]
+Epochs = Annotated[float | None, Option(min=0, help="Passes over the data.")]
+TrainBatchSize = Annotated[int | None, Option("--batch-size", min=1, help="Sequences per batch.")]
+LearningRate = Annotated[float | None, Option(min=0, help="Peak learning rate.")]
+SaveSteps = Annotated[int | None, Option(min=1, help="Steps between checkpoints.")]
+SpeedupWeights = Annotated[str | None, Option(help="How much each speed is trained; default: equally.")]
+BottomLayers = Annotated[int | None, Option(min=0, help="Bottom layers that are always kept.")]
+Config = Annotated[Path | None, Option(help="YAML file of options, also any of TrainingArguments.")]
 Json = Annotated[bool, Option("--json", help="Print the result as JSON on the last line.")]
 
 

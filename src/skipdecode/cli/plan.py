@@ -12,28 +12,22 @@ from ..errors import ScheduleError
 from . import options as o
 from .console import Bar, out, print_table, say
 
-Speedups = Annotated[str | None, Option(help="Speed-ups to plan (default: the trained ones, else 1.5,2,3,4,5).")]
-Count = Annotated[Literal["layers", "decoding", "end-to-end"], Option(help="What the speed-ups count.")]
-ProfileFile = Annotated[Path | None, Option(help="File of the measurements (default: in your cache folder).")]
-
 
 def plan(
     model: o.Model,
     adapter: o.Adapter = None,
-    speedups: Speedups = None,
-    count: Count = "layers",
-    batch_size: Annotated[int, Option(min=1, help="Sequences decoded together.")] = 1,
+    speedups: o.Speedups = None,
+    count: Annotated[
+        Literal["layers", "decoding", "end-to-end"], Option(help="What the requested speeds count.")
+    ] = "layers",
+    batch_size: o.BatchSize = 32,
     prompt_tokens: Annotated[int, Option(min=1, help="Tokens of a prompt.")] = 64,
-    new_tokens: Annotated[int, Option(min=2, help="Tokens to generate.")] = 128,
-    prompt_layers: o.PromptLayers = None,
-    profile: ProfileFile = None,
+    new_tokens: Annotated[int, Option(min=2, help="New tokens of a sequence.")] = 128,
+    profile: Annotated[Path | None, Option(help="File of measurements; default: in the user's cache.")] = None,
     dtype: o.Dtype = "auto",
-    device: o.Device = None,
-    quantization: o.Quantization = None,
-    prepack: o.Prepack = False,
     as_json: o.Json = False,
 ) -> None:
-    """Predict what each speed-up gives on this machine, which is measured first.
+    """Predict what each speed gives on this machine, which is measured first.
 
     skipdecode plan fast --prompt-tokens 200 --new-tokens 100
     """
@@ -44,26 +38,25 @@ def plan(
     from ..schedule import choose_schedule
 
     checkpoint = Checkpoint.resolve(model, adapter)
-    trained, layers = checkpoint.schedules, checkpoint.num_layers
-    style: dict[str, Any] = o.style_options(prompt_layers=prompt_layers)
+    trained = checkpoint.schedules
+    layers = checkpoint.num_layers
     work = planner.Workload(batch_size, prompt_tokens, new_tokens)
-    targets = o.parse_numbers(speedups) if speedups else sorted(k for k in trained if k > 1)
-    targets = targets or [k for k in (1.5, 2, 3, 4, 5) if k <= layers]
+    targets = o.parse_speedups(speedups) or tuple(sorted(k for k in trained if k > 1))
+    targets = targets or tuple(k for k in (1.5, 2.0, 3.0, 4.0, 5.0) if k <= layers)
     if count == "layers":
-        candidates = [choose_schedule(trained, layers, target, **style) for target in targets]
+        candidates = [choose_schedule(trained, layers, target) for target in targets]
     elif checkpoint.adapter:
-        candidates = [schedule.replace(**style) for schedule in trained.values()]
+        candidates = list(trained.values())
     else:
-        candidates = planner.constant_depths(choose_schedule(trained, layers, min(2, layers), **style))
+        candidates = planner.constant_depths(choose_schedule(trained, layers, min(2, layers)))
 
-    here = machine(device)
-    settings = {"dtype": dtype, "device": device, "quantization": quantization, "prepack": prepack}
-    settings["adapter"] = None if checkpoint.adapter is None else str(checkpoint.adapter)
+    here = machine()
+    settings = {"dtype": dtype, "adapter": None if checkpoint.adapter is None else str(checkpoint.adapter)}
     path = profile or cache_path(checkpoint.name, machine=here, fingerprint=checkpoint.fingerprint, **settings)
     measured = Profile.load(path) if path.exists() else Profile(checkpoint.name, here, settings)
     wanted = measured.missing([batch_size], work.lengths, planner.to_measure(candidates))
     if wanted and measured.machine == here:  # a profile of another machine has to do as it is
-        loaded = checkpoint.load(dtype, device, quantization=quantization, prepack=prepack)
+        loaded = checkpoint.load(dtype)
         with Bar() as bar:
             bar.show("measuring this machine", 0, len(wanted) * 4)
             measured.measure(loaded, checkpoint.tokenizer, wanted, rounds=3, on_run=bar.advance)

@@ -22,7 +22,6 @@ def play(
     max_new_tokens: Annotated[int, Option(min=8, max=512, help="Most tokens of an output, at the start.")] = 96,
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 opens it to others.")] = "127.0.0.1",
     port: Annotated[int, Option(help="Port to listen on.")] = 7860,
-    dtype: o.Dtype = "auto",
 ) -> None:
     """Serve a page: one prompt, and its output at two or three speeds.
 
@@ -42,7 +41,7 @@ def play(
     }
     chats = checkpoint.tokenizer.chat_template is not None
     sampling = sampling_defaults(checkpoint.generation_config) if chats else {}
-    loaded = checkpoint.load(dtype=dtype)
+    loaded = checkpoint.load()
     say(f"http://{host}:{port}; Ctrl-C ends it")
     blocks = page(loaded, checkpoint.tokenizer, schedules, sampling, model, max_new_tokens)
     launch(blocks, server_name=host, server_port=port, quiet=True)

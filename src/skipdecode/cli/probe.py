@@ -11,18 +11,17 @@ from typer import Option
 from . import options as o
 from .console import Bar, print_table, say
 
+SPEEDUPS = (1.1, 1.25, 1.5, 2.0, 3.0)
+
 
 def probe(
     model: o.Model,
-    speedups: Annotated[str, Option(help="Speeds with commas between.")] = "1.1,1.25,1.5,2,3",
-    prompts: Annotated[str | None, Option(help="File of prompts; default: the model's own.")] = None,
-    num_texts: Annotated[int, Option(min=8, help="Texts to write; half of them fit the bypasses.")] = 64,
-    max_new_tokens: Annotated[int, Option(min=2, help="Longest text, in tokens.")] = 96,
-    adapter_rank: Annotated[int, Option(min=1, help="Rank of the low-rank bypasses.")] = 256,
-    batch_size: Annotated[int, Option(min=1, help="Texts measured together.")] = 8,
-    seed: Annotated[int, Option(help="Random seed.")] = 0,
+    speedups: o.Speedups = None,
+    prompts: o.Prompts = None,
+    num_texts: Annotated[int, Option(min=8, help="Self-generated texts; half of them fit the bypasses.")] = 64,
+    max_new_tokens: o.MaxNewTokens = None,
+    rank: o.Rank = 256,
     dtype: o.Dtype = "auto",
-    device: o.Device = None,
     as_json: o.Json = False,
 ) -> None:
     """Measure the KL divergence from the full model for speeds and choices of layers, without training.
@@ -31,10 +30,20 @@ def probe(
     """
     from ..training.probe import probe as run
 
-    options = {"prompts": prompts, "num_texts": num_texts, "max_new_tokens": max_new_tokens, "seed": seed}
-    options |= {"adapter_rank": adapter_rank, "batch_size": batch_size, "dtype": dtype, "device": device}
+    speeds = o.parse_speedups(speedups) or SPEEDUPS
+    longest = max_new_tokens or 96
     with Bar() as bar:
-        tried = run(model, o.parse_numbers(speedups), **options, on_progress=bar.show, say=say)
+        tried = run(
+            model,
+            speeds,
+            prompts=prompts,
+            num_texts=num_texts,
+            max_new_tokens=longest,
+            adapter_rank=rank,
+            dtype=dtype,
+            on_progress=bar.show,
+            say=say,
+        )
     rows = []
     for each in tried:
         schedule = each.schedule
@@ -43,11 +52,8 @@ def probe(
         for found in (each.skipped, each.bypassed):
             cells += [f"{found.kl:.2f}", f"{found.top1:.0%}"]
         rows.append(cells)
-    heads = ["speed", "layers kept", "depth", "KL skipped", "top-1 skipped", "KL bypassed", "top-1 bypassed"]
-    least = {
-        min((each.bypassed.kl, number) for number, each in enumerate(tried) if each.speedup == k)[1]
-        for k in {each.speedup for each in tried}
-    }
-    print_table(heads, rows, bold=least)
+    header = ["speed", "layers kept", "depth", "KL", "same token", "KL, bypassed", "same token, bypassed"]
+    best = {min((t.bypassed.kl, i) for i, t in enumerate(tried) if t.speedup == speed)[1] for speed in set(speeds)}
+    print_table(header, rows, bold=best)
     if as_json:
         print(json.dumps([asdict(each) for each in tried]))

@@ -16,16 +16,12 @@ def serve(
     vllm: Annotated[
         list[str] | None, Argument(metavar="VLLM OPTIONS", help="Any option of vLLM's API server: --port 8000 …")
     ] = None,
-    speedups: Annotated[
-        str | None, Option(help="Speed-ups on offer, as 1,2,3. Default: the trained ones above 1.")
-    ] = None,
-    speedup: Annotated[
-        float | None, Option(help="Speed-up of requests that name none. Default: the slowest trained.")
-    ] = None,
-    prompt_layers: o.PromptLayers = None,
     adapter: o.Adapter = None,
+    speedups: o.Speedups = None,
+    speedup: o.Speedup = None,
+    prompt_layers: o.PromptLayers = None,
     load_speedup: Annotated[
-        float | None, Option(help="Speed-up under load, of requests that name none.", rich_help_panel=LOAD)
+        float | None, Option(help="Speed under load, of requests that name none.", rich_help_panel=LOAD)
     ] = None,
     load_waiting: Annotated[
         int | None, Option(help="Load begins when more requests than this wait.", rich_help_panel=LOAD)
@@ -41,7 +37,7 @@ def serve(
     from ..serving import server
 
     options = {
-        "speedups": None if speedups is None else list(o.parse_numbers(speedups)),
+        "speedups": None if speedups is None else list(o.parse_speedups(speedups) or ()),
         "speedup": speedup,
         "prompt_layers": prompt_layers,
         "adapter": None if adapter is None else str(adapter),

@@ -20,15 +20,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..data.chat import texts_for_a_chat_model
 from ..data.collator import batches_of
-from ..data.inputs import read_examples
+from ..data.examples import Example, merge_references, read_examples, subsample
 from ..data.metrics import DEFAULT, Agreement, Metric, Repetition, paired_scores
-from ..data.tasks import Example, Task, get_task, subsample
+from ..data.tasks import Task, get_task
 from ..data.tokenize import encode_prompts
 from ..errors import UsageError
-from ..generation.batch import Decoding
-from ..generation.generate import generate_ids, max_positions
+from ..generation.generate import Decoding, generate_ids, max_positions
 from ..generation.stats import GenerationOutput
 from ..latency.timing import alternate, compare, forced, typical_steps
 from ..loading.device import machine, placement
@@ -165,7 +163,7 @@ def evaluate(
         UsageError: the output holds rows of other settings.
         DataError: the data cannot be read, or is empty.
     """
-    examples = read_examples(config.task, Path(config.data), "test", say)[: config.limit]
+    examples = merge_references(read_examples(config.data, config.task, references=False))[: config.limit]
     variants = list_variants(config) if variants is None else variants
     evaluation = _Evaluation(config, examples, variants[0], say, on_progress)
     saved = evaluation.saved(variants)
@@ -228,8 +226,6 @@ class _Evaluation:
         if not self.scored and any(example.references for example in examples):
             say("some rows have no reference: texts are compared with the full model's instead")
         self.metrics: list[Metric] = list(DEFAULT) if self.scored else [Agreement(), Repetition()]
-        if warning := texts_for_a_chat_model(full.checkpoint.tokenizer, [each.prompt for each in examples]):
-            say(warning)
         self._dtype, self._device = placement(full.checkpoint.config, config.dtype, config.device)
         self._loaded: dict[str, PreTrainedModel] = {}
         self._path = Path(config.output) / ROWS

@@ -65,7 +65,7 @@ class RunConfig:
     order: str | tuple[int, ...] | None = None
     warmup_layers: int | None = None
     max_eval_samples: int = 100
-    attn_implementation: str | None = None
+    attn_implementation: str | None = "eager"
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

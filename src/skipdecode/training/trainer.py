@@ -179,7 +179,7 @@ class EpochSampler(LengthGroupedSampler):
 
 
 class StopBySignal(TrainerCallback):
-    """Context in which SIGINT or SIGTERM end training with a checkpoint after the current step; a second one, at once."""
+    """Context in which SIGINT or SIGTERM end training with a checkpoint after the current step."""
 
     number: int | None = None
 
