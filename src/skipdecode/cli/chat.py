@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -74,7 +74,7 @@ def chat(
 def _answer(
     prompts: PromptCache,
     tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, str]],
+    messages: list[Any],
     schedule: Schedule,
     max_new_tokens: int,
     sampling: dict[str, float],
@@ -85,7 +85,7 @@ def _answer(
 
     (ids,) = encode_prompts(tokenizer, [messages])
     stream = TokenStream(prompts.model, ids, schedule, sampling, prefix=prompts.prefix(ids, schedule))
-    text = ""
+    text = whole = ""
     try:
         while not stream.done and len(stream.tokens) < max_new_tokens:
             stream.step()
@@ -93,6 +93,8 @@ def _answer(
             if not whole.endswith("\ufffd"):  # the rest of a character is still to come
                 print(whole[len(text) :], end="", flush=True)
                 text = whole
+        print(whole[len(text) :], end="")
+        text = whole
         depths = stream.cache.step_depths
         depth = sum(depths) / len(depths) if depths else schedule.num_layers
         rate = len(stream.tokens) / stream.seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Option
 
@@ -45,7 +45,7 @@ def distill(
     run(DistillConfig.create(**chosen(options)), overwrite=overwrite, say=say)
 
 
-def chosen(options: dict[str, object]) -> dict[str, object]:
+def chosen(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options that were given, by the configuration's names; the others stay the file's or the defaults."""
     import click
 

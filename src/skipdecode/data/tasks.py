@@ -57,7 +57,11 @@ def get_task(
     """
     if name not in TASKS:
         raise DataError(f"unknown task {name!r}: known are {', '.join(TASKS)}")
-    options = {"prompt_column": prompt_column, "response_column": response_column, "prompt_share": prompt_share}
+    options: dict[str, Any] = {
+        "prompt_column": prompt_column,
+        "response_column": response_column,
+        "prompt_share": prompt_share,
+    }
     options = {option: value for option, value in options.items() if value is not None}
     if options and name != "jsonl":
         raise DataError(f"{', '.join(options)} goes with task jsonl, not with {name}")
@@ -84,7 +88,7 @@ def reddit_tldr(row: Mapping[str, Any]) -> Example:
     """``Post: Weird crash. After installing my new GPU … TL;DR:``; line breaks become spaces."""
     post = first_words(_text(row, "post", "content"), POST)
     title = row.get("title")
-    begin = f"{' '.join(title.split())}. " if _is_text(title) else ""
+    begin = f"{' '.join(str(title).split())}. " if _is_text(title) else ""
     return Example(f"Post: {begin}{post} TL;DR:", _references(row, "summary"))
 
 

@@ -150,8 +150,8 @@ class GenerationJob:
             stats += progress.batches[index].stats
             for i, completion in zip(batch, progress.batches[index].completions, strict=True):
                 completions[i] = completion
-        for i, completion in enumerate(completions):
-            rows[i] |= {"error": errors[i]} if completion is None else asdict(completion)
+        for i, made in enumerate(completions):
+            rows[i] |= {"error": errors[i]} if made is None else asdict(made)
         result = JobResult(rows, completions, stats, schedule)
         progress.finish(result.jsonl)
         return result

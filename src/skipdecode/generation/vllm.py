@@ -131,7 +131,7 @@ def sampling_params(options: Mapping[str, Any], defaults: GenerationConfig) -> d
         value = options.get(name, getattr(defaults, name, None))
         return default if value is None else value
 
-    params = {"temperature": 0.0}
+    params: dict[str, Any] = {"temperature": 0.0}
     if options.get("do_sample"):
         params = {name: value_of(name, default) for name, default in SAMPLING.items()}
     params |= {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..errors import ModelError
 from ..generation.stats import GenerationOutput, GenerationStats
@@ -52,7 +52,7 @@ class Speedups:
     layers: float
 
 
-def forced(steps: int) -> dict[str, int]:
+def forced(steps: int) -> dict[str, Any]:
     """Options of ``generate`` that make every batch take exactly ``steps`` decode steps."""
     return {"min_new_tokens": steps + 1, "max_new_tokens": steps + 1}
 

@@ -76,7 +76,11 @@ def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = logger
     folder = Path(config.output)
     last = claim_output(config, checkpoint.fingerprint, overwrite)
     dtype = "bfloat16" if config.in_bfloat16 else "float32"
-    options = {"dtype": dtype, "device": str(args.device), "attn_implementation": config.attn_implementation}
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "device": str(args.device),
+        "attn_implementation": config.attn_implementation,
+    }
     if not (folder / TEXTS).exists():
         if args.world_size > 1:
             raise UsageError("one process writes the texts: run this once without accelerate, until training begins")

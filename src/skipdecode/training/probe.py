@@ -120,7 +120,7 @@ def probe(
         for part in (texts[:half], texts[half:])
     )
     skipped = divergence(measured, list(schedules.values()))
-    tried = []
+    tried: list[Candidate] = []
     for ((speedup, _), schedule), without in zip(schedules.items(), skipped, strict=True):
         on_progress("choices of layers", len(tried), len(schedules))
         bound = bind(schedule, model.config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ def encode(
     as_written: bool = False,
 ) -> Dataset:
     """Rows of token ids, without examples longer than ``limit``. Raises DataError if none is left."""
-    rows: list[Mapping[str, Any]] = encoded(examples, tokenizer, limit, as_written=as_written)
+    rows = encoded(examples, tokenizer, limit, as_written=as_written)
     if not rows:
         raise DataError(f"no example fits the model's {limit} positions")
     if len(rows) < len(examples):
