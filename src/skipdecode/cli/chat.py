@@ -83,7 +83,8 @@ def _answer(
     from ..data.tokenize import encode_prompts
     from ..generation.stream import TokenStream
 
-    (ids,) = encode_prompts(tokenizer, [messages])
+    conversations: Any = [messages]
+    (ids,) = encode_prompts(tokenizer, conversations)
     stream = TokenStream(prompts.model, ids, schedule, sampling, prefix=prompts.prefix(ids, schedule))
     text = whole = ""
     try:
