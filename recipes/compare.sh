@@ -16,5 +16,5 @@ train() { # NAME SPEEDUPS OPTIONS…
 train full 1
 train skipdecode 1,2,3,4,5 --decay linear
 train multi_exit 1,2,3,4,5 --method multi_exit
-"$skipdecode" evaluate "$out/full" --task e2e --data "$data" --speedups 2,3,4,5 --output "$out/table" \
-    --methods "skipdecode=$out/skipdecode,multi_exit=$out/multi_exit,calm=$out/multi_exit"
+"${PYTHON:-.venv/bin/python}" experiments/compare.py "$out/full" --task e2e --data "$data" --speedups 2,3,4,5 \
+    --output "$out/table" "skipdecode=$out/skipdecode" "multi_exit=$out/multi_exit" "calm=$out/multi_exit"

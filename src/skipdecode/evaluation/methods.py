@@ -12,19 +12,13 @@ from typing import Literal
 from ..errors import UsageError
 from .methods_base import Method
 
-#: The methods' names, which command lines need without importing torch.
-MethodName = Literal["full", "skipdecode", "multi_exit", "calm", "unified", "d3", "hsd", "static", "scratch"]
+MethodName = Literal["full", "skipdecode", "multi_exit"]
 
 #: Module and class of each method, by name; :func:`get_method` imports the module.
 METHODS: dict[str, tuple[str, str]] = {
     "full": ("evaluation.methods_base", "Full"),
     "skipdecode": ("evaluation.methods_base", "SkipDecode"),
     "multi_exit": ("evaluation.methods_base", "MultiExit"),
-    "unified": ("evaluation.depth_rules", "Unified"),
-    "d3": ("evaluation.depth_rules", "D3"),
-    "hsd": ("evaluation.depth_rules", "HSD"),
-    "static": ("evaluation.pruned", "Static"),
-    "scratch": ("evaluation.pruned", "Scratch"),
 }
 
 

@@ -1,0 +1,65 @@
+"""One table of several checkpoints, each at every speed-up, compared with one full model.
+
+    python experiments/compare.py MODEL --data DATA --speedups 2,3 skipdecode=DIR calm=DIR static=DIR-{speedup}
+
+A row is NAME=CHECKPOINT. NAME is skipdecode, multi_exit, calm, a depth rule, or anything else for a label. A CHECKPOINT
+with {speedup} is a smaller model for each speed-up, whose layers all run. A depth rule alone runs on MODEL, untrained.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from depth_rules import RULES
+from skipdecode.data.tasks import get_task
+from skipdecode.evaluation.early_exit import METHODS
+from skipdecode.evaluation.evaluate import EvaluateConfig, Variant, evaluate
+from skipdecode.loading.load import Checkpoint
+from skipdecode.schedule import choose_schedule
+
+LABELS = METHODS | {"unified": "Unified Layer Skipping", "d3": "D3", "hsd": "HSD"}
+LABELS |= {"static": "static pruning", "scratch": "small model from scratch"}
+
+
+def variants(full: Checkpoint, rows: list[str], speedups: list[float], steps: int = 64) -> list[Variant]:
+    """Variants of an evaluation, the full model first."""
+    found = [Variant("full-1x", full, "full", 1.0, None, METHODS["full"])]
+    for row in rows:
+        name, _, path = row.partition("=")
+        for speedup in speedups:
+            checkpoint = Checkpoint.resolve(path.replace("{speedup}", f"{speedup:g}")) if path else full
+            if name == "calm" or "{speedup}" in path:
+                schedule = None
+            elif path:
+                schedule = choose_schedule(checkpoint.schedules, checkpoint.num_layers, speedup)
+            else:
+                schedule = RULES[name](full.num_layers, speedup, steps)
+            label = LABELS.get(name, name) + ("" if path else ", untrained")
+            found.append(Variant(f"{name}-{speedup:g}x", checkpoint, name, speedup, schedule, label))
+    return found
+
+
+def main() -> None:
+    """Measure the rows that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("rows", nargs="+")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--task", default="jsonl")
+    parser.add_argument("--speedups", default="2,3")
+    parser.add_argument("--output", type=Path, default=Path("comparison"))
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--max-new-tokens", type=int)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--timing-rounds", type=int, default=5)
+    args = vars(parser.parse_args())
+    speedups = [float(part) for part in args.pop("speedups").split(",")]
+    rows = args.pop("rows")
+    config = EvaluateConfig(task=get_task(args.pop("task")), **args)
+    evaluate(config, variants(Checkpoint.resolve(config.model), rows, speedups), say=print)
+    print((config.output / "table.md").read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
