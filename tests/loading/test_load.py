@@ -99,18 +99,10 @@ def test_a_name_that_nobody_has_is_one_line() -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("file", "match"),
-    [
-        ("adapter_config.json", "PEFT adapter: merge it"),
-        ("checkpoint-10/config.json", "give one, such as .*checkpoint-10"),
-        ("notes.txt", r"no config\.json"),
-    ],
-)
-def test_a_folder_without_a_model_is_named_for_what_it_is(file: str, match: str, tmp_path: Path) -> None:
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_text("{}")
-    with pytest.raises(ModelError, match=match):
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    """That of a PEFT adapter, which is not merged, or of an unfinished training."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"no config\.json"):
         Checkpoint.resolve(tmp_path)
 
 
@@ -152,7 +144,7 @@ def test_an_adapter_of_another_model_or_none_is_refused(model: Path, tmp_path: P
     with pytest.raises(ModelError, match="trained on another model"):
         load(adapter, device="cpu")
     with pytest.raises(FileError, match="no adapter"):
-        Checkpoint.resolve(model, adapter=model)
+        _ = Checkpoint.resolve(model, adapter=model).schedules
 
 
 # --- weights
@@ -262,6 +254,21 @@ def test_a_generation_config_is_optional(model: Path) -> None:
     assert checkpoint.load(device="cpu").generation_config.eos_token_id == checkpoint.config.eos_token_id
 
 
+def test_without_a_generation_config_a_turn_ends_as_the_template_ends_it(model: Path) -> None:
+    """By a special token behind the assistant's words, if there is one."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    end = tokenizer.convert_tokens_to_ids("<|turn|>")
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}END{% endfor %}"
+    for template, extra in ((turns.replace("END", "<|turn|>\n"), {end}), (turns.replace("END", "\n"), set())):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(model)
+        (model / "generation_config.json").unlink(missing_ok=True)
+        checkpoint = Checkpoint.resolve(model)
+        ends = checkpoint.generation_config.eos_token_id
+        assert {*(ends if isinstance(ends, list) else [ends])} == extra | {checkpoint.config.eos_token_id}
+
+
 def test_a_multimodal_config_brings_its_schedules(tmp_path: Path) -> None:
     """The language model alone is loaded, whose own config has no entry."""
     tokenizer = train_tokenizer(TEXTS * 20, 320)
@@ -304,8 +311,8 @@ def test_a_fingerprint_of_the_hub_is_that_of_the_commit() -> None:
     [
         ({"quantization": "int4"}, "int8 or None, not 'int4'"),
         ({"prepack": True, "quantization": "int8"}, "leave quantization or prepack out"),
-        ({"prepack": True, "offload": "disk"}, "offloaded layers cannot take prepack"),
-        ({"prepack": True, "device": "cuda"}, "prepack is for CPUs, not 'cuda'"),
+        ({"prepack": True, "offload": "disk"}, "offloaded layers take no int8 or prepacked"),
+        ({"prepack": True, "device": "cuda"}, "prepacked weights are for CPUs, not 'cuda'"),
     ],
     ids=str,
 )

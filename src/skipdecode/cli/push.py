@@ -19,9 +19,6 @@ Results = Annotated[
     Path | None, Option(help="Folder that `skipdecode evaluate` wrote: its table and plot go on the card.")
 ]
 License = Annotated[str | None, Option(help="Licence of the weights, as the hub names it, e.g. apache-2.0.")]
-Datasets = Annotated[
-    list[str] | None, Option("--dataset", help="Hub name of a data set it was trained on; may be repeated.")
-]
 Private = Annotated[bool, Option("--private", help="Make a new repository private.")]
 Prepare = Annotated[Path | None, Option("--prepare", help="Only write what would be uploaded into this new folder.")]
 
@@ -32,7 +29,6 @@ def push(
     base_model: Base = None,
     results: Results = None,
     license: License = None,
-    dataset: Datasets = None,
     private: Private = False,
     prepare: Prepare = None,
 ) -> None:
@@ -63,7 +59,6 @@ def push(
             trained_with=trained_with,
             results=results,
             license=license,
-            datasets=dataset or (),
         )
         if prepare is not None:
             say(f"wrote {sum(path.is_file() for path in target.rglob('*'))} files to {target}: README.md is the card")

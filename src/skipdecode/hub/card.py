@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ def model_card(
     trained_with: str | None = None,
     results: Path | None = None,
     license: str | None = None,
-    datasets: Sequence[str] = (),
 ) -> ModelCard:
     """Card of a checkpoint or an adapter.
 
@@ -46,7 +45,6 @@ def model_card(
         trained_with: the command.
         results: folder that ``skipdecode evaluate`` wrote.
         license: as the Hub names it, such as ``apache-2.0``.
-        datasets: Hub names of the training data.
 
     Raises:
         FileError: ``results`` holds no evaluation, or one of several models.
@@ -60,10 +58,9 @@ def model_card(
         tags=["skipdecode", "custom_generate"],
         base_model=base_model,
         base_model_relation="adapter" if is_adapter else None,
-        datasets=list(datasets) or None,
         license=license,
         model_name=name if rows else None,
-        eval_results=[_result(row, key, datasets) for row in rows for key in METRICS if key in row] or None,
+        eval_results=[_result(row, key) for row in rows for key in METRICS if key in row] or None,
     )
     return ModelCard.from_template(
         data,
@@ -99,11 +96,11 @@ def _read_rows(results: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _result(row: Mapping[str, Any], key: str, datasets: Sequence[str]) -> EvalResult:
+def _result(row: Mapping[str, Any], key: str) -> EvalResult:
     kind, label = METRICS[key]
     return EvalResult(
         task_type="text-generation",
-        dataset_type=next(iter(datasets), "own"),
+        dataset_type="own",
         dataset_name=row["examples"],
         dataset_config=f"{row['target']:g}x",  # huggingface_hub puts results of one configuration together
         dataset_args={"speedup": row["target"]},

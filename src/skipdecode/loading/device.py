@@ -17,7 +17,7 @@ def placement(config: Any, dtype: str | torch.dtype, device: str | None) -> tupl
     """
     device = default_device() if device is None else str(device)
     on_cpu = torch.device(device).type == "cpu"
-    if dtype == "auto" and on_cpu and (config.dtype != torch.bfloat16 or not _fast_bfloat16()):
+    if dtype == "auto" and on_cpu and not (config.dtype == torch.bfloat16 and _fast_bfloat16()):
         dtype = torch.float32
     return dtype, "cpu" if on_cpu else device
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import suppress
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,95 +19,63 @@ ZERO = 128
 ROWS = 4
 
 
-class CPULinear(nn.Module):
-    """Linear module that keeps its weight in a form of its own. It can be neither trained nor saved.
+class Int8Linear(nn.Module):
+    """Int8 weights with a scale per output, and inputs rounded to int8 with a scale per row (W8A8).
+
+    oneDNN multiplies int8 by int8 into exact int32 sums. torchao 0.18 converts both to int32 or float32 on CPUs, which
+    is slower than float weights.
 
     Args:
         weight: (outputs, inputs).
         bias: (outputs), or None.
     """
 
-    option: ClassVar[str]
-
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-
-    @classmethod
-    def check(cls) -> None:
-        """ModelError if this CPU's results would be wrong."""
-
-
-class Int8Linear(CPULinear):
-    """Int8 weights with a scale per output, and inputs rounded to int8 with a scale per row (W8A8).
-
-    oneDNN multiplies int8 by int8 into exact int32 sums. torchao 0.18 converts both to int32 or float32 on CPUs, which
-    is slower than float weights.
-    """
-
-    option = "quantization='int8'"
-    int8_weight: Tensor
-    int8_scale: Tensor
-    int8_zero: Tensor
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight, None if bias is None else bias.float())
         weight = weight.detach()
-        scale = weight.abs().amax(1).float().clamp_min(1e-12) / 127
-        rounded = (weight / scale[:, None]).round_().to(torch.int8).contiguous()  # oneDNN ignores strides
-        self.register_buffer("int8_weight", torch.ops.onednn.qlinear_prepack(rounded, [8, self.in_features]))
-        self.register_buffer("int8_scale", scale)
-        self.register_buffer("int8_zero", torch.zeros(self.out_features, dtype=torch.int64))
+        self.shape = weight.shape
+        self.scale = weight.abs().amax(1).float().clamp_min(1e-12) / 127
+        rounded = (weight / self.scale[:, None]).round_().to(torch.int8).contiguous()  # oneDNN ignores strides
+        self.packed = torch.ops.onednn.qlinear_prepack(rounded, [8, self.shape[1]])
+        self.zero = torch.zeros(self.shape[0], dtype=torch.int64)
+        self.offset = None if bias is None else bias.detach().float()
 
     @torch.compiler.disable  # inductor supports this oneDNN kernel for constant weights only
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, inputs) to (…, outputs), in the dtype of ``x``."""
-        rows = x.reshape(-1, self.in_features)
+        rows = x.reshape(-1, self.shape[1])
         scale = rows.abs().amax(1, keepdim=True).float().clamp_min_(1e-12).div_(127)
         rounded = (rows / scale).round_().add_(ZERO).to(torch.uint8)
-        y = _product(rounded, self.int8_weight, self.int8_scale, self.int8_zero)
-        y = y.mul_(scale) if self.bias is None else torch.addcmul(self.bias, y, scale)
-        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
-
-    @classmethod
-    def check(cls) -> None:
-        """ModelError if int8 sums overflow: CPUs without VNNI or AMX add pairs of products in 16 bits."""
-        ones = torch.ones(16)
-        zeros = torch.zeros(16, dtype=torch.int64)
-        most = torch.full((16, 64), 127, dtype=torch.int8)
-        x = (most.int() + ZERO).to(torch.uint8)
-        exact = False
-        with suppress(AttributeError, RuntimeError):  # this torch has no such kernel
-            sums = [_product(x, torch.ops.onednn.qlinear_prepack(sign * most, None), ones, zeros) for sign in (1, -1)]
-            exact = bool((sums[0] == 127 * 127 * 64).all() and (sums[1] == -127 * 127 * 64).all())
-        if not exact:
-            raise ModelError("quantization='int8' needs a CPU with VNNI or AMX, and a torch with oneDNN: leave it out")
+        y = _product(rounded, self.packed, self.scale, self.zero)
+        y = y.mul_(scale) if self.offset is None else torch.addcmul(self.offset, y, scale)
+        return y.to(x.dtype).view(*x.shape[:-1], self.shape[0])
 
 
-class PackedLinear(CPULinear):
+class PackedLinear(nn.Module):
     """Bfloat16 or float32 weight in the blocked layout of oneDNN's kernels.
 
     ``F.linear`` on a CPU converts the weight to that layout at every call. In bfloat16 results are equal to the bit on
     CPUs without AMX; in float32 they round differently, since ``F.linear`` uses another kernel.
+
+    Args:
+        weight: (outputs, inputs).
+        bias: (outputs), or None.
     """
 
-    option = "prepack"
-    packed_weight: Tensor
-
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
+        super().__init__()
         # The batch size that the layout is made for, 1 here, made no measurable difference.
-        self.register_buffer("packed_weight", torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1))
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
+        self.offset = None if bias is None else bias.detach()
 
-    @torch.compiler.disable  # inductor supports this oneDNN kernel for constant weights only
+    @torch.compiler.disable  # as above
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, inputs) to (…, outputs), in the dtype of the weight."""
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed_weight, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.offset, "none", [], "")
 
 
-def linear_class(quantization: str | None, prepack: bool, device: str) -> type[CPULinear] | None:
-    """Class that replaces linear modules; None if both options are off.
+def linear_class(quantization: str | None, prepack: bool, device: str) -> Any:
+    """Class that replaces linear modules, None if both options are off.
 
     Raises:
         UsageError: an unknown quantization, both options, or a device other than the CPU.
@@ -118,13 +85,11 @@ def linear_class(quantization: str | None, prepack: bool, device: str) -> type[C
         raise UsageError(f"quantization is int8 or None, not {quantization!r}")
     if quantization and prepack:
         raise UsageError("int8 weights are packed already: leave quantization or prepack out")
-    if not quantization and not prepack:
-        return None
-    kind = Int8Linear if quantization else PackedLinear
-    if torch.device(device).type != "cpu":
-        raise UsageError(f"{kind.option} is for CPUs, not {device!r}: leave it out")
-    kind.check()
-    return kind
+    if (quantization or prepack) and torch.device(device).type != "cpu":
+        raise UsageError(f"int8 and prepacked weights are for CPUs, not {device!r}")
+    if quantization and not _int8_is_exact():
+        raise ModelError("quantization='int8' needs a CPU with VNNI or AMX, and a torch with oneDNN: leave it out")
+    return Int8Linear if quantization else PackedLinear if prepack else None
 
 
 def optimize(model: PreTrainedModel, quantization: str | None = None, prepack: bool = False) -> PreTrainedModel:
@@ -134,47 +99,32 @@ def optimize(model: PreTrainedModel, quantization: str | None = None, prepack: b
     memory twice. A head that is tied to the embedding gets a weight of its own. Without options, only the head's 16-bit
     inputs are made contiguous. Errors are those of :func:`linear_class`.
     """
-    head = model.get_output_embeddings()
-    if kind := linear_class(quantization, prepack, str(model.device)):
-        places = _linear_places(decoder_layers(model))
+    kind = linear_class(quantization, prepack, str(model.device))
+    if kind is not None:
+        modules = decoder_layers(model).modules()
+        places = [(parent, name) for parent in modules for name, part in parent.named_children() if _is_linear(part)]
         for parent, name in places:
             setattr(parent, name, _replacement(getattr(parent, name), kind))
-        if _plain(head):
-            model.set_output_embeddings(_replacement(head, kind))
-            head = model.get_output_embeddings()
+        if _is_linear(model.get_output_embeddings()):
+            model.set_output_embeddings(_replacement(model.get_output_embeddings(), kind))
         model.requires_grad_(False)
-        model.save_pretrained = functools.partial(_refuse_to_save, kind.option)
-    if head is not None:
+        model.save_pretrained = _refuse_to_save
+    if (head := model.get_output_embeddings()) is not None:
         head.register_forward_pre_hook(_contiguous)
     return model
 
 
-def _refuse_to_save(option: str, *_: Any, **__: Any) -> NoReturn:
-    raise ModelError(f"a model loaded with {option} cannot be saved: load it without")
-
-
-def _linear_places(layers: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Parent and name of each linear module."""
-    return [(parent, name) for parent in layers.modules() for name, child in parent.named_children() if _plain(child)]
-
-
-def _plain(module: nn.Module | None) -> bool:
-    """Whether a module is torch's linear module, or GPT-2's with a transposed weight, and no subclass of these."""
+def _is_linear(module: nn.Module | None) -> bool:
+    """Whether a module is torch's linear module or GPT-2's, and no subclass, which may do more."""
     return type(module) in (nn.Linear, Conv1D)
 
 
-def _replacement(module: Any, kind: type[CPULinear]) -> CPULinear:
+def _replacement(module: Any, kind: Any) -> nn.Module:
     return kind(module.weight.t() if isinstance(module, Conv1D) else module.weight, module.bias)
 
 
-def _product(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Product of (rows, inputs) with a packed weight: float32 (rows, outputs), exact sums times a scale per output."""
-    rows = len(x)
-    if rows < ROWS:
-        x = nn.functional.pad(x, (0, 0, 0, ROWS - rows))
-    return torch.ops.onednn.qlinear_pointwise(
-        x, 1.0, ZERO, weight, scale, zero, None, 1.0, 0, torch.float32, "none", [], ""
-    )[:rows]
+def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
+    raise ModelError("a model with int8 or prepacked weights cannot be saved: load it without them")
 
 
 def _contiguous(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -184,3 +134,23 @@ def _contiguous(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     weight once per sequence. In float32 another kernel would run, whose bits differ from the full model's.
     """
     return tuple(x.contiguous() if isinstance(x, Tensor) and x.element_size() < 4 else x for x in args)
+
+
+def _product(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Product of (rows, inputs) with a packed weight: float32 (rows, outputs), exact sums times a scale per output."""
+    rows = len(x)
+    x = nn.functional.pad(x, (0, 0, 0, max(ROWS - rows, 0)))
+    return torch.ops.onednn.qlinear_pointwise(
+        x, 1.0, ZERO, weight, scale, zero, None, 1.0, 0, torch.float32, "none", [], ""
+    )[:rows]
+
+
+def _int8_is_exact() -> bool:
+    """Whether int8 sums are right here: CPUs without VNNI or AMX add pairs of products in 16 bits."""
+    most = torch.full((16, 64), 127, dtype=torch.int8)
+    inputs = (most.int() + ZERO).to(torch.uint8)
+    with suppress(AttributeError, RuntimeError):  # this torch has no such kernel
+        weights = [torch.ops.onednn.qlinear_prepack(sign * most, None) for sign in (1, -1)]
+        sums = [_product(inputs, weight, torch.ones(16), torch.zeros(16, dtype=torch.int64)) for weight in weights]
+        return bool((sums[0] == 127 * 127 * 64).all() and (sums[1] == -127 * 127 * 64).all())
+    return False

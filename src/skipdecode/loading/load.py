@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,20 +38,20 @@ from .offload import Offload
 DEMO = Path(__file__).parent.parent / "demo"
 
 #: Patterns of the files that decide what a checkpoint generates.
-FILES = "*.safetensors *.gguf *.jinja *.model config.json generation_config.json tokenizer* skipdecode_adapter.json"
+FILES = "*.safetensors *.jinja *.model config.json generation_config.json tokenizer* skipdecode_adapter.json"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's files, its tokenizer and perhaps an adapter, found from one name.
+    """Files that a name stands for: a model's and perhaps an adapter's.
 
     Properties are read when first used, and only once. Raises ModelError where the files cannot be read.
 
     Attributes:
-        name: what the user wrote, for messages.
-        path: the model's folder as an absolute path, or its name on the Hub.
-        gguf_file: the GGUF file in that folder that holds the model; else None.
-        adapter: the folder of the adapter to attach; else None.
+        name: as the user wrote it, for messages.
+        path: folder of the model as an absolute path, or its name on the Hub.
+        gguf_file: GGUF file in that folder that holds the model, or None.
+        adapter: folder of the adapter to attach, or None.
         revision: branch, tag or commit of a model on the Hub.
     """
 
@@ -65,17 +65,10 @@ class Checkpoint:
     def resolve(
         cls, name: str | Path = "demo", adapter: str | Path | None = None, revision: str | None = None
     ) -> Checkpoint:
-        """Checkpoint that a name stands for.
-
-        Args:
-            name: ``demo``, a folder, a GGUF file, a model on the Hub, or an adapter's folder, which stands for its
-                base model with the adapter.
-            adapter: folder of an adapter, or its name on the Hub.
-            revision: branch, tag or commit of a model on the Hub.
+        """Checkpoint that a name stands for. Arguments are those of :func:`load`.
 
         Raises:
             ModelError: ``name`` is a path where no checkpoint is, or ``demo`` is a folder here as well.
-            FileError: the adapter is missing or damaged.
             MissingExtra: a GGUF file needs the package ``gguf``.
         """
         name = str(name)
@@ -84,8 +77,6 @@ class Checkpoint:
         if name != "demo" and is_adapter(Path(name)):
             folder = folder or Path(name)
             model = _base_model(Path(name))
-        if folder is not None:
-            read_about(folder)
         path, gguf_file = _locate(model)
         return cls(name, path, gguf_file, folder, revision)
 
@@ -110,14 +101,17 @@ class Checkpoint:
     @cached_property
     def generation_config(self) -> GenerationConfig:
         """transformers' GenerationConfig that the model generates with unless the user says otherwise."""
-        if self.gguf_file is not None:  # a generation_config.json beside it may be another model's
-            config = GenerationConfig.from_model_config(self.config)
-            config.eos_token_id = _end_tokens(Path(self.path, self.gguf_file)) or config.eos_token_id
-            return config
-        try:
-            return GenerationConfig.from_pretrained(self.path, revision=self.revision)
-        except OSError:  # the file is optional
-            return GenerationConfig.from_model_config(self.config)
+        if self.gguf_file is None:
+            with suppress(OSError):  # the file is optional
+                return GenerationConfig.from_pretrained(self.path, revision=self.revision)
+        config = GenerationConfig.from_model_config(self.config)
+        ends = _turn_ends(self.tokenizer)
+        if self.gguf_file is not None:
+            ends |= _gguf_ends(Path(self.path, self.gguf_file))
+        if ends:
+            known = config.eos_token_id
+            config.eos_token_id = sorted(ends.union(known if isinstance(known, list) else [known]) - {None})
+        return config
 
     @cached_property
     def schedules(self) -> dict[float, Schedule]:
@@ -146,11 +140,12 @@ class Checkpoint:
 
         It tells whether a job goes on with the same model.
         """
-        known: list[Any] = [self.path, self.gguf_file, getattr(self.config, "_commit_hash", None)]
-        folders = [folder for folder in (Path(self.path), self.adapter) if folder is not None and folder.is_dir()]
-        files = {file for folder in folders for pattern in FILES.split() for file in folder.glob(pattern)}
-        known += [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
-        return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+        files = [Path(self.path, self.gguf_file)] if self.gguf_file is not None else _files(Path(self.path))
+        if self.adapter is not None:
+            files += _files(self.adapter)
+        states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        known = repr((self.path, getattr(self.config, "_commit_hash", None), states))
+        return hashlib.sha256(known.encode()).hexdigest()[:16]
 
     def load(
         self,
@@ -169,7 +164,7 @@ class Checkpoint:
             options["attn_implementation"] = attn_implementation
         offloaded = {} if offload is None else self._offload_options(offload, dtype, device)
         if offloaded and kind is not None:
-            raise UsageError(f"offloaded layers cannot take {kind.option}: leave one of them out")
+            raise UsageError("offloaded layers take no int8 or prepacked weights: leave one of these out")
         if not offloaded and device != "cpu" and is_accelerate_available():
             options["device_map"] = {"": device}
         model = self.read_weights(**options, **offloaded).eval()
@@ -184,6 +179,8 @@ class Checkpoint:
     def _offload_options(self, offload: str | Offload, dtype: str | torch.dtype, device: str) -> dict[str, Any]:
         if self.gguf_file is not None:
             raise UsageError("a GGUF file cannot be offloaded: load it, save_pretrained, and offload that folder")
+        if not is_accelerate_available():
+            raise MissingExtra("offloading needs accelerate: pip install 'skipdecode[memory]'")
         settings = Offload(offload) if isinstance(offload, str) else offload
         ranking = choose_schedule(self.schedules, self.num_layers).ranking
         named = (self.config.dtype or torch.float32) if dtype == "auto" else dtype
@@ -288,11 +285,7 @@ def _locate(name: str) -> tuple[str, str | None]:
     if path.is_dir():
         if (path / "config.json").exists():
             return os.path.abspath(path), None
-        if (path / "adapter_config.json").exists():
-            raise ModelError(f"{name} holds a PEFT adapter: merge it (merge_and_unload), and save the whole model")
-        if checkpoints := sorted(path.glob("checkpoint-*"), key=lambda folder: folder.stat().st_mtime):
-            raise ModelError(f"{name} holds checkpoints of an unfinished training: give one, such as {checkpoints[-1]}")
-        raise ModelError(f"{name} holds no config.json: give a folder in Hugging Face's format")
+        raise ModelError(f"{name} holds no config.json: give a folder with a whole model, or an adapter's")
     if path.suffix.lower() == ".gguf" and path.is_file():
         if not is_gguf_available():
             raise MissingExtra(f"{name} needs the package gguf: pip install 'skipdecode[gguf]'")
@@ -322,13 +315,31 @@ def _base_model(adapter: Path) -> str:
     return name
 
 
-def _end_tokens(file: Path) -> list[int]:
-    """Ids of the tokens that end a text or a chat turn, from a GGUF file's header."""
+def _files(folder: Path) -> list[Path]:
+    """Files of a folder that decide what a checkpoint generates."""
+    return sorted({file for pattern in FILES.split() for file in folder.glob(pattern)})
+
+
+def _gguf_ends(file: Path) -> set[int]:
+    """Ids of the tokens that end a text or a turn, from a GGUF file's header."""
     from gguf import GGUFReader
 
     fields = GGUFReader(file).fields
     keys = [f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")]
-    return sorted({int(fields[key].parts[-1][0]) for key in keys if key in fields})
+    return {int(fields[key].parts[-1][0]) for key in keys if key in fields}
+
+
+def _turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Id of the special token with which the chat template ends an assistant's turn, if it does so."""
+    if not tokenizer.chat_template:
+        return set()
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "…"}]
+    with suppress(Exception):  # a template may raise anything
+        after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("…")[2]
+        ids = tokenizer(after, add_special_tokens=False)["input_ids"]
+        known = tokenizer.added_tokens_decoder
+        return {token for token in ids[:1] if token in known and known[token].special}
+    return set()
 
 
 # Old names, until no room calls them.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..errors import MissingExtra, ModelError, UsageError
+from ..errors import ModelError, UsageError
 from ..model.inspect import decoder_layers
 
 PLACES = ("auto", "disk", "cpu")
@@ -33,10 +33,6 @@ class Offload:
         max_memory: GiB for weights on the device that computes, one offloaded layer included. None: offload all layers
             for ``disk`` and ``cpu``; use four fifths of the free memory for ``auto``.
         folder: for a copy of weights that transformers converts while reading, such as experts.
-
-    Raises:
-        UsageError: an unknown place.
-        MissingExtra: accelerate is not installed.
     """
 
     place: str = "auto"
@@ -46,10 +42,6 @@ class Offload:
     def __post_init__(self) -> None:
         if self.place not in PLACES:
             raise UsageError(f"layers are offloaded to {', '.join(PLACES[:-1])} or {PLACES[-1]}, not {self.place!r}")
-        try:
-            import accelerate  # noqa: F401
-        except ModuleNotFoundError:
-            raise MissingExtra("offloading needs accelerate: pip install 'skipdecode[memory]'") from None
 
     def options(
         self, model: PreTrainedModel, ranking: Sequence[int], dtype: torch.dtype, device: str
@@ -72,29 +64,26 @@ class Offload:
             raise UsageError("the model runs on the cpu: offload its layers to the disk")
         layers = decoder_layers(model)
         stack = next(name for name, module in model.named_modules() if module is layers)
-        sizes = compute_module_sizes(model, dtype=dtype)
-        layer_sizes = [sizes[f"{stack}.{index}"] for index in range(len(layers))]
-        offloaded = self._offloaded(layer_sizes, sizes[""] - sum(layer_sizes), ranking, device)
+        bytes_of = compute_module_sizes(model, dtype=dtype)
+        sizes = [bytes_of[f"{stack}.{index}"] for index in range(len(layers))]
+        offloaded = self._choose(sizes, bytes_of[""] - sum(sizes), ranking, device)
         if not offloaded:
             return {}
         place = self.place
         if place == "auto":
-            needed = sum(layer_sizes[index] for index in offloaded)
+            needed = sum(sizes[index] for index in offloaded)
             place = "cpu" if device != "cpu" and needed < SHARE * _free_memory("cpu") else "disk"
         device_map = {f"{stack}.{index}": place if index in offloaded else device for index in ranking}
         device_map |= dict.fromkeys(_outside(model, stack), device)
         return {"device_map": device_map, "offload_folder": self.folder and str(self.folder)}
 
-    def _offloaded(self, sizes: list[int], fixed: int, ranking: Sequence[int], device: str) -> set[int]:
+    def _choose(self, sizes: list[int], fixed: int, ranking: Sequence[int], device: str) -> list[int]:
         """Layers to offload, from the bytes of each layer and of all else."""
-        if self.max_memory is not None:
-            budget = self.max_memory * GIB
-        elif self.place == "auto":
-            budget = SHARE * _free_memory(device)
-        else:
-            return set(ranking)
+        if self.max_memory is None and self.place != "auto":
+            return list(ranking)
+        budget = SHARE * _free_memory(device) if self.max_memory is None else self.max_memory * GIB
         if fixed + sum(sizes) <= budget:
-            return set()
+            return []
         room = budget - fixed - max(sizes)
         if room < 0:
             needed = (fixed + max(sizes)) / GIB
@@ -102,18 +91,18 @@ class Offload:
                 f"embeddings, head and one layer take {needed:.2f} GiB, weights may take {budget / GIB:.2f}: "
                 "allow more memory, or a smaller dtype"
             )
-        offloaded = set()
+        offloaded = []
         for layer in ranking:
             room -= sizes[layer]
             if room < 0:
-                offloaded.add(layer)
+                offloaded.append(layer)
         return offloaded
 
 
 def _outside(model: nn.Module, stack: str) -> Iterator[str]:
     """Names of the modules and parameters that are not decoder layers."""
     for name, module in model.named_modules():
-        if name == stack or name.startswith(f"{stack}."):
+        if f"{name}.".startswith(f"{stack}."):
             continue
         if next(module.children(), None) is None:
             yield name
