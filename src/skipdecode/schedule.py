@@ -161,7 +161,7 @@ class Schedule:
 
     @cached_property
     def _depths(self) -> tuple[int, ...]:
-        if self.depths is not None:
+        if self.depths:
             return self.depths
         weights = (decay_weight(self.decay, g, self.horizon, self.rate, self.stairs) for g in range(self.horizon))
         return tuple(interpolate(weight, self.max_depth, self.min_depth) for weight in weights)
@@ -201,10 +201,13 @@ class Schedule:
 
     @property
     def target(self) -> float:
-        """The paper's target speed-up for these max and min depths; for listed depths, their layer ratio."""
-        if self.depths is not None:
+        """Target speed-up, ``L / ((max + min) / 2)``; the paper's name for its own depths, such as 5x on 24 layers."""
+        if self.depths:
             return round(self.layer_ratio(self.horizon), 2)
-        return target(self.max_depth, self.min_depth, self.num_layers)
+        for (layers, speedup), depths in PAPER_BUDGETS.items():
+            if (layers, *depths) == (self.num_layers, self.max_depth, self.min_depth):
+                return float(speedup)
+        return round(2 * self.num_layers / (self.max_depth + self.min_depth), 2)
 
     @property
     def style(self) -> dict[str, Any]:
@@ -221,7 +224,6 @@ class Schedule:
     @classmethod
     def from_depths(cls, num_layers: int, depths: Sequence[int], **options: Any) -> Schedule:
         """Schedule of ``depths[g]`` layers at step ``g``, later the last; ``options`` are further fields."""
-        _require(len(depths) > 0, "depths must hold at least one number")
         return cls(num_layers, depths[0], depths[-1], len(depths), decay="list", depths=tuple(depths), **options)
 
     def flat(self, depth: int) -> Schedule:
@@ -239,10 +241,7 @@ class Schedule:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Schedule:
-        """Schedule that :meth:`to_dict` returned as ``values``; keys of later versions are ignored with a warning.
-
-        Raises ScheduleError if keys are missing, or values contradict each other.
-        """
+        """Schedule that :meth:`to_dict` returned as ``values``; keys of later versions are ignored with a warning."""
         known = {field.name for field in fields(cls)}
         try:
             if unknown := sorted(set(values) - known):
@@ -251,13 +250,9 @@ class Schedule:
         except (TypeError, AttributeError) as error:
             raise ScheduleError(f"not a schedule: {error}") from error
 
-    def to_json(self) -> str:
-        """Fields as an indented JSON object."""
-        return json.dumps(self.to_dict(), indent=2)
-
     def save(self, path: str | Path) -> None:
         """Write the JSON to ``path``, all or nothing."""
-        write(path, self.to_json() + "\n")
+        write(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:
@@ -322,14 +317,6 @@ def parse_prompt_layers(value: Any) -> int | str | None:
 
 
 # --- the parts: depths, the decay between them, and the ranking of the layers
-
-
-def target(max_depth: int, min_depth: int, num_layers: int) -> float:
-    """Target speed-up: the paper's for its own depths (5x on 24 layers), else ``L / ((max + min) / 2)``."""
-    for (layers, speedup), depths in PAPER_BUDGETS.items():
-        if (layers, *depths) == (num_layers, max_depth, min_depth):
-            return float(speedup)
-    return round(2 * num_layers / (max_depth + min_depth), 2)
 
 
 def budget(speedup: float, num_layers: int) -> tuple[int, int]:
@@ -415,8 +402,8 @@ def _check(schedule: Schedule) -> None:
     _require(schedule.stairs >= 2, f"stairs must be 2 or more, not {schedule.stairs}")
     _require(0 < schedule.rate < math.inf, f"rate must be a finite number above 0, not {schedule.rate}")
     _require(schedule.decay in DECAYS, f"decay must be one of {', '.join(DECAYS)}, not {schedule.decay!r}")
-    _require((depths is not None) == (schedule.decay == "list"), "depths and decay='list' go together")
-    if depths is not None:
+    _require(bool(depths) == (schedule.decay == "list"), "depths and decay='list' go together")
+    if depths:
         _require(
             (most, least, schedule.horizon) == (depths[0], depths[-1], len(depths)),
             "max_depth, min_depth and horizon contradict depths: use Schedule.from_depths",

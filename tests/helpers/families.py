@@ -245,12 +245,14 @@ def uncached(model: PreTrainedModel, schedule: Schedule, sequences: Tensor, prom
         return model(sequences, attention_mask=mask, use_cache=False, **told, **options)
 
 
-def reference_logits(model: PreTrainedModel, schedule: Schedule, sequences: Tensor, prompt_mask: Tensor) -> Tensor:
+def reference_logits(
+    model: PreTrainedModel, schedule: Schedule, sequences: Tensor, prompt_mask: Tensor, adapter: Any = None
+) -> Tensor:
     """The reference's logits of each generated token, uncached: (batch, new tokens, vocabulary)."""
     width, sequences = prompt_mask.shape[1], sequences[:, :-1]
     mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(sequences), sequences.shape[1] - width)], dim=1)
     told = {"position_ids": positions(mask)} if "position_ids" in signature(model.forward).parameters else {}
-    with torch.no_grad(), discarding_skipped(detach(model), schedule, width, sequences):
+    with torch.no_grad(), discarding_skipped(detach(model), schedule, width, sequences, adapter):
         return model(sequences, attention_mask=mask, use_cache=False, **told).logits[:, width - 1 :]
 
 
@@ -293,6 +295,11 @@ def decode(model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any, steps:
 def distance(a: Tensor, b: Tensor) -> float:
     """Largest difference relative to the logits' scale."""
     return float(((a - b).abs().max() / b.abs().max()).detach())
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two outputs of ``run`` have the same tokens and logits, to the bit."""
+    return torch.equal(a.sequences, b.sequences) and all(map(torch.equal, a.logits, b.logits))
 
 
 def window(model: PreTrainedModel, layer: int) -> int | None:

@@ -70,8 +70,8 @@ def attach(
     gates = gates_of(model)
     if gates is None:
         check_kind(model)
-        gates = Gates(kv_shared_layers(model.config))
     layers = decoder_layers(model)
+    gates = gates or Gates(kv_shared_layers(model.config))
     if isinstance(adapter, (str, Path)):
         adapter = load_adapter(locate_adapter(adapter), model).to(dtype=next(model.parameters()).dtype)
     if schedule is not None or speedup is not None:

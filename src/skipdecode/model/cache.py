@@ -64,7 +64,8 @@ class PreallocatedLayer(DynamicLayer):
 
 
 def _enlarged(held: Tensor, states: Tensor, start: int) -> Tensor:
-    whole = states.new_empty((*states.shape[:-2], start + states.shape[-2] + BLOCK_SIZE, states.shape[-1]))
+    rows = held.shape[:-2] if start else states.shape[:-2]  # a prefix of fewer rows must not spread over all
+    whole = states.new_empty((*rows, start + states.shape[-2] + BLOCK_SIZE, states.shape[-1]))
     if start:
         whole[..., :start, :] = held
     return whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -131,7 +132,12 @@ def untrained_warning(schedule: Schedule, trained: Mapping[float, Schedule]) -> 
 def warn_untrained(schedule: Schedule, trained: Mapping[float, Schedule]) -> None:
     """Issue :func:`untrained_warning`, if it returns one, as an UntrainedWarning."""
     if message := untrained_warning(schedule, trained):
-        warnings.warn(message, UntrainedWarning, stacklevel=4)
+        _warn(message)
+
+
+@cache  # once per text: Python forgets which warnings it has issued whenever a filter changes, as torch does
+def _warn(message: str) -> None:
+    warnings.warn(message, UntrainedWarning, stacklevel=4)
 
 
 # --- old names, until the other rooms have moved

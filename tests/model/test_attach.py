@@ -1,0 +1,544 @@
+"""attach and detach leave a model as it was; generate skips in anybody's loop; teacher forcing."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedModel,
+    pipeline,
+)
+
+import skipdecode
+from helpers.families import (
+    ATTENTIONS,
+    FAMILIES,
+    FORMS,
+    LAYERS,
+    LENGTHS,
+    SCHEDULES,
+    STEPS,
+    TOP,
+    WIDTH,
+    build,
+    distance,
+    new_token_logits,
+    prompts,
+    reference_logits,
+    run,
+    same,
+    uncached,
+)
+from helpers.tiny import TEXTS, save_checkpoint
+from skipdecode import Schedule, SkipCache, attach, detach, teacher_forced
+from skipdecode.errors import (
+    CacheError,
+    ModelError,
+    ScheduleError,
+    UsageError,
+)
+from skipdecode.model.attach import TeacherForcedPass
+from skipdecode.model.cache_name import CACHE
+from skipdecode.model.config import to_config_entry
+from skipdecode.model.gate import Gate, Patch, patches_on, put
+from skipdecode.model.inspect import decoder_layers, gates_of, kv_shared_layers
+
+
+def logits_of(model: PreTrainedModel, **options: Any) -> tuple[Tensor, ...]:
+    """What a plain ``generate`` of left-padded prompts computes, step by step."""
+    return run(model, prompts(), **options).logits
+
+
+def equal(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
+    """Whether all steps' logits are the same bits."""
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+def close(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
+    """Whether they are equal but for rounding."""
+    return all(distance(a, b) < 1e-4 for a, b in zip(ours, theirs, strict=True))
+
+
+FULL = Schedule.full(LAYERS)
+
+
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+# --- without a schedule, the full model to the bit
+
+
+@pytest.mark.parametrize(("name", "attention"), ATTENTIONS)
+def test_full_or_nothing_is_bit_identical(name: str, attention: str) -> None:
+    """Gates without a cache, the full schedule, and a detached model all give the stock model's bits."""
+    inputs = prompts()
+    model = build(name, attention)
+    few = functools.partial(run, model, inputs, max_new_tokens=4)
+    stock = few()
+    attach(model)
+    assert same(few(), stock)
+    assert same(few(FULL), stock)
+    new_token_logits(model, TOP, few(TOP).sequences, inputs["attention_mask"])
+    assert same(few(), stock), "a schedule must leave nothing behind"
+    detach(model)
+    assert same(few(), stock)
+
+
+@every_family
+def test_attach_and_detach_leave_the_model_as_found(name: str) -> None:
+    """State-dict keys never change; after detach each module's attributes are the very objects they were."""
+    model = build(name)
+    keys = list(model.state_dict())
+    modules = {key: dict(module.__dict__) for key, module in model.named_modules()}
+    attach(model)
+    assert gates_of(model)
+    assert list(model.state_dict()) == keys
+    gates = [layer.forward for layer in decoder_layers(model)]
+    attach(model)
+    assert [layer.forward for layer in decoder_layers(model)] == gates, "attaching twice must not gate twice"
+    detach(detach(model))
+    assert not gates_of(model)
+    assert list(model.state_dict()) == keys
+    for key, module in model.named_modules():
+        assert module.__dict__.keys() == modules[key].keys()
+        assert all(module.__dict__[name] is value for name, value in modules[key].items())
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "gemma3"])
+def test_a_forward_found_on_a_layer_is_kept(name: str) -> None:
+    """An instance-level forward (as accelerate's hooks set) runs inside the gate, and is put back by detach."""
+    model, calls = build(name), [0] * LAYERS
+
+    def hook(index: int, forward: Any) -> Any:
+        @functools.wraps(forward)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls[index] += 1
+            return forward(*args, **kwargs)
+
+        return counted
+
+    for index, layer in enumerate(decoder_layers(model)):
+        layer.forward = hook(index, layer.forward)
+    found = [layer.__dict__["forward"] for layer in decoder_layers(model)]
+    run(model, prompts(), TOP)
+    steps = [TOP.layers(TOP.depth(g)) for g in range(STEPS)]
+    assert calls == [1 + sum(index in layers for layers in steps) for index in range(LAYERS)]
+    detach(model)
+    assert all(layer.__dict__["forward"] is f for layer, f in zip(decoder_layers(model), found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "gemma3"])
+def test_a_copy_is_independent(name: str) -> None:
+    """The gates of a deep copy belong to the copy's layers and plan; the original does not feel it."""
+    model, inputs = attach(build(name)), prompts()
+    before, twin = run(model, inputs, TOP), copy.deepcopy(model)
+    gates: list[Any] = [layer.forward for layer in decoder_layers(twin)]
+    assert {type(gate) for gate in gates} == {Gate}
+    assert all(g.original.__self__ is m for g, m in zip(gates, decoder_layers(twin), strict=True))
+    with teacher_forced(model, TOP, 1):
+        assert gates[0].gates.forced is None
+    assert same(run(twin, inputs, TOP), before)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert same(run(model, inputs, TOP), before)
+    detach(twin)
+    assert gates_of(model)
+
+
+def test_an_attached_model_trains_and_saves_as_the_stock_one(tmp_path: Path) -> None:
+    """Held: a trainer that knows nothing of us gets the stock gradients, to the bit; what is saved is a stock model."""
+    ids, gradients = torch.randint(2, 128, (2, 12)), []
+    for gated in (False, True):
+        model = build("llama").train()
+        if gated:
+            attach(model)
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+    expected = run(model.eval(), prompts(), TOP).sequences
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not gates_of(loaded)
+    assert torch.equal(run(loaded, prompts(), TOP).sequences, expected)
+
+
+def test_accelerates_hooks_may_come_after_the_gates() -> None:
+    """Layers whose forward is wrapped after attach (offloading) are gated once, and detach finds the gates below."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, inputs = attach(build("llama")), prompts()
+    expected = run(model, inputs, TOP).sequences
+    for layer in decoder_layers(model):
+        hooks.add_hook_to_module(layer, hooks.ModelHook())
+    attach(model)
+    assert torch.equal(run(model, inputs, TOP).sequences, expected)
+    detach(model)
+    stands = [v for m in model.modules() for v in vars(m).values() if isinstance(v, Patch)]
+    assert not stands
+    assert torch.equal(run(model, inputs).sequences, run(build("llama"), inputs).sequences)
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_offloaded_models_skip(where: str, tmp_path: Path) -> None:
+    """Held: weights that come from elsewhere when a layer runs; a skipped layer's stay where they are."""
+    accelerate = pytest.importorskip("accelerate")
+    model, inputs = build("llama"), prompts()
+    expected = run(model, inputs, TOP).sequences
+    detach(model)
+    if where == "cpu":
+        accelerate.cpu_offload(model, execution_device="cpu")
+    else:
+        accelerate.disk_offload(model, str(tmp_path), execution_device="cpu")
+    assert torch.equal(run(model, inputs, TOP).sequences, expected)
+
+
+# --- a schedule for every generate
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_plain_generate_is_that_of_a_cache_given_by_hand(name: str) -> None:
+    """Each call gets a cache of its own: the second writes what the first did; detached, the model is as it was."""
+    model, few = build(name), partial(logits_of, max_new_tokens=5)
+    stock, by_hand = few(model), run(model, prompts(), TOP, max_new_tokens=5).logits
+    assert equal(few(attach(model, TOP)), by_hand)
+    assert equal(few(model), by_hand)
+    assert not equal(by_hand, stock)
+    assert equal(few(detach(model)), stock)
+    assert "generate" not in vars(model)
+
+
+def test_the_last_schedule_given_decides_and_none_leaves_it() -> None:
+    """What calls ``attach`` for its gates alone (SkipCache's users, ours among them) takes no schedule away."""
+    model = attach(build("llama"), TOP)
+    other = SCHEDULES["bottom"]
+    assert equal(logits_of(attach(attach(model, other))), run(build("llama"), prompts(), other).logits)
+
+
+def test_a_cache_that_is_given_goes_first() -> None:
+    """Full depth is had with an ordinary cache, another schedule with its SkipCache."""
+    model, other = attach(build("llama"), TOP), SCHEDULES["bottom"]
+    assert equal(logits_of(model, **{CACHE: DynamicCache(config=model.config)}), logits_of(build("llama")))
+    given = logits_of(model, **{CACHE: SkipCache(model, other)})
+    assert equal(given, run(build("llama"), prompts(), other).logits)
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+def test_a_caller_may_use_the_older_name_of_a_cache() -> None:
+    """As transformers 5.24 lets them, with a warning: in ``generate``, and in a pass."""
+    model = attach(build("llama"), TOP)
+    cache, inputs = SkipCache(model, SCHEDULES["even"]), prompts()
+    assert run(model, inputs, past_key_values=cache)[CACHE] is cache
+    assert model(**inputs, past_key_values=(again := SkipCache(model, TOP)))[CACHE] is again
+
+
+def test_a_method_that_a_module_lacks_is_not_made_up() -> None:
+    """Older releases and decoders without a head lack some; a second patch of a kind does not stack upon the first."""
+    module = nn.Linear(2, 2)
+    for _ in range(2):
+        put(Patch, module, "generate")
+        put(Patch, module, "forward")
+    assert not hasattr(module, "generate")
+    assert [name for name, _ in patches_on(module)] == ["forward"]
+
+
+def test_beams_and_samples_follow_it() -> None:
+    """What beams reorder and what is drawn is the default cache's as it would be one's own."""
+    ways: list[dict[str, Any]] = [{"num_beams": 3}, {"do_sample": True, "top_k": 5}]
+    for options in (*ways, {"do_sample": True, "num_return_sequences": 2}):
+        torch.manual_seed(1)
+        expected = run(build("llama"), prompts(), TOP, **options).sequences
+        torch.manual_seed(1)
+        assert torch.equal(run(attach(build("llama"), TOP), prompts(), **options).sequences, expected)
+
+
+def test_a_speedup_means_the_schedule_of_the_models_config() -> None:
+    """As everywhere: the trained one for it, else that budget in the form of the fastest trained one."""
+    model = build("llama")
+    trained = Schedule(8, 3, 2, 6, order="even")
+    model.config.skipdecode = to_config_entry({3: trained})
+    assert equal(logits_of(attach(model, speedup=3)), run(build("llama"), prompts(), trained).logits)
+    like_it = Schedule.for_speedup(4, 8, order="even")
+    assert equal(logits_of(attach(model, speedup=4)), run(build("llama"), prompts(), like_it).logits)
+
+
+def test_what_cannot_be_meant_is_refused_before_anything_changes() -> None:
+    """A schedule for another model, both a schedule and a speed-up, a step without a cache."""
+    model = build("llama")
+    with pytest.raises(UsageError, match="one of schedule and speedup"):
+        attach(model, TOP, speedup=3)
+    with pytest.raises(ScheduleError, match="for 6 layers, the model has 8"):
+        attach(model, Schedule(6, 3, 2, 4))
+    with pytest.raises(ScheduleError, match="1 to the number of layers"):
+        attach(model, speedup=9)
+    assert "generate" not in vars(model)
+    with pytest.raises(CacheError, match="use_cache=False"):
+        logits_of(attach(model, TOP), use_cache=False)
+
+
+def test_a_pipeline_over_a_list_skips(tmp_path: Path) -> None:
+    """transformers' pipeline, in batches: its texts are those of ``skipdecode.generate``, not the full model's."""
+    model, tokenizer = skipdecode.load(str(save_checkpoint(tmp_path)), device="cpu")
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    plan = Schedule.for_speedup(4, 8, horizon=64, decay="linear")
+    expected = [c.text for c in skipdecode.generate(model, tokenizer, TEXTS[:5], schedule=plan, **options).completions]
+    full = [c.text for c in skipdecode.generate(model, tokenizer, TEXTS[:5], speedup=1, **options).completions]
+    assert expected != full
+    writer = pipeline("text-generation", model=attach(model, plan), tokenizer=tokenizer, batch_size=2)
+    found = [text["generated_text"].strip() for [text] in writer(TEXTS[:5], return_full_text=False, **options)]
+    assert found == [text.strip() for text in expected]
+    after = skipdecode.generate(model, tokenizer, TEXTS[:5], speedup=1, **options)
+    assert [completion.text for completion in after.completions] == full
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_peft_before_and_after() -> None:
+    """Adapters put around an attached model, or attached around adapters: the call that generates is one's own."""
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(target_modules="all-linear")
+    expected = run(build("llama"), prompts(), TOP).logits  # new adapters change nothing
+    assert not close(expected, logits_of(build("llama")))
+    assert close(logits_of(peft.get_peft_model(attach(build("llama"), TOP), adapter)), expected)
+    assert close(logits_of(attach(peft.get_peft_model(build("llama"), adapter), TOP)), expected)
+
+
+def test_a_model_without_its_head_cannot_be_given_a_speedup() -> None:
+    """It does not generate; nothing is attached."""
+    model = build("llama").model
+    with pytest.raises(ModelError, match="does not generate"):
+        attach(model, speedup=2)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt-neo", "gemma4"])
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copies_skip_as_the_original(name: str, way: Callable[[PreTrainedModel], PreTrainedModel]) -> None:
+    """Held: a copied model is attached, and its caches are its own."""
+    model, inputs = attach(build(name)), prompts()
+    expected = run(model, inputs, TOP).sequences
+    twin = way(model)
+    assert torch.equal(run(twin, inputs, TOP).sequences, expected)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("a fault in a layer")])
+def test_an_error_inside_generate_leaves_nothing_behind(error: Any) -> None:
+    """Held: what came through a layer's pass is over; the next call, stock or not, is right."""
+    model, inputs = attach(build("llama")), prompts()
+    stock, skipped = run(model, inputs), run(model, inputs, TOP)
+    for at in (0, 3):
+        calls: list[int] = []
+
+        def fail(module: Any, args: Any, at: int = at, calls: list[int] = calls) -> None:
+            calls.append(1)
+            if len(calls) > at:
+                raise error
+
+        layer: Any = decoder_layers(model)[7]
+        handle = layer.mlp.register_forward_pre_hook(fail)
+        with pytest.raises(error if isinstance(error, type) else type(error)):
+            run(model, inputs, TOP)
+        handle.remove()
+        assert torch.equal(run(model, inputs).sequences, stock.sequences)
+        assert torch.equal(run(model, inputs, TOP).sequences, skipped.sequences)
+
+
+def test_nothing_is_kept_of_a_call() -> None:
+    """Held: caches and the models they belong to are given back."""
+    model = attach(build("llama"))
+    caches = []
+    for _ in range(20):
+        cache = SkipCache(model, TOP)
+        run(model, prompts(), **{CACHE: cache})
+        caches.append(weakref.ref(cache))
+        del cache
+    gc.collect()
+    assert not any(cache() for cache in caches)
+    watched = weakref.ref(model)
+    del model
+    gc.collect()
+    assert watched() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["model", "layers"])
+def test_compiled_models_skip_and_are_not_compiled_anew_at_every_step(part: str) -> None:
+    """G: with torch.compile around the model, or around each layer, texts are the same and compilation ends."""
+    (config_class, options), layers = FAMILIES["opt"], 3
+    model = AutoModelForCausalLM.from_config(config_class(**options | {"num_hidden_layers": layers})).eval()
+    few = functools.partial(run, attach(model), prompts(), max_new_tokens=6)
+    plan = Schedule(layers, 2, 1, horizon=4)
+    expected = few(plan).sequences
+    torch._dynamo.reset()
+    if part == "model":
+        model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
+    else:
+        detach(model)
+        for layer in decoder_layers(model):
+            layer.forward = torch.compile(layer.forward, backend="eager", dynamic=True)
+    assert torch.equal(few(plan).sequences, expected)
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert compiled > 0
+    for order in ("bottom", "even", "top"):
+        few(plan.replace(order=order))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= compiled + layers
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_attached_like_the_one_inside() -> None:
+    """``torch.compile(model)``, whose attributes are the inner model's: once, however often, and detached whole."""
+    model = build("llama")
+    expected = run(attach(model), prompts(), TOP).sequences
+    detach(model)
+    compiled: Any = torch.compile(model, backend="eager")
+    for _ in range(3):
+        assert attach(compiled, schedule=TOP) is compiled
+    assert len([*patches_on(model)]) == len({type(patch) for _, patch in patches_on(model)})
+    assert torch.equal(run(compiled, prompts(), TOP).sequences, expected)
+    detach(compiled)
+    assert not [*patches_on(model)]
+    torch._dynamo.reset()
+
+
+# --- teacher forcing
+
+
+def test_a_teacher_answers_for_the_width_of_the_pass() -> None:
+    """Upper layers that are given fewer positions ask about the pass's own width; layer 0 begins the next pass."""
+    teacher = TeacherForcedPass(TOP, 4)
+    for width in (9, 12, 6):
+        expected = TOP.positions_per_layer(4, width)
+        assert [teacher.begin_layer(0, width)] + [
+            teacher.begin_layer(layer, 3) for layer in range(1, LAYERS)
+        ] == expected
+        assert teacher.width == width
+    for layer, count in enumerate(TOP.positions_per_layer(4, 20)):
+        again = TeacherForcedPass(TOP, 4)
+        again.begin_layer(0, 6)
+        assert again.begin_layer(layer, 20) == count, "recomputation starts in the middle"
+
+
+def test_teachers_may_stand_within_each_other() -> None:
+    """The inner one's schedule runs inside, the outer one's again after it, and none after that."""
+    model = attach(build("opt"))
+    ids = torch.randint(2, 128, (len(LENGTHS), WIDTH + 6))
+
+    def logits(**options: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return model(ids, attention_mask=torch.ones_like(ids), use_cache=False, **options).logits
+
+    plain = logits()
+    outer, inner = SCHEDULES["bottom"], SCHEDULES["even"]
+    alone = {}
+    for plan in (outer, inner):
+        with teacher_forced(model, plan, WIDTH):
+            alone[plan] = logits()
+    with teacher_forced(model, outer, WIDTH):
+        with teacher_forced(model, inner, WIDTH):
+            assert torch.equal(logits(), alone[inner])
+        assert torch.equal(logits(), alone[outer])
+    assert torch.equal(logits(), plain)
+    assert not torch.equal(alone[outer], alone[inner])
+
+
+def test_teacher_forcing_fits_every_width() -> None:
+    """B2: the width is that of the pass, so that it cannot be given wrongly; several may follow each other."""
+    model = attach(build("llama"))
+    with torch.no_grad():
+        for width in (WIDTH, 12, 30, 10):
+            ids, mask = torch.randint(2, 128, (2, width)), torch.ones(2, WIDTH, dtype=torch.long)
+            expected = reference_logits(model, TOP, torch.cat([ids, ids[:, :1]], 1), mask)
+            attach(model)
+            with teacher_forced(model, TOP, WIDTH):
+                for other in (7, width):
+                    logits = model(ids[:, :other], use_cache=False).logits
+            assert distance(logits[:, WIDTH - 1 :], expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copy_takes_nothing_of_what_is_under_way(way: Callable[[PreTrainedModel], PreTrainedModel]) -> None:
+    """F8: copied while a thread is in a teacher-forced pass, a model is inert; the thread's passes on it are stock."""
+    model, ids = attach(build("llama")), torch.randint(2, 128, (2, 20))
+    stock = model(ids, use_cache=False).logits
+    with teacher_forced(model, TOP, 5):
+        twin = way(model)
+    assert torch.equal(twin(ids, use_cache=False).logits, stock)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_teacher_forced_pass_fills_no_cache(name: str) -> None:
+    """``generate`` inside, as sampling in a training step does, would store parts of the positions: refused."""
+    model, inputs = attach(build(name)), prompts()
+    ids = torch.randint(2, 128, (2, 14))
+    with torch.no_grad(), teacher_forced(model, TOP, 5):
+        with pytest.raises(CacheError, match="teacher-forced"):
+            run(model, inputs)
+        for options in ({"use_cache": True}, {CACHE: DynamicCache(config=model.config)}):
+            with pytest.raises(CacheError, match="teacher-forced"):
+                model(ids, **options)
+        output, expected = model(ids), model(ids, use_cache=False)
+        assert getattr(output, CACHE) is None
+        assert torch.equal(output.logits, expected.logits)
+        inside = run(model, inputs, TOP)
+    assert torch.equal(inside.sequences, run(model, inputs, TOP).sequences), "a SkipCache follows its own schedule"
+
+
+def test_a_schedule_for_another_depth_is_refused(model: PreTrainedModel) -> None:
+    """By the cache and by teacher forcing, with both numbers."""
+    wrong = Schedule(LAYERS + 1, 4, 2, horizon=4)
+    with pytest.raises(ScheduleError, match="for 9 layers, the model has 8"):
+        SkipCache(model, wrong)
+    with pytest.raises(ScheduleError, match="for 9 layers, the model has 8"), teacher_forced(model, wrong, 2):
+        pass
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "gpt-neox", "llama", "gemma3"])
+def test_a_model_without_gates_is_refused(name: str) -> None:
+    """A SkipCache, or teacher forcing, on a model that was never attached."""
+    model = build(name)
+    with pytest.raises(RuntimeError, match=r"skipdecode\.attach\(model\)"):
+        model.generate(**prompts(), **{CACHE: SkipCache(model, TOP)}, max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"skipdecode\.attach\(model\)"), teacher_forced(model, TOP, 2):
+        pass
+
+
+@every_family
+def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
+    """The backward pass recomputes each layer on the same columns."""
+    model, inputs = attach(build(name)).train(), prompts()
+    sequences = torch.cat([inputs["input_ids"], torch.randint(2, 128, (len(LENGTHS), 12))], dim=1)
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        with teacher_forced(model, TOP, WIDTH):
+            logits = uncached(model, TOP, sequences, inputs["attention_mask"]).logits[:, WIDTH - 1 : -1]
+            nn.functional.cross_entropy(logits.flatten(0, 1), sequences[:, WIDTH:].flatten()).backward()
+        return {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+
+    plain = gradients()
+    # Where layers lend each other keys, transformers' own gradients are wrong with reentrant checkpoints.
+    for reentrant in (False,) if kv_shared_layers(model.config) else (False, True):
+        # transformers 5.23 changed the name.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": reentrant})
+        assert all(layer.gradient_checkpointing for layer in decoder_layers(model))
+        checkpointed = gradients()
+        assert checkpointed.keys() == plain.keys()
+        for key, gradient in plain.items():
+            torch.testing.assert_close(checkpointed[key], gradient, rtol=1e-5, atol=1e-7)

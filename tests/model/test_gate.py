@@ -1,0 +1,764 @@
+"""Exactness of gates, by a naive reference: section 4 of docs/method.md, on every family, with left-padded batches."""
+
+from __future__ import annotations
+
+import functools
+from collections import UserDict
+from collections.abc import Iterable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    ZayaConfig,
+    set_seed,
+)
+
+from helpers.families import (
+    DENSE,
+    EAGER_ONLY,
+    FAMILIES,
+    FORMS,
+    LAYERS,
+    LENGTHS,
+    NEW,
+    SCHEDULES,
+    STEPS,
+    TOP,
+    WIDTH,
+    Probe,
+    build,
+    decode,
+    distance,
+    heads,
+    naive,
+    new_token_logits,
+    prompts,
+    reference_logits,
+    row,
+    run,
+    same,
+    uncached,
+    window,
+)
+from skipdecode import Schedule, SkipCache, attach, teacher_forced
+from skipdecode.errors import CacheError, UnsupportedModel
+from skipdecode.model.cache import BLOCK_SIZE, PreallocatedLayer, total_kv_bytes
+from skipdecode.model.cache_name import CACHE
+from skipdecode.model.config import bind
+from skipdecode.model.gate import Gates, PositionSlice, refuse_packed
+from skipdecode.model.inspect import decoder_layers
+
+FULL = Schedule.full(LAYERS)
+
+
+TOLERANCE = 1e-5  # fp32, relative to the logits' scale
+
+
+#: What schedules may ask of a family: any order down to one layer, decay in the prompt.
+ORDERS = ("permutation", "prompt-wide")
+
+
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def pairs(always: Iterable[str], forms: Iterable[str]) -> Any:
+    """Every family with some of the schedules; one family of each form with more of them."""
+    some = [(name, schedule) for name in FAMILIES for schedule in always]
+    return pytest.mark.parametrize(("name", "schedule"), some + [(n, s) for n in FORMS if n in FAMILIES for s in forms])
+
+
+# --- step by step = teacher-forced = the naive reference
+
+
+def check_teacher_forced(model: PreTrainedModel, schedule: Schedule, mask: Tensor, output: Any) -> None:
+    """Cached step-by-step logits are those of one uncached pass, and the reference's; not the full model's."""
+    steps = torch.stack(output.logits, dim=1)
+    assert steps.shape[1] == NEW
+    assert distance(steps, new_token_logits(model, schedule, output.sequences, mask)) < TOLERANCE
+    assert distance(steps, new_token_logits(model, FULL, output.sequences, mask)) > 0.01
+    assert distance(steps, reference_logits(model, schedule, output.sequences, mask)) < TOLERANCE
+
+
+@functools.cache
+def stock_kv_bytes(name: str) -> list[list[int]]:
+    """What the stock cache holds after each pass, per layer."""
+    model = build(name)
+    probe = Probe(DynamicCache(config=model.config))
+    run(model, prompts(), **{CACHE: probe.cache}, logits_processor=LogitsProcessorList([probe]))
+    return probe.measure_layer_kv
+
+
+@pairs(ORDERS, [name for name in SCHEDULES if name not in ORDERS])
+def test_decoding_is_teacher_forcing_and_the_cache_holds_what_will_still_run(name: str, schedule: str) -> None:
+    """Invariants 1, 2 and 5 for all orders, decays and decay inside the prompt.
+
+    After each pass, a layer of the next step holds what the stock cache would, and room; no other holds anything.
+    """
+    model, inputs, asked = attach(build(name)), prompts(), SCHEDULES[schedule]
+    cache = SkipCache(model, asked)
+    grows = [isinstance(layer, PreallocatedLayer) for layer in cache.layers]
+    probe = Probe(cache)
+    output = run(model, inputs, **{CACHE: cache}, logits_processor=LogitsProcessorList([probe]))
+    held = [0] * LAYERS
+    plan = cache.schedule  # lenders of keys may stand before their borrowers in it
+    for number, stock in enumerate(stock_kv_bytes(name)):
+        runs = range(LAYERS) if number == 0 else plan.layers(plan.depth(number - 1))
+        keeps = plan.layers(plan.depth(number))
+        for layer in runs:
+            held[layer] = stock[layer] if layer in keeps else 0
+            if grows[layer]:
+                held[layer] = held[layer] // (WIDTH + number) * (WIDTH + BLOCK_SIZE)
+        assert probe.measure_layer_kv[number] == held
+    assert len(probe.measure_layer_kv) == number + 1 == NEW
+    assert sum(held) == total_kv_bytes(cache)
+    assert cache.get_seq_length() == WIDTH + STEPS
+    assert cache.step_depths == [asked.depth(g) for g in range(STEPS)]
+    check_teacher_forced(model, asked, inputs["attention_mask"], output)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in EAGER_ONLY])
+def test_decoding_is_teacher_forcing_in_eager_attention(name: str) -> None:
+    """Invariant 2 where SDPA, which the other tests run, is not used."""
+    model, inputs = build(name, "eager"), prompts()
+    check_teacher_forced(model, TOP, inputs["attention_mask"], run(model, inputs, TOP))
+
+
+@every_family
+def test_decoding_is_teacher_forcing_without_padding(name: str) -> None:
+    """Invariant 2 for a batch of equal lengths, whose mask ``generate`` drops."""
+    model, inputs, schedule = build(name), prompts((7, 7)), SCHEDULES["prompt"]
+    check_teacher_forced(model, schedule, inputs["attention_mask"], run(model, inputs, schedule))
+
+
+class Biased(LogitsProcessor):
+    """A processor of one's own."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + torch.linspace(-2, 2, scores.shape[1]) * (input_ids[:, -1:] % 2)
+
+
+HABITS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "ends": {"eos_token_id": list(range(3, 128, 9)), "min_new_tokens": 3},
+    "penalties": {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "bad_words_ids": [[5], [6, 7]]},
+    "own processor": {"logits_processor": LogitsProcessorList([Biased()])},
+    "samples": {"do_sample": True, "top_k": 9, "temperature": 2.0, "num_return_sequences": 3},
+    "nucleus": {"do_sample": True, "top_p": 0.8, "renormalize_logits": True},
+    "beams": {"num_beams": 3, "num_return_sequences": 2, "length_penalty": -1.0, "eos_token_id": list(range(3, 90, 9))},
+    "sampled beams": {"num_beams": 2, "do_sample": True, "early_stopping": True},
+}
+
+
+@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize(("name", "key"), [("opt", "top"), ("gemma3", "prompt")])
+def test_habits_are_those_of_a_naive_model(name: str, key: str, habit: str) -> None:
+    """Held: the same texts as a stock model without a cache whose skipped layers are undone in every pass."""
+    model, inputs, plan = build(name), prompts(), SCHEDULES[key]
+    options = {"max_new_tokens": plan.horizon + 2} | HABITS[habit]
+    torch.manual_seed(3)
+    ours = run(model, inputs, plan, **options)
+    with naive(model, plan, inputs["input_ids"].shape[1]) as stock:
+        torch.manual_seed(3)
+        theirs = run(stock, inputs, use_cache=False, **options)
+    assert torch.equal(ours.sequences, theirs.sequences)
+
+
+@pytest.mark.parametrize("name", ["opt", "gemma3"])
+def test_generate_takes_embeddings(name: str) -> None:
+    """Held: inputs_embeds write what their ids do."""
+    model, inputs = attach(build(name)), prompts()
+    embeds = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach()}
+    found = run(model, embeds | {"attention_mask": inputs["attention_mask"]}, TOP).sequences
+    assert torch.equal(found, run(model, inputs, TOP).sequences[:, inputs["input_ids"].shape[1] :])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_skips_too(dtype: torch.dtype) -> None:
+    """Held: full depth is the stock model to the bit; skipping is the reference as nearly as the type allows."""
+    model, inputs = build("llama").to(dtype), prompts()
+    stock = run(model, inputs)
+    full = run(model, inputs, Schedule.full(LAYERS))
+    assert all(map(torch.equal, stock.logits, full.logits))
+    found = run(model, inputs, TOP)
+    expected = reference_logits(model, TOP, found.sequences, inputs["attention_mask"])
+    assert distance(torch.stack(found.logits, 1).float(), expected.float()) < 8 * torch.finfo(dtype).eps
+
+
+def loop(model: PreTrainedModel, inputs: dict[str, Tensor], cache: DynamicCache) -> list[Tensor]:
+    """Greedy logits by a loop of one's own, embeddings instead of ids."""
+    mask, logits = inputs["attention_mask"], []
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    for _ in range(NEW):
+        where = (mask.cumsum(1) - 1).clamp(min=0)[:, -embeds.shape[1] :]
+        with torch.no_grad():
+            out = model(inputs_embeds=embeds, attention_mask=mask, position_ids=where, **{CACHE: cache})
+        logits.append(out.logits[:, -1])
+        embeds = model.get_input_embeddings()(logits[-1].argmax(-1, keepdim=True))
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+    return logits
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "gemma3"])
+def test_a_loop_of_ones_own_skips_too(name: str) -> None:
+    """Held: model(...) with a SkipCache and input embeddings gives generate's logits."""
+    model, inputs = attach(build(name)), prompts()
+    expected = run(model, inputs, TOP)
+    logits = loop(model, inputs, SkipCache(model, TOP))
+    assert distance(torch.stack(logits, 1), torch.stack(expected.logits, 1)) < 1e-5
+    assert (
+        distance(torch.stack(logits, 1), new_token_logits(model, TOP, expected.sequences, inputs["attention_mask"]))
+        < 1e-5
+    )
+
+
+def test_the_form_of_layers_is_not_learnt_from_who_ran_before() -> None:
+    """B3: GPT-Neo's layers return tuples; here its first layers have no position in the very first pass."""
+    plan = Schedule(LAYERS, 2, 1, 8, prompt_decay=12, order=(6, 3, 7, 5, 1, 4, 2, 0))
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    for first in (
+        run,
+        same,
+        lambda model, inputs, plan: uncached(model, plan, inputs["input_ids"], inputs["attention_mask"]),
+    ):
+        model = attach(build("gpt-neo"))
+        state = torch.random.get_rng_state()
+        first(model, inputs, plan)
+        assert torch.equal(torch.random.get_rng_state(), state), "learning the form draws no random numbers"
+        output = run(model, inputs, plan)
+        expected = reference_logits(model, plan, output.sequences, inputs["attention_mask"])
+        assert distance(torch.stack(output.logits, 1), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "llama", "qwen2-mixed", "gemma3"])
+def test_beam_scores_are_teacher_forced_scores(name: str) -> None:
+    """Beams reorder the cache: each returned sequence's score is the sum of its teacher-forced log probabilities."""
+    model, inputs = build(name), prompts()
+    output = run(model, inputs, TOP, num_beams=3, num_return_sequences=3, length_penalty=0.0, output_scores=True)
+    mask = inputs["attention_mask"].repeat_interleave(3, dim=0)
+    logits = new_token_logits(model, TOP, output.sequences, mask).log_softmax(-1)
+    scores = logits.gather(-1, output.sequences[:, WIDTH:, None]).sum((1, 2))
+    torch.testing.assert_close(output.sequences_scores, scores, rtol=0, atol=1e-4)
+    assert output[CACHE].step_depths == [TOP.depth(g) for g in range(STEPS)]
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "gemma3"])
+def test_sampling_repeats_and_is_teacher_forced(name: str) -> None:
+    """The same seed gives the same tokens; the logits they were drawn from are the teacher-forced ones."""
+    model, inputs, outputs = build(name), prompts(), []
+    for _ in range(2):
+        set_seed(7)
+        outputs.append(run(model, inputs, TOP, do_sample=True, temperature=1.5, top_p=0.9, num_return_sequences=2))
+    assert same(*outputs)
+    mask = inputs["attention_mask"].repeat_interleave(2, dim=0)
+    sequences = outputs[0].sequences
+    assert distance(torch.stack(outputs[0].logits, 1), new_token_logits(model, TOP, sequences, mask)) < TOLERANCE
+    assert not torch.equal(sequences, run(model, inputs, TOP, num_return_sequences=1).sequences.repeat_interleave(2, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["opt", "opt-post-norm", "gpt2", "gpt-neox", "llama", "gemma3", "phi"])
+@pytest.mark.parametrize("schedule", ["top", "bottom"])
+def test_hidden_states_pass_through_skipped_layers(name: str, schedule: str) -> None:
+    """L + 1 hidden states at each step; a skipped layer's is the one before it; the final norm always runs."""
+    model, plan = build(name), SCHEDULES[schedule]
+    output = run(model, prompts(), plan, output_hidden_states=True)
+    assert len(output.hidden_states) == NEW
+    for step, states in enumerate(output.hidden_states[1:]):
+        assert len(states) == LAYERS + 1
+        running = plan.layers(plan.depth(step))
+        for layer in range(LAYERS - 1):  # the last entry is taken after the final norm
+            assert torch.equal(states[layer + 1], states[layer]) == (layer not in running)
+        logits = model.get_output_embeddings()(states[-1])[:, -1]
+        assert distance(logits, output.logits[step + 1]) < TOLERANCE
+
+
+# --- batch = alone
+
+
+@pairs(["prompt"], ["top"])
+def test_a_row_does_not_depend_on_its_batch(name: str, schedule: str) -> None:
+    """Each row's greedy tokens are those of the row alone without padding; its logits too, in fp32."""
+    model, inputs = build(name), prompts()
+    together = run(model, inputs, SCHEDULES[schedule])
+    for index in range(len(LENGTHS)):
+        alone = run(model, row(inputs, index), SCHEDULES[schedule])
+        assert together.sequences[index, WIDTH:].tolist() == alone.sequences[0, LENGTHS[index] :].tolist()
+        assert distance(torch.stack(together.logits)[:, index], torch.stack(alone.logits)[:, 0]) < 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "gemma3"])
+def test_a_finished_row_does_not_disturb_the_others(name: str) -> None:
+    """Rows that end early are padded; the rest of the batch goes on as if nothing had happened."""
+    model, inputs = build(name), prompts()
+    free = run(model, inputs, TOP).sequences[:, WIDTH:].tolist()
+    end = free[1][4]
+    stopped = run(model, inputs, TOP, eos_token_id=end).sequences[:, WIDTH:].tolist()
+    assert end in stopped[1]
+    for tokens, expected in zip(stopped, free, strict=True):
+        length = expected.index(end) + 1 if end in expected else len(tokens)
+        assert tokens[:length] == expected[:length]
+        assert set(tokens[length:]) <= {0}
+
+
+# --- work falls
+
+
+def layer_flops(model: PreTrainedModel, layer: int, batch: int, queries: int, keys: int) -> int:
+    """Multiply-adds of one layer's matrix products, times two: projections and MLP, scores and weighted values."""
+    weights = [getattr(module, "weight", None) for module in decoder_layers(model)[layer].modules()]
+    count, _, size = heads(model)
+    return (
+        2
+        * batch
+        * queries
+        * (sum(w.numel() for w in weights if isinstance(w, Tensor) and w.ndim == 2) + 2 * count * size * keys)
+    )
+
+
+class Flops(TorchDispatchMode):
+    """Counts as torch's FlopCounterMode does, per decoder layer; that one follows every module, at many times the cost.
+
+    Attributes:
+        total: of all that runs, backward passes too.
+        layers: of each decoder layer's forward passes.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.total = 0
+        self.layers = [0] * LAYERS
+        self.running: int | None = None
+
+    def enter(self, index: int | None, *_: Any) -> None:
+        """Called before (with its number) and after a layer's forward pass."""
+        self.running = index
+
+    def __enter__(self) -> Flops:
+        self.hooks = []
+        for index, layer in enumerate(decoder_layers(self.model)):
+            self.hooks += [layer.register_forward_pre_hook(functools.partial(self.enter, index))]
+            self.hooks += [layer.register_forward_hook(functools.partial(self.enter, None))]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self.hooks:
+            hook.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **kwargs or {})
+        if func._overloadpacket in flop_registry:
+            flops = flop_registry[func._overloadpacket](*args, **kwargs or {}, out_val=output)
+            self.total += flops
+            if self.running is not None:
+                self.layers[self.running] += flops
+        return output
+
+
+#: Each depth of the other, for one step.
+STEEP = TOP.replace(horizon=5)
+
+
+def decode_flops(model: PreTrainedModel, cache: Any) -> list[int]:
+    """Counted FLOPs of each pass."""
+    passes, flops = decode(model, prompts(), cache, STEEP.horizon + 1), []
+    for _ in range(STEEP.horizon + 2):
+        with Flops(model) as counter:
+            next(passes)
+        flops.append(counter.total)
+    return flops
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DENSE)
+def test_a_decode_step_saves_exactly_the_skipped_layers(name: str) -> None:
+    """FLOPs are affine in depth: a step costs the stock model's less its skipped layers; the prompt the same."""
+    model = attach(build(name, "eager"))
+    caches = (DynamicCache(config=model.config), SkipCache(model, STEEP))
+    stock, skipping = (decode_flops(model, cache) for cache in caches)
+    assert stock[0] == skipping[0]
+    for step in range(STEEP.horizon + 1):
+        skipped = set(range(LAYERS)) - set(STEEP.layers(STEEP.depth(step)))
+        length = WIDTH + step + 1
+        saved = sum(layer_flops(model, i, len(LENGTHS), 1, min(length, window(model, i) or length)) for i in skipped)
+        assert stock[step + 1] - skipping[step + 1] == saved > 0
+
+
+@pairs(["prompt"], ["top"])
+def test_a_pass_costs_each_layer_the_positions_it_runs(name: str, schedule: str) -> None:
+    """Forward: each layer costs what it costs in a stock pass over just its own positions, counted, not computed."""
+    model, length = build(name, "eager"), 24
+    mask = prompts()["attention_mask"]
+    sequences = torch.randint(2, 128, (len(mask), length))
+
+    def flops(plan: Schedule, width: int = length) -> list[int]:
+        with torch.no_grad(), Flops(model) as counter:
+            uncached(model, plan, sequences[:, :width], mask)
+        return counter.layers
+
+    attach(model)
+    plan = bind(SCHEDULES[schedule], model.config)
+    counts = plan.positions_per_layer(WIDTH, length)
+    assert sum(counts) < LAYERS * length
+    alone = {width: flops(FULL, width) for width in {*counts} if width > WIDTH}
+    alone[WIDTH] = flops(FULL, WIDTH)
+    for layer, (count, ran) in enumerate(zip(counts, flops(plan), strict=True)):
+        if count >= WIDTH:
+            assert ran == alone[count][layer]
+        else:
+            assert ran < alone[WIDTH][layer]
+
+
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("schedule", ["top", "prompt"])
+def test_a_training_step_costs_the_columns_it_runs(name: str, schedule: str) -> None:
+    """Forward plus backward: three times each layer's products over its own columns, and the rest of the model."""
+    model, length = attach(build(name, "eager")).train(), 24
+    mask = prompts()["attention_mask"]
+    sequences = torch.randint(2, 128, (len(mask), length))
+
+    def flops(plan: Schedule) -> int:
+        model.zero_grad()
+        with Flops(model) as counter:
+            uncached(model, plan, sequences, mask).logits.square().mean().backward()
+        return counter.total
+
+    columns = SCHEDULES[schedule].positions_per_layer(WIDTH, length)
+    assert sum(columns) < LAYERS * length
+    per_layer = [
+        layer_flops(model, i, len(mask), length, length) - layer_flops(model, i, len(mask), n, n)
+        for i, n in enumerate(columns)
+    ]
+    assert flops(FULL) - flops(SCHEDULES[schedule]) == 3 * sum(per_layer)
+
+
+# --- one gate, called as a model calls its layer
+
+
+def test_a_skipped_layer_passes_its_first_argument_on() -> None:
+    """Hidden states come first or by their name; what stands behind them is not looked at."""
+    model = attach(build("llama"))
+    cache, hidden = SkipCache(model, TOP), torch.randn(3, 1, 32)
+    model(**prompts(), **{CACHE: cache})
+    cache.begin_layer(0, 1)
+    layer = decoder_layers(model)[1]
+    assert cache.begin_layer(1, 1) == 0
+    model.forward.gates.learn_output(hidden)
+    assert layer(hidden, None, torch.zeros(2), **{CACHE: cache}) is hidden
+    assert layer(hidden_states=hidden, **{CACHE: cache}) is hidden
+
+
+def test_what_a_skipped_layer_returns_is_learned_without_the_cache() -> None:
+    """Given by place or by name: a position that the schedule skips leaves nothing in it."""
+    model = attach(build("gpt2"))
+    cache, hidden = SkipCache(model, TOP), torch.randn(3, 1, 32)
+    model(**prompts(), **{CACHE: cache})
+    cache.begin_layer(0, 1)
+    for values, named in (((cache,), {}), ((), {CACHE: cache})):
+        model.forward.gates.output_is_known = False
+        assert torch.equal(decoder_layers(model)[1](hidden, *values, **named), hidden)
+        assert model.forward.gates.output_is_known
+
+
+def test_a_layer_that_is_given_too_few_positions_is_refused() -> None:
+    """Only layers that borrow their keys can do without the positions that a model has dropped."""
+    model = attach(build("llama"))
+    with teacher_forced(model, TOP, 4):
+        plan = model.forward.gates.forced
+        plan.begin_layer(0, 9)
+        with pytest.raises(CacheError, match="layer 3 gets 4 of 9 positions"):
+            decoder_layers(model)[3](torch.zeros(2, 4, 32))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "shape", "axis"),
+    [
+        ((2, 5, 8), None, 1),
+        ((2, 5, 8), (2, 5), 1),
+        ((3, 2, 5, 8), (2, 5), 2),  # streams before, as Gemma 3n's
+        ((2, 5, 3, 8), (2, 5), 1),  # streams after, as DeepSeek-V4's
+    ],
+)
+def test_positions_are_found_by_the_shape_of_the_ids(
+    hidden: tuple[int, ...], shape: tuple[int, ...] | None, axis: int
+) -> None:
+    """The axis after the batch's."""
+    gates = Gates({})
+    assert gates.axis(torch.zeros(hidden), shape) == axis
+    if len(hidden) > 3:
+        assert gates.axis(torch.zeros(2, 2, 2, 8), (2, 2)) == axis, "what cannot be told from one pass is remembered"
+
+
+@pytest.mark.parametrize("shape", [None, (2, 2), (4, 5)])
+def test_positions_that_cannot_be_told_are_refused(shape: tuple[int, ...] | None) -> None:
+    """Two axes fit, or none."""
+    with pytest.raises(CacheError, match="do not show where their positions are"):
+        Gates({}).axis(torch.zeros(2, 2, 2, 8), shape)
+
+
+def test_hidden_states_are_passed_on_in_the_layers_own_form() -> None:
+    """A tensor, or a tuple as long as the one that a layer returned."""
+    gates, hidden = Gates({}), torch.zeros(2, 5, 8)
+    assert not gates.output_is_known
+    gates.learn_output((hidden, 1, 2))
+    assert gates.output_is_known
+    assert gates.like_output(hidden) == (hidden, None, None)
+    gates.learn_output(hidden)
+    assert gates.like_output(hidden) is hidden
+
+
+# --- the arguments of a layer
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "expected"),
+    [
+        # The last 4 of 9 positions, of which it runs 3: it sees the keys of the 5 before them as well.
+        ("hidden_states", (2, 4, 32), torch.float32, (2, 3, 32)),
+        ("attention_mask", (2, 1, 4, 9), torch.float32, (2, 1, 3, 8)),
+        ("attention_mask", (2, 9), torch.int64, (2, 8)),
+        ("attention_mask", (2, 9), torch.float32, (2, 8)),
+        ("attention_mask", (2, 7), torch.int64, (2, 7)),
+        ("alibi", (8, 1, 9), torch.float32, (8, 1, 8)),
+        ("position_bias", (1, 8, 4, 9), torch.float32, (1, 8, 3, 8)),
+        ("position_ids", (2, 9), torch.int64, (2, 8)),
+        ("position_ids", (3, 2, 4), torch.int64, (3, 2, 3)),
+        ("position_ids", (3, 2, 5), torch.int64, (3, 2, 5)),
+        ("position_embeddings", (4, 16), torch.float32, (3, 16)),
+        ("position_embeddings", (1, 4, 8), torch.float32, (1, 3, 8)),
+        ("scale", (), torch.float32, ()),
+        ("slopes", (4,), torch.float32, (4,)),
+        ("scales", (2, 4), torch.float32, (2, 3)),
+        ("frequencies", (4, 9), torch.complex64, (3, 9)),
+        ("frequencies", (4, 9), torch.float32, (3, 9)),
+        ("per_layer_input", (2, 4, 4, 8), torch.float32, (2, 3, 4, 8)),
+        ("per_layer_input", (2, 4, 5, 8), torch.float32, (2, 3, 5, 8)),
+    ],
+)
+def test_a_prefix_of_the_last_positions_sees_the_keys_before_them(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, expected: tuple[int, ...]
+) -> None:
+    """Where a model drops positions that upper layers need not compute, queries and keys have widths of their own."""
+    given = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+    (), cut = PositionSlice(4, 3, 9).of_call(lambda **kwargs: None, (), {name: given})
+    assert tuple(cut[name].shape) == expected
+    assert torch.equal(cut[name], given[tuple(slice(0, size) for size in expected)]), "the first ones, of every axis"
+
+
+def test_arguments_by_position_are_cut_by_their_names() -> None:
+    """Tuples, lists and dicts inside too; what is no tensor passes."""
+
+    def forward(hidden_states: Any, mask: Any = None, *more: Any) -> None: ...
+
+    x, mask = torch.zeros(2, 4, 8), torch.zeros(2, 9)
+    args, kwargs = PositionSlice(4, 3, 9).of_call(
+        forward, (x, mask, [x, "text"]), {"pair": (x, x), "by": {"mask": x}, "n": 4}
+    )
+    assert [tuple(args[0].shape), tuple(args[1].shape), tuple(args[2][0].shape)] == [(2, 3, 8), (2, 8), (2, 3, 8)]
+    assert type(args[2]) is list
+    assert type(kwargs["pair"]) is tuple
+    assert [tuple(y.shape) for y in kwargs["pair"]] == [(2, 3, 8)] * 2
+    assert tuple(kwargs["by"]["mask"].shape) == (2, 3, 8)
+    assert (args[2][1], kwargs["n"]) == ("text", 4)
+    with pytest.raises(CacheError, match="does not show its 9 positions"):
+        PositionSlice(4, 3, 9).of_call(forward, (x, torch.zeros(2, 1, 5, 9)), {})
+
+
+def test_streams_beside_hidden_states_are_left_whole() -> None:
+    """Where hidden states have their positions on another axis, what has no streams keeps its own."""
+    given = {"hidden_states": torch.zeros(4, 4, 4, 8), "position_embeddings": torch.zeros(2, 4, 4)}
+    (), cut = PositionSlice(4, 3, 9, hidden_axis=2).of_call(lambda **kwargs: None, (), given)
+    assert tuple(cut["hidden_states"].shape) == (4, 4, 3, 8)
+    assert tuple(cut["position_embeddings"].shape) == (2, 3, 4)
+
+
+def test_lent_keys_are_read_as_a_prefix_and_written_whole() -> None:
+    """Lenders write through to what all layers share; moving it to a device or dtype moves the original."""
+    shared: UserDict[int, tuple[torch.Tensor, ...]] = UserDict()
+    (), cut = PositionSlice(4, 3, 9).of_call(lambda **kwargs: None, (), {"shared_kv_states": shared})
+    cut["shared_kv_states"][0] = (torch.zeros(2, 1, 9, 8), torch.zeros(2, 1, 9, 8))
+    assert [tuple(x.shape) for x in shared[0]] == [(2, 1, 9, 8)] * 2
+    moved = cut["shared_kv_states"].to(torch.float16)
+    assert [tuple(x.shape) for x in moved[0]] == [(2, 1, 8, 8)] * 2
+    assert {x.dtype for x in shared[0]} == {torch.float16}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "expected"),
+    [
+        ("attention_mask", (2, 1, 9, 9), torch.float32, (2, 1, 4, 4)),
+        ("attention_mask", (2, 1, 1, 9), torch.bool, (2, 1, 1, 4)),
+        ("attention_mask", (2, 9), torch.int64, (2, 4)),
+        ("alibi", (8, 1, 9), torch.float32, (8, 1, 4)),
+        ("position_bias", (4, 1, 64), torch.float32, (4, 1, 64)),
+        ("position_ids", (2, 9), torch.int64, (2, 4)),
+        ("position_ids", (3, 9, 9), torch.int64, (3, 9, 4)),
+        ("position_embeddings", (1, 9, 8), torch.float32, (1, 4, 8)),
+        ("position_embeddings", (3, 2, 9, 9), torch.float32, (3, 2, 4, 9)),
+        ("position_embeddings", (2, 9, 8), torch.complex64, (2, 4, 8)),
+        ("per_layer_input", (9, 9, 9), torch.float32, (9, 4, 9)),
+        ("hidden_states", (3, 2, 9, 32), torch.float32, (3, 2, 4, 32)),
+        ("weights", (9, 32, 8, 16), torch.float32, (9, 32, 8, 16)),
+        ("cache_position", (9,), torch.int64, (4,)),
+    ],
+)
+def test_a_prefix_is_cut_where_the_positions_are(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, expected: tuple[int, ...]
+) -> None:
+    """B17: what a four-dimensional tensor means is told by its name, not taken for a mask."""
+    value = torch.zeros(shape, dtype=dtype)
+    (), cut = PositionSlice(9, 4, 9).of_call(lambda **kwargs: None, (), {name: value})
+    assert tuple(cut[name].shape) == expected
+
+
+# --- passes that cannot be exact
+
+
+def packed(kwargs: dict[str, Any]) -> bool:
+    """Whether a pass with these arguments is refused."""
+    try:
+        refuse_packed(kwargs)
+    except CacheError:
+        return True
+    return False
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 3), st.integers(0, 3), st.booleans())
+def test_a_row_is_packed_if_it_holds_several_texts_of_two_tokens(
+    texts: list[int], left: int, right: int, beside: bool
+) -> None:
+    """Padding is zeros at either end; one packed row among others is enough."""
+    row = [0] * left + [i for text in texts for i in range(text)] + [0] * right
+    rows = [[*range(len(row))], row] if beside else [row]
+    assert packed({"position_ids": torch.tensor(rows)}) == (sum(text > 1 for text in texts) > 1)
+
+
+def test_packing_is_told_by_lengths_too() -> None:
+    """An argument that is None says nothing; nor do positions in sections."""
+    assert packed({"cu_seq_lens_q": torch.tensor([0, 4])})
+    assert not packed({"cu_seq_lens_q": None, "position_ids": None})
+    assert not packed({})
+    assert not packed({"position_ids": torch.tensor([[[0], [1], [0], [1]]])})
+    assert packed({"position_ids": torch.tensor([[3, 0, 1, 0, 1]])}), "the first text may begin before the row"
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "gpt-neox", "llama", "gemma3", "phi"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_packed_positions_are_refused(name: str, rows: int) -> None:
+    """Position ids that restart within a row: several sequences in one."""
+    model, length = attach(build(name)), 10
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]] * rows)
+    ids = torch.randint(2, 128, (rows, length))
+    with teacher_forced(model, TOP, 4), pytest.raises(ValueError, match=r"packed.*one sequence per row"):
+        model(ids, position_ids=packed, use_cache=False)
+    with pytest.raises(ValueError, match=r"packed.*one sequence per row"):
+        model(ids, position_ids=packed, **{CACHE: SkipCache(model, TOP)})
+    model(ids, position_ids=packed, use_cache=False)  # the gates alone refuse nothing
+
+
+def test_padding_is_not_taken_for_packing() -> None:
+    """Left-padded prompts and right-padded responses restart at 0 as well, but hold one sequence."""
+    for mask in (
+        [0, 0, 0, 1, 1, 1, 1, 1],
+        [1, 1, 1, 1, 1, 0, 0, 0],
+        [0, 0, 1, 1, 1, 1, 0, 0],
+        [0, 1, 1, 1, 1, 1, 1, 1],
+    ):
+        rows = torch.tensor([mask])
+        uncached(attach(build("llama")), TOP, torch.randint(2, 128, (1, 8)), rows)
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_state_that_layers_hand_on_is_refused(forced: bool) -> None:
+    """Zaya's layers give the next one their router's state, which a skipped layer does not have."""
+    config = ZayaConfig(
+        vocab_size=1000,
+        hidden_size=64,
+        num_hidden_layers=LAYERS,
+        layer_types=["hybrid"] * LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=32,
+        num_experts=4,
+        router_hidden_size=16,
+    )
+    model, inputs = attach(AutoModelForCausalLM.from_config(config).eval()), prompts()
+    held = teacher_forced(model, TOP, WIDTH) if forced else nullcontext()
+    call = partial(model, **inputs, use_cache=False) if forced else partial(run, model, inputs, TOP)
+    with held, pytest.raises(UnsupportedModel, match="hands the next one more than hidden states"):
+        call()
+
+
+def test_a_model_that_gives_no_layer_the_cache_is_noticed() -> None:
+    """Full depth would run, and a schedule be reported."""
+    model = attach(build("llama"))
+
+    def drop(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, CACHE: None}
+
+    for layer in decoder_layers(model):
+        layer.register_forward_pre_hook(drop, with_kwargs=True)
+    with pytest.raises(CacheError, match="no layer was given the SkipCache"):
+        run(model, prompts(), TOP)
+
+
+def test_a_pass_that_drops_the_cache_is_noticed() -> None:
+    """F9: gradient checkpointing in training mode drops caches: full depth would run, and step_depths claim depths."""
+    model = attach(build("llama")).train()
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    with pytest.raises(CacheError, match=r"SkipCache.*model\.eval"):
+        model(**prompts(), **{CACHE: SkipCache(model, TOP)})
+    assert run(model.eval(), prompts(), TOP)[CACHE].step_depths[0] == TOP.depth(0)
+
+
+#: PEFT still asks by the old name.
+peft_asks = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+
+@peft_asks
+def test_prefix_tuning_is_noticed() -> None:
+    """F9: PEFT's prefix tuning puts a cache of its own in our place."""
+    peft = pytest.importorskip("peft")
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(attach(build("llama")), config)
+    cache = SkipCache(model.base_model, TOP)
+    with pytest.raises(CacheError, match="dropped on the way"):
+        model.generate(**prompts(), **{CACHE: cache}, max_new_tokens=3)
+
+
+@peft_asks
+@pytest.mark.parametrize("before", [True, False], ids=["attached-before", "attached-after"])
+def test_adapters_keep_the_guard_against_second_prompts(before: bool) -> None:
+    """B4: whether attach comes before LoRA or after; twice is once."""
+    peft = pytest.importorskip("peft")
+    model = build("llama")
+    model = peft.get_peft_model(attach(model) if before else model, peft.LoraConfig(target_modules="all-linear"))
+    attach(attach(model))
+    inputs, base = prompts(), build("llama")
+    cache = SkipCache(model, TOP)
+    output = model.generate(**inputs, **{CACHE: cache}, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(output, run(base, inputs, TOP).sequences)  # fresh adapters change nothing
+    for new in (2, WIDTH):
+        with pytest.raises(CacheError, match="new SkipCache"):
+            model.generate(**inputs, **{CACHE: cache}, max_new_tokens=new)
+
+
+def test_running_without_a_cache_is_refused_in_words_that_fit() -> None:
+    """G: use_cache=False feeds the whole text at every step."""
+    with pytest.raises(CacheError, match="use_cache=False"):
+        run(build("llama"), prompts(), TOP, use_cache=False)

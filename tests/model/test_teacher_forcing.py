@@ -1,0 +1,56 @@
+"""Prompts computed once serve every schedule: logits and gradients of one pass over prompt and text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.families import (
+    FAMILIES,
+    FORMS,
+    LAYERS,
+    SCHEDULES,
+    WIDTH,
+    build,
+    distance,
+    prompts,
+    run,
+)
+from skipdecode import Schedule, attach, teacher_forced
+from skipdecode.model.teacher_forcing import PrefilledBatch
+
+FULL = Schedule.full(LAYERS)
+
+
+TOLERANCE = 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        (name, schedule)
+        for name in FAMILIES
+        for schedule in (("top", "bottom", "even", "permutation", "list") if name in FORMS else ("permutation",))
+    ],
+)
+def test_texts_after_shared_prompts_are_teacher_forced(name: str, schedule: str) -> None:
+    """Prompts computed once serve all schedules: logits and gradients are those of one pass over prompt and text."""
+    model, plan, text = attach(build(name)), SCHEDULES[schedule], run(build(name), prompts()).sequences[:, :-1]
+    mask = torch.cat([prompts()["attention_mask"], torch.ones(len(text), text.shape[1] - WIDTH, dtype=torch.long)], 1)
+    batch = {"input_ids": text, "attention_mask": mask, "prompt_length": WIDTH}
+    batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    passes, gradients = PrefilledBatch(model, batch), []
+    for shared in (True, False):
+        model.zero_grad()
+        if shared:
+            with torch.no_grad():
+                passes.logits(FULL)  # another pass in between changes nothing
+            after = passes.logits(plan)
+            logits = after
+        else:
+            with teacher_forced(model, plan, WIDTH):
+                logits = model(**{k: v for k, v in batch.items() if k != "prompt_length"}, use_cache=False).logits
+            assert distance(after, logits[:, WIDTH:]) < TOLERANCE
+        logits[:, -1].square().sum().backward()
+        gradients.append(model.get_input_embeddings().weight.grad is not None)
+    assert all(gradients)
