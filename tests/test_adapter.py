@@ -9,42 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from helpers.families import (
-    FAMILIES,
     FORMS,
     LAYERS,
-    SCHEDULES,
     TOP,
     WIDTH,
     build,
-    distance,
-    new_token_logits,
     prompts,
     run,
 )
 from helpers.profiles import profile_of
 from helpers.tiny import TEXTS
-from skipdecode import Schedule, ScheduleError, SkipCache, attach, detach, load, teacher_forced
-from skipdecode.errors import DataError, FileError, ModelError, UsageError
+from skipdecode import Schedule, attach, load
+from skipdecode.errors import DataError, FileError, UsageError
 from skipdecode.evaluation.divergence import Damage, damage
 from skipdecode.evaluation.exactness import run_checks
 from skipdecode.model.adapter import (
-    ABOUT,
-    WEIGHTS,
     Adapter,
-    check_base_files,
-    hash_of_files,
-    load_adapter,
-    read_schedules,
     save_adapter,
-    skipped_spans,
-    step_runs,
 )
-from skipdecode.model.cache_name import CACHE
-from skipdecode.model.config import CONFIG_KEY
 from skipdecode.model.inspect import gates_of, text_config
 from skipdecode.model.teacher_forcing import PrefilledBatch
 from skipdecode.training.config import TrainingPlan
@@ -63,50 +48,6 @@ def random_adapter(model: Any, schedule: Schedule) -> Adapter:
         for parameter in adapter.parameters():
             parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
     return adapter
-
-
-@pytest.mark.parametrize("schedule", ["top", "bottom", "even", "permutation", "prompt", "prompt-wide"])
-@pytest.mark.parametrize("name", FORMS)
-def test_decoding_with_an_adapter_is_teacher_forcing(name: str, schedule: str) -> None:
-    """Step by step or in one pass, each position gets what its own depth was taught, and it matters."""
-    model, plan = build(name), SCHEDULES[schedule]
-    bare = torch.stack(run(model, prompts(), plan).logits, 1)
-    attach(model, adapter=random_adapter(model, SkipCache(model, plan).schedule))
-    output = run(model, prompts(), plan)
-    steps = torch.stack(output.logits, 1)
-    assert distance(steps, new_token_logits(model, plan, output.sequences, prompts()["attention_mask"])) < TOLERANCE
-    assert distance(steps, bare) > 0.01
-
-
-@pytest.mark.parametrize(
-    ("name", "schedule"),
-    [
-        (name, schedule)
-        for name in FAMILIES
-        for schedule in (("top", "bottom", "even", "permutation", "list") if name in FORMS else ("permutation",))
-    ],
-)
-def test_texts_after_shared_prompts_are_teacher_forced(name: str, schedule: str) -> None:
-    """Prompts computed once serve all schedules: logits and gradients are those of one pass over prompt and text."""
-    model, plan, text = attach(build(name)), SCHEDULES[schedule], run(build(name), prompts()).sequences[:, :-1]
-    mask = torch.cat([prompts()["attention_mask"], torch.ones(len(text), text.shape[1] - WIDTH, dtype=torch.long)], 1)
-    batch = {"input_ids": text, "attention_mask": mask, "prompt_length": WIDTH}
-    batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    passes, gradients = PrefilledBatch(model, batch), []
-    for shared in (True, False):
-        model.zero_grad()
-        if shared:
-            with torch.no_grad():
-                passes.logits(FULL)  # another pass in between changes nothing
-            after = passes.logits(plan)
-            logits = after
-        else:
-            with teacher_forced(model, plan, WIDTH):
-                logits = model(**{k: v for k, v in batch.items() if k != "prompt_length"}, use_cache=False).logits
-            assert distance(after, logits[:, WIDTH:]) < TOLERANCE
-        logits[:, -1].square().sum().backward()
-        gradients.append(model.get_input_embeddings().weight.grad is not None)
-    assert all(gradients)
 
 
 def own_texts_of(model: PreTrainedModel) -> dict[str, Any]:
@@ -158,55 +99,15 @@ def test_an_adapter_can_be_learnt(name: str, order: str) -> None:
             assert weight.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_full_depth_and_the_prompt_stay_the_models_own(name: str) -> None:
-    """Bit for bit, whatever the adapter; and detach leaves nothing behind."""
-    model, inputs = build(name), prompts()
-    stock = run(model, inputs)
-    schedule = SkipCache(attach(model), TOP).schedule
-    attach(model, adapter=random_adapter(model, schedule))
-    for output in (run(model, inputs, FULL), run(model, inputs)):
-        assert all(map(torch.equal, output.logits, stock.logits))
-    assert torch.equal(run(model, inputs, TOP).logits[0], stock.logits[0])
-    assert getattr(model.config, CONFIG_KEY)
-    detach(model)
-    assert getattr(model.config, CONFIG_KEY, None) is None
-    assert all(map(torch.equal, run(model, inputs).logits, stock.logits))
-
-
-def test_gaps_are_what_lies_between_the_layers_that_run() -> None:
-    """For every depth of every schedule: with the layers that run they make up the stack."""
-    for schedule in SCHEDULES.values():
-        for depth in schedule.distinct_depths:
-            running = schedule.layers(depth)
-            gaps = skipped_spans(running, LAYERS)
-            skipped = [layer for gap in gaps for layer in range(gap.start, gap.stop)]
-            assert sorted([*running, *skipped]) == list(range(LAYERS))
-            assert all(gap.stop in (*running, LAYERS) and gap.start - 1 in (-1, *running) for gap in gaps)
-            assert running in step_runs(schedule)
-
-
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Any, Path, Adapter]:
     """A model, the folder of an adapter for it, and the adapter."""
     model = build("llama")
     adapter = random_adapter(model, TOP)
     model.save_pretrained(tmp_path / "base")
-    files = hash_of_files(tmp_path / "base", model)
-    assert files
-    save_adapter(tmp_path / "adapter", adapter, model, "some/model", files)
+
+    save_adapter(tmp_path / "adapter", adapter, model, "some/model")
     return model, tmp_path / "adapter", adapter
-
-
-def test_a_folder_brings_the_adapter_back(saved: tuple[Any, Path, Adapter]) -> None:
-    """The same schedules and weights; ``attach`` takes the folder, and the speed-up is known."""
-    model, folder, adapter = saved
-    again = load_adapter(folder, model)
-    assert again.schedules == adapter.schedules
-    assert all(map(torch.equal, again.parameters(), adapter.parameters()))
-    attach(model, adapter=folder, speedup=TOP.target)
-    output = model.generate(**prompts(), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
-    assert output[CACHE].schedule == TOP
 
 
 def test_check_takes_an_adapter_along_to_float64(
@@ -229,95 +130,6 @@ def test_check_takes_an_adapter_along_to_float64(
     for name, weight in adapter.state_dict().items():
         assert weight.dtype == torch.bfloat16
         assert torch.equal(weight, before[name])
-
-
-def test_another_model_is_refused(saved: tuple[Any, Path, Adapter]) -> None:
-    """One changed matrix is enough, in another dtype too; the same model in bfloat16 is the same model."""
-    model, folder, _ = saved
-    load_adapter(folder, model.bfloat16())
-    with torch.no_grad():
-        model.model.layers[3].mlp.up_proj.weight.mul_(1.1)
-    with pytest.raises(ModelError, match=r"trained on another model \(some/model\): .*layers.3.mlp.up_proj"):
-        attach(model, adapter=folder)
-    with pytest.raises(ModelError, match="another model"):
-        attach(build("opt"), adapter=folder)
-
-
-def test_another_checkpoints_files_are_refused(saved: tuple[Any, Path, Adapter], tmp_path: Path) -> None:
-    """For engines that hold weights in a form of their own: one changed matrix, or files that cannot tell."""
-    model, folder, adapter = saved
-    check_base_files(folder, tmp_path / "base")
-    model.bfloat16().save_pretrained(tmp_path / "half")
-    check_base_files(folder, tmp_path / "half")
-    with torch.no_grad():
-        model.model.layers[3].mlp.up_proj.weight.mul_(1.1)
-    model.save_pretrained(tmp_path / "other")
-    for base in ("other", "none"):
-        with pytest.raises(ModelError, match=r"trained on another model \(some/model\)"):
-            check_base_files(folder, tmp_path / base)
-    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
-    assert len([*(tmp_path / "shards").glob("*.safetensors")]) > 1
-    assert hash_of_files(tmp_path / "shards") == hash_of_files(tmp_path / "other", model)
-    assert hash_of_files(tmp_path / "base", model) is None
-    weights = {
-        name.removeprefix("model."): value for name, value in load_file(tmp_path / "other/model.safetensors").items()
-    }
-    (tmp_path / "bare").mkdir()
-    save_file(weights, tmp_path / "bare" / "model.safetensors")
-    assert hash_of_files(tmp_path / "bare", model)
-    assert hash_of_files(tmp_path / "bare", AutoModelForCausalLM.from_pretrained(tmp_path / "base")) is None
-    (tmp_path / "shards" / "consolidated.safetensors").write_bytes(b"of another format")
-    assert hash_of_files(tmp_path / "shards") == hash_of_files(tmp_path / "other")
-    next((tmp_path / "shards").glob("model-*.safetensors")).unlink()
-    with pytest.raises(ModelError, match="cannot be read"):
-        check_base_files(folder, tmp_path / "shards")
-    save_adapter(tmp_path / "memory", adapter, model, "some/model")
-    with pytest.raises(ModelError, match="not trained on a folder's safetensors files"):
-        check_base_files(tmp_path / "memory", tmp_path / "other")
-
-
-def test_a_model_is_saved_without_its_adapter(saved: tuple[Any, Path, Adapter], tmp_path: Path) -> None:
-    """What is saved skips no layers well: its config says nothing of them, and the adapter stays attached."""
-    model, folder, _ = saved
-    attach(model, adapter=folder).save_pretrained(tmp_path / "model")
-    assert CONFIG_KEY not in json.loads((tmp_path / "model" / "config.json").read_text())
-    assert getattr(model.config, CONFIG_KEY)
-
-
-@pytest.mark.parametrize("file", [ABOUT, WEIGHTS])
-def test_a_damaged_folder_is_named(saved: tuple[Any, Path, Adapter], file: str) -> None:
-    """Cut, or missing."""
-    model, folder, _ = saved
-    content = (folder / file).read_bytes()
-    (folder / file).write_bytes(content[: len(content) // 2])
-    with pytest.raises(FileError, match="adapter"):
-        attach(model, adapter=folder)
-    (folder / file).unlink()
-    with pytest.raises(FileError, match="adapter"):
-        attach(model, adapter=folder)
-
-
-def test_a_folder_of_another_version_is_refused(saved: tuple[Any, Path, Adapter]) -> None:
-    """Its modules may stand elsewhere: it is not read as something else."""
-    _, folder, _ = saved
-    about = json.loads((folder / ABOUT).read_text("utf-8"))
-    (folder / ABOUT).write_text(json.dumps(about | {"skipdecode_adapter": about["skipdecode_adapter"] - 1}))
-    with pytest.raises(FileError, match="another version"):
-        read_schedules(folder)
-
-
-def test_what_was_not_learnt_is_refused(saved: tuple[Any, Path, Adapter]) -> None:
-    """A schedule with a gap that has no stand-in, in decoding and in teacher forcing alike."""
-    model, folder, _ = saved
-    attach(model, adapter=folder)
-    other = TOP.replace(warmup=2)
-    with pytest.raises(ScheduleError, match="not trained to skip layers 2 to"):
-        SkipCache(model, other)
-    with pytest.raises(ScheduleError, match="not trained to skip layers 2 to"), teacher_forced(model, other, 1):
-        pass
-    SkipCache(model, TOP.replace(horizon=TOP.horizon + 1))
-    with pytest.raises(ScheduleError, match=r"not trained to skip layers 1 to .* in a prompt"):
-        SkipCache(model, TOP.replace(prompt_layers="max"))
 
 
 def test_full_depths_pass_is_paid_once() -> None:

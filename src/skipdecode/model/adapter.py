@@ -62,7 +62,7 @@ class LowRankBypass(LowRank):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def changed(self, hidden: Tensor) -> Tensor:
-        """Estimate of the hidden states after the skipped layers."""
+        """Hidden states (positions, size) as they might be after the skipped layers."""
         return torch.addmm(hidden + self.bias, hidden @ self.down, self.up)
 
 
@@ -159,15 +159,9 @@ class Adapter(nn.Module):
 
 
 def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str) -> None:
-    """Write an adapter, its schedules, and hashes of the base model's weights.
+    """Write an adapter, its schedules, and hashes of the weights of its base model, whose name or path is ``base``.
 
     Weights are written in float32; in bfloat16 if the base model is in bfloat16.
-
-    Args:
-        folder: created if it is missing.
-        adapter: to save.
-        model: the base model.
-        base: its name or path, from which the adapter's folder loads it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     about = {
@@ -178,19 +172,17 @@ def save_adapter(folder: Path, adapter: Adapter, model: nn.Module, base: str) ->
         "base_hashes": {name: hash_of(weight) for name, weight in model.named_parameters()},
     }
     dtype = torch.bfloat16 if next(model.parameters()).dtype == torch.bfloat16 else torch.float32
-    weights = {}
-    for name, tensor in adapter.state_dict().items():
-        saved_name = name.replace("bypasses.", "stand_ins.")  # the format's name of bypasses
-        weights[saved_name] = tensor.detach().to("cpu", dtype).contiguous()
+    # ``stand_ins`` is the format's name of bypasses.
+    weights = {
+        name.replace("bypasses.", "stand_ins."): tensor.to("cpu", dtype).contiguous()
+        for name, tensor in adapter.state_dict().items()
+    }
     write(folder / WEIGHTS, save(weights))
     write(folder / ABOUT, json.dumps(about, indent=1) + "\n")
 
 
 def locate_adapter(name: str | Path) -> Path:
-    """Folder of an adapter: the one of this name, else the Hub repository's, downloaded.
-
-    Raises FileError if ``name`` is neither a folder nor a Hub repository.
-    """
+    """Folder of an adapter; a Hub repository is downloaded. Raises FileError if ``name`` is neither."""
     hub_name = name.as_posix() if isinstance(name, Path) else name  # Windows writes other slashes
     if Path(name).exists() or hub_name.startswith((".", "/", "~")) or hub_name.count("/") != 1:
         return Path(name)
@@ -208,10 +200,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """Contents of the folder's ``skipdecode_adapter.json``.
-
-    Raises FileError if the folder holds no adapter, or one of another version's format.
-    """
+    """Values of ``skipdecode_adapter.json``. Raises FileError if there is none, or one of another version."""
     if not is_adapter(folder):
         raise FileError(f"{folder} holds no adapter: there is no {ABOUT}")
     about = read_json(folder / ABOUT)
@@ -221,12 +210,12 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def read_schedules(folder: Path) -> dict[float, Schedule]:
-    """Schedules of a folder's adapter, by target speed-up. Raises FileError if there is none."""
+    """Schedules of a folder's adapter, by target speed-up."""
     return {float(key): Schedule.from_dict(values) for key, values in read_about(folder)["schedules"].items()}
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """Load the adapter of a folder without a look at the model. Raises FileError if it is missing or damaged."""
+    """Adapter of a folder, whatever the model. Raises FileError if it is missing or damaged."""
     about = read_about(folder)
     try:
         weights = load_file(folder / WEIGHTS)
@@ -239,13 +228,13 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def load_adapter(folder: Path, model: nn.Module, files: Callable[[], Path] | None = None) -> Adapter:
-    """Load the adapter of a folder for ``model``.
+    """Adapter of a folder, for ``model``, whose weights are compared with those that the adapter was trained on.
 
     Args:
         folder: of the adapter.
-        model: whose weights are compared with those that the adapter was trained on.
-        files: returns the folder of the model's checkpoint, whose files are compared where weights in memory cannot be:
-            those on the disk, and those in other types than float32 and bfloat16.
+        model: the base model.
+        files: returns the folder of its checkpoint, whose files are compared if weights are offloaded or of other types
+            than float32 and bfloat16.
 
     Raises:
         FileError: the folder holds no adapter, or a damaged one.
@@ -295,7 +284,7 @@ def _place(name: str) -> str:
 
 
 def _tensors(base: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the safetensors files in a folder that transformers reads; there may be other files."""
+    """Yield the tensors of those files in a folder that transformers reads."""
     index = base / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file() and not (base / names[0]).is_file():

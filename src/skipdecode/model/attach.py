@@ -117,9 +117,8 @@ def detach(model: Model) -> Model:
 def teacher_forced(model: nn.Module, schedule: Schedule, prompt_length: int) -> Iterator[None]:
     """Make uncached passes run each layer on only those positions on which decoding would run it.
 
-    A pass makes no cache by default; one with a cache other than a SkipCache (as in ``model.generate``) raises
-    CacheError, since layers would store only part of the positions. With gradient checkpointing keep the backward pass
-    inside as well: before 5.23, transformers recomputes layers through the gates.
+    A pass with a cache other than a SkipCache raises CacheError: layers would store only part of the positions. With
+    gradient checkpointing keep the backward pass inside as well, which recomputes layers.
 
     Args:
         model: an attached model.

@@ -248,14 +248,11 @@ class SkipCache(DynamicCache):
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store keys and values (batch, heads, new positions, size), and return those of all positions to attend to."""
-        self._check_runs(layer_idx)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def _check_runs(self, layer_idx: int) -> None:
         if not self.counts or self.counts[layer_idx] == 0:
             raise CacheError(
                 f"layer {layer_idx} ran though the schedule skips it: call skipdecode.attach(model) on this very model"
             )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     # --- lengths: never read from a layer without keys
 
