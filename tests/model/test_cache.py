@@ -14,34 +14,28 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     DynamicCache,
-    LogitsProcessorList,
     PreTrainedModel,
 )
 from transformers.cache_utils import DynamicLayer
 
 from helpers.families import (
-    DENSE,
     FAMILIES,
     FORMS,
     LAYERS,
-    LENGTHS,
     NEW,
     SCHEDULES,
     SHARED,
     STEPS,
     TOP,
     WIDTH,
-    Probe,
     build,
     decode,
     distance,
-    heads,
     positions,
     prompts,
     row,
     run,
     same,
-    window,
 )
 from skipdecode import Schedule, SkipCache, attach, detach
 from skipdecode.errors import CacheError
@@ -159,30 +153,6 @@ def test_the_peak_of_bytes_is_that_of_memory(name: str, schedule: str) -> None:
     assert cache.peak_kv_bytes == watch.peak
 
 
-@pytest.mark.parametrize("name", DENSE)
-def test_bytes_are_those_of_the_keys_and_values(name: str) -> None:
-    """All positions of a row, and room (or its window's), in float32; and they fall when a layer retires."""
-    model, inputs = attach(build(name)), prompts()
-    cache = SkipCache(model, TOP)
-    probe = Probe(cache)
-    model.generate(
-        **inputs,
-        **{CACHE: cache},
-        max_new_tokens=NEW,
-        do_sample=False,
-        logits_processor=LogitsProcessorList([probe]),
-    )
-    _, kv_heads, size = heads(model)
-    column = 2 * 4 * len(LENGTHS) * kv_heads * size
-    for number, held in enumerate(probe.measure_layer_kv):
-        length, keeps = WIDTH + number, TOP.layers(TOP.depth(number))
-        limits = [window(model, layer) for layer in range(LAYERS)]
-        kept = [WIDTH + BLOCK_SIZE if limit is None else min(length, limit - 1) for limit in limits]
-        assert held == [kept[layer] * column if layer in keeps else 0 for layer in range(LAYERS)]
-        if number > 0 and TOP.depth(number) < TOP.depth(number - 1):
-            assert sum(held) < sum(probe.measure_layer_kv[number - 1])
-
-
 @pytest.mark.parametrize("name", [name for name in SHARED if name in FAMILIES])
 @every_schedule
 def test_lenders_of_keys_run_as_long_as_their_borrowers(name: str, schedule: Schedule) -> None:
@@ -194,30 +164,6 @@ def test_lenders_of_keys_run_as_long_as_their_borrowers(name: str, schedule: Sch
         assert plan.depth(step) == schedule.depth(step)
         running = plan.layers(plan.depth(step))
         assert all(borrowed[layer] in running for layer in running if layer in borrowed)
-
-
-def test_the_peak_is_what_was_held_at_once() -> None:
-    """Six layers that stay and, after them, one at a time that is retired as soon as it has run."""
-    cache, width = SkipCache(attach(build("llama")), Schedule.from_depths(LAYERS, [6, 2], order="bottom", warmup=0)), 5
-    each = 2 * 3 * 2 * (width + BLOCK_SIZE) * 8 * 4  # keys and values of one layer
-    for running in (LAYERS, 6, 2):
-        _pass(cache, width if running == LAYERS else 1)
-        assert cache.peak_kv_bytes == each * 7
-    assert cache.step_depths == [6, 2]
-    assert total_kv_bytes(cache) == each * 2
-
-
-def test_bytes_count_every_tensor_of_two_axes_or_more() -> None:
-    """Keys and values, states by name; not the bookkeeping."""
-
-    class Layer:
-        def __init__(self) -> None:
-            self.keys = torch.zeros(2, 3, 5)  # 120 bytes
-            self.states = {"conv": torch.zeros(2, 7, dtype=torch.float16), "none": None}  # 28 bytes
-            self.seen = torch.zeros(9)
-            self.name = "full"
-
-    assert layer_kv_bytes(Layer()) == 148
 
 
 def test_a_state_is_known_of_after_its_layer_is_retired() -> None:
@@ -293,17 +239,6 @@ def test_the_full_schedule_allows_a_second_turn(name: str) -> None:
         mask = torch.cat([inputs["attention_mask"], torch.ones(len(turn), NEW + 3, dtype=torch.long)], dim=1)
         turns.append(run(model, {"input_ids": turn, "attention_mask": mask}, **{CACHE: cache}))
     assert same(*turns)
-
-
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("new", [2, 4, WIDTH, NEW])
-def test_a_used_cache_is_refused(name: str, new: int) -> None:
-    """The same prompt again, whatever number of columns ``generate`` makes of it (with WIDTH new tokens just one)."""
-    model, inputs = attach(build(name)), prompts()
-    cache = SkipCache(model, TOP)
-    run(model, inputs, **{CACHE: cache}, max_new_tokens=new)
-    with pytest.raises(RuntimeError, match="new SkipCache"):
-        run(model, inputs, **{CACHE: cache}, max_new_tokens=new)
 
 
 @pytest.mark.parametrize("width", [0, 2, 5])
@@ -547,19 +482,6 @@ def test_a_full_skip_cache_may_be_the_prefix() -> None:
     assert first.tolist() == second.tolist() == run(model, inputs, TOP).sequences.tolist()
 
 
-def test_rows_are_not_made_up() -> None:
-    """A prefix of one row is none for three, padded otherwise; repeated for beams, it is."""
-    model, inputs = attach(build("llama")), prompts()
-    alone = {name: value[:1] for name, value in inputs.items()}
-    prefix = prefix_of(model, alone, 4)
-    with pytest.raises(RuntimeError):
-        run(model, inputs, **{CACHE: SkipCache(model, TOP, prefix=prefix)})
-    expected = run(model, alone, TOP, num_beams=2).sequences
-    prefix.batch_repeat_interleave(2)
-    cache = SkipCache(model, TOP, prefix=prefix)
-    assert run(model, alone, **{CACHE: cache}, num_beams=2).sequences.tolist() == expected.tolist()
-
-
 # --- keys and values with room ahead
 
 
@@ -634,3 +556,11 @@ def test_a_gradient_through_keys_or_values_alone_is_kept(which: int) -> None:
     used.backward()
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.full_like(weight, 3.0))
+
+
+def test_a_prefix_of_fewer_rows_does_not_spread_over_all() -> None:
+    """Their prompts begin otherwise, and are padded otherwise."""
+    model, inputs = attach(build("llama")), prompts()
+    prefix = prefix_of(model, {name: value[:1] for name, value in inputs.items()}, 4)
+    with pytest.raises(RuntimeError):
+        run(model, inputs, **{CACHE: SkipCache(model, TOP, prefix=prefix)})

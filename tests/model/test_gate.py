@@ -165,7 +165,7 @@ HABITS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("habit", HABITS)
 @pytest.mark.parametrize(("name", "key"), [("opt", "top"), ("gemma3", "prompt")])
 def test_habits_are_those_of_a_naive_model(name: str, key: str, habit: str) -> None:
-    """Held: the same texts as a stock model without a cache whose skipped layers are undone in every pass."""
+    """The same texts as a stock model without a cache whose skipped layers are undone in every pass."""
     model, inputs, plan = build(name), prompts(), SCHEDULES[key]
     options = {"max_new_tokens": plan.horizon + 2} | HABITS[habit]
     torch.manual_seed(3)
@@ -176,18 +176,9 @@ def test_habits_are_those_of_a_naive_model(name: str, key: str, habit: str) -> N
     assert torch.equal(ours.sequences, theirs.sequences)
 
 
-@pytest.mark.parametrize("name", ["opt", "gemma3"])
-def test_generate_takes_embeddings(name: str) -> None:
-    """Held: inputs_embeds write what their ids do."""
-    model, inputs = attach(build(name)), prompts()
-    embeds = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach()}
-    found = run(model, embeds | {"attention_mask": inputs["attention_mask"]}, TOP).sequences
-    assert torch.equal(found, run(model, inputs, TOP).sequences[:, inputs["input_ids"].shape[1] :])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_skips_too(dtype: torch.dtype) -> None:
-    """Held: full depth is the stock model to the bit; skipping is the reference as nearly as the type allows."""
+    """Full depth is the stock model to the bit; skipping is the reference as nearly as the type allows."""
     model, inputs = build("llama").to(dtype), prompts()
     stock = run(model, inputs)
     full = run(model, inputs, Schedule.full(LAYERS))
@@ -213,7 +204,7 @@ def loop(model: PreTrainedModel, inputs: dict[str, Tensor], cache: DynamicCache)
 
 @pytest.mark.parametrize("name", ["opt", "llama", "gemma3"])
 def test_a_loop_of_ones_own_skips_too(name: str) -> None:
-    """Held: model(...) with a SkipCache and input embeddings gives generate's logits."""
+    """Model(...) with a SkipCache and input embeddings gives generate's logits."""
     model, inputs = attach(build(name)), prompts()
     expected = run(model, inputs, TOP)
     logits = loop(model, inputs, SkipCache(model, TOP))
@@ -225,12 +216,11 @@ def test_a_loop_of_ones_own_skips_too(name: str) -> None:
 
 
 def test_the_form_of_layers_is_not_learnt_from_who_ran_before() -> None:
-    """B3: GPT-Neo's layers return tuples; here its first layers have no position in the very first pass."""
+    """GPT-Neo's layers return tuples; here its first layers have no position in the very first pass."""
     plan = Schedule(LAYERS, 2, 1, 8, prompt_decay=12, order=(6, 3, 7, 5, 1, 4, 2, 0))
     inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
     for first in (
         run,
-        same,
         lambda model, inputs, plan: uncached(model, plan, inputs["input_ids"], inputs["attention_mask"]),
     ):
         model = attach(build("gpt-neo"))
@@ -268,23 +258,6 @@ def test_sampling_repeats_and_is_teacher_forced(name: str) -> None:
     assert not torch.equal(sequences, run(model, inputs, TOP, num_return_sequences=1).sequences.repeat_interleave(2, 0))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["opt", "opt-post-norm", "gpt2", "gpt-neox", "llama", "gemma3", "phi"])
-@pytest.mark.parametrize("schedule", ["top", "bottom"])
-def test_hidden_states_pass_through_skipped_layers(name: str, schedule: str) -> None:
-    """L + 1 hidden states at each step; a skipped layer's is the one before it; the final norm always runs."""
-    model, plan = build(name), SCHEDULES[schedule]
-    output = run(model, prompts(), plan, output_hidden_states=True)
-    assert len(output.hidden_states) == NEW
-    for step, states in enumerate(output.hidden_states[1:]):
-        assert len(states) == LAYERS + 1
-        running = plan.layers(plan.depth(step))
-        for layer in range(LAYERS - 1):  # the last entry is taken after the final norm
-            assert torch.equal(states[layer + 1], states[layer]) == (layer not in running)
-        logits = model.get_output_embeddings()(states[-1])[:, -1]
-        assert distance(logits, output.logits[step + 1]) < TOLERANCE
-
-
 # --- batch = alone
 
 
@@ -297,20 +270,6 @@ def test_a_row_does_not_depend_on_its_batch(name: str, schedule: str) -> None:
         alone = run(model, row(inputs, index), SCHEDULES[schedule])
         assert together.sequences[index, WIDTH:].tolist() == alone.sequences[0, LENGTHS[index] :].tolist()
         assert distance(torch.stack(together.logits)[:, index], torch.stack(alone.logits)[:, 0]) < 10 * TOLERANCE
-
-
-@pytest.mark.parametrize("name", ["opt", "llama", "gemma3"])
-def test_a_finished_row_does_not_disturb_the_others(name: str) -> None:
-    """Rows that end early are padded; the rest of the batch goes on as if nothing had happened."""
-    model, inputs = build(name), prompts()
-    free = run(model, inputs, TOP).sequences[:, WIDTH:].tolist()
-    end = free[1][4]
-    stopped = run(model, inputs, TOP, eos_token_id=end).sequences[:, WIDTH:].tolist()
-    assert end in stopped[1]
-    for tokens, expected in zip(stopped, free, strict=True):
-        length = expected.index(end) + 1 if end in expected else len(tokens)
-        assert tokens[:length] == expected[:length]
-        assert set(tokens[length:]) <= {0}
 
 
 # --- work falls
@@ -421,29 +380,6 @@ def test_a_pass_costs_each_layer_the_positions_it_runs(name: str, schedule: str)
             assert ran == alone[count][layer]
         else:
             assert ran < alone[WIDTH][layer]
-
-
-@pytest.mark.parametrize("name", DENSE)
-@pytest.mark.parametrize("schedule", ["top", "prompt"])
-def test_a_training_step_costs_the_columns_it_runs(name: str, schedule: str) -> None:
-    """Forward plus backward: three times each layer's products over its own columns, and the rest of the model."""
-    model, length = attach(build(name, "eager")).train(), 24
-    mask = prompts()["attention_mask"]
-    sequences = torch.randint(2, 128, (len(mask), length))
-
-    def flops(plan: Schedule) -> int:
-        model.zero_grad()
-        with Flops(model) as counter:
-            uncached(model, plan, sequences, mask).logits.square().mean().backward()
-        return counter.total
-
-    columns = SCHEDULES[schedule].positions_per_layer(WIDTH, length)
-    assert sum(columns) < LAYERS * length
-    per_layer = [
-        layer_flops(model, i, len(mask), length, length) - layer_flops(model, i, len(mask), n, n)
-        for i, n in enumerate(columns)
-    ]
-    assert flops(FULL) - flops(SCHEDULES[schedule]) == 3 * sum(per_layer)
 
 
 # --- one gate, called as a model calls its layer
@@ -619,7 +555,7 @@ def test_lent_keys_are_read_as_a_prefix_and_written_whole() -> None:
 def test_a_prefix_is_cut_where_the_positions_are(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, expected: tuple[int, ...]
 ) -> None:
-    """B17: what a four-dimensional tensor means is told by its name, not taken for a mask."""
+    """What a four-dimensional tensor means is told by its name, not taken for a mask."""
     value = torch.zeros(shape, dtype=dtype)
     (), cut = PositionSlice(9, 4, 9).of_call(lambda **kwargs: None, (), {name: value})
     assert tuple(cut[name].shape) == expected
@@ -718,7 +654,7 @@ def test_a_model_that_gives_no_layer_the_cache_is_noticed() -> None:
 
 
 def test_a_pass_that_drops_the_cache_is_noticed() -> None:
-    """F9: gradient checkpointing in training mode drops caches: full depth would run, and step_depths claim depths."""
+    """Gradient checkpointing in training mode drops caches: full depth would run, and step_depths claim depths."""
     model = attach(build("llama")).train()
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     with pytest.raises(CacheError, match=r"SkipCache.*model\.eval"):
@@ -732,7 +668,7 @@ peft_asks = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:Fut
 
 @peft_asks
 def test_prefix_tuning_is_noticed() -> None:
-    """F9: PEFT's prefix tuning puts a cache of its own in our place."""
+    """PEFT's prefix tuning puts a cache of its own in our place."""
     peft = pytest.importorskip("peft")
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(attach(build("llama")), config)
@@ -744,7 +680,7 @@ def test_prefix_tuning_is_noticed() -> None:
 @peft_asks
 @pytest.mark.parametrize("before", [True, False], ids=["attached-before", "attached-after"])
 def test_adapters_keep_the_guard_against_second_prompts(before: bool) -> None:
-    """B4: whether attach comes before LoRA or after; twice is once."""
+    """Whether attach comes before LoRA or after; twice is once."""
     peft = pytest.importorskip("peft")
     model = build("llama")
     model = peft.get_peft_model(attach(model) if before else model, peft.LoraConfig(target_modules="all-linear"))
@@ -759,6 +695,6 @@ def test_adapters_keep_the_guard_against_second_prompts(before: bool) -> None:
 
 
 def test_running_without_a_cache_is_refused_in_words_that_fit() -> None:
-    """G: use_cache=False feeds the whole text at every step."""
+    """Use_cache=False feeds the whole text at every step."""
     with pytest.raises(CacheError, match="use_cache=False"):
         run(build("llama"), prompts(), TOP, use_cache=False)

@@ -10,13 +10,15 @@ from helpers.families import (
     FORMS,
     LAYERS,
     SCHEDULES,
+    TOP,
     WIDTH,
     build,
     distance,
     prompts,
     run,
 )
-from skipdecode import Schedule, attach, teacher_forced
+from skipdecode import Schedule, ScheduleError, attach, teacher_forced
+from skipdecode.model.adapter import Adapter
 from skipdecode.model.teacher_forcing import PrefilledBatch
 
 FULL = Schedule.full(LAYERS)
@@ -54,3 +56,30 @@ def test_texts_after_shared_prompts_are_teacher_forced(name: str, schedule: str)
         logits[:, -1].square().sum().backward()
         gradients.append(model.get_input_embeddings().weight.grad is not None)
     assert all(gradients)
+
+
+def test_schedules_that_skip_layers_in_the_prompt_are_refused() -> None:
+    """It was computed by all layers; nor may an adapter skip what it was not trained to."""
+    model, ids = attach(build("llama")), prompts()["input_ids"]
+    mask = torch.ones_like(ids)
+    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(1) - 1, "prompt_length": 4}
+    passes = PrefilledBatch(model, batch)
+    for plan in (TOP.replace(prompt_layers="max"), TOP.replace(prompt_decay=2)):
+        with pytest.raises(ScheduleError, match="leave prompt_layers and prompt_decay out"):
+            passes.logits(plan)
+    attach(model, adapter=Adapter(32, 4, {2.0: TOP}))
+    with pytest.raises(ScheduleError, match="cannot skip layers"):
+        passes.logits(TOP.replace(warmup=2))
+
+
+def test_positions_that_count_are_those_of_labels_after_the_first() -> None:
+    """The first token of a text is computed by the prompt's pass."""
+    model, ids = attach(build("llama")), prompts()["input_ids"]
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": ids.cumsum(1),
+        "prompt_length": 4,
+    }
+    batch["labels"] = torch.tensor([[-100, 5, 6, -100, 8]] * 3)
+    assert PrefilledBatch(model, batch).counted.tolist() == [[True, False, True]] * 3
