@@ -32,7 +32,9 @@ def pass_of(model: Any, **options: Any) -> Any:
 
 def test_the_loss_is_the_mean_over_tokens_of_all_accumulated_batches() -> None:
     logits, labels = torch.randn(2, 7, 9), torch.tensor([[-100, 3, 4, -100], [-100, 5, -100, -100]])
-    tokens = [cross_entropy(logits[row, column], labels[row, at]) for row, column, at in ((0, 4, 1), (0, 5, 2), (1, 4, 1))]
+    tokens = [
+        cross_entropy(logits[row, column], labels[row, at]) for row, column, at in ((0, 4, 1), (0, 5, 2), (1, 4, 1))
+    ]
     torch.testing.assert_close(token_loss(logits, labels), torch.stack(tokens).mean())
     torch.testing.assert_close(token_loss(logits, labels, 10), torch.stack(tokens).sum() / 10)
 

@@ -77,8 +77,8 @@ def encode_response(
     for (prompt, response), text, is_cut in zip(pairs, texts, cut, strict=True):
         rest = _rest(tokenizer, prompt, response, text, as_written)
         if is_cut:  # without what a template closes it with
-            start = rest.find(response)
-            rest = response if start < 0 else rest[: start + len(response)]
+            at = rest.find(response)
+            rest = response if at < 0 else rest[: at + len(response)]
         rests.append(rest)
     starts = _encode(tokenizer, texts, prompts)
     wholes = _encode(tokenizer, [text + rest for text, rest in zip(texts, rests, strict=True)], prompts)

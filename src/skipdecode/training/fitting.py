@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -64,7 +64,7 @@ def fit(num_layers: int, speedup: float, lengths: Sequence[int], **style: Any) -
 
     tried = []
     for high, low in sorted(pairs, key=lambda pair: abs(pair[0] / sum(pair) - share_of_max(speedup))):
-        at = partial(Schedule, num_layers, high, low, **style)
+        at: Callable[[int], Schedule] = partial(Schedule, num_layers, high, low, **style)
         # The ratio falls as the horizon grows.
         first = bisect_left(horizons, True, key=lambda horizon: layer_ratio(at(horizon), lengths) < speedup)
         nearest = min((at(horizon) for horizon in horizons[max(first - 1, 0) : first + 1]), key=error)
