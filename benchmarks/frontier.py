@@ -24,9 +24,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-from skipdecode.data.examples import read_examples
 
-from skipdecode.data.metrics import repetition, rouge_l
+from skipdecode.data.examples import read_examples
+from skipdecode.data.metrics import Agreement, Repetition
+from skipdecode.data.tasks import get_task
 from skipdecode.data.tokenize import encode_prompts
 from skipdecode.generation.generate import generate_ids
 from skipdecode.loading.device import machine
@@ -174,7 +175,7 @@ def main() -> None:
     given = parser.parse_args()
     checkpoint = Checkpoint.resolve(given.model)
     tokenizer = checkpoint.tokenizer
-    examples = read_examples(given.prompts)[: given.limit]
+    examples = read_examples(given.prompts, get_task())[: given.limit]
     prompts = encode_prompts(tokenizer, [example.prompt for example in examples])
     reference = checkpoint.load(dtype="float32", device="cpu")
     full = transformers_way(reference, tokenizer.pad_token_id, Schedule.full(checkpoint.num_layers))
@@ -202,7 +203,8 @@ def main() -> None:
     expected = [[text] for text in tokenizer.batch_decode(texts)]
     for name, made in outputs.items():
         decoded = tokenizer.batch_decode(made)
-        row: dict[str, Any] = {"way": name, "agreement": rouge_l(decoded, expected), "repetition": repetition(decoded)}
+        row: dict[str, Any] = {"way": name, "agreement": Agreement().score(decoded, expected)}
+        row["repetition"] = Repetition().score(decoded, expected)
         row["nats"] = statistics.mean(loss(reference, *pair) for pair in zip(prompts, made, strict=True))
         for batch in given.batch:
             if own := times.get((name, batch)):

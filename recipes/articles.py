@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 
 import typer
-from skipdecode.data.examples import read_examples
 
+from skipdecode.data.examples import read_examples
 from skipdecode.data.tasks import get_task
 
 ASK = "Summarize this article in two or three sentences.\n\n"

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 import typer
-from skipdecode.data.examples import read_examples
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from skipdecode.data.examples import read_examples
 from skipdecode.data.tasks import get_task
 
 

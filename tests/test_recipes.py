@@ -18,6 +18,7 @@ from helpers import tiny
 from helpers.tiny import write_jsonl
 from skipdecode.cli.main import app
 from skipdecode.data.examples import read_examples
+from skipdecode.data.tasks import get_task
 from skipdecode.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
@@ -84,7 +85,7 @@ def test_no_prompt_is_in_both_files(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{i % 300}", "text": f"t{i}", "finish_reason": "length"} for i in range(700)]
     write_jsonl(tmp_path / "texts.jsonl", rows)
     run("own_data.py", tmp_path / "texts.jsonl", tmp_path / "data", "--held-out", 40)
-    train, validation = (read_examples(tmp_path / "data", split=split) for split in ("train", "validation"))
+    train, validation = (read_examples(tmp_path / "data", get_task(), split) for split in ("train", "validation"))
     prompts = {each.prompt for each in train}, {each.prompt for each in validation}
     assert (len(prompts[0]), len(prompts[1])) == (260, 40)
     assert not prompts[0] & prompts[1]

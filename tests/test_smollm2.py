@@ -14,8 +14,8 @@ from helpers.tiny import run
 from skipdecode import attach, detach, generate, load
 from skipdecode.data.chat import Prompt, parse_messages
 from skipdecode.data.collator import batches_of
-from skipdecode.data.tasks import Example
-from skipdecode.evaluation.divergence import damage
+from skipdecode.data.examples import Example
+from skipdecode.evaluation.divergence import divergence
 from skipdecode.files import read_json
 from skipdecode.model.adapter import read_schedules
 from skipdecode.model.cache import SkipCache
@@ -73,13 +73,13 @@ def test_the_adapter_keeps_near_full_depth(texts: list[Example]) -> None:
         model, tokenizer = load(str(FOLDER), adapter=ADAPTER if with_adapter else None)
         attach(model)
         batches = batches_of(texts, tokenizer, len(texts))
-        found[with_adapter] = damage([PrefilledBatch(model, batch) for batch in batches], schedules)
+        found[with_adapter] = divergence([PrefilledBatch(model, batch) for batch in batches], schedules)
     learnt = found[True]
     for ours, bare in zip(learnt, found[False], strict=True):
         assert ours.kl < bare.kl / 2
-        assert ours.agreement > bare.agreement
+        assert ours.top1 > bare.top1
     assert learnt[0].kl < learnt[1].kl < 1.5
-    assert learnt[0].agreement > 0.65
+    assert learnt[0].top1 > 0.65
 
 
 def test_it_talks_at_its_speeds() -> None:
@@ -102,6 +102,6 @@ def test_the_figures_of_the_table_are_what_this_code_gives() -> None:
     attach(model)
     passes = (PrefilledBatch(model, batch) for batch in batches_of(written, tokenizer, 8, as_written=True))
     schedules = read_schedules(ADAPTER)
-    for speedup, found in zip(schedules, damage(passes, [*schedules.values()]), strict=True):
+    for speedup, found in zip(schedules, divergence(passes, [*schedules.values()]), strict=True):
         assert found.kl == pytest.approx(rows[speedup]["kl"], abs=0.005)
-        assert 100 * found.agreement == pytest.approx(rows[speedup]["top_1"], abs=0.5)
+        assert 100 * found.top1 == pytest.approx(rows[speedup]["top_1"], abs=0.5)

@@ -35,12 +35,11 @@ def test_every_option_has_a_short_help_text(verb: str) -> None:
         assert 0 < len((option.help or "").split()) <= 12, option.name
 
 
-def test_an_option_means_the_same_everywhere() -> None:
-    """One name has one type, and one help text where it is shared."""
+def test_an_option_has_one_type_everywhere() -> None:
     kinds: dict[str, set[str]] = {}
     for options in OPTIONS.values():
         for option in options:
-            kinds.setdefault(option.opts[0], set()).add(str(option.type))
+            kinds.setdefault(option.opts[0], set()).add(option.type.name)
     assert {name: found for name, found in kinds.items() if len(found) > 1} == {}
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from helpers.tiny import run
+from skipdecode.loading.load import DEMO
 
 
-def test_a_dry_run_writes_the_folder(checkpoint: Path, tmp_path: Path) -> None:
-    done = run("push", checkpoint, "someone/model", "--license", "mit", "--dry-run", tmp_path / "upload")
+def test_a_dry_run_writes_the_folder(tmp_path: Path) -> None:
+    done = run("push", DEMO, "someone/model", "--license", "mit", "--dry-run", tmp_path / "upload")
     assert done.returncode == 0, done.stderr
     card = (tmp_path / "upload" / "README.md").read_text(encoding="utf-8")
     assert "license: mit" in card

@@ -20,7 +20,7 @@ from skipdecode.model.cache import BLOCK_SIZE
 from skipdecode.model.config import set_entry, to_config_entry
 
 #: Two batches, one of which is short.
-FEW = ("--limit", 6, "--max-new-tokens", 12, "--timing-rounds", 1, "--timing-examples", 4, "--batch-size", 4)
+FEW = ("--limit", 6, "--max-new-tokens", 12, "--timing-rounds", 1, "--batch-size", 4)
 
 
 @pytest.fixture(autouse=True)
@@ -118,13 +118,6 @@ def test_rows_without_references_among_others_are_told(checkpoint: Path, tmp_pat
     results = evaluate(config, say=told.append)
     assert any("no reference" in line for line in told)
     assert all("agreement" in row for row in results.rows)
-
-
-def test_columns_of_ones_own_are_evaluated(checkpoint: Path, tmp_path: Path) -> None:
-    rows = [{"question": example.prompt, "answer": example.references[0]} for example in EXAMPLES]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    columns = ("--prompt-column", "question", "--response-column", "answer", "--speedups", "2")
-    assert all("bleu" in row for row in evaluated(checkpoint, tmp_path / "rows.jsonl", tmp_path / "out", *columns))
 
 
 # --- saved rows
@@ -248,11 +241,14 @@ def test_a_schedule_file_is_a_row(checkpoint: Path, data: Path, tmp_path: Path) 
         "cosine": Schedule(8, 5, 2, 8, order="even", decay="cosine"),
         "short": Schedule(8, 3, 1, 8, prompt_layers=3),
     }
-    options: list[object] = []
     for name, schedule in files.items():
         schedule.save(tmp_path / f"{name}.json")
-        options += ["--schedule", tmp_path / f"{name}.json"]
-    rows = evaluated(checkpoint, data, tmp_path / "out", "--speedups", "2", *options)
+    paths = [tmp_path / f"{name}.json" for name in files]
+    options: dict[str, Any] = {"limit": 6, "max_new_tokens": 12, "timing_rounds": 1, "batch_size": 4}
+    config = EvaluateConfig(
+        str(checkpoint), data=data, output=tmp_path / "out", speedups=(2,), schedules=paths, **options
+    )
+    rows = evaluate(config).rows
     assert [row["method"] for row in rows] == ["full", "skipdecode", "cosine.json", "short.json"]
     for row, schedule in zip(rows[2:], files.values(), strict=True):
         assert row["schedule"] == schedule.to_dict()
@@ -269,7 +265,6 @@ def test_a_schedule_file_is_a_row(checkpoint: Path, data: Path, tmp_path: Path) 
         (("--speedups", "1,9"), "number of layers"),
         (("--data", "/nowhere/at/all.jsonl"), "/nowhere"),
         (("--reference", "/nowhere/at/all"), "/nowhere"),
-        (("--schedule", "/nowhere.json"), "nowhere.json"),
     ],
 )
 def test_what_the_user_can_fix_is_said_before_a_model_is_loaded(

@@ -104,7 +104,7 @@ def planned(*arguments: object) -> dict[str, Any]:
     return result
 
 
-WORK = ("--prompt-tokens", 8, "--new-tokens", 16)
+WORK = ("--batch-size", 1, "--prompt-tokens", 8, "--new-tokens", 16)
 
 
 def test_a_machine_is_measured_once(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

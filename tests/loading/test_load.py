@@ -131,7 +131,10 @@ def test_an_adapters_folder_stands_for_its_model(model: Path, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("base", ["/elsewhere/smollm2", "smollm2"])
-def test_a_base_model_that_is_elsewhere_is_named_with_its_adapter(base: str, model: Path, tmp_path: Path) -> None:
+def test_a_base_model_that_is_elsewhere_is_named_with_its_adapter(
+    base: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     adapter = adapter_for(tmp_path / "fast", base, model)
     with pytest.raises(ModelError, match=rf"fast.* {base}.*--adapter"):
         _ = Checkpoint.resolve(adapter).config

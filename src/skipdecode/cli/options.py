@@ -63,7 +63,7 @@ def parse_speedups(text: str | None) -> tuple[float, ...] | None:
         speedups = tuple(float(part) for part in text.split(","))
     except ValueError:
         speedups = ()
-    if not speedups or min(speedups) < 1 or len(set(speedups)) < len(speedups):
+    if not speedups or not min(speedups) >= 1 or len(set(speedups)) < len(speedups):
         raise UsageError(f"--speedups takes distinct numbers of at least 1 with commas between, not {text!r}")
     return speedups
 
