@@ -92,7 +92,7 @@ def test_a_trained_model_keeps_its_schedules(checkpoint: Path, data: Path, tmp_p
 
 def test_multi_exit_is_named_in_the_config(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     before = AutoModelForCausalLM.from_pretrained(checkpoint)
-    model = train(checkpoint, data, tmp_path / "out", method="multi_exit", speedups="2,4", learning_rate=1e-2)
+    model = train(checkpoint, data, tmp_path / "out", method="multi_exit", speedups="2,4", max_steps=2)
     assert trained_method(model.config) == "multi_exit"
     assert config_schedules(model.config)[4] == Schedule.for_speedup(4, 8, order="bottom")
     assert not torch.equal(weights(model), weights(before))
@@ -132,7 +132,7 @@ def test_losses_fall(checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: 
     seen: list[dict[str, float]] = []
     evaluate = SkipTrainer.evaluate
     monkeypatch.setattr(SkipTrainer, "evaluate", lambda self, *a, **k: seen.append(evaluate(self, *a, **k)) or seen[-1])
-    train(checkpoint, data, tmp_path / "out", max_steps=30, eval_steps=15, learning_rate=1e-2)
+    train(checkpoint, data, tmp_path / "out", max_steps=30, eval_steps=3, learning_rate=1e-2)
     for speedup in (1, 2, 4):
         assert seen[-1][f"eval_{speedup}x_loss"] < 0.9 * seen[0][f"eval_{speedup}x_loss"]
 

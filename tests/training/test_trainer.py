@@ -120,10 +120,7 @@ def test_a_step_costs_less_than_a_full_one(model: Any, tmp_path: Path, form: Any
     """Forward and backward FLOPs of the layers fall as the columns they run do, those of the prompt too."""
     network, _ = model
     flops = {}
-    for name, schedule in {
-        "full": Schedule.full(8),
-        "4x": Schedule.for_speedup(4, 8, 6, decay="linear", **form),
-    }.items():
+    for name, schedule in {"full": Schedule.full(8), "4x": Schedule.for_speedup(4, 8, 6, decay="linear", **form)}.items():
         trainer = trainer_of((network.train(), model[1]), tmp_path, {1: schedule})
         batch = batch_of(trainer, 4)
         with FlopCounterMode(display=False) as counter:

@@ -19,7 +19,7 @@ from ..model.attach import put_adapter
 from ..model.config import bind
 from ..model.inspect import text_config
 from ..model.teacher_forcing import PrefilledBatch
-from ..schedule import Schedule, flat_depth
+from ..schedule import Schedule
 from .adapter_init import fit_bypasses
 from .distill import default_warmup
 from .self_generated import Say, find_prompts, keep_texts, spread, text_options
@@ -44,7 +44,7 @@ class Candidate:
 
 def candidates(num_layers: int, speedup: float) -> Iterator[Schedule]:
     """Choices of layers: ``top`` with few to half of its layers at the bottom, and ``even``."""
-    depth = flat_depth(speedup, num_layers)
+    depth = Schedule.for_speedup(speedup, num_layers).max_depth
     full = Schedule.full(num_layers)
     for warmup in sorted({1, default_warmup(num_layers, speedup), max(depth // 3, 1), max(depth // 2, 1)}):
         yield full.replace(order="top", warmup=warmup).flat(depth)
