@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -209,12 +210,7 @@ def list_variants(config: EvaluateConfig) -> list[Variant]:
 
 class _Evaluation:
     def __init__(
-        self,
-        config: EvaluateConfig,
-        examples: Sequence[Example],
-        full: Variant,
-        say: Say,
-        on_progress: OnProgress,
+        self, config: EvaluateConfig, examples: Sequence[Example], full: Variant, say: Say, on_progress: OnProgress
     ) -> None:
         self.config = config
         self.examples = examples
@@ -274,7 +270,7 @@ class _Evaluation:
         with exits(model) if variant.method == "calm" else nullcontext():
             decoding, notes = self._decoding(variant, model, full_row)
             batches = -(-len(self.examples) // self.config.batch_size)
-            output = self._generate(variant, self.examples, decoding, Progress(self.on_progress, variant.key, batches))
+            output = self._generate(variant, self.examples, decoding, self._counter(variant.key, batches))
             steps = typical_steps(output.lengths) if full_row is None else full_row["timed_steps"]
             timing = self._timing(variant, decoding, steps)
         stats = output.stats
@@ -386,7 +382,7 @@ class _Evaluation:
         runs = {"full": partial(self._generate, self.full, examples, None, **forced(steps))}
         if variant is not self.full:
             runs["variant"] = partial(self._generate, variant, examples, decoding, **forced(steps))
-        progress = Progress(self.on_progress, f"{variant.key}, timing", len(runs) * (rounds + 1))
+        progress = self._counter(f"{variant.key}, timing", len(runs) * (rounds + 1))
         timings = alternate(runs, rounds, on_run=progress)
         full = timings["full"]
         timed = timings.get("variant", full)
@@ -396,7 +392,6 @@ class _Evaluation:
             "timed_rows": timed.stats.rows,
             "timed_batches": len(timed.output.lengths) * rounds,
             "timed_step_layer_ratio": round(speedups.layers, 3),
-            "timed_job_layer_ratio": round(full.stats.num_layers / timed.stats.job_depth, 3),
             "job_seconds_per_1k_tokens": round(timed.seconds_per_1k, 4),
             "full_job_seconds_per_1k_tokens": round(full.seconds_per_1k, 4),
             "job_clock_ratio": round(speedups.end_to_end, 3),
@@ -404,6 +399,12 @@ class _Evaluation:
             "full_step_ms": round(full.step_ms, 3),
             "step_clock_ratio": round(speedups.decoding, 3),
         }
+
+    def _counter(self, what: str, total: int) -> Callable[..., object]:
+        """Function that reports one more unit of ``total`` at each call."""
+        done = count(1)
+        self.on_progress(what, 0, total)
+        return lambda *_: self.on_progress(what, next(done), total)
 
     def about(self, command: str | None) -> dict[str, str]:
         """Notes below the tables."""
@@ -418,18 +419,3 @@ class _Evaluation:
             "rounds": f"{config.timing_rounds}, the full model and the row's in turn",
             "intervals": "95%, bootstrap over inputs, 1000 samples; of differences from the full model: paired",
         }
-
-
-class Progress:
-    """Callable that counts its calls and passes them on to an ``on_progress``."""
-
-    def __init__(self, on_progress: OnProgress, what: str, total: int) -> None:
-        self.on_progress = on_progress
-        self.what = what
-        self.total = total
-        self.done = 0
-        on_progress(what, 0, total)
-
-    def __call__(self, *_: Any) -> None:  # noqa: D102
-        self.done += 1
-        self.on_progress(self.what, self.done, self.total)

@@ -53,7 +53,9 @@ class Batch:
         """Positions of the padded prompts."""
         return self.ids.shape[1]
 
-    def generate(self, model: PreTrainedModel, cache: Any, sequence: int | None = None) -> tuple[Tensor, Tensor]:
+    def generate(
+        self, model: PreTrainedModel, cache: Any, sequence: int | None = None, new_tokens: int = NEW_TOKENS
+    ) -> tuple[Tensor, Tensor]:
         """Tokens (batch, positions) and logits (batch, new tokens, vocabulary) of greedy generation.
 
         Of all sequences, or of one without its padding. ModelError: logits are NaN.
@@ -62,17 +64,19 @@ class Batch:
         if sequence is not None:
             ids = ids[sequence : sequence + 1, mask[sequence] == 1]
             mask = torch.ones_like(ids)
-        options = {"eos_token_id": None, "pad_token_id": 0, "repetition_penalty": 1.0, "use_cache": True}
         output = model.generate(
             ids,
             attention_mask=mask,
             **{CACHE: cache},
-            max_new_tokens=NEW_TOKENS,
+            max_new_tokens=new_tokens,
             do_sample=False,
             num_beams=1,
+            eos_token_id=None,
+            pad_token_id=0,
+            repetition_penalty=1.0,
+            use_cache=True,
             output_logits=True,
             return_dict_in_generate=True,
-            **options,
         )
         return output.sequences, _numbers(torch.stack(output.logits, 1))
 
@@ -85,14 +89,16 @@ class Batch:
     def uncached(self, model: PreTrainedModel, text: Tensor) -> Tensor:
         """Logits (batch, new tokens, vocabulary) that predict the new tokens of ``text``, from one pass."""
         mask = torch.cat([self.mask, self.mask.new_ones(len(text), text.shape[1] - self.width)], 1)
-        logits = model(text, attention_mask=mask, use_cache=False, **_positions(model, mask)).logits
-        return _numbers(logits[:, self.width - 1 :])
+        options: dict[str, Any] = {"attention_mask": mask, "use_cache": False}
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            options["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+        return _numbers(model(text, **options).logits[:, self.width - 1 :])
 
 
 def check_model(
     checkpoint: Checkpoint, speedup: float | None = None, dtype: str = "float32", device: str | None = None
 ) -> Iterator[Finding]:
-    """Load a model and yield one finding per claim of :data:`CHECKS`.
+    """Load a model and yield the findings of :func:`run_checks`.
 
     Args:
         checkpoint: the model, perhaps with an adapter.
@@ -118,13 +124,19 @@ def check_model(
 
 
 def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
-    """Yield one finding per claim of :data:`CHECKS` for a model; gates stay attached.
+    """Yield a finding for :data:`ATTACHES` and each claim of :data:`CHECKS`; gates stay attached.
 
     Skipping can amplify rounding errors, so a claim that fails in the model's dtype is checked again in float64. An
     error that SkipDecode or the model raises is a claim that does not hold.
     """
     gates = gates_of(model)
     batch = replace(sample_batch(model), adapter=gates and gates.adapter)
+    try:
+        attach(model, adapter=batch.adapter)
+    except UnsupportedModel as error:
+        yield Finding(ATTACHES, False, str(error))
+        return
+    yield Finding(ATTACHES, True, f"{type(model).__name__}, {schedule.num_layers} layers")
     for claim, check in CHECKS.items():
         try:
             held, detail = check(model, schedule, batch)
@@ -137,8 +149,6 @@ def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:  # from the model's code
             held, detail = False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         yield Finding(claim, held, detail)
-        if claim == ATTACHES and not held:
-            return
 
 
 def sample_batch(model: PreTrainedModel) -> Batch:
@@ -151,15 +161,8 @@ def sample_batch(model: PreTrainedModel) -> Batch:
     return Batch((ids * mask).to(model.device), mask.to(model.device))
 
 
-def attaches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Attach gates; True, and the model's class and layers. UnsupportedModel: no layer can be skipped."""
-    attach(model, adapter=batch.adapter)
-    return True, f"{type(model).__name__}, {schedule.num_layers} layers"
-
-
 @torch.no_grad()
-def is_inert(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Whether logits with gates and no schedule, or a full one, are bit-identical to the stock model's."""
+def _is_inert(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
     with _stock(model, batch.adapter):
         _, stock = batch.generate(model, DynamicCache(config=model.config))
     full = SkipCache(model, Schedule.full(schedule.num_layers))
@@ -169,15 +172,13 @@ def is_inert(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[
 
 
 @torch.no_grad()
-def matches_uncached(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Whether cached decoding gives the logits of the reference."""
+def _matches_uncached(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
     tokens, logits = batch.generate(model, SkipCache(model, schedule))
     return _compare_with_reference(model, schedule, batch, tokens[:, :-1], logits)
 
 
 @torch.no_grad()
-def training_matches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Whether a training pass, with each layer run on a prefix of positions, gives the logits of the reference."""
+def _training_matches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
     text = batch.generate(model, SkipCache(model, schedule))[0][:, :-1]
     with teacher_forced(model, schedule, batch.width):
         logits = batch.uncached(model, text)
@@ -185,8 +186,7 @@ def training_matches(model: PreTrainedModel, schedule: Schedule, batch: Batch) -
 
 
 @torch.no_grad()
-def matches_alone(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Whether the greedy tokens of a sequence do not depend on other sequences or on padding."""
+def _matches_alone(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
     together, alone = (batch.tokens(model, partial(SkipCache, model, schedule), one) for one in (False, True))
     equal = sum(a == b for a, b in zip(together, alone, strict=True))
     detail = f"{equal} of {len(alone)} sequences equal"
@@ -198,8 +198,7 @@ def matches_alone(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> t
 
 
 @torch.no_grad()
-def runs_repeat(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Whether a second call generates the same tokens: the first leaves no state in the model."""
+def _runs_repeat(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
     cache = partial(SkipCache, model, schedule)
     first = batch.tokens(model, cache)
     batch.generate(model, cache(), sequence=1)
@@ -208,33 +207,35 @@ def runs_repeat(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tup
 
 
 @torch.no_grad()
-def work_falls(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
-    """Whether a step takes a full step's FLOPs minus the skipped layers', plus those of an adapter's bypasses."""
-    layers = decoder_layers(model)
-    names = {id(module): name for name, module in model.named_modules()}
-    owner = type(model).__name__
-    depth = schedule.min_depth
-    least = schedule.flat(depth)
-    running = bind(least, model.config).layers(depth)
-    full, short = (_step_flops(model, batch, SkipCache(model, each)) for each in (least.flat(len(layers)), least))
-    by_layer = [sum(full[f"{owner}.{names[id(layer)]}"].values()) for layer in layers]
-    skipped = sum(flops for index, flops in enumerate(by_layer) if index not in running)
-    bypasses = batch.adapter.flops(sorted(running)) * len(batch.ids) if batch.adapter else 0
-    before, after = sum(full["Global"].values()), sum(short["Global"].values())
-    held = before - after == skipped - bypasses and skipped > bypasses
-    return held, f"{before:,} to {after:,} at {len(running)} of {len(layers)} layers"
+def _work_falls(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tuple[bool, str]:
+    names = {id(module): f"{type(model).__name__}.{name}" for name, module in model.named_modules()}
+    layers = [names[id(layer)] for layer in decoder_layers(model)]
+    least = schedule.flat(schedule.min_depth)
+    running = sorted(bind(least, model.config).layers(schedule.min_depth))
+
+    def flops(depth: int, new_tokens: int = NEW_TOKENS) -> Any:
+        """FLOPs of generation by module."""
+        with FlopCounterMode(display=False) as counter:
+            batch.generate(model, SkipCache(model, least.flat(depth)), new_tokens=new_tokens)
+        counts = counter.get_flop_counts()
+        return {name: sum(counts[name].values()) for name in ("Global", *layers)}
+
+    prompt, full, short = flops(len(layers), 1), flops(len(layers)), flops(schedule.min_depth)
+    skipped = sum(full[name] - prompt[name] for index, name in enumerate(layers) if index not in running)
+    bypasses = batch.adapter.flops(running) * len(batch.ids) * (NEW_TOKENS - 1) if batch.adapter else 0
+    held = full["Global"] - short["Global"] == skipped - bypasses and skipped > bypasses
+    return held, f"{full['Global']:,} to {short['Global']:,} at {len(running)} of {len(layers)} layers"
 
 
 ATTACHES = "its layers can be skipped"
 #: Each returns whether its claim holds, and what was measured, as text.
 CHECKS: dict[str, Callable[[PreTrainedModel, Schedule, Batch], tuple[bool, str]]] = {
-    ATTACHES: attaches,
-    "inert at full depth": is_inert,
-    "cached decoding = these layers without a cache": matches_uncached,
-    "a training pass = these layers without gates": training_matches,
-    "a sequence in a batch = the sequence alone": matches_alone,
-    "a second run generates the same": runs_repeat,
-    "FLOPs fall by the skipped layers' share": work_falls,
+    "inert at full depth": _is_inert,
+    "cached decoding = these layers without a cache": _matches_uncached,
+    "a training pass = these layers without gates": _training_matches,
+    "a sequence in a batch = the sequence alone": _matches_alone,
+    "a second run generates the same": _runs_repeat,
+    "FLOPs fall by the skipped layers' share": _work_falls,
 }
 
 
@@ -335,21 +336,3 @@ def _numbers(logits: Tensor) -> Tensor:
     if logits.isnan().any():
         raise ModelError("logits are NaN")
     return logits
-
-
-def _positions(model: PreTrainedModel, mask: Tensor) -> dict[str, Tensor]:
-    """``position_ids`` of left-padded sequences; {} if the model does not take them."""
-    takes = "position_ids" in inspect.signature(model.forward).parameters
-    return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if takes else {}
-
-
-def _step_flops(model: PreTrainedModel, batch: Batch, cache: Any) -> Any:
-    """FLOPs by module of one decode step after the prompt."""
-    width = batch.width
-    ids = torch.cat([batch.ids, batch.ids[:, -1:]], 1)
-    mask = torch.cat([batch.mask, torch.ones_like(batch.mask[:, :1])], 1)
-    for part in (slice(0, width), slice(width, width + 1)):
-        positions = {name: value[:, part] for name, value in _positions(model, mask).items()}
-        with FlopCounterMode(display=False) as counter:
-            model(ids[:, part], attention_mask=mask[:, : part.stop], **{CACHE: cache}, use_cache=True, **positions)
-    return counter.get_flop_counts()
