@@ -14,7 +14,7 @@ from helpers.tiny import run
 from skipdecode import attach, detach, generate, load
 from skipdecode.data.chat import Prompt, parse_messages
 from skipdecode.data.collator import batches_of
-from skipdecode.data.examples import Example
+from skipdecode.data.tasks import Example
 from skipdecode.evaluation.divergence import divergence
 from skipdecode.files import read_json
 from skipdecode.model.adapter import read_schedules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -20,7 +21,7 @@ def test_the_demo_shows_outputs_and_a_table(monkeypatch: pytest.MonkeyPatch) -> 
     assert [row["speed"] for row in rows] == [1, 2, 5]
     assert rows[0]["layers"] == 24
     assert rows[0]["decoding speed-up"] == 1
-    for before, after in zip(rows, rows[1:], strict=False):
+    for before, after in pairwise(rows):
         assert after["layers"] < before["layers"]
         assert after["peak KV, MB"] < before["peak KV, MB"]
     assert done.stdout.count("  5x  ") == demo.SHOWN

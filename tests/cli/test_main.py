@@ -35,14 +35,6 @@ def test_every_option_has_a_short_help_text(verb: str) -> None:
         assert 0 < len((option.help or "").split()) <= 12, option.name
 
 
-def test_an_option_has_one_type_everywhere() -> None:
-    kinds: dict[str, set[str]] = {}
-    for options in OPTIONS.values():
-        for option in options:
-            kinds.setdefault(option.opts[0], set()).add(option.type.name)
-    assert {name: found for name, found in kinds.items() if len(found) > 1} == {}
-
-
 @pytest.mark.parametrize("verb", sorted(VERBS))
 def test_help_needs_no_model(verb: str) -> None:
     done = run(verb, "--help")

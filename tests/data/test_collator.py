@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from helpers.tiny import TEXTS
 from skipdecode.data.chat import Message
 from skipdecode.data.collator import Collator, batches, batches_of, encoded
-from skipdecode.data.examples import Example
+from skipdecode.data.tasks import Example
 from skipdecode.data.tokenize import encode_prompts, encode_response, train_tokenizer
 
 TOKENIZER = train_tokenizer(TEXTS * 20, 320)

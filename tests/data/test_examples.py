@@ -16,15 +16,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from skipdecode.data.examples import (
-    Example,
-    merge_references,
-    read_examples,
-    read_rows,
-    split_references,
-    subsample,
-)
-from skipdecode.data.tasks import get_task
+from skipdecode.data.examples import merge_references, read_examples, read_rows, split_references, subsample
+from skipdecode.data.tasks import Example, get_task
 from skipdecode.errors import DataError, MissingExtra
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)

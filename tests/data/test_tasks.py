@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from skipdecode.data.chat import Message
-from skipdecode.data.examples import Example, merge_references, read_examples
+from skipdecode.data.examples import merge_references, read_examples
 from skipdecode.data.metrics import DEFAULT
-from skipdecode.data.tasks import TASKS, first_words, get_task
+from skipdecode.data.tasks import TASKS, Example, first_words, get_task
 from skipdecode.errors import DataError
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"

@@ -207,7 +207,7 @@ def test_a_schedule_is_chosen_once_and_said(checkpoint: Path, tmp_path: Path, ec
 
 
 def test_an_output_that_exists_is_kept(tiny: Checkpoint, tmp_path: Path, echo: Any) -> None:
-    """Unless --overwrite; until the new one is whole even then. A missing folder is found before the model is loaded."""
+    """Unless --overwrite; until the new one is whole even then.."""
     target = tmp_path / "out.jsonl"
     target.write_text("old")
     job = GenerationJob(tiny, TEXTS[:4], target, batch_size=2, options=NEW)
@@ -256,7 +256,7 @@ def test_a_killed_job_does_only_the_rest(tiny: Checkpoint, tmp_path: Path, echo:
         with suppress(Killed):
             job_of(tiny, target).run(on_batch=killed_after(batches))
         told: list[Any] = []
-        result = job_of(tiny, target).run(on_start=lambda *rows: told.append(rows))
+        result = job_of(tiny, target).run(on_start=lambda *rows, told=told: told.append(rows))
         assert told == [(8, 2 * batches)]
         assert echo == every
         assert target.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from skipdecode.cli.main import main
-from skipdecode.data.examples import Example
+from skipdecode.data.tasks import Example
 from skipdecode.data.tokenize import train_tokenizer
 
 WORDS = "the cat sat on a mat and saw the dog that sat on the log near a small old house by the river".split()

@@ -61,7 +61,9 @@ def test_the_model_stays_as_it_is(trained: Path, checkpoint: Path) -> None:
     assert sum(weight.numel() for weight in load_file(trained / WEIGHTS).values()) == sum(
         weight.numel() for weight in held.parameters()
     )
-    inputs = tokenizer.pad({"input_ids": encode_prompts(tokenizer, TEXTS[:3])}, padding_side="left", return_tensors="pt")
+    inputs = tokenizer.pad(
+        {"input_ids": encode_prompts(tokenizer, TEXTS[:3])}, padding_side="left", return_tensors="pt"
+    )
     for speedup in (1, 2):
         schedule = Schedule.full(8) if speedup == 1 else read_schedules(trained)[2.0]
         cache = skipdecode.SkipCache(model, schedule)
@@ -121,7 +123,9 @@ def test_a_killed_run_ends_with_the_same_adapter(
     assert (tmp_path / WEIGHTS).read_bytes() == (trained / WEIGHTS).read_bytes()
 
 
-def test_training_comes_nearer_to_the_full_model(checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_training_comes_nearer_to_the_full_model(
+    checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     """On texts that it did not learn from; told before and after, with how long it takes."""
     model, tokenizer = skipdecode.load(str(checkpoint), dtype="float32")
     with torch.no_grad():

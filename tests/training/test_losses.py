@@ -14,7 +14,7 @@ from helpers.families import LAYERS, build
 from helpers.tiny import TEXTS
 from skipdecode import Schedule, attach
 from skipdecode.data.collator import batches_of
-from skipdecode.data.examples import Example
+from skipdecode.data.tasks import Example
 from skipdecode.model.adapter import Adapter
 from skipdecode.training.losses import Distillation, DistillationModel, ExitLoss, Objective, token_loss
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .examples import Example
+from .tasks import Example
 from .tokenize import encode_prompts, encode_response
 
 

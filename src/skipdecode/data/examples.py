@@ -7,16 +7,14 @@ import gzip
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from ..errors import DataError, MissingExtra
 from .chat import Prompt
-
-if TYPE_CHECKING:
-    from .tasks import Task
+from .tasks import Example, Task
 
 #: Where a row stands, for messages, and its columns.
 Row = tuple[str, Mapping[str, Any]]
@@ -27,19 +25,6 @@ SPLITS = {
     "test": ("test", "testset_w_refs"),
 }
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".csv.gz")
-
-
-@dataclass(frozen=True)
-class Example:
-    """One prompt and its reference responses, of which there may be none.
-
-    Attributes:
-        cut: the response was cut off, so that it has no end to learn.
-    """
-
-    prompt: Prompt
-    references: tuple[str, ...] = ()
-    cut: bool = False
 
 
 def read_rows(path: str | Path, text_column: str = "prompt") -> Iterator[Row]:

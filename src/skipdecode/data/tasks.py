@@ -9,13 +9,25 @@ from functools import partial
 from typing import Any
 
 from ..errors import DataError
-from .chat import parse_messages
-from .examples import Example
+from .chat import Prompt, parse_messages
 from .metrics import WORD_OR_CHARACTER, is_unspaced
 
 #: Words of a post, and of an article, in a prompt.
 POST, ARTICLE = 120, 400
 ATTRIBUTE = re.compile(r"\s*([^\[\],]+)\[([^\]]*)\]\s*(?:,|$)")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt and its reference responses, of which there may be none.
+
+    Attributes:
+        cut: the response was cut off, so that it has no end to learn.
+    """
+
+    prompt: Prompt
+    references: tuple[str, ...] = ()
+    cut: bool = False
 
 
 @dataclass(frozen=True)

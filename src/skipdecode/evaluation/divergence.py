@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.chat import Prompt
 from ..data.collator import batches, encoded
-from ..data.examples import Example
 from ..data.metrics import draws
+from ..data.tasks import Example
 from ..errors import ModelError, UsageError
 from ..generation.generate import position_limit
 from ..generation.stats import Completion

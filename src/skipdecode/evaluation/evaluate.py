@@ -22,9 +22,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..data.collator import batches_of
-from ..data.examples import Example, merge_references, read_examples, subsample
+from ..data.examples import merge_references, read_examples, subsample
 from ..data.metrics import DEFAULT, Agreement, Metric, Repetition, paired_scores
-from ..data.tasks import Task, get_task
+from ..data.tasks import Example, Task, get_task
 from ..data.tokenize import encode_prompts
 from ..errors import UsageError
 from ..generation.generate import Decoding, generate_ids, max_positions

@@ -8,7 +8,8 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,17 @@ from ..data.tasks import Task, get_task
 from ..data.tokenize import encode_prompts
 from ..errors import DataError, UsageError
 from ..files import write
+from ..loading.device import placement
 from ..loading.load import Checkpoint
 from ..model.config import untrained_warning
 from ..schedule import Schedule, choose_schedule
 from .generate import check_options, generate_ids, max_positions, position_limit, split_batches, to_prompts
-from .stats import Completion, GenerationOutput, GenerationStats
+from .stats import Completion, GenerateBatch, GenerationOutput, GenerationStats
 
 #: Columns of an output; an input's columns of these names are not copied.
 OUTPUT_COLUMNS = ("text", "tokens", "finish_reason", "error")
 #: Batches that vLLM gets at a time: when one text ends, the next begins.
 VLLM_BATCHES = 8
-
-#: Generates the texts of one batch of token-id prompts, with a seed.
-GenerateBatch = Callable[[Sequence[Sequence[int]], int], GenerationOutput]
 
 
 @dataclass(frozen=True)
@@ -216,14 +215,18 @@ class GenerationJob:
     def _generate(
         self, batches: Mapping[int, Any], schedule: Schedule, options: Mapping[str, Any], positions: int
     ) -> Iterator[tuple[int, GenerationOutput]]:
+        seeded = {index: (batch, self.seed + index) for index, batch in batches.items()}
         if self.workers:
             from .ray import generate_on_ray
 
-            yield from generate_on_ray(self, batches, schedule, options, positions)
+            dtype, device = placement(self.checkpoint.config, self.load.get("dtype", "auto"), self.load.get("device"))
+            job = replace(self, load={**self.load, "dtype": str(dtype).removeprefix("torch."), "device": device})
+            start = partial(start_engine, job, schedule, options, positions)
+            yield from generate_on_ray(start, seeded, self.workers, on_gpu=device != "cpu")
             return
         with start_engine(self, schedule, options, positions) as generate_batch:
-            for index, batch in batches.items():
-                yield index, generate_batch(batch, self.seed + index)
+            for index, (batch, seed) in seeded.items():
+                yield index, generate_batch(batch, seed)
 
 
 @contextmanager
@@ -234,7 +237,7 @@ def start_engine(
     if job.engine == "vllm":
         from .vllm import start_vllm
 
-        with start_vllm(job, schedule, options, positions) as generate_batch:
+        with start_vllm(job.checkpoint, job.load, job.batch_size, schedule, options, positions) as generate_batch:
             yield generate_batch
         return
     tokenizer = job.checkpoint.tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -108,3 +109,7 @@ class GenerationOutput:
     stats: GenerationStats
     completions: list[Completion] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+
+
+#: Generates the texts of one batch of token-id prompts, with a seed.
+GenerateBatch = Callable[[Sequence[Sequence[int]], int], GenerationOutput]

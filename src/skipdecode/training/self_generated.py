@@ -11,8 +11,8 @@ from typing import Any
 from tqdm import tqdm
 
 from ..data.chat import Message, Prompt, around_message, as_json, parse_messages
-from ..data.examples import Example, read_examples, subsample
-from ..data.tasks import Task
+from ..data.examples import read_examples, subsample
+from ..data.tasks import Example, Task
 from ..errors import DataError
 from ..files import write
 from ..generation.generate import max_positions

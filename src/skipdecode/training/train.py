@@ -13,8 +13,8 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.collator import Collator, encoded
-from ..data.examples import Example, merge_references, read_examples, split_references
-from ..data.tasks import Task, get_task
+from ..data.examples import merge_references, read_examples, split_references
+from ..data.tasks import Example, Task, get_task
 from ..errors import DataError, ModelError, UsageError
 from ..generation.generate import max_positions
 from ..hub.custom_generate import write_custom_generate
