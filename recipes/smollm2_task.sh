@@ -10,20 +10,21 @@ cd "$(dirname "$0")/.."
 skipdecode=${SKIPDECODE:-.venv/bin/skipdecode} python=${PYTHON:-.venv/bin/python}
 steps=(--max-steps "${STEPS:-400}" --batch-size "${BATCH:-16}" --bf16 --save-steps 50)
 begin=(--speedups "${SPEEDUPS:-1.5,2,3}") && [ -z "${ADAPTER:-}" ] || begin=(--adapter "$ADAPTER")
-task=(--task "$name") full=$out/full prompts=$data scored=(--task "$name" --data "$data")
+task=(--task "$name") own=(--config "$out/task.yaml") full=$out/full prompts=$data scored=(--task "$name" --data "$data")
 
 mkdir -p "$out"
+echo "task: $name" >"$out/task.yaml"
 [ -f "$out/base/tokenizer.json" ] || "$python" recipes/smollm2.py "$out/base"
 if [ "$name" = cnn_dm ]; then
     [ -f "$out/data/test.jsonl" ] || "$python" recipes/articles.py "$data" "$out/data"
-    task=(--max-new-tokens 96) full=$out/base prompts=$out/data/prompts.jsonl
+    own=(--max-new-tokens 96) full=$out/base prompts=$out/data/prompts.jsonl
     scored=(--data "$out/data" --max-new-tokens 96)
 else
     [ -f "$full/done" ] || "$skipdecode" train "$out/base" "${task[@]}" --data "$data" --output "$full" "${steps[@]}" \
         --speedups 1 --learning-rate 1e-4 --eval-steps 0
     touch "$full/done"
 fi
-[ -f "$out/adapter/adapter.safetensors" ] || "$skipdecode" distill "$full" "${task[@]}" --prompts "$prompts" \
+[ -f "$out/adapter/adapter.safetensors" ] || "$skipdecode" distill "$full" "${own[@]}" --prompts "$prompts" \
     --num-texts "${TEXTS:-3000}" --temperature 0.5 --engine "${ENGINE:-transformers}" --output "$out/adapter" \
     "${steps[@]}" "${begin[@]}"
 "$skipdecode" evaluate "$full" "${scored[@]}" --adapter "$out/adapter" --batch-size 32 --output "$out/table"
