@@ -53,7 +53,7 @@ def transformers_way(model: Any, pad: int, schedule: Schedule, **options: Any) -
             return " ".join(map(str, ids))
 
     def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
-        same = {"min_new_tokens": count, "max_new_tokens": count}
+        same: dict[str, Any] = {"min_new_tokens": count, "max_new_tokens": count}
         tokenizer: Any = Ids()
         output = generate_ids(model, tokenizer, prompts, schedule, len(prompts), **same, **options)
         return [[int(token) for token in each.text.split()] for each in output.completions]

@@ -58,7 +58,7 @@ def main() -> None:
     rows = args.pop("rows")
     config = EvaluateConfig(task=get_task(args.pop("task")), **args)
     evaluate(config, variants(Checkpoint.resolve(config.model), rows, speedups), say=print)
-    print((config.output / "table.md").read_text(encoding="utf-8"))
+    print((Path(config.output) / "table.md").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -36,7 +37,7 @@ def answers(folder: Path, turns: list[str], speedup: float) -> list[str]:
     checkpoint = Checkpoint.resolve(str(folder))
     model = checkpoint.load()
     schedule = choose_schedule(checkpoint.schedules, checkpoint.num_layers, speedup)
-    messages: list[dict[str, str]] = []
+    messages: list[Any] = []
     found = []
     for turn in turns:
         messages.append({"role": "user", "content": turn})

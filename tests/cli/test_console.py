@@ -11,7 +11,7 @@ def test_progress_is_printed_where_there_is_no_terminal(monkeypatch: pytest.Monk
     """A line each interval, with what is done and the time left; none before any work."""
     now = iter(range(0, 100_000, 60))
     printed: list[str] = []
-    monkeypatch.setattr(console.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr("skipdecode.cli.console.time.monotonic", lambda: next(now))
     monkeypatch.setattr(console, "say", printed.append)
     with console.Bar() as bar:
         assert printed == []

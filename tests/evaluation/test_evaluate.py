@@ -51,9 +51,9 @@ def test_one_row_per_method_and_speed(checkpoint: Path, tmp_path: Path) -> None:
     model, tokenizer = skipdecode.load(str(checkpoint))
     prompts = [example.prompt for example in EXAMPLES[:6]]
     full = skipdecode.generate(model, tokenizer, prompts, speedup=1, max_new_tokens=12, do_sample=False)
-    rows = [{"prompt": p, "response": f"{c.text} {p}"} for p, c in zip(prompts, full.completions, strict=True)]
+    inputs = [{"prompt": p, "response": f"{c.text} {p}"} for p, c in zip(prompts, full.completions, strict=True)]
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data.write_text("".join(json.dumps(row) + "\n" for row in inputs))
     methods = ("skipdecode", "multi_exit", "calm")
     rows = evaluated(checkpoint, data, tmp_path / "out", "--speedups", "1,4", "--methods", ",".join(methods))
     assert [(row["method"], row["target"]) for row in rows] == [("full", 1), *((name, 4) for name in methods)]

@@ -243,7 +243,8 @@ def killed_after(batches: int) -> Any:
 def job_of(tiny: Checkpoint, target: Path, **options: Any) -> GenerationJob:
     """Eight rows in four batches."""
     prompts = [f"{'the ' * (i % 5)}é {i}" for i in range(8)]
-    return GenerationJob(tiny, prompts, target, batch_size=2, **{"options": NEW, "seed": 3} | options)
+    settings: dict[str, Any] = {"options": NEW, "seed": 3} | options
+    return GenerationJob(tiny, prompts, target, batch_size=2, **settings)
 
 
 def test_a_killed_job_does_only_the_rest(tiny: Checkpoint, tmp_path: Path, echo: Any) -> None:

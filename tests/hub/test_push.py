@@ -114,7 +114,7 @@ def test_files_of_any_name_go_along(tmp_path: Path) -> None:
     ],
 )
 def test_names_are_those_of_the_hub(
-    repo: str, options: dict[str, str], match: str, adapter: Path, tmp_path: Path
+    repo: str, options: dict[str, Any], match: str, adapter: Path, tmp_path: Path
 ) -> None:
     """A path would be published, and mean nothing elsewhere."""
     with pytest.raises(UsageError, match=match):

@@ -10,9 +10,8 @@ import pytest
 
 from helpers.tiny import run
 from skipdecode import Schedule, ScheduleError
-from skipdecode.latency import planner
 from skipdecode.latency.planner import CLOSE, COUNTS, Workload, at_depth, constant_depths, plan, predict, to_measure
-from skipdecode.latency.profile import Cell, Profile
+from skipdecode.latency.profile import STEPS, Cell, Profile
 
 LAYERS = 12
 
@@ -90,7 +89,7 @@ def test_few_depths_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lengths_to_measure_enclose_the_workload() -> None:
-    assert Workload(1, 64, 128).lengths == [64, 64 + 128 - planner.STEPS - 1]
+    assert Workload(1, 64, 128).lengths == [64, 64 + 128 - STEPS - 1]
     assert Workload(1, 64, 4).lengths == [64]
 
 

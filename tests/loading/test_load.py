@@ -414,7 +414,7 @@ def test_a_gguf_file_is_the_original_and_can_be_saved(
     loaded.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     again, _ = load(tmp_path, device="cpu")
-    options = {"speedup": 2, "max_new_tokens": 6, "eos_token_id": -1}
+    options: dict[str, Any] = {"speedup": 2, "max_new_tokens": 6, "eos_token_id": -1}
     first, second = (skipdecode.generate(each, tokenizer, TEXTS[:3], **options) for each in (loaded, again))
     assert first.completions == second.completions
 

@@ -83,7 +83,7 @@ def test_spans_above_others_are_fitted_to_what_the_lower_ones_give() -> None:
     (in_turn,) = divergence([batch], [schedule])
     lower = Schedule(LAYERS, 6, 6, 1, decay="constant", order=(0, 3, 4, 5, 6, 7, 1, 2))
     upper = Schedule(LAYERS, 6, 6, 1, decay="constant", order=(0, 1, 2, 3, 6, 7, 4, 5))
-    alone = {}
+    alone: dict[str, Any] = {}
     for number, one in enumerate((lower, upper), 2):
         alone |= make_model(model, {float(number): one}, 8, None, [batch]).adapter.bypasses.state_dict()
     both = make_model(model, {2.0: schedule}, 8, None, [batch])

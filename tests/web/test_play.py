@@ -79,10 +79,10 @@ def test_the_speeds_take_turns_by_time() -> None:
             self.tokens.append(0)
 
     slow, fast = Fake(3), Fake(1)
-    gaps = []
+    gaps: list[float] = []
     for each in (slow, fast):
         step = each.step
-        each.step = lambda step=step: (step(), gaps.append(abs(slow.seconds - fast.seconds)))  # type: ignore[method-assign]
+        each.step = lambda step=step: (step(), gaps.append(abs(slow.seconds - fast.seconds)))  # type: ignore
     outputs: Any = [slow, fast]
     for _ in side_by_side(outputs, 10, threading.Lock()):
         pass

@@ -66,8 +66,8 @@ def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list
 def notes(rows: Sequence[Row]) -> dict[str, str]:
     """Notes by name: what the ratios mean, how they were timed, and whether the timings are rough."""
     first = rows[0]
-    whats = ("step", "job")
-    figures = [shown(row[f"{what}_clock_ratio"], row["timed_step_layer_ratio"]) for row in rows for what in whats]
+    parts = ("step", "job")
+    figures = [shown(row[f"{what}_clock_ratio"], row["timed_step_layer_ratio"]) for row in rows for what in parts]
     timed = f"{first['timed_steps']} decode steps of {first['timed_rows']} inputs, in turn with the full model, medians"
     batches = min(row["timed_batches"] for row in rows)
     return {"clock": timed, "ratios": RATIOS} | remarks(figures, first["timed_rows"], batches)
