@@ -131,7 +131,8 @@ def test_the_task_makes_prompts_of_rows(tiny: Checkpoint, tmp_path: Path, echo: 
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": "the cat sat down", "id": 1}])
     (row,) = GenerationJob(tiny, source, task=task, options=NEW).run().rows
     assert (row["prompt"], row["id"], row["text"].startswith(" é")) == ("the cat", 1, True)
-    assert sum(map(len, GenerationJob(tiny, source, task=task).run().texts)) > 0  # with the task's max_new_tokens
+    (row,) = GenerationJob(tiny, source, task=task).run().rows
+    assert "128 new ones" in row["error"]  # the task's
 
 
 # --- rows that cannot be generated
@@ -139,10 +140,9 @@ def test_the_task_makes_prompts_of_rows(tiny: Checkpoint, tmp_path: Path, echo: 
 
 def test_rows_that_the_model_has_no_positions_for_are_errors_of_their_own(tiny: Checkpoint, echo: Any) -> None:
     """Beside good ones, and alone; no model is loaded for nothing."""
-    result = GenerationJob(tiny, ["the cat", "the " * 200, ""], options=NEW).run()
-    assert [sorted(row) for row in result.rows] == [["finish_reason", "prompt", "text", "tokens"]] + [
-        ["error", "prompt"]
-    ] * 2
+    result = GenerationJob(tiny, ["the cat", "the" + " the" * 199, ""], options=NEW).run()
+    columns = [sorted(row) for row in result.rows]
+    assert columns == [["finish_reason", "prompt", "text", "tokens"], ["error", "prompt"], ["error", "prompt"]]
     assert "200 prompt tokens and 4 new ones: the model has 96 positions" in result.rows[1]["error"]
     assert result.rows[2]["error"] == "the prompt has no token"
     assert result.completions[1:] == [None, None]
@@ -163,7 +163,13 @@ def test_a_bad_row_is_an_error_with_its_number(tiny: Checkpoint, tmp_path: Path)
 
 def test_rows_beyond_the_trained_positions_are_mentioned(tmp_path: Path, echo: Any) -> None:
     """RoPE computes them."""
-    config = LlamaConfig(32000, 32, 32, 2, 2, max_position_embeddings=16, eos_token_id=2)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+    )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     sentence_pieces().save_pretrained(tmp_path)
     told: list[str] = []
@@ -207,7 +213,7 @@ def test_a_schedule_is_chosen_once_and_said(checkpoint: Path, tmp_path: Path, ec
 
 
 def test_an_output_that_exists_is_kept(tiny: Checkpoint, tmp_path: Path, echo: Any) -> None:
-    """Unless --overwrite; until the new one is whole even then.."""
+    """Unless --overwrite; until the new one is whole even then. A missing folder is found before any work."""
     target = tmp_path / "out.jsonl"
     target.write_text("old")
     job = GenerationJob(tiny, TEXTS[:4], target, batch_size=2, options=NEW)
@@ -348,10 +354,7 @@ def test_a_kill_between_any_two_changes_loses_and_repeats_nothing(
         if not finished or overwrite:
             job_of(tiny, target, overwrite=overwrite).run()
         assert target.read_bytes() == expected
-        assert len(echo) == (
-            8 if finished and overwrite and target.read_bytes() == expected and len(echo) > 5 else len(echo)
-        )
-        assert len(echo) in (4, 5, 8)
+        assert len(echo) <= 5 or (finished and overwrite and len(echo) == 8)  # at most one batch is repeated
         assert [name for name in names(target.parent) if not name.startswith(".")] == ["out.jsonl"]
         shutil.rmtree(target.parent)
         target.parent.mkdir()
@@ -425,7 +428,9 @@ def test_three_kills_end_in_the_bytes_of_an_unbroken_run(checkpoint: Path, tmp_p
         process.wait()
         assert not target.exists()
     subprocess.run([*command, str(target)], check=True)
-    subprocess.run([*command, str(tmp_path / "whole.jsonl")], check=True)
+    options = {"max_new_tokens": 40, "do_sample": True}
+    model = Checkpoint.resolve(checkpoint)
+    GenerationJob(model, source, tmp_path / "whole.jsonl", batch_size=2, seed=5, options=options).run()
     assert target.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert len(read(target)) == 24
     assert names(tmp_path) == ["in.jsonl", "out.jsonl", "whole.jsonl"]

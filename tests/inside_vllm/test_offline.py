@@ -42,8 +42,9 @@ def run(engine: str, model: str = "demo", batch_size: int = 5, **options: Any) -
         {"speedup": 1},
         {"schedule": Schedule.from_depths(24, [20, 9, 9, 3], order="even", prompt_layers=20, prompt_decay=4)},
         {"speedup": 3, "options": {"repetition_penalty": 1.3, "min_new_tokens": 20}},
+        {"speedup": 3, "options": {"stop_strings": ["The ", "r."]}},
     ],
-    ids=["full", "listed", "options"],
+    ids=["full", "listed", "options", "stops"],
 )
 def test_texts_and_layers_are_the_default_engines(options: dict[str, Any]) -> None:
     """Those of a row alone, since vLLM pads nothing."""
@@ -65,3 +66,17 @@ def test_an_adapters_folder_stands_for_its_model(tmp_path: Path) -> None:
     alone = run("transformers", str(tmp_path), speedup=2)
     assert run("vllm", str(tmp_path), speedup=2).completions == alone.completions
     assert alone.completions != run("transformers", speedup=2).completions
+
+
+def test_a_seed_samples_the_same() -> None:
+    """In every run; equal prompts get different texts."""
+    sampled = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 20}
+    prompts = [demo_texts()[0]] * 40
+
+    def texts(seed: int) -> list[str]:
+        demo = Checkpoint.resolve("demo")
+        return GenerationJob(demo, prompts, batch_size=4, seed=seed, options=sampled, engine="vllm").run().texts
+
+    first = texts(1)
+    assert texts(1) == first != texts(2)
+    assert len(set(first)) > 20
