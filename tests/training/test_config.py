@@ -32,11 +32,10 @@ def test_a_file_and_options_make_the_same_run(tmp_path: Path) -> None:
 
 
 def test_an_adapter_has_defaults_of_its_own() -> None:
-    full, adapter = TrainConfig.create(model="demo").arguments(), DistillConfig.create(model="demo", bf16=True)
-    assert (full.per_device_train_batch_size, full.learning_rate) == (32, 5e-5)
-    args = adapter.arguments()
-    assert (args.per_device_train_batch_size, args.learning_rate, args.bf16) == (8, 1.5e-3, False)
-    assert adapter.in_bfloat16
+    args = TrainConfig.create(model="demo").arguments()
+    assert (args.per_device_train_batch_size, args.learning_rate) == (32, 5e-5)
+    args = DistillConfig.create(model="demo").arguments()
+    assert (args.per_device_train_batch_size, args.learning_rate) == (8, 1.5e-3)
 
 
 def test_any_field_of_transformers_goes_through() -> None:
@@ -61,7 +60,7 @@ def test_any_field_of_transformers_goes_through() -> None:
         (TrainConfig, {"distill_weight": 1, "speedups": "1,2", "speedup_weights": "0,1"}, "keeps the full model"),
         (TrainConfig, {"prompt_layers": "all"}, "prompt_layers"),
         (DistillConfig, {"speedups": "1,2"}, "1x is the model itself"),
-        (DistillConfig, {"adapter": "fast", "warmup_layers": 2}, "has its layers"),
+        (DistillConfig, {"adapter": "fast", "bottom_layers": 2}, "has its layers"),
     ],
 )
 def test_what_contradicts_itself_is_refused(kind: type[RunConfig], options: dict[str, Any], said: str) -> None:
@@ -90,7 +89,7 @@ def test_the_newest_whole_checkpoint_is_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"seed": 2}, {"speedups": "3"}, {"learning_rate": 1e-3}, {"model": "other"}, {"adapter_rank": 9}, {}]
+    "other", [{"seed": 2}, {"speedups": "3"}, {"learning_rate": 1e-3}, {"model": "other"}, {"rank": 9}, {}]
 )
 def test_a_folder_belongs_to_one_run(tmp_path: Path, other: dict[str, Any]) -> None:
     """Files of the model count, not its name alone; --overwrite starts anew, and keeps texts that would be the same."""

@@ -46,8 +46,11 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(checkpoint: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter for 2x and 4x, by the command line. Read it, or copy it to change it."""
     folder = tmp_path_factory.mktemp("adapters") / "adapter"
-    words = [word for name, value in SHORT.items() for word in (f"--{name.replace('_', '-')}", value)]
-    done = run("distill", checkpoint, *words, "--prompts", prompts, "--output", folder)
+    (folder.parent / "run.yaml").write_text("eval_steps: 0")
+    words = ["--prompts", prompts, "--output", folder, "--config", folder.parent / "run.yaml"]
+    for name, value in SHORT.items():
+        words += [] if name == "eval_steps" else [f"--{name.replace('_', '-')}", value]
+    done = run("distill", checkpoint, *words)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -61,9 +64,8 @@ def test_the_model_stays_as_it_is(trained: Path, checkpoint: Path) -> None:
     assert sum(weight.numel() for weight in load_file(trained / WEIGHTS).values()) == sum(
         weight.numel() for weight in held.parameters()
     )
-    inputs = tokenizer.pad(
-        {"input_ids": encode_prompts(tokenizer, TEXTS[:3])}, padding_side="left", return_tensors="pt"
-    )
+    ids = encode_prompts(tokenizer, TEXTS[:3])
+    inputs = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
     for speedup in (1, 2):
         schedule = Schedule.full(8) if speedup == 1 else read_schedules(trained)[2.0]
         cache = skipdecode.SkipCache(model, schedule)
@@ -82,7 +84,7 @@ def test_depth_is_constant_and_speeds_share_an_order(trained: Path) -> None:
     assert (two.distinct_depths, four.distinct_depths) == ((4,), (2,))
     assert two.ranking == four.ranking
     thirty: Any = SimpleNamespace(adapter=None, num_layers=30)
-    for given, expected in (({}, ("top", 5)), ({"warmup_layers": 1}, ("top", 1)), ({"order": "even"}, ("even", 1))):
+    for given, expected in (({}, ("top", 5)), ({"bottom_layers": 1}, ("top", 1)), ({"order": "even"}, ("even", 1))):
         found = distilling.choose_schedules(DistillConfig.create(model="x", **given), thirty)
         assert {speedup: schedule.max_depth for speedup, schedule in found.items()} == {1.5: 20, 2.0: 15}
         assert {(schedule.order, schedule.warmup) for schedule in found.values()} == {expected}
@@ -104,7 +106,7 @@ def test_a_killed_run_ends_with_the_same_adapter(
         patch.setattr(distilling.texts, "save_texts", killed)
         with pytest.raises(Killed):
             distill(checkpoint, prompts, tmp_path)
-    raw = (tmp_path / "self_generated.raw.jsonl").read_bytes()
+    raw = (tmp_path / "self_generated.texts.raw.jsonl").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(
             DistillationTrainer,
@@ -124,7 +126,7 @@ def test_a_killed_run_ends_with_the_same_adapter(
 
 
 def test_training_comes_nearer_to_the_full_model(
-    checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: Any
+    checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On texts that it did not learn from; told before and after, with how long it takes."""
     model, tokenizer = skipdecode.load(str(checkpoint), dtype="float32")

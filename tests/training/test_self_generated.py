@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from helpers.tiny import TEXTS, write_jsonl
 from skipdecode.data.chat import Message
 from skipdecode.data.collator import encoded
-from skipdecode.data.examples import read_examples
-from skipdecode.data.tasks import Example, get_task
+from skipdecode.data.examples import Example, read_examples
+from skipdecode.data.tasks import get_task
 from skipdecode.errors import DataError
 from skipdecode.generation.job import GenerationJob
 from skipdecode.generation.stats import Completion
@@ -105,9 +105,7 @@ def test_a_chat_model_writes_its_users_messages(checkpoint: Path, begin: str) ->
     base = Checkpoint.resolve(str(checkpoint))
     tokenizer = base.tokenizer
     tokenizer.bos_token = "<s>"
-    tokenizer.chat_template = (
-        f"{begin}{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.content }}}}<end>{{% endfor %}}"
-    )
+    tokenizer.chat_template = begin + "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
 
     def write(prompts: Any, options: dict[str, Any]) -> list[Completion]:
         assert prompts == [f"{'<s>' if begin else ''}<user>"] * 4

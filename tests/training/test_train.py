@@ -58,7 +58,7 @@ def test_the_result_is_a_stock_directory_that_carries_its_schedules(
 
 
 def test_the_command_line_and_python_make_the_same_run(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    ours = train(checkpoint, data, tmp_path / "python", learning_rate=1e-3, warmup_layers=2, seed=3)
+    ours = train(checkpoint, data, tmp_path / "python", learning_rate=1e-3, bottom_layers=2, seed=3)
     words = ["train", checkpoint, "--data", data, "--output", tmp_path / "line", "--learning-rate", 1e-3, "--seed", 3]
     words += ["--bottom-layers", 2, "--batch-size", 4, "--max-steps", 1, "--eval-steps", 0, "--speedups", "1,2,4"]
     done = run(*words)

@@ -120,10 +120,8 @@ def test_a_step_costs_less_than_a_full_one(model: Any, tmp_path: Path, form: Any
     """Forward and backward FLOPs of the layers fall as the columns they run do, those of the prompt too."""
     network, _ = model
     flops = {}
-    for name, schedule in {
-        "full": Schedule.full(8),
-        "4x": Schedule.for_speedup(4, 8, 6, decay="linear", **form),
-    }.items():
+    skips = Schedule.for_speedup(4, 8, 6, decay="linear", **form)
+    for name, schedule in {"full": Schedule.full(8), "4x": skips}.items():
         trainer = trainer_of((network.train(), model[1]), tmp_path, {1: schedule})
         batch = batch_of(trainer, 4)
         with FlopCounterMode(display=False) as counter:
@@ -161,7 +159,7 @@ def test_a_step_descends_the_mean_over_its_response_tokens(checkpoint: Path, tmp
 def test_gates_are_entered_once_a_batch_and_stay_for_the_backward_pass(
     recompute: bool, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some recomputation comes through the gates. After a step, or a failed one, no gate is set."""
+    """Some recomputation comes through the gates. The teacher runs outside; after a step none is set."""
     network, _ = model
     options: dict[str, Any] = {"gradient_accumulation_steps": 2}
     if recompute:

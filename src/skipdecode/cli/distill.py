@@ -56,5 +56,4 @@ def chosen(options: dict[str, Any]) -> dict[str, Any]:
         if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
     }
     given.pop("overwrite", None)
-    names = {"rank": "adapter_rank", "bottom_layers": "warmup_layers", "config": "file"}
-    return {names.get(name, name): value for name, value in given.items()}
+    return given | {"file": given.pop("config", None)}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Option
 
 from . import options as o
-from .console import Bar, print_table, say
+from .console import print_table, say
 
 SPEEDUPS = (1.1, 1.25, 1.5, 2.0, 3.0)
 
@@ -31,19 +31,8 @@ def probe(
     from ..training.probe import probe as run
 
     speeds = o.parse_speedups(speedups) or SPEEDUPS
-    longest = max_new_tokens or 96
-    with Bar() as bar:
-        tried = run(
-            model,
-            speeds,
-            prompts=prompts,
-            num_texts=num_texts,
-            max_new_tokens=longest,
-            adapter_rank=rank,
-            dtype=dtype,
-            on_progress=bar.show,
-            say=say,
-        )
+    options: dict[str, Any] = {"prompts": prompts, "num_texts": num_texts, "rank": rank, "dtype": dtype}
+    tried = run(model, speeds, max_new_tokens=max_new_tokens or 96, **options, say=say)
     rows = []
     for each in tried:
         schedule = each.schedule

@@ -46,12 +46,12 @@ Config = TypeVar("Config", bound="RunConfig")
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Options that ``train`` and ``distill`` share, which their help explains, and two that only files and Python take.
+    """Options that ``train`` and ``distill`` share, which their help explains, and three for files and Python.
 
     Args:
         max_eval_samples: examples that are held out for evaluation, at most.
-        attn_implementation: ``eager``, ``sdpa``, …; None: transformers' choice.
-        trainer: fields of transformers' TrainingArguments, such as ``max_steps``.
+        attn_implementation: ``sdpa`` gave NaN losses on GPUs; None: transformers' choice.
+        trainer: fields of transformers' TrainingArguments.
     """
 
     verb: ClassVar[str]
@@ -63,7 +63,7 @@ class RunConfig:
     speedups: tuple[float, ...] | None = None
     speedup_weights: tuple[float, ...] | None = None
     order: str | tuple[int, ...] | None = None
-    warmup_layers: int | None = None
+    bottom_layers: int | None = None
     max_eval_samples: int = 100
     attn_implementation: str | None = "eager"
     trainer: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class RunConfig:
     @property
     def style(self) -> dict[str, Any]:
         """Fields of new schedules that the user set."""
-        values = {"order": self.order, "warmup": self.warmup_layers}
+        values = {"order": self.order, "warmup": self.bottom_layers}
         return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
@@ -123,18 +123,17 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(RunConfig):
-    """Options of ``skipdecode train``, which its help explains, and two that only files and Python take.
+    """Options of ``skipdecode train``, which its help explains, and four for files and Python.
 
     Args:
-        prompt_share: of rows of plain text, the share of the words that is the prompt; 0: the begin-of-text token.
+        prompt_column, response_column, prompt_share: how rows are read, see :func:`~skipdecode.data.tasks.get_task`.
         prompt_decay: number of last prompt positions over which the depth falls already.
 
     Raises:
         UsageError: options contradict each other.
 
     Example:
-        >>> config = TrainConfig.create(model="demo", data="rows.jsonl", speedups="1,2", max_steps=20)
-        >>> config.speedups
+        >>> TrainConfig.create(model="demo", data="rows.jsonl", speedups="1,2", max_steps=20).speedups
         (1.0, 2.0)
     """
 
@@ -196,25 +195,14 @@ class DistillConfig(RunConfig):
     temperature: float | None = None
     engine: str = "transformers"
     adapter: str | None = None
-    adapter_rank: int = 256
+    rank: int = 256
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.speedups and min(self.speedups) <= 1:
             raise UsageError("1x is the model itself: --speedups above 1")
         if self.adapter is not None and self.style:
-            raise UsageError("--adapter has its layers already: no --order or --warmup-layers with it")
-
-    @property
-    def in_bfloat16(self) -> bool:
-        """Whether the frozen model computes in bfloat16; the adapter learns in float32."""
-        return bool(self.trainer.get("bf16"))
-
-    def arguments(self) -> TrainingArguments:
-        """TrainingArguments of the run, without mixed precision."""
-        args = super().arguments()
-        args.bf16 = False
-        return args
+            raise UsageError("--adapter has its layers already: no --order or --bottom-layers with it")
 
 
 def claim_output(config: RunConfig, fingerprint: str, overwrite: bool) -> Path | None:

@@ -8,12 +8,13 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from ..data.collator import batches, batches_of
 from ..data.tasks import Example, get_task
@@ -72,41 +73,32 @@ def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = logger
     base = replace(checkpoint, adapter=None)
     schedules = choose_schedules(config, checkpoint)
     args = config.arguments()
+    where = {"dtype": "bfloat16" if args.bf16 else "float32", "device": str(args.device)}
+    args.bf16 = False  # the frozen model is in bfloat16 itself, and the adapter learns in float32
     folder = Path(config.output)
     last = claim_output(config, checkpoint.fingerprint, overwrite)
-    dtype = "bfloat16" if config.in_bfloat16 else "float32"
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "device": str(args.device),
-        "attn_implementation": config.attn_implementation,
-    }
     if not (folder / TEXTS).exists():
         if args.world_size > 1:
             raise UsageError("one process writes the texts: run this once without accelerate, until training begins")
-        say(forecast(config, base, base.load(**options), schedules, args))
+        say(forecast(config, base, base.load(**where), schedules, args))
         gc.collect()  # gates and layers refer to each other: two models would be in memory
-        texts.save_texts(folder / TEXTS, write_texts(config, base, args, say))
-        for raw in folder.glob("*.raw.jsonl"):
+        texts.save_texts(folder / TEXTS, write_texts(config, base, args, where, say))
+        for raw in folder.glob("self_generated.*.raw.jsonl"):
             raw.unlink()
         gc.collect()
     learned, held_out = texts.hold_out(texts.load_texts(folder / TEXTS), config.max_eval_samples)
 
-    model = base.load(**options)
+    model = base.load(**where, attn_implementation=config.attn_implementation)
     tokenizer = base.tokenizer
     limit = max_positions(model.config) or sys.maxsize
     rows = encode(learned, tokenizer, limit, say, as_written=True)
     evaluated = encode(held_out, tokenizer, limit, say, as_written=True) if held_out else None
     if evaluated is None:
         args.eval_strategy = "no"
-
-    def prefilled(examples: Sequence[Example]) -> list[PrefilledBatch]:
-        made = batches_of(examples, tokenizer, 8, limit, args.device, as_written=True)
-        return [PrefilledBatch(model, batch) for batch in made]
-
     torch.manual_seed(args.seed)
-    fitted = [] if last else prefilled(learned[:FITTED])
-    distilled = make_model(model, schedules, config.adapter_rank, checkpoint.adapter, fitted)
-    measured = prefilled(held_out)
+    fitted = [] if last else prefill(model, tokenizer, learned[:FITTED])
+    distilled = make_model(model, schedules, config.rank, checkpoint.adapter, fitted)
+    measured = prefill(model, tokenizer, held_out)
     if last is None:
         report(schedules, measured, "before training", say)
     trainer = DistillationTrainer(
@@ -173,6 +165,15 @@ def make_model(
     return DistillationModel(model, adapter)
 
 
+def prefill(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Example], batch_size: int = 8
+) -> list[PrefilledBatch]:
+    """Batches of self-generated texts on the model's device; texts longer than its positions are left out."""
+    limit = max_positions(model.config)
+    made = batches_of(texts, tokenizer, batch_size, limit, model.device, as_written=True)
+    return [PrefilledBatch(model, batch) for batch in made]
+
+
 def report(
     schedules: Mapping[float, Schedule], batches: Sequence[PrefilledBatch], when: str, say: Say
 ) -> list[Divergence]:
@@ -184,29 +185,27 @@ def report(
     return measured
 
 
-def write_texts(config: DistillConfig, base: Checkpoint, args: TrainingArguments, say: Say) -> list[Example]:
+def write_texts(
+    config: DistillConfig, base: Checkpoint, args: TrainingArguments, where: Mapping[str, str], say: Say
+) -> list[Example]:
     """Let the full model write the texts; what it wrote before a kill is kept in the output folder."""
     task = get_task(config.task)
-    load = {"dtype": "bfloat16" if config.in_bfloat16 else "auto"}
-    job = GenerationJob(base, [], speedup=1, load=load, engine=config.engine, seed=args.seed)
 
-    def write(prompts: Any, options: dict[str, Any], name: str = "self_generated.raw.jsonl") -> Any:
-        size = texts_per_batch(args)
-        with tqdm(desc="self-generated texts", unit="text", file=sys.stderr) as bar:
-            file = Path(config.output) / name
-            part = replace(job, prompts=prompts, output=file, options=options, batch_size=size)
-            return texts.write_with_job(part, bar)
+    def write(prompts: Any, options: dict[str, Any], name: str = "texts") -> Any:
+        file = Path(config.output) / f"self_generated.{name}.raw.jsonl"
+        settings: dict[str, Any] = {"speedup": 1, "seed": args.seed, "engine": config.engine, "options": options}
+        job = GenerationJob(base, prompts, file, batch_size=texts_at_once(args), load=where, **settings)
+        with tqdm(desc=f"self-generated {name}", unit="text", file=sys.stderr) as bar:
+            return texts.write_with_job(job, bar)
 
-    def write_messages(prompts: Any, options: dict[str, Any]) -> Any:
-        return write(prompts, options, "self_generated_messages.raw.jsonl")
-
+    write_messages = partial(write, name="messages")
     prompts = texts.find_prompts(base, config.prompts, task, config.num_texts, write_messages, say)
     rows = texts.spread(prompts, config.num_texts)
     options = texts.text_options(prompts, config.max_new_tokens or task.max_new_tokens, config.temperature)
     return texts.keep_texts(rows, write(rows, options), say)
 
 
-def texts_per_batch(args: TrainingArguments) -> int:
+def texts_at_once(args: TrainingArguments) -> int:
     """Texts that are written together: more than are learned together, since keys and values take less memory."""
     return max(args.train_batch_size, 32) * (1 if args.device.type == "cpu" else 8)
 
@@ -222,7 +221,7 @@ def forecast(
     tokenizer = base.tokenizer
     count = config.num_texts
     longest = config.max_new_tokens or get_task(config.task).max_new_tokens
-    at_once = min(texts_per_batch(args), count)
+    at_once = min(texts_at_once(args), count)
     few = texts.SAMPLING | {"min_new_tokens": STEPS + 1, "max_new_tokens": STEPS + 1}
     for _ in range(2):  # the first is not counted
         stats = generate_ids(model, tokenizer, encode_prompts(tokenizer, ["The"]) * at_once, None, at_once, **few).stats
@@ -231,7 +230,7 @@ def forecast(
         tokens += texts.LONGEST_MESSAGE
     writing = stats.decode_seconds / stats.steps * tokens * math.ceil(count / at_once)
 
-    distilled = make_model(model, schedules, config.adapter_rank, None, [])
+    distilled = make_model(model, schedules, config.rank, None, [])
     pad = tokenizer.pad_token_id
     for examples, length in ((1, 8), (args.train_batch_size, longest)):  # the first is not counted
         row = {"prompt_ids": [pad] * 32, "response_ids": [pad] * length}

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data.collator import batches_of
+from tqdm import tqdm
+
 from ..data.tasks import get_task
 from ..data.tokenize import encode_prompts
 from ..errors import UsageError
 from ..evaluation.divergence import Divergence, divergence
-from ..generation.generate import generate_ids, max_positions
+from ..generation.generate import generate_ids
 from ..loading.load import Checkpoint
 from ..model.adapter import Adapter
 from ..model.attach import put_adapter
 from ..model.config import bind
 from ..model.inspect import text_config
-from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule
 from .adapter_init import fit_bypasses
-from .distill import default_warmup
+from .distill import default_warmup, prefill
 from .self_generated import Say, find_prompts, keep_texts, spread, text_options
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,12 @@ def probe(
     prompts: str | Path | None = None,
     num_texts: int = 64,
     max_new_tokens: int = 96,
-    adapter_rank: int = 256,
+    rank: int = 256,
     batch_size: int = 8,
     seed: int = 0,
     dtype: str = "auto",
     device: str | None = None,
-    on_progress: Callable[[str, int, int], object] = lambda what, done, total: None,
-    say: Say = print,
+    say: Say = logger.warning,
 ) -> list[Candidate]:
     """Let a model write texts; fit bypasses to one half of them, and measure :func:`candidates` on the other.
 
@@ -72,13 +75,10 @@ def probe(
         name: model: folder, Hub name, or ``demo``.
         speedups: targets, 1 to the number of layers.
         prompts: file of prompts for the texts; None: a chat model's own, else the begin-of-text token.
-        num_texts: number of texts.
-        max_new_tokens: longest text.
-        adapter_rank: rank of the bypasses.
+        num_texts, max_new_tokens, seed: of the texts.
+        rank: of the bypasses.
         batch_size: texts measured together.
-        seed: of the texts.
         dtype, device: as :func:`skipdecode.load` takes them.
-        on_progress: receives what is done, how much of it, and how much there is.
         say: receives messages for the user.
 
     Raises:
@@ -88,47 +88,30 @@ def probe(
     checkpoint = Checkpoint.resolve(name)
     if checkpoint.adapter is not None:
         raise UsageError(f"{name} is an adapter already: give its model")
-    schedules = {(k, each): each for k in sorted(set(speedups)) for each in candidates(checkpoint.num_layers, k)}
+    schedules = [(k, schedule) for k in sorted(set(speedups)) for schedule in candidates(checkpoint.num_layers, k)]
     model = checkpoint.load(dtype, device).requires_grad_(False)
     tokenizer = checkpoint.tokenizer
-    written = 0
-
-    def count(stats: Any) -> None:
-        nonlocal written
-        written += stats.rows
-        on_progress("texts", written, num_texts)
 
     def write(prompts: Any, options: dict[str, Any]) -> Any:
         ids = encode_prompts(tokenizer, prompts)
-        return generate_ids(
-            model, tokenizer, ids, None, 4 * batch_size, seed=seed, on_batch=count, **options
-        ).completions
+        with tqdm(desc="texts", total=len(ids), file=sys.stderr) as bar:
+            options |= {"seed": seed, "on_batch": lambda stats: bar.update(stats.rows)}
+            return generate_ids(model, tokenizer, ids, None, 4 * batch_size, **options).completions
 
     found = find_prompts(checkpoint, prompts, get_task("jsonl"), num_texts, write, say)
     rows = spread(found, num_texts)
-    written = 0
     texts = keep_texts(rows, write(rows, text_options(found, max_new_tokens)), say)
     if len(texts) < 4:
         raise UsageError(f"probing needs four texts at least: {len(texts)} of {num_texts} can be used")
-    limit = max_positions(model.config)
     half = len(texts) // 2
-    fitted, measured = (
-        [
-            PrefilledBatch(model, batch)
-            for batch in batches_of(part, tokenizer, batch_size, limit, model.device, as_written=True)
-        ]
-        for part in (texts[:half], texts[half:])
-    )
-    skipped = divergence(measured, list(schedules.values()))
-    tried: list[Candidate] = []
-    for ((speedup, _), schedule), without in zip(schedules.items(), skipped, strict=True):
-        on_progress("choices of layers", len(tried), len(schedules))
-        bound = bind(schedule, model.config)
-        adapter = Adapter(text_config(model.config).hidden_size, adapter_rank, {speedup: bound})
+    fitted, measured = (prefill(model, tokenizer, part, batch_size) for part in (texts[:half], texts[half:]))
+    skipped = divergence(measured, [schedule for _, schedule in schedules])
+    tried = []
+    for number, (speedup, schedule) in enumerate(tqdm(schedules, "choices of layers", file=sys.stderr)):
+        adapter = Adapter(text_config(model.config).hidden_size, rank, {speedup: bind(schedule, model.config)})
         put_adapter(model, adapter)
         fit_bypasses(adapter, fitted)
-        (bypassed,) = divergence(measured, [bound])
+        (bypassed,) = divergence(measured, [schedule])
         put_adapter(model, None)
-        tried.append(Candidate(speedup, schedule, without, bypassed))
-    on_progress("choices of layers", len(tried), len(schedules))
+        tried.append(Candidate(speedup, schedule, skipped[number], bypassed))
     return tried

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -57,44 +58,33 @@ def user_messages(checkpoint: Checkpoint, count: int, write: Write, say: Say) ->
     """Conversations of one message, which a chat model writes itself (Xu et al., 2024, "Magpie", section 2.1).
 
     The model gets its chat template up to where a user's first message begins. Of ``count`` messages, those that are
-    empty, loop, do not end, or repeat another are left out.
-
-    Args:
-        checkpoint: of a chat model.
-        count: number of messages that are written.
-        write: writes the texts behind prompts, with options of ``model.generate``.
-        say: receives messages for the user.
-
-    Raises:
-        DataError: no message ends.
-        ModelError: the chat template takes no user's message.
+    empty, loop, do not end, or repeat another are left out. Raises DataError if none is left.
     """
     tokenizer = checkpoint.tokenizer
     before, after = around_message(tokenizer)
     bos = tokenizer.bos_token
     if bos and before.startswith(bos) and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
         before = before.removeprefix(bos)  # the tokenizer adds one
-    positions = max_positions(checkpoint.config)
-    longest = min(LONGEST_MESSAGE, positions // 4) if positions else LONGEST_MESSAGE
+    positions = max_positions(checkpoint.config) or sys.maxsize
+    longest = min(LONGEST_MESSAGE, positions // 4)  # the template and the answer need some too
     options = MESSAGE_SAMPLING | {"max_new_tokens": longest, "stop_strings": [after]}
     texts = keep_texts([before] * count, write([before] * count, options), say, ended=True)
-    messages = [text.references[0].split(after)[0].strip() for text in texts]
+    messages = dict.fromkeys(text.references[0].split(after)[0].strip() for text in texts)
     if not any(messages):
         raise DataError("the model writes no user's message that ends: give --prompts FILE")
-    return [(Message("user", message),) for message in dict.fromkeys(messages) if message]
+    return [(Message("user", message),) for message in messages if message]
 
 
 def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     """``count`` prompts: evenly spaced ones if there are more, else each several times."""
-    chosen = [example.prompt for example in subsample([Example(prompt, ()) for prompt in prompts], count)]
+    chosen = subsample(prompts, count)
     return [chosen[i % len(chosen)] for i in range(count)]
 
 
 def text_options(prompts: Sequence[Prompt], max_new_tokens: int, temperature: float | None = None) -> dict[str, Any]:
     """Options of ``model.generate`` for texts behind ``prompts``.
 
-    The default temperature is 0.5, where texts are surer and easier to learn; 1 from a single prompt, whose texts would
-    be the same.
+    The default temperature is 0.5, where texts are easier to learn; 1 from a single prompt, whose texts would repeat.
     """
     if temperature is None:
         temperature = 1.0 if len(set(prompts)) == 1 else 0.5
@@ -102,22 +92,12 @@ def text_options(prompts: Sequence[Prompt], max_new_tokens: int, temperature: fl
 
 
 def keep_texts(
-    prompts: Sequence[Prompt],
-    completions: Sequence[Completion | None],
-    say: Say,
-    *,
-    ended: bool = False,
+    prompts: Sequence[Prompt], completions: Sequence[Completion | None], say: Say, *, ended: bool = False
 ) -> list[Example]:
     """Texts without those that are empty, end in a loop, or were written before for the same prompt.
 
-    Args:
-        prompts: of the completions; None in place of a completion: the prompt was too long.
-        completions: the texts.
-        say: receives how many texts are left out.
-        ended: leave out texts that were cut off at ``max_new_tokens``.
-
-    Raises:
-        DataError: no text is left.
+    None stands for a prompt that was too long; ``ended`` leaves out texts that were cut off at ``max_new_tokens``.
+    Raises DataError if no text is left.
     """
     texts: dict[Example, None] = {}
     left_out: Counter[str] = Counter()
@@ -138,10 +118,10 @@ def keep_texts(
             left_out["repeated"] += 1
         else:
             texts[example] = None
-    if left_out:
-        counts = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
-        if not texts:
-            raise DataError(f"no text is left to learn from ({counts}): give other --prompts, or another --temperature")
+    counts = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
+    if not texts:
+        raise DataError(f"no text is left to learn from ({counts}): give other --prompts, or another --temperature")
+    if counts:
         say(f"left out of the self-generated texts: {counts}")
     return list(texts)
 
