@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import UnsupportedModel
-from ..generation.stats import GenerationStats
+from ..generation.generate import end_token_ids
+from ..generation.stats import GenerationOutput
 from ..model.inspect import decoder_layers
 from ..schedule import Schedule
 
@@ -37,7 +38,7 @@ def multi_exit(trained: Mapping[float, Schedule], num_layers: int, speedup: floa
 
 
 def calm(
-    model: PreTrainedModel, speedup: float, horizon: int, generate: Callable[[Any], GenerationStats]
+    model: PreTrainedModel, speedup: float, horizon: int, generate: Callable[[Any], GenerationOutput]
 ) -> tuple[Callable[[PreTrainedModel], DynamicCache], dict[str, Any]]:
     """Cache factory for CALM (Schuster et al., 2022) at the threshold that gives a speed-up in layers, and notes on it.
 
@@ -49,7 +50,7 @@ def calm(
         model: must be inside :func:`exits` during generation.
         speedup: the full model's layers divided by those that one sequence runs.
         horizon: decode steps over which the threshold falls, at least 1.
-        generate: generates some texts with a cache factory, and returns the stats.
+        generate: generates some texts with a cache factory.
     """
     low = 0.0
     high = 6.0
@@ -57,7 +58,7 @@ def calm(
     for _ in range(9):
         nines = (low + high) / 2
         factory = confidence_caches(model, 1 - 10**-nines, horizon)
-        stats = generate(factory)
+        stats = generate(factory).stats
         ratio = stats.num_layers / stats.row_depth
         trials.append((abs(ratio / speedup - 1), nines, ratio))
         if ratio < speedup:
@@ -79,8 +80,7 @@ def confidence_caches(
     """
     if not all(hasattr(layer, "keys") for layer in DynamicCache(config=model.config).layers):
         raise UnsupportedModel(f"{type(model).__name__} has recurrent layers, which keep no state of skipped tokens")
-    ends = model.generation_config.eos_token_id
-    stops = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    stops = sorted(end_token_ids({}, model.generation_config))
     return partial(ConfidenceCache, reader=read_out(model), threshold=threshold, horizon=horizon, stops=stops)
 
 

@@ -27,6 +27,7 @@ from ..data.metrics import DEFAULT, Agreement, Metric, Repetition, paired_scores
 from ..data.tasks import Example, Task, get_task
 from ..data.tokenize import encode_prompts
 from ..errors import UsageError
+from ..files import write
 from ..generation.generate import Decoding, generate_ids, max_positions
 from ..generation.stats import GenerationOutput
 from ..latency.timing import alternate, compare, forced, typical_steps
@@ -66,11 +67,8 @@ class EvaluateConfig:
         batch_size: prompts decoded together.
         max_new_tokens: None: the task's.
         timing_examples, timing_rounds: number of examples to time, and how often.
-        dtype, device, quantization, prepack: as :func:`skipdecode.load` takes them, for all models alike.
+        dtype, device, quantization: as :func:`skipdecode.load` takes them, for all models alike.
         overwrite: delete the rows of other settings in ``output``.
-
-    Raises:
-        UsageError: a speed-up is below 1, or a method is unknown.
     """
 
     model: str
@@ -90,12 +88,7 @@ class EvaluateConfig:
     dtype: str = "auto"
     device: str | None = None
     quantization: str | None = None
-    prepack: bool = False
     overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        if unknown := [name for name in self.methods if name not in METHODS]:
-            raise UsageError(f"unknown method {unknown[0]}: give {', '.join(METHODS)}")
 
 
 @dataclass(frozen=True)
@@ -186,7 +179,9 @@ def list_variants(config: EvaluateConfig) -> list[Variant]:
     by = "skipdecode" if checkpoint.adapter else trained_method(checkpoint.config)
     speedups = config.speedups or sorted(trained) or [speedup for speedup in (1, 2, 3, 4, 5) if speedup <= layers]
     variants = [Variant("full-1x", full, "full", 1.0, None, METHODS["full"])]
-    for method in config.methods or [by if by in METHODS and by != "full" else "skipdecode"]:
+    for method in config.methods or ["skipdecode" if by == "full" else by]:
+        if method not in METHODS:
+            raise UsageError(f"unknown method {method}: give {', '.join(METHODS)}")
         learned = by == "multi_exit" if method == "calm" else by == method
         for speedup in speedups:
             if speedup == 1 and config.reference is None:
@@ -229,9 +224,8 @@ class _Evaluation:
     @property
     def settings(self) -> dict[str, Any]:
         """JSON values that all rows of a table must share."""
-        config = self.config
         texts = json.dumps([asdict(example) for example in self.examples])
-        names = ("batch_size", "timing_examples", "timing_rounds", "quantization", "prepack")
+        names = ("batch_size", "timing_examples", "timing_rounds", "quantization")
         return {
             "version": VERSION,
             "full model": self.full.checkpoint.fingerprint,
@@ -239,27 +233,22 @@ class _Evaluation:
             "max_new_tokens": self.max_new_tokens,
             "dtype": str(self._dtype).removeprefix("torch."),
             "machine": machine(self._device),
-        } | {name: getattr(config, name) for name in names}
+        } | {name: getattr(self.config, name) for name in names}
 
     def saved(self, variants: Sequence[Variant]) -> dict[str, dict[str, Any]]:
         """Rows that an earlier call saved, by key. UsageError: they have other settings."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        whole = b""
+        lines = [self.settings]
         if self._path.exists() and not self.config.overwrite:
-            content = self._path.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1]  # a killed process leaves half a line
-        if not whole:
-            whole = json.dumps(self.settings).encode() + b"\n"
-        self._path.write_bytes(whole)
-        settings, *rows = map(json.loads, whole.splitlines())
-        saved = {row["variant"]["key"]: row for row in rows}
-        other = [name for name, value in self.settings.items() if settings.get(name) != value]
-        other += [each.key for each in variants if each.key in saved and saved[each.key]["variant"] != each.identity]
+            whole, _, _ = self._path.read_text("utf-8").rpartition("\n")  # a killed process leaves half a line
+            lines = [json.loads(line) for line in whole.splitlines()] or lines
+        rows = {row["variant"]["key"]: row for row in lines[1:]}
+        other = [name for name, value in self.settings.items() if lines[0].get(name) != value]
+        other += [each.key for each in variants if each.key in rows and rows[each.key]["variant"] != each.identity]
         if other:
-            raise UsageError(
-                f"{self._path} was measured with another {other[0]}: give another --output, or --overwrite"
-            )
-        return saved
+            raise UsageError(f"{self._path} holds rows of another {other[0]}: give another --output, or --overwrite")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write(self._path, "".join(f"{json.dumps(line)}\n" for line in lines))
+        return rows
 
     def measure(self, variant: Variant, full_row: Mapping[str, Any] | None) -> dict[str, Any]:
         """Row of a variant, which is appended to the saved ones. ``full_row`` is the full model's, once there is one.
@@ -290,7 +279,7 @@ class _Evaluation:
             "job_layer_ratio": round(layers / stats.job_depth, 3),
             "tokens": stats.tokens,
             "steps": stats.steps,
-            "longest_steps": max(output.lengths),
+            "longest_steps": max(*output.lengths, 1),
             "peak_kv_bytes": stats.peak_kv_bytes,
             **self._scores(texts, full_texts),
             **notes,
@@ -309,17 +298,15 @@ class _Evaluation:
         if variant.method != "calm":
             return None, {}
         some = subsample(self.examples, 2 * self.config.batch_size)
-        try_out = lambda factory: self._generate(variant, some, factory).stats  # noqa: E731
-        return calm(model, variant.speedup, max(full_row["longest_steps"], 1), try_out)
+        return calm(model, variant.speedup, full_row["longest_steps"], partial(self._generate, variant, some))
 
     def _model(self, checkpoint: Checkpoint) -> PreTrainedModel:
         """Model of a checkpoint. Only the full model and the last one stay in memory."""
         if checkpoint.fingerprint not in self._loaded:
             full = self.full.checkpoint.fingerprint
             self._loaded = {name: model for name, model in self._loaded.items() if name == full}
-            self._loaded[checkpoint.fingerprint] = checkpoint.load(
-                self._dtype, self._device, quantization=self.config.quantization, prepack=self.config.prepack
-            )
+            quantization = self.config.quantization
+            self._loaded[checkpoint.fingerprint] = checkpoint.load(self._dtype, self._device, quantization=quantization)
         return self._loaded[checkpoint.fingerprint]
 
     def _generate(
@@ -360,16 +347,15 @@ class _Evaluation:
         tokenizer = self.full.checkpoint.tokenizer
         size = self.config.batch_size
         prompts = [example.prompt for example in self.examples]
-        loss = loss_under(full, tokenizer, prompts, output.completions, size)
-        found: dict[str, Any] = {"text_loss": round(loss, 4)}
+        found: dict[str, Any] = {"text_loss": round(loss_under(full, tokenizer, prompts, output.completions, size), 4)}
         schedule = variant.schedule or Schedule.full(variant.checkpoint.num_layers)
         # One pass does what decoding does if depths do not depend on tokens, and the prompt runs all layers.
         if variant.method != "calm" and schedule.prompt_layers is None and not schedule.prompt_decay:
             examples = [Example(prompt, (text,)) for prompt, text in zip(prompts, full_texts, strict=True)]
             limit = max_positions(model.config)
             batches = batches_of(examples, tokenizer, size, limit, model.device, as_written=True)
-            passes = (PrefilledBatch(model, batch) for batch in batches)
-            (near,) = divergence(passes, [schedule], None if model is full else full)
+            prefilled = (PrefilledBatch(model, batch) for batch in batches)
+            (near,) = divergence(prefilled, [schedule], None if model is full else full)
             found |= {"kl": round(near.kl, 4), "top_1": round(100 * near.top1, 4)}
             if near.interval:
                 found["kl_interval"] = [round(end, 4) for end in near.interval]
@@ -409,13 +395,13 @@ class _Evaluation:
     def about(self, command: str | None) -> dict[str, str]:
         """Notes below the tables."""
         config = self.config
-        faster = {"quantization": config.quantization, "prepack": config.prepack or None}
-        return {
-            **({"command": command} if command else {}),
+        notes = {
+            "command": command,
             "rows": f"{len(self.examples)} test inputs of {config.task.name}, greedy, batch {config.batch_size}",
             "machine": machine(self._device),
             "weights": self.settings["dtype"],
-            **{name: str(value) for name, value in faster.items() if value},
+            "quantization": config.quantization,
             "rounds": f"{config.timing_rounds}, the full model and the row's in turn",
             "intervals": "95%, bootstrap over inputs, 1000 samples; of differences from the full model: paired",
         }
+        return {name: note for name, note in notes.items() if note}

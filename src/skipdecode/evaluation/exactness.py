@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, PreTrainedModel
 
-from ..errors import ModelError, SkipDecodeError, UnsupportedModel, UsageError
+from ..errors import ModelError, SkipDecodeError, UsageError
 from ..loading.load import Checkpoint
 from ..model.adapter import Adapter
 from ..model.attach import attach, detach, teacher_forced
@@ -107,36 +107,26 @@ def check_model(
 
     Raises:
         UsageError: the schedule skips nothing.
+        UnsupportedModel: no layer of the model can be skipped exactly.
     """
-    schedule = choose_schedule(checkpoint.schedules, checkpoint.num_layers, speedup)
-    if not checkpoint.schedules:
-        schedule = Schedule.for_speedup(speedup or 2, checkpoint.num_layers, HORIZON, decay="linear")
+    schedule = Schedule.for_speedup(speedup or 2, checkpoint.num_layers, HORIZON, decay="linear")
+    if checkpoint.schedules:
+        schedule = choose_schedule(checkpoint.schedules, checkpoint.num_layers, speedup)
     if schedule.depths is None:
         schedule = schedule.replace(horizon=min(schedule.horizon, HORIZON))
     if schedule.is_full:
         raise UsageError("the schedule skips nothing: give a --speedup of 2 or more")
-    try:
-        model = checkpoint.load(dtype, device)
-    except UnsupportedModel as error:
-        yield Finding(ATTACHES, False, str(error))
-        return
+    model = checkpoint.load(dtype, device)
     yield from run_checks(model.to("cpu") if model.device.type == "mps" else model, schedule)  # mps has no float64
 
 
 def run_checks(model: PreTrainedModel, schedule: Schedule) -> Iterator[Finding]:
-    """Yield a finding for :data:`ATTACHES` and each claim of :data:`CHECKS`; gates stay attached.
+    """Yield a finding for each claim of :data:`CHECKS` about a model with gates attached.
 
     Skipping can amplify rounding errors, so a claim that fails in the model's dtype is checked again in float64. An
     error that SkipDecode or the model raises is a claim that does not hold.
     """
-    gates = gates_of(model)
-    batch = replace(sample_batch(model), adapter=gates and gates.adapter)
-    try:
-        attach(model, adapter=batch.adapter)
-    except UnsupportedModel as error:
-        yield Finding(ATTACHES, False, str(error))
-        return
-    yield Finding(ATTACHES, True, f"{type(model).__name__}, {schedule.num_layers} layers")
+    batch = replace(sample_batch(model), adapter=gates_of(model).adapter)
     for claim, check in CHECKS.items():
         try:
             held, detail = check(model, schedule, batch)
@@ -227,7 +217,6 @@ def _work_falls(model: PreTrainedModel, schedule: Schedule, batch: Batch) -> tup
     return held, f"{full['Global']:,} to {short['Global']:,} at {len(running)} of {len(layers)} layers"
 
 
-ATTACHES = "its layers can be skipped"
 #: Each returns whether its claim holds, and what was measured, as text.
 CHECKS: dict[str, Callable[[PreTrainedModel, Schedule, Batch], tuple[bool, str]]] = {
     "inert at full depth": _is_inert,
