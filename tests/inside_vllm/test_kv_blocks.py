@@ -24,6 +24,7 @@ from vllm.v1.request import Request as VRequest
 
 from helpers.engine import (
     Reference,
+    Request,
     check_no_block_is_lost,
     demo_prompts,
     engine,
@@ -71,6 +72,8 @@ class Watch:
             return preempt(*args, **kwargs)
 
         def executed(*args: Any, **kwargs: Any) -> Any:
+            if len(self.running) % 8:  # the check takes longer than a step
+                return execute(*args, **kwargs)
             with FreeBlocks(made):
                 return execute(*args, **kwargs)
 
@@ -116,7 +119,9 @@ def test_more_requests_run_in_the_same_memory_and_prefixes_are_found_as_often(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Constant 3x, prompts as shallow: two thirds of the blocks are free at once."""
-    requests = requests_of(demo_prompts(reference)[-24:], 48, seed=1, speedups=(3.0,))
+    source = random.Random(1)
+    prompts = [tuple(source.choices(range(3, 1000), k=80)) for _ in range(24)]
+    requests = [Request(prompt, 3.0, source.randint(16, 40)) for prompt in prompts]
     texts = reference.texts(requests, lambda _: CONSTANT.replace(prompt_layers="max"))
     seen, cached = {}, {}
     for free in (False, True):
@@ -134,7 +139,7 @@ def test_more_requests_run_in_the_same_memory_and_prefixes_are_found_as_often(
             assert serve(made, requests).texts() == texts
             check_no_block_is_lost(made)
     assert max(seen[True].running) >= 2.5 * max(seen[False].running)
-    assert len(seen[True].running) < len(seen[False].running)
+    assert len(seen[True].running) < len(seen[False].running) / 1.5
     assert cached[True] == cached[False]
     assert sum(cached[True][1].values()) > 0
 
@@ -142,7 +147,7 @@ def test_more_requests_run_in_the_same_memory_and_prefixes_are_found_as_often(
 def test_any_speeds_arrivals_and_ends(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """Falling depths, chunks of prompts, preemption, aborts; and blocks are looked for only where a step needs some."""
     source = random.Random(3)
-    requests = requests_of(demo_prompts(reference), 96, seed=2)
+    requests = requests_of(demo_prompts(reference), 64, seed=2)
     searched: list[str] = []
     original = kv_blocks.BucketManager.allocate_new_blocks
 
@@ -163,7 +168,7 @@ def test_any_speeds_arrivals_and_ends(reference: Reference, monkeypatch: pytest.
         buckets = len(scheduler(made).kv_cache_manager.coordinator.single_type_managers)
     texts = reference.texts(requests)
     finished = [place for place in range(len(requests)) if served.tokens[place]]
-    assert 48 < len(finished) < len(requests)
+    assert 32 < len(finished) < len(requests)
     assert [served.tokens[place] for place in finished] == [texts[place] for place in finished]
     assert watch.preempted > 0
     assert len(searched) < buckets * sum(watch.running) / 2
