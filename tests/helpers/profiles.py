@@ -7,7 +7,7 @@ from typing import Any
 
 from skipdecode.latency.profile import Pass, Profile, shape_of
 from skipdecode.loading.device import machine
-from skipdecode.loading.load import read_config
+from skipdecode.loading.load import Checkpoint
 
 SIZES, LENGTHS = (1, 4, 16), (16, 128, 512)
 
@@ -45,6 +45,6 @@ def made(
 def profile_of(checkpoint: Path, **options: Any) -> Profile:
     """Of eight layers that take as long as all that is beyond them."""
     passes = tuple(Pass(size, length, (0.00125,), 0.01, 0.0) for size in (1, 8) for length in (4, 90))
-    placed: dict[str, Any] = {"shape": shape_of(read_config(str(checkpoint))), "machine": machine("cpu")}
+    placed: dict[str, Any] = {"shape": shape_of(Checkpoint.resolve(checkpoint).config), "machine": machine("cpu")}
     placed |= {"model": "made", "dtype": "float32", "device": "cpu", "options": options}
     return Profile(**placed, kinds=("layer",), layers=(0,) * 8, prompts=passes, steps=passes)
