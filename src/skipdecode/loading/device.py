@@ -54,19 +54,3 @@ def machine(device: str | None = None) -> str:
         name += "" if device.startswith("cpu") else f", {device}"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return f"{name}; {versions}, Python {platform.python_version()}"
-
-
-# Old names, until no room calls them.
-
-
-def is_here(device: str) -> bool:
-    """Whether this machine has such a device."""
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError):
-        return False
-    return True
-
-
-def check_dtype(dtype: Any) -> None:
-    """Nothing: transformers refuses unknown types."""

@@ -396,11 +396,6 @@ def read_weights(path: str, *, config: Any = None, revision: str | None = None, 
     return Checkpoint.resolve(path, None, revision).read_weights(**options)
 
 
-def checkpoint_files(path: str, revision: str | None = None) -> Path:
-    """Folder with a model's weights; use :class:`Checkpoint`."""
-    return Checkpoint.resolve(path, None, revision).folder
-
-
 def new_config(path: Path) -> Any:
     """Config of a model to train from scratch."""
     return AutoConfig.for_model(**json.loads(path.read_text("utf-8")))

@@ -12,8 +12,3 @@ def optimizations(quantization: str | None = None, prepack: bool = False) -> dic
     linear_class(quantization, prepack, "cpu")
     given = {"quantization": quantization, "prepack": prepack}
     return {name: value for name, value in given.items() if value}
-
-
-def check_optimizations(name: str, config: Any, dtype: Any, device: str, **options: Any) -> None:
-    """Check of the options; :func:`skipdecode.load` makes it."""
-    linear_class(options.get("quantization"), options.get("prepack", False), device)
