@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from helpers.tiny import run
+from skipdecode.data.chat import parse_messages
 from skipdecode.data.tokenize import encode_prompts
 from skipdecode.generation.generate import generate_ids
 from skipdecode.loading.load import Checkpoint
@@ -41,7 +42,7 @@ def answers(folder: Path, turns: list[str], speedup: float) -> list[str]:
     found = []
     for turn in turns:
         messages.append({"role": "user", "content": turn})
-        ids = encode_prompts(checkpoint.tokenizer, [list(messages)])
+        ids = encode_prompts(checkpoint.tokenizer, [parse_messages(messages)])
         output = generate_ids(model, checkpoint.tokenizer, ids, schedule, 1, max_new_tokens=5)
         found.append(output.completions[0].text)
         messages.append({"role": "assistant", "content": found[-1]})

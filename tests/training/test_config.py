@@ -13,14 +13,15 @@ from skipdecode.training.config import DistillConfig, RunConfig, TrainConfig, cl
 
 
 def run_of(output: Path, **options: Any) -> DistillConfig:
-    return DistillConfig.create(**{"model": "demo", "output": str(output), "speedups": "2", "seed": 1} | options)
+    given: dict[str, Any] = {"model": "demo", "output": str(output), "speedups": "2", "seed": 1} | options
+    return DistillConfig.create(**given)
 
 
 def test_a_file_and_options_make_the_same_run(tmp_path: Path) -> None:
     """Values as people write them; what is given goes before the file; the rest is for transformers."""
     file = tmp_path / "run.yaml"
     file.write_text("speedups: 1,2.5\nlearning_rate: 5e-4\nbatch_size: 7\norder: even\nmax_steps: 9\n")
-    options = {"speedups": [1, 2.5], "learning_rate": 5e-4, "batch_size": 7, "order": "even"}
+    options: dict[str, Any] = {"speedups": [1, 2.5], "learning_rate": 5e-4, "batch_size": 7, "order": "even"}
     config = TrainConfig.create(file, model="demo", max_steps=3)
     assert config == TrainConfig.create(model="demo", max_steps=3, **options)
     assert config.speedups == (1.0, 2.5)

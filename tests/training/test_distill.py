@@ -103,7 +103,7 @@ def test_a_killed_run_ends_with_the_same_adapter(
 
     step = DistillationTrainer.training_step
     with monkeypatch.context() as patch:
-        patch.setattr(distilling.texts, "save_texts", killed)
+        patch.setattr("skipdecode.training.self_generated.save_texts", killed)
         with pytest.raises(Killed):
             distill(checkpoint, prompts, tmp_path)
     raw = (tmp_path / "self_generated.texts.raw.jsonl").read_bytes()

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from helpers.tiny import TEXTS, write_jsonl
 from skipdecode.data.chat import Message
 from skipdecode.data.collator import encoded
-from skipdecode.data.examples import Example, read_examples
-from skipdecode.data.tasks import get_task
+from skipdecode.data.examples import read_examples
+from skipdecode.data.tasks import Example, get_task
 from skipdecode.errors import DataError
 from skipdecode.generation.job import GenerationJob
 from skipdecode.generation.stats import Completion
@@ -87,16 +87,20 @@ def test_texts_are_written_at_the_temperature_of_their_prompts() -> None:
     assert own.spread(["a", "b", "c", "d"], 2) == ["a", "c"]
 
 
+def never(*_: Any) -> Any:
+    pytest.fail("the file has the prompts")
+
+
 def test_prompts_are_those_of_a_file(checkpoint: Path, tmp_path: Path) -> None:
     """Each once, with or without responses; few are told; without a file, none."""
     rows = write_jsonl(tmp_path / "prompts.jsonl", ({"prompt": text} for text in [*TEXTS, TEXTS[0]]))
     said: list[str] = []
     base = Checkpoint.resolve(str(checkpoint))
-    assert own.find_prompts(base, rows, JSONL, 9, pytest.fail, said.append) == TEXTS
+    assert own.find_prompts(base, rows, JSONL, 9, never, said.append) == TEXTS
     assert said == [f"{rows} has {len(TEXTS)} different prompts: some hundreds teach more"]
-    assert own.find_prompts(base, None, JSONL, 9, pytest.fail, said.append) == [""]
+    assert own.find_prompts(base, None, JSONL, 9, never, said.append) == [""]
     with pytest.raises(DataError):
-        own.find_prompts(base, tmp_path / "none.jsonl", JSONL, 9, pytest.fail, said.append)
+        own.find_prompts(base, tmp_path / "none.jsonl", JSONL, 9, never, said.append)
 
 
 @pytest.mark.parametrize("begin", ["", "{{ bos_token }}"])

@@ -131,7 +131,12 @@ def test_losses_fall(checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: 
     """At every speed."""
     seen: list[dict[str, float]] = []
     evaluate = SkipTrainer.evaluate
-    monkeypatch.setattr(SkipTrainer, "evaluate", lambda self, *a, **k: seen.append(evaluate(self, *a, **k)) or seen[-1])
+
+    def recorded(self: SkipTrainer, *args: Any, **options: Any) -> dict[str, float]:
+        seen.append(evaluate(self, *args, **options))
+        return seen[-1]
+
+    monkeypatch.setattr(SkipTrainer, "evaluate", recorded)
     train(checkpoint, data, tmp_path / "out", max_steps=30, eval_steps=3, learning_rate=1e-2)
     for speedup in (1, 2, 4):
         assert seen[-1][f"eval_{speedup}x_loss"] < 0.9 * seen[0][f"eval_{speedup}x_loss"]

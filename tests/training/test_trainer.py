@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,10 @@ def test_a_layer_learns_from_the_positions_it_runs_alone(model: Any, tmp_path: P
     batch = batch_of(trainer, 4)
     counts = schedule.positions_per_layer(batch["prompt_length"], batch["input_ids"].shape[1])
     widths: dict[int, int] = {}
-    for index, layer in enumerate(decoder_layers(network)):
+    layers: Any = decoder_layers(network)
+    for index, layer in enumerate(layers):
         layer.fc1.register_full_backward_hook(
-            lambda module, given, grads, index=index: widths.update({index: grads[0].numel() // (4 * 64)})
+            partial(lambda index, module, given, grads: widths.update({index: grads[0].numel() // (4 * 64)}), index)
         )
     trainer.compute_loss(network.train(), batch).backward()
     assert widths == {index: count for index, count in enumerate(counts) if count}
@@ -145,7 +147,8 @@ def test_a_step_descends_the_mean_over_its_response_tokens(checkpoint: Path, tmp
         if pieces:
             trainer.train()
         else:
-            rows = [trainer.train_dataset[i] for i in list(trainer._get_train_sampler())[:8]]
+            sampler: Any = trainer._get_train_sampler()
+            rows = [trainer.train_dataset[i] for i in list(sampler)[:8]]
             trainer.compute_loss(model[0].train(), trainer.data_collator(rows)).backward()
             with torch.no_grad():
                 for parameter in model[0].parameters():

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from ..errors import DataError, MissingExtra
 from .chat import Prompt
 from .tasks import Example, Task
 
+T = TypeVar("T")
 #: Where a row stands, for messages, and its columns.
 Row = tuple[str, Mapping[str, Any]]
 #: Names of a split's file in a folder, without the suffix; the first that exists is read.
@@ -157,7 +158,7 @@ def split_references(examples: Iterable[Example]) -> list[Example]:
     return [replace(example, references=(text,)) for example in examples for text in example.references]
 
 
-def subsample(examples: Sequence[Example], count: int) -> list[Example]:
+def subsample(examples: Sequence[T], count: int) -> list[T]:
     """``count`` evenly spaced examples: data sets are often sorted by length."""
     count = min(count, len(examples))
     return [examples[i * len(examples) // count] for i in range(count)]

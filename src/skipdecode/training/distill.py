@@ -73,7 +73,7 @@ def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = logger
     base = replace(checkpoint, adapter=None)
     schedules = choose_schedules(config, checkpoint)
     args = config.arguments()
-    where = {"dtype": "bfloat16" if args.bf16 else "float32", "device": str(args.device)}
+    where: dict[str, Any] = {"dtype": "bfloat16" if args.bf16 else "float32", "device": str(args.device)}
     args.bf16 = False  # the frozen model is in bfloat16 itself, and the adapter learns in float32
     folder = Path(config.output)
     last = claim_output(config, checkpoint.fingerprint, overwrite)
