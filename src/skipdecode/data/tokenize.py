@@ -135,14 +135,6 @@ def decode_response(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], i
     return whole[len(before) :] if whole.startswith(before) else tokenizer.decode([*ids], skip_special_tokens=True)
 
 
-def for_decoding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer, with left padding, and with end of sequence as the padding token if there is none."""
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
-    return tokenizer
-
-
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of at most ``vocab_size`` tokens, 258 at least, with ``<pad>`` and ``</s>``."""
     bpe = Tokenizer(models.BPE())

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -25,11 +24,10 @@ from transformers import (
 )
 from transformers.utils import is_accelerate_available, is_gguf_available
 
-from ..data.tokenize import for_decoding, train_tokenizer
 from ..errors import MissingExtra, ModelError, UnsupportedModel, UsageError
 from ..model.adapter import is_adapter, load_adapter, locate_adapter, read_about, read_schedules
 from ..model.attach import attach
-from ..model.config import CONFIG_KEY, config_schedules, num_layers, set_entry, to_config_entry
+from ..model.config import CONFIG_KEY, config_schedules, num_layers, set_entry
 from ..schedule import Schedule, choose_schedule
 from .device import placement
 from .int8 import linear_class, optimize
@@ -93,9 +91,11 @@ class Checkpoint:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Tokenizer, with left padding and a padding token that has an embedding."""
         with self._errors():
-            tokenizer = for_decoding(AutoTokenizer.from_pretrained(self.path, **self._options))
-        if tokenizer.pad_token_id >= self.config.get_text_config(decoder=True).vocab_size:
-            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)  # hidden by the attention mask: any token will do
+            tokenizer = AutoTokenizer.from_pretrained(self.path, **self._options)
+        tokenizer.padding_side = "left"
+        padding = tokenizer.pad_token_id
+        if padding is None or padding >= self.config.get_text_config(decoder=True).vocab_size:
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)  # any token will do
         return tokenizer
 
     @cached_property
@@ -340,80 +340,3 @@ def _turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
         known = tokenizer.added_tokens_decoder
         return {token for token in ids[:1] if token in known and known[token].special}
     return set()
-
-
-# Old names, until no room calls them.
-
-
-def resolve(name: str, files: Sequence[str] = ()) -> str:
-    """Absolute path or Hub name of a model; use :class:`Checkpoint`."""
-    checkpoint = Checkpoint.resolve(name)
-    return checkpoint.path if checkpoint.gguf_file is None else os.path.join(checkpoint.path, checkpoint.gguf_file)
-
-
-def refuse_gguf(name: str, what: str) -> None:
-    """Raise UsageError for a GGUF file; use :class:`Checkpoint`."""
-    if Checkpoint.resolve(name).gguf_file is not None:
-        raise UsageError(f"{what} reads no GGUF file: load it, save it with save_pretrained, and give that folder")
-
-
-def refuse_adapter(name: str, what: str) -> None:
-    """Raise UsageError for an adapter; use :class:`Checkpoint`."""
-    if (folder := Checkpoint.resolve(name).adapter) is not None:
-        raise UsageError(f"{what} cannot use adapters yet: {folder} is one, for {resolve(name)}")
-
-
-def adapter_of(name: str, adapter: str | Path | None = None) -> Path | None:
-    """Folder of the adapter; use :class:`Checkpoint`."""
-    return Checkpoint.resolve(name, adapter).adapter
-
-
-def read_config(name: str, revision: str | None = None, adapter: str | Path | None = None) -> Any:
-    """Config of a model, with an adapter's schedules in place of its own; use :class:`Checkpoint`."""
-    checkpoint = Checkpoint.resolve(name, adapter, revision)
-    if checkpoint.adapter is not None:
-        set_entry(checkpoint.config, to_config_entry(checkpoint.schedules))
-    return checkpoint.config
-
-
-def read_generation_config(name: str, revision: str | None = None) -> GenerationConfig:
-    """Generation config of a model; use :class:`Checkpoint`."""
-    return Checkpoint.resolve(name, None, revision).generation_config
-
-
-def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Tokenizer of a model; use :class:`Checkpoint`."""
-    return Checkpoint.resolve(name, None, revision).tokenizer
-
-
-def identity_of(name: str, adapter: str | Path | None = None, revision: str | None = None) -> list[Any]:
-    """What tells a model and its adapter from others; use :class:`Checkpoint`."""
-    return [Checkpoint.resolve(name, adapter, revision).fingerprint]
-
-
-def read_weights(path: str, *, config: Any = None, revision: str | None = None, **options: Any) -> PreTrainedModel:
-    """Model without gates; use :class:`Checkpoint`."""
-    return Checkpoint.resolve(path, None, revision).read_weights(**options)
-
-
-def new_config(path: Path) -> Any:
-    """Config of a model to train from scratch."""
-    return AutoConfig.for_model(**json.loads(path.read_text("utf-8")))
-
-
-def from_config(
-    path: Path, texts: Sequence[str], tokenizer_name: str | None = None, attention: str | None = None, seed: int = 0
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model with random weights, and its tokenizer, which is trained on ``texts`` without a name."""
-    config = new_config(path)
-    tokenizer = (
-        for_decoding(AutoTokenizer.from_pretrained(tokenizer_name))
-        if tokenizer_name
-        else train_tokenizer(texts, config.vocab_size)
-    )
-    config.vocab_size = max(config.vocab_size, len(tokenizer))
-    config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
-    config.bos_token_id = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    torch.manual_seed(seed)
-    options = {"attn_implementation": attention} if attention else {}
-    return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options), tokenizer
