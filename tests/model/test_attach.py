@@ -477,9 +477,9 @@ def test_a_teacher_forced_pass_fills_no_cache(name: str) -> None:
     assert torch.equal(inside.sequences, run(model, inputs, TOP).sequences), "a SkipCache follows its own schedule"
 
 
-def test_a_schedule_for_another_depth_is_refused(model: PreTrainedModel) -> None:
+def test_a_schedule_for_another_depth_is_refused() -> None:
     """By the cache and by teacher forcing, with both numbers."""
-    wrong = Schedule(LAYERS + 1, 4, 2, horizon=4)
+    model, wrong = attach(build("llama")), Schedule(LAYERS + 1, 4, 2, horizon=4)
     with pytest.raises(ScheduleError, match="for 9 layers, the model has 8"):
         SkipCache(model, wrong)
     with pytest.raises(ScheduleError, match="for 9 layers, the model has 8"), teacher_forced(model, wrong, 2):

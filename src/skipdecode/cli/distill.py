@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Option
+from typer import Context, Option
 
 from . import options as o
 from .console import say
 
 
 def distill(
+    context: Context,
     model: o.Model,
     speedups: o.Speedups = None,
     output: Annotated[Path, Option(help="Folder for the adapter, its texts and checkpoints.")] = Path("fast"),
@@ -38,22 +39,17 @@ def distill(
 
     skipdecode distill HuggingFaceTB/SmolLM2-135M-Instruct --speedups 1.5,2 --output fast
     """
-    options = locals()
     from ..training.config import DistillConfig
     from ..training.distill import distill as run
 
-    run(DistillConfig.create(**chosen(options)), overwrite=overwrite, say=say)
+    run(DistillConfig.create(**given(context)), overwrite=overwrite, say=say)
 
 
-def chosen(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that were given, by the configuration's names; the others stay the file's or the defaults."""
-    import click
-
-    context = click.get_current_context()
-    given = {
+def given(context: Context) -> dict[str, Any]:
+    """Options that the user gave; the others are the file's or the configuration's defaults."""
+    options = {
         name: str(value) if isinstance(value, Path) else value
-        for name, value in options.items()
-        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+        for name, value in context.params.items()
+        if name != "overwrite" and context.get_parameter_source(name).name != "DEFAULT"
     }
-    given.pop("overwrite", None)
-    return given | {"file": given.pop("config", None)}
+    return options | {"file": options.pop("config", None)}

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from typer import Option
+from typer import Context, Option
 
 from . import options as o
 from .console import say
-from .distill import chosen
+from .distill import given
 
 
 def train(
+    context: Context,
     model: o.Model,
     data: o.Data = Path("."),
     task: o.Task = "jsonl",
@@ -46,8 +47,7 @@ def train(
 
     skipdecode train facebook/opt-1.3b --task e2e --data e2e --speedups 1,2,5 --output opt-e2e
     """
-    options = locals()
     from ..training.config import TrainConfig
     from ..training.train import train as run
 
-    run(TrainConfig.create(**chosen(options)), overwrite=overwrite, say=say)
+    run(TrainConfig.create(**given(context)), overwrite=overwrite, say=say)
