@@ -50,6 +50,6 @@ def given(context: Context) -> dict[str, Any]:
     options = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in context.params.items()
-        if name != "overwrite" and context.get_parameter_source(name).name != "DEFAULT"
+        if name != "overwrite" and getattr(context.get_parameter_source(name), "name", None) != "DEFAULT"
     }
     return options | {"file": options.pop("config", None)}
