@@ -12,7 +12,6 @@ import argparse
 from pathlib import Path
 
 from depth_rules import RULES
-from skipdecode.data.tasks import get_task
 from skipdecode.evaluation.early_exit import METHODS
 from skipdecode.evaluation.evaluate import EvaluateConfig, Variant, evaluate
 from skipdecode.loading.load import Checkpoint
@@ -56,7 +55,7 @@ def main() -> None:
     args = vars(parser.parse_args())
     speedups = [float(part) for part in args.pop("speedups").split(",")]
     rows = args.pop("rows")
-    config = EvaluateConfig(task=get_task(args.pop("task")), **args)
+    config = EvaluateConfig(**args)
     evaluate(config, variants(Checkpoint.resolve(config.model), rows, speedups), say=print)
     print((Path(config.output) / "table.md").read_text(encoding="utf-8"))
 

@@ -53,7 +53,7 @@ def test_the_table_names_what_the_field_does() -> None:
     rows = [row(1.0, 1.0, kl=0.0, top_1=100.0, text_loss=0.5), row(2.0, 2.0, **near)]
     headings, cells = report.columns(rows, [])
     assert headings == [
-        "method", "speed-up", "layers per step", "fewer layers", "KL", "top-1 agreement", "loss under the full model",
+        "method", "speed-up", "layers", "fewer layers", "KL", "top-1 agreement", "loss under the full model",
         "decoding speed-up", "end-to-end speed-up", "s per 1k tokens", "peak KV",
     ]  # fmt: skip
     assert cells[1] == [
@@ -61,7 +61,7 @@ def test_the_table_names_what_the_field_does() -> None:
         "1.80x", "1.80x", "1.23", "12.3 MB",
     ]  # fmt: skip
     headings, cells = report.columns(ROWS, METRICS)
-    assert headings[4:8] == ["BLEU", "from the full model (95%)", "ROUGE-L", "from the full model (95%)"]
+    assert headings[4:8] == ["BLEU", "difference (95%)", "ROUGE-L", "difference (95%)"]
     assert cells[1][4:6] == ["62.00", "-1.00 (-2.00 to +0.50)"]
 
 

@@ -115,7 +115,7 @@ def test_a_machine_is_measured_once(checkpoint: Path, tmp_path: Path, monkeypatc
     assert planned(checkpoint, *WORK, "--speedups", "2,4") == first
     assert path.read_bytes() == before
     full, two, four = first["rows"]
-    assert (full["asked"], full["layers"], two["layers"], four["layers"]) == (1, 8, 4, 2)
+    assert (full["requested"], full["layers"], two["layers"], four["layers"]) == (1, 8, 4, 2)
     assert full["decoding_speedup"] == full["end_to_end_speedup"] == 1
     planned(checkpoint, "--prompt-tokens", 30, "--new-tokens", 16, "--speedups", "2,4")
     assert path.read_bytes() != before

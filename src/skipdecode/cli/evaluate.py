@@ -36,7 +36,6 @@ def evaluate(
 
     skipdecode evaluate demo --task e2e --data e2e --speedups 1,2,3,4,5
     """
-    from ..data.tasks import get_task
     from ..evaluation.evaluate import EvaluateConfig
     from ..evaluation.evaluate import evaluate as run
     from ..evaluation.report import brief
@@ -45,7 +44,7 @@ def evaluate(
         model,
         adapter=adapter,
         data=data,
-        task=get_task(task),
+        task=task,
         speedups=o.parse_speedups(speedups),
         methods=methods.split(",") if methods else (),
         reference=reference,

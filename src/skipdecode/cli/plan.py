@@ -63,17 +63,19 @@ def plan(
         measured.save(path)
 
     full = planner.predict(measured, choose_schedule({}, layers, 1), work)
-    rows = [_row(1.0, full)]
+    names = {schedule: speedup for speedup, schedule in trained.items()}
+    rows = [_row(1.0, full, names)]
     for number, target in enumerate(targets):
         try:
             if count == "layers":
-                rows.append(_row(target, planner.predict(measured, candidates[number], work)))
+                rows.append(_row(target, planner.predict(measured, candidates[number], work), names))
             else:
-                rows.append(_row(target, planner.plan(measured, work, target, candidates, count)))
+                rows.append(_row(target, planner.plan(measured, work, target, candidates, count), names))
         except ScheduleError as error:
-            rows.append({"asked": target, "refused": str(error)})
+            rows.append({"requested": target, "refused": str(error)})
             say(str(error))
-    heads = [f"asked, {count}", "--speedup", "layers", "ms a step", "decoding speed-up", "end-to-end speed-up", "s"]
+    heads = [f"requested ({count})", "--speedup", "layers", "ms per step"]
+    heads += ["decoding speed-up", "end-to-end speed-up", "seconds"]
     print_table(heads, [_cells(row) for row in rows])
     out.print(f"batch {batch_size}, {prompt_tokens} prompt tokens, {new_tokens} new ones; predicted from {path}")
     out.print(f"measured on {measured.machine}", markup=False)
@@ -81,21 +83,24 @@ def plan(
         print(json.dumps({"machine": measured.machine, "model": measured.model, "rows": rows}))
 
 
-def _row(asked: float, prediction: Any) -> dict[str, Any]:
+def _row(requested: float, prediction: Any, names: dict[Any, float]) -> dict[str, Any]:
+    schedule = prediction.schedule
     speedups = {f"{name.replace('-', '_')}_speedup": round(value, 3) for name, value in prediction.speedups.items()}
     return {
-        "asked": asked,
+        "requested": requested,
+        "speedup": names.get(schedule, round(schedule.num_layers / prediction.layers, 2)),
         "layers": round(prediction.layers, 2),
         "step_ms": round(1e3 * prediction.step_seconds, 3),
         "seconds": round(prediction.seconds, 4),
         **speedups,
-        "schedule": prediction.schedule.to_dict(),
+        "schedule": schedule.to_dict(),
     }
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    asked = f"{row['asked']:g}x"
+    requested = f"{row['requested']:g}x"
     if "refused" in row:
-        return [asked, "out of reach", *[""] * 5]
-    ratios = [f"{row[name]:.2f}x" for name in ("layers_speedup", "decoding_speedup", "end_to_end_speedup")]
-    return [asked, ratios[0][:-1], f"{row['layers']:g}", f"{row['step_ms']:.2f}", *ratios[1:], f"{row['seconds']:.2f}"]
+        return [requested, "out of reach", *[""] * 5]
+    ratios = [f"{row[name]:.2f}x" for name in ("decoding_speedup", "end_to_end_speedup")]
+    layers = [f"{row['speedup']:g}", f"{row['layers']:g}", f"{row['step_ms']:.2f}"]
+    return [requested, *layers, *ratios, f"{row['seconds']:.2f}"]

@@ -2,7 +2,7 @@
 
 from skipdecode.evaluation.evaluate import EvaluateConfig, evaluate
 
-results = evaluate(EvaluateConfig("demo", task=get_task("e2e"), data="e2e", speedups=(2, 5)))
+results = evaluate(EvaluateConfig("demo", task="e2e", data="e2e", speedups=(2, 5)))
 results.rows[1]["bleu"]
 """
 
@@ -13,7 +13,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -57,7 +57,7 @@ class EvaluateConfig:
         model: directory, Hub name, adapter or ``demo``.
         adapter: an adapter for it.
         data: folder with the task's files, Hub name, or one file of rows, in which prompts are enough.
-        task: how rows are prompted.
+        task: how rows are prompted; a task or its name.
         speedups: target speed-ups in layers; None: the trained ones, else 1 to 5.
         methods: of :data:`~skipdecode.evaluation.early_exit.METHODS`; empty: the one that trained the model.
         schedules: JSON files of further schedules.
@@ -74,7 +74,7 @@ class EvaluateConfig:
     model: str
     adapter: str | Path | None = None
     data: str | Path = "."
-    task: Task = field(default_factory=lambda: get_task("jsonl"))
+    task: str | Task = "jsonl"
     speedups: Sequence[float] | None = None
     methods: Sequence[str] = ()
     schedules: Sequence[str | Path] = ()
@@ -157,6 +157,8 @@ def evaluate(
         UsageError: the output holds rows of other settings.
         DataError: the data cannot be read, or is empty.
     """
+    if isinstance(config.task, str):
+        config = replace(config, task=get_task(config.task))
     examples = merge_references(read_examples(config.data, config.task, references=False))[: config.limit]
     variants = list_variants(config) if variants is None else variants
     evaluation = _Evaluation(config, examples, variants[0], say, on_progress)

@@ -31,10 +31,10 @@ def columns(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[li
     """
     several = any(row["token_layer_ratio"] != row["step_layer_ratio"] for row in rows)  # sequences exit alone
     distances = [column for column in DISTANCES if any(column[0] in row for row in rows)]
-    headings = ["method", "speed-up", "layers per step", "fewer layers"]
+    headings = ["method", "speed-up", "layers", "fewer layers"]
     headings += ["fewer layers, one sequence"] * several
     for _, label in metrics:
-        headings += [label, "from the full model (95%)"]
+        headings += [label, "difference (95%)"]
     headings += [heading for _, heading, _ in distances]
     headings += ["decoding speed-up", "end-to-end speed-up", "s per 1k tokens", "peak KV"]
     return headings, [_cells(row, metrics, distances, several) for row in rows]
@@ -58,7 +58,7 @@ def _cells(row: Row, metrics: Sequence[tuple[str, str]], distances: Sequence[Any
 def brief(rows: Sequence[Row], metrics: Sequence[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
     """Headings and cells of a table for a terminal, without intervals."""
     headings, cells = columns(rows, metrics)
-    left_out = ("layers per step", "from the full model (95%)", "s per 1k tokens")
+    left_out = ("layers", "difference (95%)", "s per 1k tokens")
     kept = [index for index, heading in enumerate(headings) if heading not in left_out]
     return [headings[i] for i in kept], [[line[i].split(" (")[0] for i in kept] for line in cells]
 
