@@ -12,7 +12,7 @@ from transformers import OPTConfig
 
 from helpers.plans import LAYERS, SCHEDULES
 from skipdecode.errors import ScheduleError
-from skipdecode.model.config import to_config_entry
+from skipdecode.model.config import speedup_key, to_config_entry
 from skipdecode.serving.load_policy import Load
 from skipdecode.serving.requests import (
     OWN,
@@ -20,7 +20,6 @@ from skipdecode.serving.requests import (
     assign_speedup,
     block_keys,
     bucket_ends,
-    model_name,
     requested_speedup,
     speedup_of,
 )
@@ -62,7 +61,7 @@ def test_a_speedup_that_is_not_offered_is_refused(value: Any) -> None:
 @pytest.mark.parametrize("speedup", [1.0, 2.0, 2.5, 4 / 3])
 def test_a_models_name_is_a_speedup(speedup: float) -> None:
     params = SimpleNamespace(extra_args={"other": 1})
-    apply_model_name(params, model_name("org/model-2x", speedup))
+    apply_model_name(params, f"org/model-2x:{speedup_key(speedup)}x")
     assert params.extra_args == {"other": 1, "speedup": speedup}
 
 

@@ -32,8 +32,7 @@ class StepContext:
             model, of the schedules, and those that ran.
     """
 
-    def __init__(self, num_layers: int) -> None:
-        self.num_layers = num_layers
+    def __init__(self) -> None:
         self.plan: StepPlan | None = None
         self.attention: SubsetAttention | None = None
         self.adds_residual = True
@@ -178,7 +177,7 @@ def decoder_layers(model: nn.Module, num_layers: int) -> Sequence[nn.Module]:
 
 def add_gates(model: nn.Module, num_layers: int) -> StepContext:
     """Put a gate on each decoder layer, and return the context that they share."""
-    context = StepContext(num_layers)
+    context = StepContext()
     for index, layer in enumerate(decoder_layers(model, num_layers)):
         layer.forward = Gate(layer, context, index)
     return context

