@@ -23,7 +23,6 @@ from skipdecode.schedule import (
     decay_weight,
     flat_depth,
     interpolate,
-    parse_prompt_layers,
     ranking,
     round_half_up,
     share_of_max,
@@ -441,9 +440,3 @@ def test_wrong_speedups_are_refused(speedup: Any) -> None:
     for depth in (0, 9):
         with pytest.raises(ScheduleError, match="a depth is 1 to 8"):
             Schedule(**GOOD).layers(depth)
-
-
-def test_prompt_layers_are_read_from_numbers_their_digits_and_a_word() -> None:
-    assert [parse_prompt_layers(value) for value in (4, "4", "max", None)] == [4, 4, "max", None]
-    with pytest.raises(ScheduleError, match="not 'most'"):
-        parse_prompt_layers("most")

@@ -45,6 +45,3 @@ class MissingExtra(SkipDecodeError, ImportError):
 
 class UntrainedWarning(UserWarning):
     """A schedule skips layers of a model that was never trained to skip them."""
-
-
-TaskError, JobError = DataError, UsageError  # old names, until the other rooms have moved

@@ -209,18 +209,6 @@ class Schedule:
                 return float(speedup)
         return round(2 * self.num_layers / (self.max_depth + self.min_depth), 2)
 
-    @property
-    def style(self) -> dict[str, Any]:
-        """Fields to copy for another speed-up: order, bottom layers kept, decay and its parameters, prompt fields."""
-        names = ("order", "warmup", "rate", "stairs", "prompt_decay")
-        style = {name: getattr(self, name) for name in names}
-        style["decay"] = "linear" if self.depths else self.decay
-        # A prompt as deep as the first step stays so when another budget changes max_depth.
-        in_prompt = "max" if self.prompt_layers == self.max_depth else self.prompt_layers
-        if in_prompt is not None:
-            style["prompt_layers"] = in_prompt
-        return style
-
     @classmethod
     def from_depths(cls, num_layers: int, depths: Sequence[int], **options: Any) -> Schedule:
         """Schedule of ``depths[g]`` layers at step ``g``, later the last; ``options`` are further fields."""
@@ -304,16 +292,6 @@ class SkippedSpan(NamedTuple):
 def skipped_spans(layers: Sequence[int], num_layers: int) -> list[SkippedSpan]:
     """Spans between the layers that a position runs, in network order."""
     return [SkippedSpan(a + 1, b) for a, b in pairwise((-1, *layers, num_layers)) if b > a + 1]
-
-
-def parse_prompt_layers(value: Any) -> int | str | None:
-    """``prompt_layers`` from a number, its digits, ``max`` or None. Raises ScheduleError for other values."""
-    if value is None or value == "max":
-        return value
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise ScheduleError(f"prompt_layers is 'max' or a number of layers, not {value!r}") from None
 
 
 # --- the parts: depths, the decay between them, and the ranking of the layers

@@ -302,20 +302,3 @@ def hash_of(weight: Tensor) -> str:
     flat = weight.detach().flatten()
     some = flat[:: max(len(flat) // SAMPLED, 1)][:SAMPLED].to(torch.bfloat16).float().cpu()
     return hashlib.sha256(some.numpy().tobytes() + str(tuple(weight.shape)).encode()).hexdigest()[:8]
-
-
-# --- old names, until the other rooms have moved
-
-
-def trained_schedule(config: Any, speedup: float | None, folder: Path | None, new_tokens: int | None = None) -> Any:
-    """Old name: use :func:`~skipdecode.schedule.choose_schedule`, which the model binds."""
-    from .config import bind, schedule_for
-
-    return bind(schedule_for(config, speedup), config, None if folder is None else read_schedules(folder))
-
-
-def check_learnt(folder: Path, schedule: Schedule, config: Any) -> None:
-    """Old name: use :func:`~skipdecode.model.config.bind`."""
-    from .config import bind
-
-    bind(schedule, config, read_schedules(folder))

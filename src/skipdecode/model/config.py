@@ -9,13 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ScheduleError, UntrainedWarning, UsageError
-from ..schedule import Schedule, choose_schedule, skipped_spans
+from ..errors import ScheduleError, UntrainedWarning
+from ..schedule import Schedule, skipped_spans
 from .inspect import gates_of, kv_shared_layers, text_config
 
 CONFIG_KEY = "skipdecode"
-#: Method of a config without an entry, and the default method of a trained one.
-UNTRAINED, DEFAULT_METHOD = "full", "skipdecode"
 
 
 def num_layers(config: Any) -> int:
@@ -26,14 +24,10 @@ def num_layers(config: Any) -> int:
 def bind(schedule: Schedule, config: Any, trained: Mapping[float, Schedule] | None = None) -> Schedule:
     """Schedule as a model runs it: layers that lend their keys and values rank before those that borrow them.
 
-    Args:
-        schedule: any schedule.
-        config: of the model.
-        trained: schedules of the adapter that acts on the model, by target speed-up; None without an adapter.
+    ``trained`` are the schedules of the adapter that acts on the model, by target speed-up; None without an adapter.
 
     Raises:
-        ScheduleError: the schedule is for another number of layers, or the adapter has no low-rank bypass for what it
-            skips.
+        ScheduleError: the schedule is for another number of layers, or the adapter was not trained to skip its layers.
     """
     if schedule.num_layers != num_layers(config):
         raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {num_layers(config)}")
@@ -71,12 +65,12 @@ def trained_schedules(model: nn.Module) -> dict[float, Schedule]:
 # --- the entry
 
 
-def to_config_entry(schedules: Mapping[float, Schedule], method: str = DEFAULT_METHOD) -> dict[str, Any] | None:
+def to_config_entry(schedules: Mapping[float, Schedule], method: str = "skipdecode") -> dict[str, Any] | None:
     """Entry CONFIG_KEY of a model that ``method`` trained for ``schedules``, by speed-up.
 
     None if training taught no skipping: the method is ``full``, or SkipDecode and every schedule runs all layers.
     """
-    if method == UNTRAINED or (method == DEFAULT_METHOD and all(s.is_full for s in schedules.values())):
+    if method == "full" or (method == "skipdecode" and all(s.is_full for s in schedules.values())):
         return None
     return {
         "method": method,
@@ -94,7 +88,7 @@ def set_entry(config: Any, entry: dict[str, Any] | None) -> None:
 
 def trained_method(config: Any) -> str:
     """Method that trained the config's model; ``full`` without an entry."""
-    return _entry(config).get("method", UNTRAINED)
+    return _entry(config).get("method", "full")
 
 
 def config_schedules(config: Any) -> dict[float, Schedule]:
@@ -130,7 +124,7 @@ def untrained_warning(schedule: Schedule, trained: Mapping[float, Schedule]) -> 
 
 
 def warn_untrained(schedule: Schedule, trained: Mapping[float, Schedule]) -> None:
-    """Issue :func:`untrained_warning`, if it returns one, as an UntrainedWarning."""
+    """Issue :func:`untrained_warning`, if there is one, as an UntrainedWarning."""
     if message := untrained_warning(schedule, trained):
         _warn(message)
 
@@ -138,50 +132,3 @@ def warn_untrained(schedule: Schedule, trained: Mapping[float, Schedule]) -> Non
 @cache  # once per text: Python forgets which warnings it has issued whenever a filter changes, as torch does
 def _warn(message: str) -> None:
     warnings.warn(message, UntrainedWarning, stacklevel=4)
-
-
-# --- old names, until the other rooms have moved
-
-ADAPTER_FILE = "skipdecode_adapter.json"
-DEFAULT_SPEEDUP, DEFAULT_HORIZON = 2.0, 64
-
-
-def is_trained(config: Any) -> bool:
-    """Old name: ``trained_method(config) != UNTRAINED``."""
-    return trained_method(config) != UNTRAINED
-
-
-def schedules_of(config: Any, method_name: str) -> dict[float, Schedule]:
-    """Old name: the config's schedules if this method trained them."""
-    return config_schedules(config) if trained_method(config) == method_name != UNTRAINED else {}
-
-
-def default_schedule(config: Any) -> Schedule | None:
-    """Old name: use :func:`~skipdecode.schedule.choose_schedule`."""
-    schedules = config_schedules(config)
-    return choose_schedule(schedules, num_layers(config)) if schedules else None
-
-
-def style_of(schedules: Mapping[float, Schedule], num_layers: int) -> tuple[int, dict[str, Any]]:
-    """Old name: (horizon, style) of the fastest schedule that skips layers, else (64, {})."""
-    skipping = [speedup for speedup, schedule in schedules.items() if not schedule.is_full]
-    if not skipping:
-        return DEFAULT_HORIZON, {}
-    fastest = schedules[max(skipping)]
-    return fastest.horizon, fastest.style
-
-
-def schedule_for(
-    config: Any,
-    speedup: float | None = None,
-    schedule: Schedule | None = None,
-    *,
-    new_tokens: int | None = None,
-    **style: Any,
-) -> Schedule:
-    """Old name: use :func:`~skipdecode.schedule.choose_schedule`."""
-    if schedule is None:
-        return choose_schedule(config_schedules(config), num_layers(config), speedup, **style)
-    if speedup is not None:
-        raise UsageError("give one of schedule and speedup")
-    return schedule

@@ -30,13 +30,10 @@ from .inspect import GATES
 
 
 class Gates:
-    """State that the gates of one model share.
-
-    Args:
-        kv_shared_layers: by layer that attends to another layer's keys and values: that layer.
-    """
+    """State that the gates of one model share."""
 
     def __init__(self, kv_shared_layers: Mapping[int, int]) -> None:
+        #: By layer that attends to another layer's keys and values: that layer.
         self.kv_shared_layers = dict(kv_shared_layers)
         #: Acts at positions that skip layers; None: hidden states pass a skipped layer unchanged.
         self.adapter: Adapter | None = None
@@ -51,7 +48,7 @@ class Gates:
         self._axis: int | None = None  # of the positions in hidden states that also have an axis of streams
 
     def __getstate__(self) -> dict[str, Any]:
-        """State that a copy of the model gets: all but the pass that is running."""
+        # A copy of the model gets all but the pass that is running.
         return vars(self) | {"forced": None, "expected": None, "extra_state": None}
 
     def learn_output(self, output: Any) -> None:
@@ -136,7 +133,7 @@ class Gate(Patch):
     # Depths change from step to step: torch.compile breaks the graph here and compiles the layer by itself.
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer on the positions that need it; return its output, other positions' hidden states unchanged."""
+        """Output of the layer; positions that skip it keep their hidden states."""
         gates = self.gates
         cache = find_cache(args, kwargs)
         guide = gates.forced if cache is None else cache  # tells how many positions each layer runs
@@ -204,7 +201,7 @@ class PatchedForward(Patch):
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a pass and return its output."""
+        """Output of the model."""
         values = (*args, *kwargs.values())
         cache = find_cache(args, kwargs)
         expected = self.gates.expected and self.gates.expected()
@@ -237,7 +234,7 @@ class PatchedPrepareInputs(Patch):
     gates: Gates
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a pass's inputs, and tell the SkipCache if they are a prompt."""
+        """Inputs of a pass; the SkipCache is told if they are a prompt."""
         cache = find_cache(args, kwargs)
         if cache is None:
             return self.original(*args, **kwargs)
@@ -260,7 +257,7 @@ class PatchedGenerate(Patch):
     schedule: Schedule
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``generate``, with a new SkipCache if no cache is given, and return its result."""
+        """Output of ``generate``."""
         return self.original(*args, **with_cache(self.module, self.schedule, args, kwargs))
 
 
@@ -344,14 +341,14 @@ class _SharedStates(UserDict[Any, Any]):
         return tuple(states[..., : self._seen, :] for states in self.data[key])
 
     def to(self, *args: Any, **kwargs: Any) -> _SharedStates:
-        """Move all tensors, as transformers' own container does: accelerate moves a layer's arguments."""
+        """Move all tensors: accelerate moves a layer's arguments."""
         for key, states in list(self.data.items()):
             self.data[key] = tuple(x.to(*args, **kwargs) for x in states)
         return self
 
 
 def refuse_packed(kwargs: Mapping[str, Any]) -> None:
-    """Raise CacheError if a pass with these arguments packs several sequences, with several prompt ends, into a row."""
+    """Raise CacheError if a pass with these arguments packs several sequences into one row."""
     packed = any(key.startswith("cu_seq_lens") and value is not None for key, value in kwargs.items())
     positions = kwargs.get("position_ids")
     if isinstance(positions, Tensor) and positions.ndim == 2:

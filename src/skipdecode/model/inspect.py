@@ -94,10 +94,7 @@ def _looks_ahead(model: PreTrainedModel) -> bool:
 
 
 def kv_shared_layers(config: Any) -> dict[int, int]:
-    """Map each layer without keys and values of its own to the lower layer whose keys and values it attends to.
-
-    Raises ModelError if the config says that layers share KV, but not which.
-    """
+    """Map each layer without keys and values of its own to the lower layer whose keys and values it attends to."""
     config = text_config(config)
     modes = getattr(config, "kv_sharing_modes", None)
     if modes is None:

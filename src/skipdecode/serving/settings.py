@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import ScheduleError, UnsupportedModel
 from ..model.adapter import read_schedules
 from ..model.config import CONFIG_KEY, bind, config_schedules, num_layers, untrained_warning
-from ..schedule import Schedule, choose_schedule, parse_prompt_layers
+from ..schedule import Schedule, choose_schedule
 from .steps import DepthTable
 
 #: The release of vLLM that all tests ran with.
@@ -85,7 +85,7 @@ class Serving:
         else:
             offered = self._offered(options, trained)
             chosen = {speedup: choose_schedule(trained, self.num_layers, speedup) for speedup in offered}
-        layers = parse_prompt_layers(options.get("prompt_layers"))
+        layers = options.get("prompt_layers")
         learnt = None if self.adapter is None else trained
         self.schedules = {}
         for speedup, schedule in chosen.items():

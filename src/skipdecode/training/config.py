@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 
 from ..errors import FileError, UsageError
 from ..files import read_json, write
-from ..schedule import ORDERS, parse_prompt_layers
+from ..schedule import ORDERS
 
 #: File of a run's folder with its options.
 RECORD = "training.json"
@@ -156,7 +156,8 @@ class TrainConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "prompt_layers", parse_prompt_layers(self.prompt_layers))
+        if isinstance(self.prompt_layers, str) and self.prompt_layers.isdecimal():
+            object.__setattr__(self, "prompt_layers", int(self.prompt_layers))
         if self.method not in ("skipdecode", "multi_exit"):
             raise UsageError(f"--method is skipdecode or multi_exit, not {self.method}")
         if self.method == "multi_exit" and (self.style or self.distill_weight or self.speedup_weights):
