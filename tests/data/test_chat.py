@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from helpers.tiny import TEXTS, WORDS, sentence_pieces
+from helpers.tiny import TEXTS, WORDS, sentence_pieces, train_tokenizer
 from skipdecode.data.chat import Chat, Message, around_message, as_json, parse_messages, render
-from skipdecode.data.tokenize import encode_prompts, encode_response, train_tokenizer
+from skipdecode.data.tokenize import encode_prompts, encode_response
 from skipdecode.errors import DataError, ModelError
 
 #: ChatML closes every message with a token of its own; a line break follows it.

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.tiny import TEXTS
+from helpers.tiny import TEXTS, train_tokenizer
 from skipdecode.data.chat import Message
 from skipdecode.data.collator import Collator, batches, batches_of, encoded
 from skipdecode.data.tasks import Example
-from skipdecode.data.tokenize import encode_prompts, encode_response, train_tokenizer
+from skipdecode.data.tokenize import encode_prompts, encode_response
 
 TOKENIZER = train_tokenizer(TEXTS * 20, 320)
 EXAMPLES = [Example(text, (text[::-1],)) for text in TEXTS]

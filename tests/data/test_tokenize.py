@@ -9,10 +9,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from helpers.tiny import TEXTS, WORDS, sentence_pieces
+from helpers.tiny import TEXTS, WORDS, sentence_pieces, train_tokenizer
 from skipdecode.data.examples import read_examples
 from skipdecode.data.tasks import get_task
-from skipdecode.data.tokenize import decode_response, encode_prompts, encode_response, train_tokenizer
+from skipdecode.data.tokenize import decode_response, encode_prompts, encode_response
 from skipdecode.errors import ModelError
 from skipdecode.loading.load import DEMO
 

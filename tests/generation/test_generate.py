@@ -28,9 +28,8 @@ from transformers import (
 from transformers.generation import utils
 
 import skipdecode
-from helpers.tiny import TEXTS, save_checkpoint
+from helpers.tiny import TEXTS, save_checkpoint, train_tokenizer
 from skipdecode import Schedule, SkipCache
-from skipdecode.data.tokenize import train_tokenizer
 from skipdecode.errors import DataError, ModelError, SkipDecodeError, UsageError
 from skipdecode.generation.generate import check_options, generate_ids, split_batches
 from skipdecode.generation.stats import Completion, GenerationOutput

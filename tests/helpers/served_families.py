@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from helpers.tiny import train_tokenizer
 from skipdecode import Schedule
-from skipdecode.data.tokenize import train_tokenizer
 from skipdecode.model.config import to_config_entry
 
 Result = TypeVar("Result")

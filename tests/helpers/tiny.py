@@ -7,7 +7,7 @@ import functools
 import io
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,32 @@ from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from skipdecode.cli.main import main
 from skipdecode.data.tasks import Example
-from skipdecode.data.tokenize import train_tokenizer
 
 WORDS = "the cat sat on a mat and saw the dog that sat on the log near a small old house by the river".split()
 TEXTS = [" ".join(WORDS[i : i + 7]) for i in range(len(WORDS) - 7)]
 #: A prompt of nine characters and the rest of the text as its response.
 EXAMPLES = [Example(text[:9], (text[10:],)) for text in TEXTS]
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of at most ``vocab_size`` tokens, 258 at least, with ``<pad>`` and ``</s>``."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<pad>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token="<pad>",
+        eos_token="</s>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def save_checkpoint(folder: Path, layers: int = 8, positions: int = 96) -> Path:

@@ -26,9 +26,8 @@ from transformers import (
 
 import skipdecode
 from helpers.families import FAMILIES, LAYERS, build, prompts, run
-from helpers.tiny import TEXTS
+from helpers.tiny import TEXTS, train_tokenizer
 from skipdecode import Schedule, load
-from skipdecode.data.tokenize import train_tokenizer
 from skipdecode.errors import FileError, MissingExtra, ModelError, UnsupportedModel, UsageError
 from skipdecode.loading import load as loading
 from skipdecode.loading.load import DEMO, Checkpoint

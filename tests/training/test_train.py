@@ -16,9 +16,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM, TrainerCallback
 
 import skipdecode
-from helpers.tiny import EXAMPLES, TEXTS, run, write_examples
+from helpers.tiny import EXAMPLES, TEXTS, run, train_tokenizer, write_examples
 from skipdecode import Schedule
-from skipdecode.data.tokenize import train_tokenizer
 from skipdecode.errors import DataError, DivergedError, ModelError, UsageError
 from skipdecode.loading.load import Checkpoint
 from skipdecode.model.config import CONFIG_KEY, config_schedules, trained_method

@@ -63,43 +63,23 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, answer: str | None = 
     Raises ModelError if there is no template, or the template refuses the conversation or leaves out a message.
     """
     chat = parse_messages(chat)
-    messages = [message._asdict() for message in chat]
+    messages = as_json(chat)
     continues = chat[-1].role == "assistant"
     if continues:
         messages[-1]["content"] += answer or ""
     elif answer is not None:
         messages.append({"role": "assistant", "content": answer})
-    open_end = answer is None
-    text = _apply(
-        tokenizer,
-        messages,
-        continue_final_message=continues and open_end,
-        add_generation_prompt=not continues and open_end,
-    )
-    _check_complete(chat, text)
-    return text
-
-
-def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], **options: bool) -> str:
-    if tokenizer.chat_template is None:
-        raise ModelError("the tokenizer has no chat template: set tokenizer.chat_template, or give prompts as texts")
-    try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-    except Exception as error:  # templates are programs, and raise what they like
-        reason = " ".join(str(error).split())
-        raise ModelError(f"the tokenizer's chat template does not take these messages: {reason}") from error
-
-
-def _check_complete(chat: Chat, text: str) -> None:
-    """Raise ModelError unless the text has each message, in order; templates may move a system message."""
+    ending = {"continue_final_message": continues, "add_generation_prompt": not continues} if answer is None else {}
+    text = _apply(tokenizer, messages, **ending)
     place = 0
-    for number, message in enumerate(chat, 1):
+    for number, message in enumerate(chat, 1):  # in order, but templates may move a system message
         content = message.content.rpartition("</think>")[2].strip()  # templates drop earlier thoughts
         start = text.find(content, 0 if message.role == "system" else place)
         if start < 0:
             raise ModelError(f"the chat template leaves out message {number}, of role {message.role!r}")
         if message.role != "system":
             place = start + len(content)
+    return text
 
 
 def around_message(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
@@ -112,3 +92,13 @@ def around_message(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     if not after:
         raise ModelError("the chat template does not show where a user's message ends: give --prompts FILE")
     return before, after
+
+
+def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], **options: bool) -> str:
+    if tokenizer.chat_template is None:
+        raise ModelError("the tokenizer has no chat template: set tokenizer.chat_template, or give prompts as texts")
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+    except Exception as error:  # templates are programs, and raise what they like
+        reason = " ".join(str(error).split())
+        raise ModelError(f"the tokenizer's chat template does not take these messages: {reason}") from error

@@ -38,13 +38,10 @@ def read_rows(path: str | Path, text_column: str = "prompt") -> Iterator[Row]:
         DataError: the file cannot be read, or a row is bad; the message has its number.
     """
     path = Path(path)
-    kinds = [suffix for suffix in path.suffixes if suffix != ".gz"]
-    kind = kinds[-1].lower() if kinds else ""
+    kind = Path(path.name.removesuffix(".gz")).suffix.lower()
     readers = {".jsonl": _jsonl, ".json": _jsonl, ".csv": _csv, ".txt": _text}
     if kind not in {*readers, ".parquet"}:
         raise DataError(f"{path} is none of {', '.join(readers)} and .parquet: name it by what it holds")
-    if not path.is_file():
-        raise DataError(f"there is no file {path}")
     if kind == ".parquet":
         yield from _from_datasets(str(path), "parquet", None, data_files=str(path), split="train")
         return
@@ -83,39 +80,20 @@ def _text(file: TextIO) -> Iterator[tuple[int, Any]]:
         yield number, line.rstrip("\r\n")
 
 
-def _from_datasets(name: str, *args: Any, **options: Any) -> Iterator[Row]:
+def _from_datasets(name: str, builder: str, config: str | None, **options: Any) -> Iterator[Row]:
     try:
         import datasets
     except ImportError:
         raise MissingExtra(f"{name} needs the package datasets: pip install 'skipdecode[train]'") from None
     try:
         try:
-            rows = datasets.load_dataset(*args, **options)
+            rows = datasets.load_dataset(builder, config, **options)
         except RuntimeError:  # it runs no loading scripts: the Hub has their data as Parquet on this branch
-            _, config = args
             rows = datasets.load_dataset(name, revision="refs/convert/parquet", data_dir=config, **options)
     except Exception as error:
         raise DataError(f"{name} cannot be read: {' '.join(str(error).split())}") from error
     for number, row in enumerate(rows, 1):
         yield f"{name}, row {number}", row
-
-
-def split_rows(source: str | Path, split: str, task: Task) -> Iterator[Row]:
-    """Rows of a split of a folder or of a data set on the Hub; of a file all rows.
-
-    Raises:
-        DataError: the data is missing, or a row is bad.
-    """
-    folder = Path(source)
-    if folder.is_dir():
-        names = [name + suffix for name in SPLITS[split] for suffix in SUFFIXES]
-        files = [folder / name for name in names if (folder / name).is_file()]
-        if not files:
-            raise DataError(f"{folder} holds no {split} split: expected a file such as {names[0]}")
-        return read_rows(files[0], task.columns[0])
-    if folder.exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source)) or str(source).endswith(SUFFIXES):
-        return read_rows(source, task.columns[0])
-    return _from_datasets(str(source), str(source), task.hub_config, split=split)
 
 
 def read_examples(source: str | Path, task: Task, split: str = "test", *, references: bool = True) -> list[Example]:
@@ -131,7 +109,7 @@ def read_examples(source: str | Path, task: Task, split: str = "test", *, refere
         DataError: the data is missing, or a row is bad; the message has its number.
     """
     examples = []
-    for place, row in split_rows(source, split, task):
+    for place, row in _split_rows(source, split, task):
         try:
             example = task.example(row)
         except DataError as error:
@@ -142,14 +120,26 @@ def read_examples(source: str | Path, task: Task, split: str = "test", *, refere
     return examples
 
 
+def _split_rows(source: str | Path, split: str, task: Task) -> Iterator[Row]:
+    path = Path(source)
+    if path.is_dir():
+        names = [name + suffix for name in SPLITS[split] for suffix in SUFFIXES]
+        files = [path / name for name in names if (path / name).is_file()]
+        if not files:
+            raise DataError(f"{path} holds no {split} split: expected a file such as {names[0]}")
+        path = files[0]
+    elif not path.exists() and path.suffix not in SUFFIXES and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source)):
+        return _from_datasets(str(source), str(source), task.hub_config, split=split)
+    return read_rows(path, task.text_column)
+
+
 def merge_references(examples: Iterable[Example]) -> list[Example]:
     """One example for each prompt, with the references of all its rows, in order of first appearance."""
     merged: dict[Prompt, Example] = {}
     for example in examples:
-        first = merged.get(example.prompt)
-        if first is not None:
-            example = replace(first, references=first.references + example.references)
-        merged[example.prompt] = example
+        first = merged.setdefault(example.prompt, example)
+        if first is not example:
+            merged[example.prompt] = replace(first, references=first.references + example.references)
     return list(merged.values())
 
 

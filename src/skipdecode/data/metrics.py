@@ -7,14 +7,13 @@ import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import regex
 from numpy.typing import NDArray
 
-from ..errors import MissingExtra, UsageError
+from ..errors import MissingExtra
 
 Array = NDArray[np.float64]
 
@@ -27,36 +26,32 @@ WORD_OR_CHARACTER = regex.compile(rf"{CHARACTER}|[^\s{UNSPACED}]+")
 ROUGE_WORD = regex.compile(rf"{CHARACTER}|[^\W_{UNSPACED}]+")
 
 
-def is_unspaced(text: str) -> bool:
-    """Whether a text has characters of a script without spaces between words."""
-    return regex.search(rf"[{UNSPACED}]", text) is not None
-
-
 def words(text: str) -> list[str]:
     """Words and single punctuation marks of a text in any script."""
     return WORD_OR_MARK.findall(unicodedata.normalize("NFC", text))
 
 
 class Metric(ABC):
-    """A score of a corpus, 0 to 100, computed from statistics summed over its texts."""
+    """A score of a corpus, 0 to 100, computed from statistics summed over its texts.
 
-    #: Name in JSON.
+    Attributes:
+        name: in JSON.
+        label: in tables.
+    """
+
     name: str
-    #: Name in tables.
     label: str
 
     @abstractmethod
     def rows(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> Array:
         """Statistics (n, k) of each of n texts against all its references."""
 
-    @abstractmethod
     def corpus(self, totals: Array, n: int) -> float:
-        """Score of ``n`` texts whose statistics sum to ``totals`` (k,)."""
+        """Score of ``n`` texts whose statistics sum to ``totals`` (k,); by default the mean, as a percentage."""
+        return 100 * float(totals[0]) / n
 
     def score(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-        """Score of all texts. Raises UsageError if there are none."""
-        if not texts:
-            raise UsageError(f"{self.label} of no texts")
+        """Score of all texts."""
         rows = self.rows(texts, references)
         return self.corpus(rows.sum(axis=0), len(rows))
 
@@ -81,14 +76,7 @@ class Bleu(Metric):
         return float(bleu.compute_bleu(counts[:4], counts[4:8], counts[8], counts[9], smooth_method="exp").score)
 
 
-class _Mean(Metric):
-    """A metric that is the mean of the texts' own scores, as a percentage."""
-
-    def corpus(self, totals: Array, n: int) -> float:
-        return 100 * float(totals[0]) / n
-
-
-class RougeL(_Mean):
+class RougeL(Metric):
     """ROUGE-L with stemming: the F-measure against the best reference.
 
     It is rouge-score's, whose own tokenizer knows the letters a to z alone; :meth:`tokenize` splits these as it does.
@@ -125,7 +113,7 @@ class Agreement(RougeL):
         return words(text)
 
 
-class Repetition(_Mean):
+class Repetition(Metric):
     """Share of 4-grams that a text had before (Welleck et al., 2020); references do not matter."""
 
     name = "repetition"
@@ -135,15 +123,6 @@ class Repetition(_Mean):
         """Share, 0 to 1, of each text: (n, 1); 0 without any 4-gram."""
         grams = [list(zip(*(tokens[i:] for i in range(4)), strict=False)) for tokens in map(words, texts)]
         return np.array([[1 - len(set(own)) / len(own) if own else 0.0] for own in grams])
-
-
-def distinct(texts: Sequence[str]) -> float:
-    """Percentage of different 2-grams among all 2-grams of the texts (Li et al., 2016); 0 without any.
-
-    It falls with the length and number of texts: compare it only between texts for the same prompts.
-    """
-    grams = [gram for text in texts for gram in pairwise(words(text))]
-    return 100 * len(set(grams)) / len(grams) if grams else 0.0
 
 
 DEFAULT: tuple[Metric, ...] = (Bleu(), RougeL())
@@ -160,11 +139,7 @@ def paired_scores(
 def bootstrap(metric: Metric, rows_a: Array, rows_b: Array, samples: int = 1000, seed: int = 0) -> tuple[float, float]:
     """95% interval of system a's score minus b's, by paired bootstrap (Koehn, 2004).
 
-    Args:
-        metric: the metric.
-        rows_a, rows_b: ``metric.rows`` of two systems' texts for the same inputs.
-        samples: number of resampled corpora.
-        seed: of the resampling.
+    ``rows_a`` and ``rows_b`` are :meth:`Metric.rows` of two systems' texts for the same inputs.
     """
     n = len(rows_a)
     drawn = draws(n, samples, seed)

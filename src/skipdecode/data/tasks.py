@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import DataError
 from .chat import Prompt, parse_messages
-from .metrics import WORD_OR_CHARACTER, is_unspaced
+from .metrics import WORD_OR_CHARACTER
 
 #: Words of a post, and of an article, in a prompt.
 POST, ARTICLE = 120, 400
@@ -36,7 +36,7 @@ class Task:
 
     Attributes:
         example: makes the example of a row. Raises DataError if the row has no prompt.
-        columns: columns that may hold the prompt; a line of text is the first.
+        text_column: column that a line of a text file is.
         max_new_tokens: default of the longest generated text.
         repeats: prompts stand in several rows, one for each reference.
         hub_config: configuration of the data set on the Hub.
@@ -44,7 +44,7 @@ class Task:
 
     name: str
     example: Callable[[Mapping[str, Any]], Example]
-    columns: tuple[str, ...]
+    text_column: str
     max_new_tokens: int
     repeats: bool = False
     hub_config: str | None = None
@@ -69,21 +69,18 @@ def get_task(
     """
     if name not in TASKS:
         raise DataError(f"unknown task {name!r}: known are {', '.join(TASKS)}")
-    options: dict[str, Any] = {
-        "prompt_column": prompt_column,
-        "response_column": response_column,
-        "prompt_share": prompt_share,
-    }
-    options = {option: value for option, value in options.items() if value is not None}
-    if options and name != "jsonl":
+    columns = {"prompt_column": prompt_column, "response_column": response_column}
+    options: dict[str, Any] = {option: value for option, value in columns.items() if value is not None}
+    if prompt_share is not None:
+        if not 0 <= prompt_share < 1:
+            raise DataError(f"prompt_share is at least 0 and below 1, not {prompt_share}")
+        options["prompt_share"] = prompt_share
+    if not options:
+        return TASKS[name]
+    if name != "jsonl":
         raise DataError(f"{', '.join(options)} goes with task jsonl, not with {name}")
-    if prompt_share is not None and not 0 <= prompt_share < 1:
-        raise DataError(f"prompt_share is at least 0 and below 1, not {prompt_share}")
-    task = TASKS[name]
-    if options:
-        columns = (prompt_column,) if prompt_column else task.columns if prompt_share is None else ("text",)
-        task = replace(task, example=partial(plain, **options), columns=columns)
-    return task
+    text_column = prompt_column or ("prompt" if prompt_share is None else "text")
+    return replace(TASKS[name], example=partial(plain, **options), text_column=text_column)
 
 
 def e2e(row: Mapping[str, Any]) -> Example:
@@ -99,9 +96,8 @@ def e2e(row: Mapping[str, Any]) -> Example:
 def reddit_tldr(row: Mapping[str, Any]) -> Example:
     """``Post: Weird crash. After installing my new GPU … TL;DR:``; line breaks become spaces."""
     post = first_words(_text(row, "post", "content"), POST)
-    title = row.get("title")
-    begin = f"{' '.join(str(title).split())}. " if _is_text(title) else ""
-    return Example(f"Post: {begin}{post} TL;DR:", _references(row, "summary"))
+    title = "".join(f"{title}. " for title in _references(row, "title"))
+    return Example(f"Post: {title}{post} TL;DR:", _references(row, "summary"))
 
 
 def cnn_dm(row: Mapping[str, Any]) -> Example:
@@ -119,28 +115,24 @@ def plain(
 
     The last message of a conversation without a response is the reference, if it is the assistant's.
     """
-    if _filled(row.get("tools")):
+    if _first(row, "tools"):
         raise DataError("tools would not reach the model: they are not supported")
     names = [response_column] if response_column else ["response", "completion"]
     references = _responses(row, [name for name in names if name != prompt_column])
-    columns = [prompt_column] if prompt_column else ["prompt", "messages", "text"]
-    if prompt_share is not None:
+    columns = ["prompt", "messages", "text"] if references else ["messages", "prompt", "text"]
+    if prompt_column or prompt_share is not None:
         columns = [prompt_column or "text"]
-    elif not prompt_column and not references:
-        columns = ["messages", "prompt", "text"]
-    column = next((name for name in columns if _filled(row.get(name))), None)
-    if column is None:
+    value = _first(row, *columns)
+    if value is None:
         raise DataError(f"no prompt: expected a column {' or '.join(columns)}, found {', '.join(row) or 'none'}")
-    value = row[column]
     if not isinstance(value, str):
         return _conversation(value, references)
-    is_split = prompt_share is not None or (column == "text" and not references and not prompt_column)
-    if not is_split:
+    if prompt_share is None:
+        if not (references or prompt_column or _first(row, "prompt")):
+            raise DataError("a plain text: give --prompt-share, the share that is the prompt, or --prompt-column text")
         return Example(value, references)
     if references:
         raise DataError("prompt_share is for plain text, but the row has a response")
-    if prompt_share is None:
-        raise DataError("a plain text: give --prompt-share, the share that is the prompt, or --prompt-column text")
     return split_text(value, prompt_share)
 
 
@@ -158,10 +150,10 @@ def _conversation(value: Any, references: tuple[str, ...]) -> Example:
 
 def _responses(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, ...]:
     """References of the first column that has any: a text, several, or one message of the assistant."""
-    value = next((row[name] for name in columns if _filled(row.get(name))), None)
+    value = _first(row, *columns)
     if value is None or isinstance(value, str):
         return () if value is None else (value,)
-    if all(isinstance(text, str) for text in value):
+    if isinstance(value, list) and all(isinstance(text, str) for text in value):
         return tuple(text for text in value if text.strip())
     chat = parse_messages(value)
     if len(chat) > 1 or chat[0].role != "assistant":
@@ -188,38 +180,35 @@ def first_words(text: str, count: int) -> str:
 
     A character is a word where a script has no spaces.
     """
-    text = " ".join(word if is_unspaced(word) else word[:30] for word in text.split())
+    text = " ".join(word[:30] if WORD_OR_CHARACTER.fullmatch(word) else word for word in text.split())
     ends = [word.end() for word in WORD_OR_CHARACTER.finditer(text)]
     return text if len(ends) <= count else text[: ends[count - 1]]
 
 
+def _first(row: Mapping[str, Any], *columns: str) -> Any:
+    """The first text or list in ``columns`` that is not empty; None without any."""
+    values = (row.get(name) for name in columns)
+    return next((value for value in values if value and (not isinstance(value, str) or value.strip())), None)
+
+
 def _text(row: Mapping[str, Any], *columns: str) -> str:
-    """Text of the first of ``columns`` that has any. Raises DataError if none does."""
-    for name in columns:
-        if _is_text(row.get(name)):
-            return row[name]
-    raise DataError(f"no text in column {' or '.join(columns)}; the row has {', '.join(row) or 'none'}")
+    text = _first(row, *columns)
+    if not isinstance(text, str):
+        raise DataError(f"no text in column {' or '.join(columns)}; the row has {', '.join(row) or 'none'}")
+    return text
 
 
 def _references(row: Mapping[str, Any], *columns: str) -> tuple[str, ...]:
     """Reference in the first of ``columns`` that has any, with line breaks as spaces."""
-    text = next((row[name] for name in columns if _is_text(row.get(name))), "")
-    return (" ".join(text.split()),) if text else ()
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
-def _filled(value: object) -> bool:
-    return _is_text(value) or (isinstance(value, list | tuple) and bool(value))
+    text = _first(row, *columns)
+    return (" ".join(text.split()),) if isinstance(text, str) else ()
 
 
 #: E2E NLG (Novikova et al., 2017), ``tuetschek/e2e_nlg`` on the Hub; Webis-TLDR-17 (Völske et al., 2017); CNN/DailyMail
 #: (See et al., 2017), ``abisee/cnn_dailymail``; and any rows.
 TASKS = {
-    "e2e": Task("e2e", e2e, ("mr", "meaning_representation"), 80, repeats=True),
-    "reddit_tldr": Task("reddit_tldr", reddit_tldr, ("post", "content"), 60),
-    "cnn_dm": Task("cnn_dm", cnn_dm, ("article",), 120, hub_config="3.0.0"),
-    "jsonl": Task("jsonl", plain, ("prompt", "messages", "text"), 128),
+    "e2e": Task("e2e", e2e, "mr", 80, repeats=True),
+    "reddit_tldr": Task("reddit_tldr", reddit_tldr, "post", 60),
+    "cnn_dm": Task("cnn_dm", cnn_dm, "article", 120, hub_config="3.0.0"),
+    "jsonl": Task("jsonl", plain, "prompt", 128),
 }

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from ..errors import ModelError
 from .chat import MARK, Prompt, render
@@ -133,24 +132,3 @@ def decode_response(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], i
     before = tokenizer.decode([*prompt], skip_special_tokens=True)
     whole = tokenizer.decode([*prompt, *ids], skip_special_tokens=True)
     return whole[len(before) :] if whole.startswith(before) else tokenizer.decode([*ids], skip_special_tokens=True)
-
-
-def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most ``vocab_size`` tokens, 258 at least, with ``<pad>`` and ``</s>``."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<pad>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        pad_token="<pad>",
-        eos_token="</s>",
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )

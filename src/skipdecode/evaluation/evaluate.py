@@ -13,7 +13,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -157,11 +157,10 @@ def evaluate(
         UsageError: the output holds rows of other settings.
         DataError: the data cannot be read, or is empty.
     """
-    if isinstance(config.task, str):
-        config = replace(config, task=get_task(config.task))
-    examples = merge_references(read_examples(config.data, config.task, references=False))[: config.limit]
+    task = get_task(config.task) if isinstance(config.task, str) else config.task
+    examples = merge_references(read_examples(config.data, task, references=False))[: config.limit]
     variants = list_variants(config) if variants is None else variants
-    evaluation = _Evaluation(config, examples, variants[0], say, on_progress)
+    evaluation = _Evaluation(config, task, examples, variants[0], say, on_progress)
     saved = evaluation.saved(variants)
     rows: list[dict[str, Any]] = []
     for variant in variants:
@@ -207,14 +206,21 @@ def list_variants(config: EvaluateConfig) -> list[Variant]:
 
 class _Evaluation:
     def __init__(
-        self, config: EvaluateConfig, examples: Sequence[Example], full: Variant, say: Say, on_progress: OnProgress
+        self,
+        config: EvaluateConfig,
+        task: Task,
+        examples: Sequence[Example],
+        full: Variant,
+        say: Say,
+        on_progress: OnProgress,
     ) -> None:
         self.config = config
+        self.task = task
         self.examples = examples
         self.full = full
         self.say = say
         self.on_progress = on_progress
-        self.max_new_tokens = config.max_new_tokens or config.task.max_new_tokens
+        self.max_new_tokens = config.max_new_tokens or task.max_new_tokens
         self.scored = all(example.references for example in examples)
         if not self.scored and any(example.references for example in examples):
             say("some rows have no reference: texts are compared with the full model's instead")
@@ -399,7 +405,7 @@ class _Evaluation:
         config = self.config
         notes = {
             "command": command,
-            "rows": f"{len(self.examples)} test inputs of {config.task.name}, greedy, batch {config.batch_size}",
+            "rows": f"{len(self.examples)} test inputs of {self.task.name}, greedy, batch {config.batch_size}",
             "machine": machine(self._device),
             "weights": self.settings["dtype"],
             "quantization": config.quantization,

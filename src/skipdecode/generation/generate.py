@@ -44,10 +44,15 @@ _PADDED = "it counts padding, so that a text would depend on its batch"
 #: Options of ``model.generate`` that would be wrong without a word, or change what is measured.
 REFUSED = {
     **dict.fromkeys([*CACHE_NAMES, "cache_implementation"], _OWN_CACHE),
+    "generation_config": "give its values as options",
+    "max_length": f"{_PADDED}: give max_new_tokens",
+    "num_return_sequences": "one text per prompt is generated; repeat the prompt instead",
+}
+#: Those that the checkpoint's generation_config may not have either.
+NEVER = {
     **dict.fromkeys(["assistant_model", "assistant_early_exit", "use_mtp", "speculation_type"], _DRAFT),
     "guidance_scale": "it runs the model a second time in every step, with all its layers",
     "min_length": f"{_PADDED}: give min_new_tokens",
-    "generation_config": "give its values as options",
 }
 #: transformers' default of ``max_new_tokens``.
 NEW_TOKENS = 20
@@ -217,7 +222,7 @@ def _generate_batch(
     # The attention mask hides padding, but not from some releases' repetition penalty: a prompt's own token adds none.
     ids = torch.tensor([[prompt[0]] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
-    end_tokens = sorted(end_token_ids(options, config))
+    end_tokens = end_token_ids(options, config)
     stop_strings = options.get("stop_strings", config.stop_strings)
     ends: list[StoppingCriteria] = [EosTokenCriteria(end_tokens)] if end_tokens else []
     if stop_strings:
@@ -232,7 +237,9 @@ def _generate_batch(
     beams = options.get("num_beams") or config.num_beams or 1
     # These come before the checkpoint's generation_config.
     defaults = {"do_sample": False, "use_cache": True, "cache_implementation": None, "num_return_sequences": 1}
-    defaults["pad_token_id"] = _padding(tokenizer, model, end_tokens)
+    candidates = [tokenizer.pad_token_id, config.pad_token_id, *end_tokens, 0]  # any that has an embedding will do
+    size = model.get_input_embeddings().weight.shape[0]
+    defaults["pad_token_id"] = next(token for token in candidates if token is not None and token < size)
     # Without end tokens, ``generate`` does not pad the rows that have ended.
     leaving = FinishedRows(model, cache, progress.ended) if beams == 1 and end_tokens else nullcontext()
     with leaving:
@@ -259,9 +266,7 @@ def _generate_batch(
     steps = progress.passes - 1
     if beams == 1:  # on MPS, transformers stops a pass late, and drops its token
         steps = min(steps, len(sequences[0]) - 1)
-    prompt_layers = [width] * layers
-    if isinstance(decoding, Schedule):
-        prompt_layers = decoding.positions_per_layer(width, width)
+    prompt_schedule = decoding if isinstance(decoding, Schedule) else Schedule.full(layers)
     peak = getattr(cache, "peak_kv_bytes", 0) or max(total_kv_bytes(cache), getattr(leaving, "peak_kv_bytes", 0))
     stats = GenerationStats(
         layers,
@@ -274,7 +279,7 @@ def _generate_batch(
         row_layers=getattr(cache, "row_layers", 0),
         row_steps=getattr(cache, "row_steps", 0),
         prompt_positions=width,
-        prompt_layer_positions=sum(prompt_layers),
+        prompt_layer_positions=sum(prompt_schedule.positions_per_layer(width, width)),
         peak_kv_bytes=peak,
     )
     return completions, stats
@@ -287,18 +292,12 @@ def check_options(options: Mapping[str, Any], defaults: GenerationConfig) -> Non
         options: of ``model.generate``.
         defaults: the checkpoint's generation_config, which may ask for the same.
     """
-    for name, reason in REFUSED.items():
-        value = options.get(name)
-        if value is None and reason != _OWN_CACHE:  # a checkpoint's cache_implementation is set aside
-            value = getattr(defaults, name, None)
+    for name, reason in (REFUSED | NEVER).items():
+        value = options.get(name, getattr(defaults, name, None) if name in NEVER else None)
         if value not in (None, False, 0, 1):
             raise UsageError(f"{name}: {reason}")
-    if "max_length" in options:
-        raise UsageError(f"max_length: {_PADDED}: give max_new_tokens")
     if not options.get("use_cache", True):
         raise UsageError(f"use_cache=False: {_OWN_CACHE}")
-    if options.get("num_return_sequences", 1) != 1:
-        raise UsageError("num_return_sequences: one text per prompt is generated; repeat the prompt instead")
     known = vars(GenerationConfig())
     try:
         GenerationConfig(**{name: value for name, value in options.items() if name in known}).validate(strict=True)
@@ -311,10 +310,10 @@ def max_new_tokens(options: Mapping[str, Any], defaults: GenerationConfig) -> in
     return options.get("max_new_tokens") or defaults.max_new_tokens or NEW_TOKENS
 
 
-def end_token_ids(options: Mapping[str, Any], defaults: GenerationConfig) -> set[int]:
+def end_token_ids(options: Mapping[str, Any], defaults: GenerationConfig) -> list[int]:
     """Ids of the tokens that end a text: the option ``eos_token_id``, else the checkpoint's."""
     ends = options.get("eos_token_id", defaults.eos_token_id)
-    return set() if ends is None else set(torch.as_tensor(ends).flatten().tolist())
+    return [] if ends is None else sorted(torch.as_tensor(ends).flatten().tolist())
 
 
 def max_positions(config: Any) -> int | None:
@@ -325,10 +324,3 @@ def max_positions(config: Any) -> int | None:
 def position_limit(config: Any) -> int | None:
     """Most positions that the model computes; None with RoPE, which has no limit, or if unknown."""
     return None if getattr(text_config(config), "rope_parameters", None) else max_positions(config)
-
-
-def _padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, end_tokens: Sequence[int]) -> int:
-    """Token for rows that have ended: any that has an embedding."""
-    candidates = [tokenizer.pad_token_id, model.generation_config.pad_token_id, *end_tokens, 0]
-    size = model.get_input_embeddings().weight.shape[0]
-    return next(token for token in candidates if token is not None and token < size)

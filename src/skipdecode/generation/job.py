@@ -38,20 +38,24 @@ class JobResult:
 
     Attributes:
         rows: columns of the input, and ``text``, ``tokens`` and ``finish_reason``, or ``error``; in the input's order.
-        completions: of the rows; None for those that the model has no positions for.
         stats: of the whole job.
         schedule: that the texts were generated with.
     """
 
     rows: Sequence[Mapping[str, Any]]
-    completions: Sequence[Completion | None]
     stats: GenerationStats
     schedule: Schedule
 
     @property
+    def completions(self) -> list[Completion | None]:
+        """Completions of the rows; None for a row with an error."""
+        names = OUTPUT_COLUMNS[:3]
+        return [None if "error" in row else Completion(*(row[name] for name in names)) for row in self.rows]
+
+    @property
     def texts(self) -> list[str]:
         """Texts in the order of the input, without rows that have none."""
-        return [completion.text for completion in self.completions if completion is not None]
+        return [row["text"] for row in self.rows if "error" not in row]
 
     @property
     def jsonl(self) -> str:
@@ -61,9 +65,8 @@ class JobResult:
     @property
     def summary(self) -> dict[str, Any]:
         """Figures for JSON: those of the stats, ``bad_rows``, ``layers`` and ``target_speedup``."""
-        layers = self.stats.num_layers
-        more = {"bad_rows": self.completions.count(None), "layers": layers, "target_speedup": self.schedule.target}
-        return self.stats.summary() | more
+        more = {"layers": self.stats.num_layers, "target_speedup": self.schedule.target}
+        return self.stats.summary() | {"bad_rows": sum("error" in row for row in self.rows)} | more
 
 
 @dataclass(frozen=True)
@@ -130,28 +133,37 @@ class GenerationJob:
         if checkpoint.tokenizer.chat_template is not None and any(isinstance(prompt, str) for prompt in prompts):
             say("prompts are texts, which a chat model continues: it answers rows with `messages`")
         ids = encode_prompts(checkpoint.tokenizer, prompts)
-        errors = self._errors(ids, options["max_new_tokens"], say)
-        good = [i for i in range(len(ids)) if i not in errors]
+        for row, prompt_ids in zip(rows, ids, strict=True):
+            row |= self._error(len(prompt_ids), options["max_new_tokens"])
+        good = [i for i, row in enumerate(rows) if "error" not in row]
+        positions = max((len(ids[i]) for i in good), default=0) + options["max_new_tokens"]
+        if positions > (max_positions(checkpoint.config) or math.inf):
+            say(f"some rows need up to {positions} positions, more than the model was trained for")
+        settings = {
+            "model": checkpoint.fingerprint,
+            "prompts": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
+            "schedule": schedule.to_dict(),
+            "options": options,
+            **{name: getattr(self, name) for name in ("load", "batch_size", "seed", "engine")},
+        }
+        progress = Progress(self.output, settings, self.overwrite)
         size = self.batch_size * (VLLM_BATCHES if self.engine == "vllm" else 1)
         batches = [[good[i] for i in batch] for batch in split_batches([ids[i] for i in good], size)]
-
-        progress = Progress(self.output, self._settings(ids, schedule, options), self.overwrite)
-        todo = {index: [ids[i] for i in batch] for index, batch in enumerate(batches) if index not in progress.batches}
         on_start(len(good), sum(len(output.completions) for output in progress.batches.values()))
-        if todo:
-            positions = max(len(prompt) for batch in todo.values() for prompt in batch) + options["max_new_tokens"]
-            for index, output in self._generate(todo, schedule, options, positions):
-                progress.add(index, output)
-                on_batch(output.stats)
-        completions: list[Completion | None] = [None] * len(rows)
+        todo = {
+            index: ([ids[i] for i in batch], self.seed + index)
+            for index, batch in enumerate(batches)
+            if index not in progress.batches
+        }
+        for index, output in self._generate(todo, schedule, options, positions) if todo else ():
+            progress.add(index, output)
+            on_batch(output.stats)
         stats = GenerationStats(checkpoint.num_layers)
         for index, batch in enumerate(batches):
             stats += progress.batches[index].stats
             for i, completion in zip(batch, progress.batches[index].completions, strict=True):
-                completions[i] = completion
-        for i, made in enumerate(completions):
-            rows[i] |= {"error": errors[i]} if made is None else asdict(made)
-        result = JobResult(rows, completions, stats, schedule)
+                rows[i] |= asdict(completion)
+        result = JobResult(rows, stats, schedule)
         progress.finish(result.jsonl)
         return result
 
@@ -172,7 +184,7 @@ class GenerationJob:
             prompts = to_prompts(self.prompts)
             return [{"prompt": as_json(prompt)} for prompt in prompts], prompts
         found: dict[Any, tuple[dict[str, Any], Prompt]] = {}
-        for place, row in read_rows(self.prompts, self.task.columns[0]):
+        for place, row in read_rows(self.prompts, self.task.text_column):
             try:
                 prompt = self.task.example(row).prompt
             except DataError as error:
@@ -185,48 +197,29 @@ class GenerationJob:
             raise DataError(f"{self.prompts} holds no rows")
         return [columns for columns, _ in found.values()], [prompt for _, prompt in found.values()]
 
-    def _errors(self, ids: Sequence[list[int]], new_tokens: int, say: Callable[[str], object]) -> dict[int, str]:
-        """What is wrong with rows that the model cannot take, by index."""
-        limit = position_limit(self.checkpoint.config) or math.inf
-        errors = {}
-        for i, prompt in enumerate(ids):
-            if not prompt:
-                errors[i] = "the prompt has no token"
-            elif len(prompt) + new_tokens > limit:
-                errors[i] = f"{len(prompt)} prompt tokens and {new_tokens} new ones: the model has {limit} positions"
-        longest = max(map(len, ids)) + new_tokens
-        if limit == math.inf and longest > (max_positions(self.checkpoint.config) or math.inf):
-            say(f"some rows need up to {longest} positions, more than the model was trained for")
-        return errors
-
-    def _settings(self, ids: Any, schedule: Schedule, options: Mapping[str, Any]) -> dict[str, Any]:
-        """What the texts depend on, as values of JSON."""
-        return {
-            "model": self.checkpoint.fingerprint,
-            "prompts": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
-            "schedule": schedule.to_dict(),
-            "options": dict(options),
-            "load": dict(self.load),
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "engine": self.engine,
-        }
+    def _error(self, length: int, new_tokens: int) -> dict[str, str]:
+        """Column ``error`` of a row that the model cannot take."""
+        limit = position_limit(self.checkpoint.config)
+        if length == 0:
+            return {"error": "the prompt has no token"}
+        if limit is not None and length + new_tokens > limit:
+            return {"error": f"{length} prompt tokens and {new_tokens} new ones: the model has {limit} positions"}
+        return {}
 
     def _generate(
         self, batches: Mapping[int, Any], schedule: Schedule, options: Mapping[str, Any], positions: int
     ) -> Iterator[tuple[int, GenerationOutput]]:
-        seeded = {index: (batch, self.seed + index) for index, batch in batches.items()}
         if self.workers:
             from .ray import generate_on_ray
 
             dtype, device = placement(self.checkpoint.config, self.load.get("dtype", "auto"), self.load.get("device"))
             job = replace(self, load={**self.load, "dtype": str(dtype).removeprefix("torch."), "device": device})
             start = partial(start_engine, job, schedule, options, positions)
-            yield from generate_on_ray(start, seeded, self.workers, on_gpu=device != "cpu")
+            yield from generate_on_ray(start, batches, self.workers, on_gpu=device != "cpu")
             return
         with start_engine(self, schedule, options, positions) as generate_batch:
-            for index, (batch, seed) in seeded.items():
-                yield index, generate_batch(batch, seed)
+            for index, batch in batches.items():
+                yield index, generate_batch(*batch)
 
 
 @contextmanager
@@ -267,12 +260,12 @@ class Progress:
         self.path = self.output.with_name(self.output.name + ".partial")
         if self.output.exists() and not self.path.exists() and not overwrite:
             raise UsageError(f"{self.output} exists: give --overwrite to replace it")
-        data = self.path.read_bytes() if self.path.exists() else b""
         header = json.dumps(settings).encode()
+        data = self.path.read_bytes() if self.path.exists() else b""
         *lines, torn = data.split(b"\n")
-        if lines and lines[0] != header and not overwrite:
-            raise UsageError(f"{self.path} is of a job with other settings: give --overwrite to drop its texts")
         if not lines or lines[0] != header:
+            if lines and not overwrite:
+                raise UsageError(f"{self.path} is of a job with other settings: give --overwrite to drop its texts")
             self.path.write_bytes(header + b"\n")
             return
         os.truncate(self.path, len(data) - len(torn))

@@ -143,7 +143,7 @@ def sampling_params(options: Mapping[str, Any], defaults: GenerationConfig) -> d
         "min_tokens": value_of("min_new_tokens", 0),
         "repetition_penalty": value_of("repetition_penalty", 1.0),
         # All tokens that end a text: vLLM adds none.
-        "stop_token_ids": sorted(end_token_ids(options, defaults)),
+        "stop_token_ids": end_token_ids(options, defaults),
         "ignore_eos": True,
     }
     if strings := value_of("stop_strings", None):
