@@ -159,7 +159,7 @@ class TrainConfig(RunConfig):
         if isinstance(self.prompt_layers, str) and self.prompt_layers.isdecimal():
             object.__setattr__(self, "prompt_layers", int(self.prompt_layers))
         elif isinstance(self.prompt_layers, str) and self.prompt_layers != "max":
-            raise UsageError(f"--prompt-layers is max or a number of layers, not {self.prompt_layers}")
+            raise UsageError(f"prompt_layers is max or a number of layers, not {self.prompt_layers}")
         if self.method not in ("skipdecode", "multi_exit"):
             raise UsageError(f"--method is skipdecode or multi_exit, not {self.method}")
         if self.method == "multi_exit" and (self.style or self.distill_weight or self.speedup_weights):
