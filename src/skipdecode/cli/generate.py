@@ -58,12 +58,14 @@ def generate(
     if (prompts is None) == (not prompt):
         raise UsageError("give one of --prompts FILE and --prompt TEXT")
     decoding = {name: values[name] for name in DECODING if values[name] not in (None, False)}
+    chosen = get_task(task)
+    texts = [chosen.example({chosen.text_column: text}).prompt for text in prompt or ()]
     load = {"dtype": dtype, "device": device, "quantization": quantization, "offload": offload}
     job = GenerationJob(
         Checkpoint.resolve(model, adapter),
-        prompt or prompts or "-",
+        texts or prompts or (),
         output,
-        task=get_task(task),
+        task=chosen,
         speedup=speedup,
         schedule=Schedule.load(schedule) if schedule else None,
         batch_size=batch_size,
