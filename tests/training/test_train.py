@@ -309,9 +309,8 @@ def test_two_processes_train_like_one(checkpoint: Path, tmp_path: Path) -> None:
     launch = f"-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --main_process_port {port}"
     launch += " --mixed_precision no --dynamo_backend no -m skipdecode train"
     words = [checkpoint, "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "two", "--batch-size", 4]
-    for name, value in (SHORT | options).items():
-        words += [] if name in ("batch_size", "lr_scheduler_type") else [f"--{name.replace('_', '-')}", value]
-    (tmp_path / "run.yaml").write_text("lr_scheduler_type: constant\n")
+    given = {name: value for name, value in (SHORT | options).items() if name != "batch_size"}
+    (tmp_path / "run.yaml").write_text("".join(f"{name}: {value}\n" for name, value in given.items()))
     command = [sys.executable, *launch.split(), *map(str, words), "--config", str(tmp_path / "run.yaml")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
