@@ -23,7 +23,7 @@ from skipdecode.model.cache_name import CACHE
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "skipdecode"
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-PAGES += [ROOT / "results" / "README.md"]
+PAGES += [ROOT / "results" / "reproduce.md"]
 DOCUMENTS = [*PAGES, PACKAGE / "demo" / "README.md", *ROOT.glob("experiments/README.md")]
 COMMANDS = [*DOCUMENTS, ROOT / "Makefile", *sorted(ROOT.glob("recipes/*.sh"))]
 COMMAND: Any = typer.main.get_command(app)
