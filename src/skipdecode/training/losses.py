@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from ..evaluation.early_exit import read_out
-from ..loading.device import synchronize
 from ..model.adapter import Adapter
 from ..model.attach import attach, teacher_forced
 from ..model.config import num_layers
@@ -164,15 +162,6 @@ class DistillationModel(nn.Module):
         # kl_div would make more copies of the logits, hundreds of megabytes.
         loss = (_cross_entropy(logits, teacher.target) - teacher.entropy)[counted].sum()
         return loss / (counted.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
-
-    def seconds(self, schedules: Sequence[Schedule], batch: Mapping[str, Any]) -> float:
-        """Seconds of one training step for all ``schedules``; its gradients are added to the adapter's."""
-        start = time.perf_counter()
-        teacher = self.teacher_output(batch)
-        for schedule in schedules:
-            self(teacher, schedule).backward()
-        synchronize(batch["input_ids"].device)
-        return time.perf_counter() - start
 
 
 def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from ..model.inspect import text_config
 from ..schedule import Schedule
 from .adapter_init import fit_bypasses
 from .distill import default_warmup, prefill
-from .self_generated import Say, find_prompts, keep_texts, spread, text_options
+from .self_generated import Say, self_generate
 
 logger = logging.getLogger(__name__)
 
@@ -92,15 +92,13 @@ def probe(
     model = checkpoint.load(dtype, device).requires_grad_(False)
     tokenizer = checkpoint.tokenizer
 
-    def write(prompts: Any, options: dict[str, Any]) -> Any:
+    def write(prompts: Any, options: dict[str, Any], name: str) -> Any:
         ids = encode_prompts(tokenizer, prompts)
-        with tqdm(desc="texts", total=len(ids), file=sys.stderr) as bar:
+        with tqdm(desc=name, total=len(ids), file=sys.stderr) as bar:
             options |= {"seed": seed, "on_batch": lambda stats: bar.update(stats.rows)}
             return generate_ids(model, tokenizer, ids, None, 4 * batch_size, **options).completions
 
-    found = find_prompts(checkpoint, prompts, get_task("jsonl"), num_texts, write, say)
-    rows = spread(found, num_texts)
-    texts = keep_texts(rows, write(rows, text_options(found, max_new_tokens)), say)
+    texts = self_generate(checkpoint, prompts, get_task(), num_texts, max_new_tokens, None, write, say)
     if len(texts) < 4:
         raise UsageError(f"probing needs four texts at least: {len(texts)} of {num_texts} can be used")
     half = len(texts) // 2

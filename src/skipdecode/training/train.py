@@ -22,15 +22,11 @@ from ..loading.load import Checkpoint
 from ..model.config import config_schedules, num_layers, set_entry, to_config_entry, trained_method
 from ..schedule import Schedule, choose_schedule
 from .config import TrainConfig, claim_output
-from .fitting import batch_lengths, fit
 from .losses import Distillation, ExitLoss, Objective
 from .self_generated import Say
 from .trainer import SkipTrainer
 
 logger = logging.getLogger(__name__)
-
-#: Number of training responses that schedules are fitted to.
-MEASURED = 5000
 
 
 def train(config: TrainConfig, *, overwrite: bool = False, say: Say = logger.warning) -> None:
@@ -62,10 +58,7 @@ def train(config: TrainConfig, *, overwrite: bool = False, say: Say = logger.war
     check_saving(model)
     tokenizer = checkpoint.tokenizer
     limit = max_positions(model.config) or sys.maxsize
-    rows = encode(training, tokenizer, limit, say)
-    if not held_out:
-        args.eval_strategy = "no"
-    schedules = choose_schedules(config, model.config, rows, args.train_batch_size)
+    schedules = choose_schedules(config, model.config)
     set_entry(model.config, to_config_entry(schedules, config.method))
     trainer = SkipTrainer(
         model=model.train(),
@@ -75,7 +68,7 @@ def train(config: TrainConfig, *, overwrite: bool = False, say: Say = logger.war
         schedules=schedules,
         weights=config.speedup_weights,
         objective=make_objective(config, model),
-        train_dataset=rows,
+        train_dataset=encode(training, tokenizer, limit, say),
         eval_dataset=encode(held_out, tokenizer, limit, say) if held_out else None,
     )
     run(trainer, last, say)
@@ -98,21 +91,11 @@ def read_validation(config: TrainConfig, task: Task, say: Say) -> list[Example]:
         return []
 
 
-def choose_schedules(config: TrainConfig, model_config: Any, rows: Dataset, batch_size: int) -> dict[float, Schedule]:
-    """Schedules to train for: those the model was trained for, unless the user chose others; else new ones.
-
-    Depths that fall do so over ``config.horizon`` steps, or are fitted to the decode steps of the training responses.
-    """
-    layers = num_layers(model_config)
-    style = config.style
-    if config.method == "multi_exit":
-        style["order"] = "bottom"
-    if "decay" in style and config.horizon is None:
-        lengths = batch_lengths([len(ids) for ids in rows[:MEASURED]["response_ids"]], batch_size)
-        return {speedup: fit(layers, speedup, lengths, **style) for speedup in config.speedups}
-    if config.horizon is not None:
-        style["horizon"] = config.horizon
+def choose_schedules(config: TrainConfig, model_config: Any) -> dict[float, Schedule]:
+    """Schedules to train for: those the model was trained for, unless the user chose others; else new ones."""
+    style = config.style | ({"order": "bottom"} if config.method == "multi_exit" else {})
     trained = config_schedules(model_config) if trained_method(model_config) == config.method else {}
+    layers = num_layers(model_config)
     return {speedup: choose_schedule(trained, layers, speedup, **style) for speedup in config.speedups}
 
 
