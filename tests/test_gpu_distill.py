@@ -104,7 +104,7 @@ def test_a_saved_state_goes_on(
     stream = batches(texts[4:], 512, np.random.default_rng(0))
     form.fit([Batch(model, next(stream))])
     before = measure(form, texts[:4])
-    for _ in range(8):
+    for _ in range(5):
         form.step(Batch(model, next(stream)), 1.0)
     assert all(measure(form, texts[:4])[speed][0] < before[speed][0] for speed in before)
     folders = [tmp_path / "first", tmp_path / "second"]

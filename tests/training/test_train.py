@@ -168,12 +168,13 @@ def test_what_would_make_saving_fail_is_told_before_the_first_step(
 
 def test_rows_that_the_model_has_no_positions_for_are_counted(checkpoint: Path) -> None:
     said: list[str] = []
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    rows = training.encode([*EXAMPLES, Example("the", ("the cat " * 100,))], tokenizer, 96, said.append)
-    assert len(rows) == len(EXAMPLES)
+    model, tokenizer = skipdecode.load(str(checkpoint))
+    long = Example("the", ("the cat " * 100,))
+    data = training.trainer_data(model, tokenizer, [*EXAMPLES, long], [], said.append)
+    assert len(data["train_dataset"]) == len(EXAMPLES)
     assert said == ["1 examples are left out: over 96 tokens, the model's positions"]
     with pytest.raises(DataError, match="no example fits"):
-        training.encode(EXAMPLES, tokenizer, 3, said.append)
+        training.trainer_data(model, tokenizer, [long], [], said.append)
 
 
 # --- runs that are killed

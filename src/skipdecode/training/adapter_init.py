@@ -18,38 +18,28 @@ RIDGE = 0.01
 
 
 class Moments:
-    """Sums from which the best affine map from ``x`` to ``y`` follows, in float64.
-
-    Args:
-        size: number of features of ``x`` and of ``y``.
-    """
+    """Sums from which the best affine map from ``x`` to ``y`` follows, both of ``size`` features, in float64."""
 
     def __init__(self, size: int) -> None:
-        self.count = 0
-        self.x = torch.zeros(size, dtype=torch.float64)
-        self.y = torch.zeros(size, dtype=torch.float64)
-        self.xx = torch.zeros(size, size, dtype=torch.float64)
-        self.xy = torch.zeros(size, size, dtype=torch.float64)
+        self.size = size
+        self.sums = torch.zeros(size + 1, 2 * size + 1, dtype=torch.float64)  # (x, 1) times (x, y, 1)
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add samples, both (samples, size)."""
         x = x.cpu().double()  # Apple's GPUs have no float64
-        y = y.cpu().double()
-        self.count += len(x)
-        self.x += x.sum(0)
-        self.y += y.sum(0)
-        self.xx += x.T @ x
-        self.xy += x.T @ y
+        one = x.new_ones(len(x), 1)
+        self.sums += torch.cat([x, one], 1).T @ torch.cat([x, y.cpu().double(), one], 1)
 
     def solve(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         """A (size, rank), B (rank, size) and c (size) of ``y = (x A) B + c``.
 
         Of all maps of this rank, it has the least squared error with the ridge penalty (reduced-rank regression).
         """
-        mean_x = self.x / self.count
-        mean_y = self.y / self.count
-        xx = self.xx / self.count - torch.outer(mean_x, mean_x)
-        xy = self.xy / self.count - torch.outer(mean_x, mean_y)
+        means = self.sums / self.sums[-1, -1]
+        mean_x, mean_y = means[-1, :-1].split(self.size)
+        xx, xy = means[:-1, :-1].split(self.size, 1)
+        xx = xx - torch.outer(mean_x, mean_x)
+        xy = xy - torch.outer(mean_x, mean_y)
         xx += RIDGE * xx.diagonal().mean() * torch.eye(len(xx), dtype=torch.float64)
         full = torch.linalg.solve(xx, xy)
         # The directions of ``y`` in which the fitted values vary most.

@@ -60,8 +60,6 @@ class Skipping(TrainerCallback):
         seed: int = 0,
         **style: Any,
     ) -> None:
-        if not speedups or (weights is not None and len(weights) != len(speedups)):
-            raise UsageError("Skipping needs speed-ups, and as many weights, if any")
         if isinstance(speedups, Mapping) and style:
             raise UsageError(f"schedules have their own {', '.join(style)}: give one of the two")
         self.speedups = speedups
@@ -80,8 +78,6 @@ class Skipping(TrainerCallback):
         """Put gates on the model, and the schedules into its config; the callback does so when training begins."""
         if model is self.model:
             return
-        if self.model is not None:
-            raise UsageError("this Skipping belongs to another model: make one for each")
         config: Any = attach(model).config
         if not self.schedules:
             trained = config_schedules(config)

@@ -39,8 +39,8 @@ from .adapter_init import fit_bypasses
 from .config import DistillConfig, claim_output
 from .losses import DistillationModel
 from .self_generated import Say
-from .train import encode, run
-from .trainer import DistillationTrainer, TextCollator
+from .train import run, trainer_data
+from .trainer import DistillationTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +66,7 @@ def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = logger
         Divergence from the full model at each speed-up, on texts that were held out.
 
     Raises:
-        UsageError: the options do not fit the model, or the output folder holds another run.
-        ScheduleError: a schedule cannot be made.
-        DataError: the prompts are missing, or no text is left to learn from.
-        ModelError: the model cannot be loaded, or cannot skip layers.
+        SkipDecodeError: options, prompts, model or output folder do not fit.
         DivergedError: the loss is not finite; earlier checkpoints stay.
     """
     checkpoint = Checkpoint.resolve(config.model, config.adapter)
@@ -93,7 +90,6 @@ def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = logger
 
     model = base.load(**where, attn_implementation=config.attn_implementation)
     tokenizer = base.tokenizer
-    limit = max_positions(model.config) or sys.maxsize
     torch.manual_seed(args.seed)
     fitted = [] if last else prefill(model, tokenizer, learned[:FITTED])
     distilled = make_model(model, schedules, config.rank, checkpoint.adapter, fitted)
@@ -103,12 +99,9 @@ def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = logger
     trainer = DistillationTrainer(
         model=distilled,
         args=args,
-        data_collator=TextCollator(tokenizer.pad_token_id, max_length=limit),
-        processing_class=tokenizer,
         schedules=schedules,
         weights=config.speedup_weights,
-        train_dataset=encode(learned, tokenizer, limit, say, as_written=True),
-        eval_dataset=encode(held_out, tokenizer, limit, say, as_written=True) if held_out else None,
+        **trainer_data(model, tokenizer, learned, held_out, say, as_written=True),
     )
     run(trainer, last, say)
     found = report(schedules, measured, "now", say)

@@ -108,12 +108,10 @@ class ExitLoss(Objective):
 
 
 class TeacherOutput(NamedTuple):
-    """Output of the full model on a batch of texts, which all schedules learn from."""
+    """Output of the full model on a batch of texts: probabilities (batch, R, vocabulary), and their entropies."""
 
     batch: PrefilledBatch
-    #: Probabilities of all tokens, (batch, R, vocabulary).
     target: Tensor
-    #: Entropies of ``target`` in nats, (batch, R).
     entropy: Tensor
 
 
@@ -150,13 +148,7 @@ class DistillationModel(nn.Module):
         return TeacherOutput(prefilled, target, _cross_entropy(logits, target))
 
     def forward(self, teacher: TeacherOutput, schedule: Schedule, num_items_in_batch: Any = None) -> Tensor:
-        """Mean KL divergence from the full model, in nats per text token.
-
-        Args:
-            teacher: the full model's output on the batch.
-            schedule: whose layers run.
-            num_items_in_batch: tokens to divide the sum by; None: those of the batch.
-        """
+        """Mean KL divergence of a schedule from the full model, in nats per text token, over all accumulated ones."""
         logits = teacher.batch.logits(schedule).float()
         counted = teacher.batch.counted
         # kl_div would make more copies of the logits, hundreds of megabytes.

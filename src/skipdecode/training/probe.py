@@ -81,9 +81,7 @@ def probe(
         dtype, device: as :func:`skipdecode.load` takes them.
         say: receives messages for the user.
 
-    Raises:
-        UsageError: ``name`` is an adapter, or fewer than four texts can be used.
-        ScheduleError: a speed-up is out of range.
+    Raises UsageError if ``name`` is an adapter, or fewer than four texts can be used.
     """
     checkpoint = Checkpoint.resolve(name)
     if checkpoint.adapter is not None:
