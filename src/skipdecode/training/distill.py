@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import sys
 import time
@@ -38,11 +37,9 @@ from . import self_generated as texts
 from .adapter_init import fit_bypasses
 from .config import DistillConfig, claim_output
 from .losses import DistillationModel
-from .self_generated import Say
+from .self_generated import Say, log
 from .train import run, trainer_data
 from .trainer import DistillationTrainer
-
-logger = logging.getLogger(__name__)
 
 #: The texts, in the run's folder.
 TEXTS = "self_generated.jsonl"
@@ -52,7 +49,7 @@ FITTED = 64
 STEPS = 8
 
 
-def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = logger.warning) -> list[Divergence]:
+def distill(config: DistillConfig, *, overwrite: bool = False, say: Say = log) -> list[Divergence]:
     """Learn an adapter from self-generated texts, and save it in ``config.output``; the model stays as it is.
 
     A killed run goes on with its texts and its newest checkpoint.
@@ -178,7 +175,7 @@ def report(
 
 
 def write_texts(
-    config: DistillConfig, base: Checkpoint, args: TrainingArguments, where: Mapping[str, str], say: Say
+    config: DistillConfig, base: Checkpoint, args: TrainingArguments, where: Mapping[str, Any], say: Say
 ) -> list[Example]:
     """Let the full model write the texts; what it wrote before a kill is kept in the output folder."""
     settings: dict[str, Any] = {"speedup": 1, "batch_size": texts_at_once(args), "seed": args.seed, "load": where}
@@ -202,7 +199,7 @@ def forecast(
     config: DistillConfig,
     base: Checkpoint,
     args: TrainingArguments,
-    where: Mapping[str, str],
+    where: Mapping[str, Any],
     schedules: Mapping[float, Schedule],
 ) -> str:
     """How long texts and training take, from a few timed steps of each, for short prompts and the longest texts."""

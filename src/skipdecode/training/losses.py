@@ -11,9 +11,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from ..evaluation.early_exit import read_out
 from ..model.adapter import Adapter
-from ..model.attach import attach, teacher_forced
 from ..model.config import num_layers
-from ..model.inspect import decoder_layers
 from ..model.teacher_forcing import PrefilledBatch
 from ..schedule import Schedule
 
@@ -59,7 +57,7 @@ class Distillation(Objective):
 
     def __init__(self, weight: float, teacher: nn.Module | None = None) -> None:
         self.weight = weight
-        self.teacher = None if teacher is None else attach(teacher.eval())
+        self.teacher = None if teacher is None else teacher.eval()
         self._target: Tensor | None = None
 
     def prepare(self, model: nn.Module, inputs: dict[str, Any], schedule: Schedule) -> None:
@@ -71,7 +69,7 @@ class Distillation(Objective):
         inputs = {name: value for name, value in inputs.items() if name not in ("labels", "prompt_length")}
         training = teacher.training
         teacher.eval()
-        with torch.no_grad(), teacher_forced(teacher, Schedule.full(len(decoder_layers(teacher))), 1):
+        with torch.no_grad():
             self._target = teacher(**inputs).logits
         teacher.train(training)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,9 +23,7 @@ from ..model.inspect import text_config
 from ..schedule import Schedule
 from .adapter_init import fit_bypasses
 from .distill import default_warmup, prefill
-from .self_generated import Say, self_generate
-
-logger = logging.getLogger(__name__)
+from .self_generated import Say, log, self_generate
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ def probe(
     seed: int = 0,
     dtype: str = "auto",
     device: str | None = None,
-    say: Say = logger.warning,
+    say: Say = log,
 ) -> list[Candidate]:
     """Let a model write texts; fit bypasses to one half of them, and measure :func:`candidates` on the other.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 from collections import Counter
@@ -31,7 +32,9 @@ FEW = 200
 #: Longest message, in tokens; longer ones are left out.
 LONGEST_MESSAGE = 128
 
+#: Tells the user something.
 Say = Callable[[str], object]
+log = logging.getLogger(__name__).warning
 #: Writes the texts behind prompts with options of ``model.generate``, under a name for the user. None stands for a
 #: prompt that is too long.
 Write = Callable[[Sequence[Prompt], dict[str, Any], str], Sequence[Completion | None]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -23,13 +22,11 @@ from ..model.config import config_schedules, num_layers, set_entry, to_config_en
 from ..schedule import Schedule, choose_schedule
 from .config import TrainConfig, claim_output
 from .losses import Distillation, ExitLoss, Objective
-from .self_generated import Say
+from .self_generated import Say, log
 from .trainer import SkipTrainer, TextCollator
 
-logger = logging.getLogger(__name__)
 
-
-def train(config: TrainConfig, *, overwrite: bool = False, say: Say = logger.warning) -> None:
+def train(config: TrainConfig, *, overwrite: bool = False, say: Say = log) -> None:
     """Fine-tune all weights with the schedule on, and save a stock model whose config holds the schedules.
 
     A killed run resumes from its newest checkpoint in ``config.output``, and ends with the weights of an unbroken run.
