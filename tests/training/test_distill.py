@@ -161,11 +161,11 @@ def test_texts_are_kept_when_only_training_changes(
 def test_a_chat_model_needs_no_prompts(checkpoint: Path, tmp_path: Path) -> None:
     """Each text answers a message that the model wrote before."""
     model, tokenizer = skipdecode.load(str(checkpoint))
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }}</s>{% endfor %}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }}a{% endfor %}"
     for each in (model, tokenizer):
         each.save_pretrained(tmp_path / "model")
-    # Random weights seldom end a message: of 200 some do.
-    distill(tmp_path / "model", None, tmp_path / "out", num_texts=200, max_steps=1, max_new_tokens=4)
+    # Random weights often write an "a", which ends a message here.
+    distill(tmp_path / "model", None, tmp_path / "out", num_texts=60, max_steps=1, max_new_tokens=4)
     rows = [json.loads(line) for line in (tmp_path / "out" / "self_generated.jsonl").read_text().splitlines()]
     assert rows
     for row in rows:
